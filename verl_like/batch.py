@@ -1,0 +1,324 @@
+"""The data that moves through a training step: one frozen struct per stage.
+
+    Prompts -> Rollouts -> Scores -> Evaluated -> Experience
+
+Letters in names give the axes: B sequences, P padded prompt, R padded response. A prompt is left padded to [B, P], a
+response right padded to [B, R]; R is the longest response present, never a configured maximum. Every struct is a
+`TensorStruct`: `select`, `split`, `concat`, `trim`, `to` act on all its fields at once, so that no field can be
+reordered alone. Pickling a struct sends real tokens only: padding is cut off and rebuilt on arrival.
+
+Nothing downstream changes an upstream object. An optional field means "this run does not have it" (no critic, no
+reference), never "not computed yet": that is another stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+_RIGHT = "right"  # [B, R]: row i holds response_length_B[i] real entries, then padding
+_LEFT = "left"  # [B, P]: row i holds padding, then prompt_length_B[i] real entries
+_LENGTH_FIELD = {_RIGHT: "response_length_B", _LEFT: "prompt_length_B"}
+
+
+def _padded(side: str, fill: float = 0, **kwargs: Any) -> Any:
+    return dataclasses.field(metadata={"padded": side, "fill": fill}, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStruct:
+    """Base of all stages. Each field is a tensor [B, ...], a list of B Python objects, or None."""
+
+    def __len__(self) -> int:
+        for value in self.columns().values():
+            return len(value)
+        raise ValueError(f"{type(self).__name__} holds no column, so it has no length")
+
+    def columns(self) -> dict[str, Tensor | list[Any]]:
+        """The fields that are present, by name."""
+        named = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {name: value for name, value in named if value is not None}
+
+    def check(self) -> None:
+        """Raise ValueError unless all columns have the same number of rows and padded ones the same width."""
+        rows = {name: len(value) for name, value in self.columns().items()}
+        if len(set(rows.values())) > 1:
+            raise ValueError(f"{type(self).__name__}: columns differ in length: {rows}")
+        for side in (_RIGHT, _LEFT):
+            widths = {name: getattr(self, name).shape[1] for name in self._padded_names(side)}
+            if len(set(widths.values())) > 1:
+                raise ValueError(f"{type(self).__name__}: {side}-padded columns differ in width: {widths}")
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields exchanged."""
+        return dataclasses.replace(self, **changes)
+
+    def select(self, index: Tensor | Sequence[int]) -> Self:
+        """Rows by position (a boolean mask [B] or integers), in the order given."""
+        positions = torch.as_tensor(index)
+        if positions.dtype == torch.bool:
+            positions = positions.nonzero().flatten()
+        positions = positions.long()
+        chosen = positions.tolist()
+        return self._map(lambda t: t[positions.to(t.device)], lambda items: [items[i] for i in chosen])
+
+    def split(self, sizes: Sequence[int]) -> list[Self]:
+        """Consecutive pieces of the given sizes, which must add up to the number of rows."""
+        if sum(sizes) != len(self):
+            raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}, but there are {len(self)} rows")
+        pieces, start = [], 0
+        for size in sizes:
+            pieces.append(self.select(range(start, start + size)))
+            start += size
+        return pieces
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Rows of all parts one after the other; padded columns are widened to the widest part."""
+        if not parts:
+            raise ValueError(f"cannot concatenate zero {cls.__name__}")
+        joined: dict[str, Any] = {}
+        for f in dataclasses.fields(cls):
+            values = [getattr(part, f.name) for part in parts]
+            missing = [value is None for value in values]
+            if any(missing) and not all(missing):
+                raise ValueError(f"{cls.__name__}.{f.name} is present in some parts and missing in others")
+            joined[f.name] = None if all(missing) else _concat_column(values, f.metadata)
+        return cls(**joined)
+
+    def trim(self) -> Self:
+        """Cut padding that no row needs any more (after `select`)."""
+        changes: dict[str, Any] = {}
+        for side in (_RIGHT, _LEFT):
+            names = self._padded_names(side)
+            if names and len(self):
+                width = int(getattr(self, _LENGTH_FIELD[side]).max())
+                cut = (lambda t, w=width: t[:, :w]) if side == _RIGHT else (lambda t, w=width: t[:, t.shape[1] - w :])
+                changes |= {name: cut(getattr(self, name)) for name in names}
+        return self.replace(**changes)
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy with every tensor on `device`."""
+        return self._map(lambda t: t.to(device, non_blocking=True), lambda items: items)
+
+    def _padded_names(self, side: str) -> list[str]:
+        return [
+            f.name
+            for f in dataclasses.fields(self)
+            if f.metadata.get("padded") == side and getattr(self, f.name) is not None
+        ]
+
+    def _map(self, on_tensor: Any, on_list: Any) -> Self:
+        changes = {
+            name: on_tensor(value) if isinstance(value, Tensor) else on_list(value)
+            for name, value in self.columns().items()
+        }
+        return self.replace(**changes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value, side = getattr(self, f.name), f.metadata.get("padded")
+            if value is not None and side is not None:
+                mask = _real_mask(getattr(self, _LENGTH_FIELD[side]), value.shape[1], side)
+                value = (value[mask.to(value.device)], value.shape[1])
+            state[f.name] = value
+        return _rebuild, (type(self), state)
+
+
+def _real_mask(length_B: Tensor, width: int, side: str) -> Tensor:
+    """[B, width] bool, true where a padded column holds a real entry."""
+    position = torch.arange(width, device=length_B.device)
+    if side == _RIGHT:
+        return position[None, :] < length_B[:, None]
+    return position[None, :] >= (width - length_B)[:, None]
+
+
+def _rebuild(cls: type[TensorStruct], state: dict[str, Any]) -> TensorStruct:
+    """Inverse of `TensorStruct.__reduce__`: put the padding back."""
+    fields: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        value, side = state[f.name], f.metadata.get("padded")
+        if value is not None and side is not None:
+            real, width = value
+            mask = _real_mask(state[_LENGTH_FIELD[side]], width, side).to(real.device)
+            value = torch.full(mask.shape, f.metadata["fill"], dtype=real.dtype, device=real.device)
+            value[mask] = real
+        fields[f.name] = value
+    return cls(**fields)
+
+
+def _concat_column(values: list[Any], metadata: Any) -> Any:
+    if not isinstance(values[0], Tensor):
+        return [item for items in values for item in items]
+    side = metadata.get("padded")
+    if side is None:
+        return torch.cat(values)
+    width = max(value.shape[1] for value in values)
+    return torch.cat([pad_to_width(value, width, side, metadata["fill"]) for value in values])
+
+
+def pad_to_width(value: Tensor, width: int, side: str, fill: float) -> Tensor:
+    """Widen [B, w] to [B, width] with `fill` on the `side` ("left" or "right")."""
+    missing = width - value.shape[1]
+    padding = (0, missing) if side == _RIGHT else (missing, 0)
+    return torch.nn.functional.pad(value, padding, value=fill) if missing else value
+
+
+def pad_rows(rows: Iterable[Sequence[float]], *, side: str, dtype: torch.dtype, fill: float = 0) -> Tensor:
+    """Stack sequences of different lengths into [B, longest], padded with `fill` on `side` ("left" or "right")."""
+    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+    width = max((len(t) for t in tensors), default=0)
+    return torch.stack([pad_to_width(t[None], width, side, fill)[0] for t in tensors])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """What a dataset row says beyond its tokens. Fields are those of verl's parquet schema.
+
+    Example: PromptRow(index=7, data_source="openai/gsm8k", ability="math", ground_truth="72",
+    messages=[{"role": "user", "content": "Natalia sold ..."}], extra_info={"split": "train", "index": 7})
+    """
+
+    index: int  # position in the dataset before shuffling
+    data_source: str  # picks the grader and names the validation metrics
+    messages: list[dict[str, Any]]  # the prompt before the chat template
+    ground_truth: Any = None
+    ability: str = ""
+    extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts(TensorStruct):
+    """One batch drawn from the sampler: B prompts, each once."""
+
+    prompt_ids_BP: Tensor = _padded(_LEFT)  # int32
+    prompt_length_B: Tensor  # int64
+    group_B: Tensor  # int64: the draw's running number, unique within a run, the same after a resume
+    rows: list[PromptRow]
+
+    def token_lists(self) -> list[list[int]]:
+        """The prompts as Python lists, without padding."""
+        width = self.prompt_ids_BP.shape[1]
+        return [
+            ids[width - n :].tolist() for ids, n in zip(self.prompt_ids_BP, self.prompt_length_B.tolist(), strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences(TensorStruct):
+    """Prompts with a response each: what a forward pass of a training engine needs."""
+
+    prompt_ids_BP: Tensor = _padded(_LEFT)  # int32
+    prompt_length_B: Tensor  # int64
+    response_ids_BR: Tensor = _padded(_RIGHT)  # int32: all tokens after the prompt, tool text included
+    response_length_B: Tensor  # int64
+    response_mask_BR: Tensor = _padded(_RIGHT)  # bool: true only for tokens that the policy sampled
+
+    def num_tokens_B(self) -> Tensor:
+        """Prompt plus response tokens of each row, int64 [B]: the cost that balancing and budgets count."""
+        return self.prompt_length_B + self.response_length_B
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts(Sequences):
+    """Sampled responses: B = prompts x n rows. Log-probs are those of the distribution that was sampled from."""
+
+    group_B: Tensor  # int64: rows with the same number answer the same prompt
+    rollout_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)  # float32, 0 outside response_mask
+    weight_version_BR: Tensor = _padded(_RIGHT)  # int32: version of the weights that sampled each token
+    finish_reasons: list[str]  # "stop" (end token), "length" (response budget used up) or "abort"
+    rows: list[PromptRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFailure:
+    """One row whose reward could not be computed. It is reported and left out of training, never scored 0."""
+
+    row: int  # position in the batch
+    data_source: str
+    kind: str  # "exception", "timeout", "crash" or "bad_value"
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores(TensorStruct):
+    """One reward per response. Where valid_B is false the score is NaN and the row must not be trained on."""
+
+    score_B: Tensor  # float32
+    valid_B: Tensor  # bool
+    extras: list[dict[str, Any]]  # further values of the reward function, per row ("acc", "pred" ...)
+    failures: list[RewardFailure | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated(TensorStruct):
+    """What the trained models say about the rollouts, before any update. Only what the run needs is present."""
+
+    response_length_B: Tensor  # int64
+    old_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
+    entropy_BR: Tensor | None = _padded(_RIGHT, default=None)
+    ref_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
+    values_BR: Tensor | None = _padded(_RIGHT, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience(Sequences):
+    """What an update needs. old_log_probs_BR is None when the update detaches its own (one update per batch)."""
+
+    group_B: Tensor
+    advantages_BR: Tensor = _padded(_RIGHT)
+    returns_BR: Tensor | None = _padded(_RIGHT, default=None)
+    old_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
+    ref_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
+    rollout_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
+    values_BR: Tensor | None = _padded(_RIGHT, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """What a mini-batch's loss sums are divided by: counted over all ranks, before any backward pass."""
+
+    num_tokens: int  # response_mask tokens of the mini-batch
+    num_sequences: int  # rows of the mini-batch
+    max_response_length: int  # the configured constant (seq-mean-token-sum-norm divides by it)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A number with the rule that joins it over the micro-batches and ranks of one optimizer step.
+
+    reduction: "mean" (weighted by `weight`), "sum", "max" or "min". A loss term that is already divided by the global
+    denominator is a "sum". Over several optimizer steps "mean" and "sum" are averaged, "max" and "min" stay.
+    """
+
+    value: float
+    reduction: str = "mean"
+    weight: float = 1.0
+
+
+def merge_metrics(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
+    """Join metrics of micro-batches or ranks; a name may be missing in some parts."""
+    by_name: dict[str, list[Metric]] = {}
+    for part in parts:
+        for name, metric in part.items():
+            by_name.setdefault(name, []).append(metric)
+    return {name: _merge(name, metrics) for name, metrics in by_name.items()}
+
+
+def _merge(name: str, metrics: list[Metric]) -> Metric:
+    reductions = {m.reduction for m in metrics}
+    if len(reductions) > 1:
+        raise ValueError(f"metric {name} is reported with different reductions: {sorted(reductions)}")
+    reduction, values = reductions.pop(), [m.value for m in metrics]
+    weight = sum(m.weight for m in metrics)
+    if reduction == "mean":
+        total = sum(m.value * m.weight for m in metrics if m.weight)
+        return Metric(value=total / weight if weight else 0.0, reduction=reduction, weight=weight)
+    joined = {"sum": sum, "max": max, "min": min}[reduction](values)
+    return Metric(value=joined, reduction=reduction, weight=weight)
