@@ -1,0 +1,1 @@
+"""Layout, rotation and resume of checkpoint folders (driver side)."""

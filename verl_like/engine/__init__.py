@@ -1,0 +1,1 @@
+"""Training engines: forward, backward, optimizer step, weight export, checkpoints of one model."""

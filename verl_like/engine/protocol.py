@@ -1,0 +1,91 @@
+"""What every training engine offers. One engine holds one model (actor, reference or critic), sharded over the ranks.
+
+All methods are collective: every rank calls them, in the same order. Rows may differ between ranks and may be none.
+Letters: B rows of this rank, b rows of a micro-batch, R response, as in verl_like.batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from verl_like.batch import Denominators, Experience, Metric, Sequences
+
+if TYPE_CHECKING:
+    from verl_like.config.batch_plan import MicroBatchRule
+
+LOG_PROBS, ENTROPY, VALUES = "log_probs", "entropy", "values"
+
+
+class LossFn(Protocol):
+    """The objective of one micro-batch.
+
+    Called with the wanted outputs as [b, R] tensors with a graph (0 where nothing was computed), the micro-batch
+    (trimmed, on the device) and the denominators of the whole mini-batch over all ranks. Returns the SUM of its loss
+    terms, already divided by the denominators, and metrics. Gradients of micro-batches and ranks are added up.
+    """
+
+    wants: frozenset[str]
+
+    def __call__(
+        self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]: ...
+
+
+class TrainEngine(Protocol):
+    """One sharded model: forward passes, optimizer steps, weight export, checkpoints."""
+
+    def forward(
+        self, batch: Sequences, *, want: frozenset[str], rule: MicroBatchRule, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Per-token outputs without gradients, float32 CPU [B, R], aligned with the response tokens.
+
+        want: "log_probs" and "entropy" of a policy, under logits / temperature, at response_mask (0 elsewhere);
+        "values" of a value model inside response_length: entry t predicts the state BEFORE response token t.
+        """
+        ...
+
+    def train_minibatch(
+        self,
+        batch: Experience,
+        loss_fn: LossFn,
+        denominators: Denominators,
+        *,
+        rule: MicroBatchRule,
+        temperature: float = 1.0,
+    ) -> dict[str, Metric]:
+        """One optimizer step over this rank's rows; all ranks step together. Adds "grad_norm" (before clipping), "lr"
+        and "skipped_steps" (1 when the gradient norm was not finite and no weight was changed) to the loss's metrics.
+        """
+        ...
+
+    def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor on this rank's device), one at a time, the same order on all ranks."""
+        ...
+
+    def weight_names(self) -> dict[str, torch.Size]:
+        """Names and shapes that `export_weights` must yield, computed from the model's config, not from the shards."""
+        ...
+
+    def offload(self, params: bool = True, optimizer: bool = True) -> None:
+        """Move shards and optimizer state to host memory."""
+        ...
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        ...
+
+    def save(self, path: str, *, contents: Sequence[str]) -> None:
+        """Write a checkpoint; contents out of "model", "optimizer", "extra" (schedule, RNG), "hf_model"."""
+        ...
+
+    def load(self, path: str, *, contents: Sequence[str]) -> None:
+        """Read what `save` wrote, also with another number of ranks."""
+        ...
+
+    def export_hf(self, path: str) -> None:
+        """Write config and safetensors that `from_pretrained` reads."""
+        ...

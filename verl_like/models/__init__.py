@@ -1,0 +1,1 @@
+"""Hugging Face models as the engine runs them: packed input, per-token output."""

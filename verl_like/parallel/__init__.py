@@ -1,0 +1,1 @@
+"""Processes, device meshes, FSDP wrapping, offload and load balancing."""

@@ -1,0 +1,100 @@
+"""Which rows travel together: micro-batches under a token budget, and equal work for every rank. Pure, deterministic.
+
+Micro-batches: best-fit decreasing finds how few bins hold all rows (at most 11/9 of the optimum + 1, in practice the
+lower bound or one more); Karmarkar-Karp differencing then tries to even the bins out. Where the evened-out bins would
+break the budget, the packed ones stay: a budget is never exceeded, except by a row that is longer than it on its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_like.config.batch_plan import MicroBatchRule
+
+
+def micro_batches(num_tokens: Sequence[int], rule: MicroBatchRule) -> list[list[int]]:
+    """Cut rows into micro-batches; each row is in exactly one. `num_tokens[i]` is the length of row i in tokens.
+
+    `rule.max_tokens`: no micro-batch holds more tokens, but a longer row travels alone.
+    `rule.max_sequences`: no micro-batch holds more rows. Tokens are balanced in both cases.
+    """
+    if not num_tokens:
+        return []
+    if rule.max_tokens is not None:
+        return _by_tokens(num_tokens, rule.max_tokens)
+    if rule.max_sequences is None:
+        raise ValueError("a MicroBatchRule needs max_tokens or max_sequences")
+    return _by_count(num_tokens, rule.max_sequences)
+
+
+def balance_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Give every rank about the same total cost; row counts may differ and be zero. Rows stay in ascending order."""
+    if num_ranks < 1:
+        raise ValueError(f"cannot balance over {num_ranks} ranks")
+    return [sorted(rows) for rows in _karmarkar_karp(costs, num_ranks)]
+
+
+def _by_tokens(num_tokens: Sequence[int], budget: int) -> list[list[int]]:
+    alone = [[i] for i, n in enumerate(num_tokens) if n >= budget]
+    shared = [i for i, n in enumerate(num_tokens) if n < budget]
+    packed = _best_fit_decreasing([num_tokens[i] for i in shared], budget)
+    even = _karmarkar_karp([num_tokens[i] for i in shared], len(packed)) if packed else []
+    fits = all(sum(num_tokens[shared[j]] for j in rows) <= budget for rows in even)
+    chosen = [sorted(shared[j] for j in rows) for rows in (even if fits else packed)]
+    return sorted((rows for rows in alone + chosen if rows), key=lambda rows: rows[0])
+
+
+def _by_count(num_tokens: Sequence[int], max_rows: int) -> list[list[int]]:
+    """Longest rows first, each to the bin with the fewest tokens that still has room."""
+    num_bins = math.ceil(len(num_tokens) / max_rows)
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, b) for b in range(num_bins)]
+    for i in _longest_first(num_tokens):
+        total, b = heapq.heappop(heap)
+        bins[b].append(i)
+        if len(bins[b]) < max_rows:
+            heapq.heappush(heap, (total + num_tokens[i], b))
+    return sorted((sorted(rows) for rows in bins), key=lambda rows: rows[0])
+
+
+def _best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free space, bin), ascending
+    for i in _longest_first(sizes):
+        at = bisect.bisect_left(room, (sizes[i], -1))
+        free, b = room.pop(at) if at < len(room) else (capacity, len(bins))
+        if b == len(bins):
+            bins.append([])
+        bins[b].append(i)
+        bisect.insort(room, (free - sizes[i], b))
+    return bins
+
+
+def _longest_first(sizes: Sequence[float]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+
+
+def _karmarkar_karp(costs: Sequence[float], num_bins: int) -> list[list[int]]:
+    """Multi-way largest differencing method: join the two most uneven partial partitions until one is left.
+
+    Source: Karmarkar and Karp (1982), The differencing method of set partitioning.
+    """
+    if not costs:
+        return [[] for _ in range(num_bins)]
+    heap = []
+    for i, cost in enumerate(costs):
+        parts = [(0.0, [])] * (num_bins - 1) + [(float(cost), [i])]  # ascending by sum
+        heapq.heappush(heap, (-float(cost), i, parts))
+    order = len(costs)
+    while len(heap) > 1:
+        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = [(s + t, x + y) for (s, x), (t, y) in zip(a, reversed(b), strict=True)]
+        joined.sort(key=lambda part: part[0])
+        heapq.heappush(heap, (joined[0][0] - joined[-1][0], order, joined))
+        order += 1
+    return [rows for _, rows in heap[0][2]]

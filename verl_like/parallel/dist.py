@@ -1,0 +1,82 @@
+"""Start and stop torch.distributed in one worker process."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessInfo:
+    """Where this process stands in its worker group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+def init_distributed(
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    master_address: str,
+    master_port: int,
+    device: str,
+    timeout_s: float = 600.0,
+) -> ProcessInfo:
+    """Set the environment torchrun would set and join the process group (a group of one included).
+
+    `device` is "cpu" (gloo) or "cuda" (nccl for GPU tensors, gloo for CPU tensors). Raises ValueError for another
+    device or a missing GPU, and whatever torch raises when the group does not assemble within `timeout_s` seconds.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"trainer.device={device!r} is not a device of a worker: use 'cpu' or 'cuda'")
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_world_size),
+        MASTER_ADDR=master_address,
+        MASTER_PORT=str(master_port),
+    )
+    torch_device = torch.device("cpu")
+    if device == "cuda":
+        torch_device = torch.device("cuda", _cuda_index(local_rank))
+        torch.cuda.set_device(torch_device)
+    dist.init_process_group(
+        backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=None if device == "cpu" else torch_device,
+    )
+    return ProcessInfo(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device)
+
+
+def shutdown_distributed() -> None:
+    """Leave the process group; shut the rollout engine down before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_reduce_max(value: int) -> int:
+    """The largest `value` of all ranks (collective, on a CPU tensor)."""
+    largest = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def _cuda_index(local_rank: int) -> int:
+    """Ray shows a worker only its own GPU, which is then number 0; a plain launcher shows all of them."""
+    visible = torch.cuda.device_count()
+    if visible == 0:
+        raise ValueError("trainer.device='cuda', but torch sees no GPU here: use trainer.device=cpu")
+    if visible > 1 and local_rank >= visible:
+        raise ValueError(f"local rank {local_rank} has no GPU of its own: torch sees {visible}")
+    return local_rank if visible > 1 else 0
