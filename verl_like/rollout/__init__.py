@@ -1,0 +1,1 @@
+"""Generation: one protocol, engines that run in the worker's own process (vllm, hf)."""

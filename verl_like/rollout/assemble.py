@@ -1,0 +1,66 @@
+"""Prompts to generation requests, and completions back to rollouts. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from verl_like.batch import Prompts, Rollouts, pad_rows
+from verl_like.rollout.protocol import Completion, GenerationRequest, SamplingParams
+
+
+def request_seed(seed: int, step: int, group: int, sample: int) -> int:
+    """Seed of one response, 0 <= seed < 2**62: the same in every process, after a resume and in every batch."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{group}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def build_requests(
+    prompts: Prompts,
+    n: int,
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    step: int,
+    seed_per_request: bool = True,
+) -> list[GenerationRequest]:
+    """n requests per prompt: all of prompt 0, then all of prompt 1, ... (B = prompts x n)."""
+    groups = prompts.group_B.tolist()
+    return [
+        GenerationRequest(
+            request_id=f"{step}-{group}-{sample}",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            seed=request_seed(seed, step, group, sample) if seed_per_request else None,
+        )
+        for group, prompt_ids in zip(groups, prompts.token_lists(), strict=True)
+        for sample in range(n)
+    ]
+
+
+def assemble_rollouts(prompts: Prompts, n: int, completions: Sequence[Completion]) -> Rollouts:
+    """Completions of `build_requests` (same order) as one batch of prompts x n rows, all tokens sampled by the policy."""
+    if len(completions) != len(prompts) * n:
+        raise ValueError(f"{len(completions)} completions do not answer {len(prompts)} prompts x n={n}")
+    repeated = prompts.select([i for i in range(len(prompts)) for _ in range(n)])
+    lengths = [len(c.token_ids) for c in completions]
+    response_length_B = torch.tensor(lengths, dtype=torch.int64)
+    response_ids_BR = pad_rows((c.token_ids for c in completions), side="right", dtype=torch.int32)
+    return Rollouts(
+        prompt_ids_BP=repeated.prompt_ids_BP,
+        prompt_length_B=repeated.prompt_length_B,
+        response_ids_BR=response_ids_BR,
+        response_length_B=response_length_B,
+        response_mask_BR=torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None],
+        group_B=repeated.group_B,
+        rollout_log_probs_BR=pad_rows((c.log_probs for c in completions), side="right", dtype=torch.float32),
+        weight_version_BR=pad_rows(
+            ([c.weight_version] * n_tokens for c, n_tokens in zip(completions, lengths, strict=True)),
+            side="right",
+            dtype=torch.int32,
+        ),
+        finish_reasons=[c.finish_reason for c in completions],
+        rows=repeated.rows,
+    )

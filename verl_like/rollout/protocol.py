@@ -1,0 +1,119 @@
+"""What every rollout engine offers: tokens in, tokens out, one future per request.
+
+An engine starts `unloaded` (weight_version is None) and refuses to generate until `load_weights` succeeded. It is
+owned by one worker process. Ranks of one tensor-parallel replica are given the same requests; the completions of the
+replica's first rank count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class RolloutError(RuntimeError):
+    """The engine cannot serve: it has no weights, is shut down, or its step loop died."""
+
+
+class WeightLoadError(RuntimeError):
+    """A weight stream did not arrive whole. The engine is unloaded until a full stream succeeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are drawn. `do_sample` False or `temperature` 0 takes the most likely token."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: off
+    max_tokens: int
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # end tokens; the one that stops is part of the response
+    do_sample: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        return not self.do_sample or self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One response to be sampled. With a seed the tokens do not depend on what else is in the batch."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What was sampled. `log_probs` (natural log) are those of the distribution that was sampled from."""
+
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+
+
+class RolloutEngine(Protocol):
+    """Generates with the weights last loaded. Methods other than `submit` wait until they are done."""
+
+    dtype: torch.dtype
+    """Dtype of the weights: streams are cast to it."""
+
+    @property
+    def weight_version(self) -> int | None:
+        """Version given to the last successful `load_weights`; None: unloaded."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """Queue one request. Raises RolloutError when unloaded; later failures are set on the future."""
+        ...
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions in the order of the requests."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-prob of tokens 1.. given what is before them, temperature 1, over the tokenizer's ids alone."""
+        ...
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights; collective over a tensor-parallel replica.
+
+        Any failure, of the stream included, leaves the engine unloaded. Raises WeightLoadError, or what the stream raised.
+        """
+        ...
+
+    def read_weights(self) -> dict[str, Tensor] | None:
+        """The weights under their Hugging Face names as the engine holds them; None when it cannot tell."""
+        ...
+
+    def unload(self) -> None:
+        """Refuse to generate until the next successful `load_weights`."""
+        ...
+
+    def sleep(self) -> None:
+        """Give cache memory (and weights, where they are refilled anyway) back to the trainer."""
+        ...
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        ...
+
+    def abort_all(self) -> None:
+        """Finish all pending requests now, with reason "abort" and the tokens sampled so far."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop threads, free memory and shared memory names; call before the process group is destroyed."""
+        ...

@@ -1,0 +1,1 @@
+"""Trained shards to rollout engine, and the proof that they arrived."""
