@@ -1,0 +1,93 @@
+"""Typed configuration. Each default lives in its dataclass; see docs/configuration.md for every key."""
+
+from verl_like.config.actor import ActorConfig, PolicyLossConfig, RefConfig
+from verl_like.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PFPPOConfig
+from verl_like.config.base import ConfigNode
+from verl_like.config.critic import CriticConfig
+from verl_like.config.data import CustomClassConfig, DataConfig, SamplerConfig
+from verl_like.config.enums import (
+    Device,
+    FusedBackend,
+    KLControlType,
+    KLKind,
+    Launcher,
+    LoadFormat,
+    OldLogProbs,
+    ResumeMode,
+    ReweightMethod,
+    RolloutName,
+    Strategy,
+    Truncation,
+    WarmupStyle,
+)
+from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig, resolve_dtype
+from verl_like.config.model import CriticModelConfig, FusedKernelConfig, ModelConfig
+from verl_like.config.optim import OptimConfig
+from verl_like.config.ppo import ActorRolloutRefConfig, PPOConfig
+from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
+from verl_like.config.reward import (
+    CustomRewardFunctionConfig,
+    OverlongBufferConfig,
+    RewardModelConfig,
+    RewardNetworkConfig,
+    SandboxFusionConfig,
+)
+from verl_like.config.rollout import (
+    AgentConfig,
+    EngineKwargsConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    ValKwargsConfig,
+)
+from verl_like.config.trainer import RayInitConfig, TrainerConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ConfigNode",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CustomClassConfig",
+    "CustomRewardFunctionConfig",
+    "DataConfig",
+    "Device",
+    "EngineKwargsConfig",
+    "FSDPConfig",
+    "FilterGroupsConfig",
+    "FusedBackend",
+    "FusedKernelConfig",
+    "KLControlConfig",
+    "KLControlType",
+    "KLKind",
+    "Launcher",
+    "LoadFormat",
+    "ModelConfig",
+    "MultiTurnConfig",
+    "OldLogProbs",
+    "OptimConfig",
+    "OverlongBufferConfig",
+    "PFPPOConfig",
+    "PPOConfig",
+    "PolicyLossConfig",
+    "ProfilerConfig",
+    "RayInitConfig",
+    "RefConfig",
+    "ResumeMode",
+    "RewardModelConfig",
+    "RewardNetworkConfig",
+    "ReweightMethod",
+    "RolloutConfig",
+    "RolloutName",
+    "SamplerConfig",
+    "SandboxFusionConfig",
+    "Strategy",
+    "TrainerConfig",
+    "Truncation",
+    "ValKwargsConfig",
+    "WarmupStyle",
+    "WrapPolicyConfig",
+    "resolve_dtype",
+]

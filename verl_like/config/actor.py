@@ -1,0 +1,149 @@
+"""`actor_rollout_ref.{actor,ref}.*`: the policy's update and the frozen reference."""
+
+from dataclasses import dataclass, field
+
+from verl_like.config.base import ConfigNode, above, at_least, between, one_of, require
+from verl_like.config.enums import LOSS_AGG_MODES, KLKind, OldLogProbs, Strategy
+from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.optim import OptimConfig
+from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyLossConfig(ConfigNode):
+    """`actor.policy_loss.*`."""
+
+    loss_mode: str = "vanilla"
+    """Name of the policy loss; vanilla is PPO's clipped one."""
+    clip_cov_ratio: float = 0.0002
+    """[share of tokens] clip_cov: tokens whose gradient is detached."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: lower bound of the covariance window."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: upper bound of the covariance window."""
+    kl_cov_ratio: float = 0.0002
+    """[share of tokens] kl_cov: tokens that get a KL penalty."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: weight of that penalty."""
+
+    def check(self) -> None:
+        between(self, 0, 1, "clip_cov_ratio", "kl_cov_ratio")
+        at_least(self, 0, "ppo_kl_coef")
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorConfig(ConfigNode):
+    """`actor_rollout_ref.actor.*`."""
+
+    strategy: Strategy = Strategy.fsdp2
+    """Sharding backend: fsdp2."""
+    ppo_mini_batch_size: int = 256
+    """[prompts] Prompts of one optimizer step (x rollout.n sequences), over all processes."""
+    ppo_micro_batch_size: int | None = None
+    """[sequences, all processes] Deprecated: divided by the data-parallel size. Use ppo_micro_batch_size_per_gpu."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """[sequences] Sequences of one forward and backward on one process; read when use_dynamic_bsz is false."""
+    use_dynamic_bsz: bool = True
+    """Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by number of sequences."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """[tokens] Token budget of one micro-batch on one process."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down."""
+    clip_ratio: float = 0.2
+    """PPO clip range of the probability ratio, both sides."""
+    clip_ratio_low: float | None = None
+    """Lower side of the clip range. Null: clip_ratio."""
+    clip_ratio_high: float | None = None
+    """Upper side of the clip range. Null: clip_ratio."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: for negative advantages the loss is capped at this ratio."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number: token-mean, seq-mean-token-sum, seq-mean-token-mean,
+    seq-mean-token-sum-norm."""
+    loss_scale_factor: float | None = None
+    """[tokens] Divisor of seq-mean-token-sum-norm. Null: data.max_response_length."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add a KL term against the reference model to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of that KL term."""
+    kl_loss_type: KLKind = KLKind.low_var_kl
+    """Estimator of that KL term: kl, abs, mse, low_var_kl."""
+    use_torch_compile: bool = False
+    """Compile the log-prob and entropy function."""
+    ppo_epochs: int = 1
+    """Passes over the rollout batch in each step."""
+    shuffle: bool = False
+    """Shuffle prompts before cutting mini-batches, by seed and epoch."""
+    data_loader_seed: int = 42
+    """Seed of that shuffle."""
+    old_log_probs: OldLogProbs = OldLogProbs.auto
+    """Log-probs before the update: recompute (a forward pass), rollout (the sampler's), detach (the first forward of
+    the update, exact with one update per step), auto (detach with one update per step, else recompute)."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """Which policy loss."""
+    ulysses_sequence_parallel_size: int = 1
+    """[processes] Processes that share one sequence."""
+    entropy_from_logits_with_chunking: bool = False
+    """Entropy from full logits in chunks of rows."""
+    entropy_checkpointing: bool = False
+    """Recompute the entropy in the backward pass."""
+    tis_imp_ratio_cap: float = -1.0
+    """Cap of the importance weight trainer/sampler (truncated importance sampling); -1: off."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What checkpoints hold."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and schedule."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the actor."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """Profiling of the actor."""
+
+    def check(self) -> None:
+        at_least(self, 1, "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
+        at_least(self, 1, "ppo_max_token_len_per_gpu", "ppo_epochs", "ulysses_sequence_parallel_size")
+        above(self, 0, "grad_clip", "loss_scale_factor")
+        at_least(self, 0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
+        above(self, 1, "clip_ratio_c")
+        one_of(self, "loss_agg_mode", LOSS_AGG_MODES)
+        not_both(self, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
+
+
+@dataclass(kw_only=True, slots=True)
+class RefConfig(ConfigNode):
+    """`actor_rollout_ref.ref.*`: the frozen reference, present with use_kl_loss or use_kl_in_reward."""
+
+    strategy: Strategy = Strategy.fsdp2
+    """Sharding backend; follows the actor's."""
+    log_prob_micro_batch_size: int | None = None
+    """[sequences, all processes] Deprecated: divided by the data-parallel size. Use the per_gpu key."""
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """[sequences] Sequences of one forward. Null: actor.ppo_micro_batch_size_per_gpu."""
+    log_prob_use_dynamic_bsz: bool = True
+    """Cut micro-batches by tokens; follows the actor's."""
+    log_prob_max_token_len_per_gpu: int = 16384
+    """[tokens] Token budget of one forward; follows the actor's."""
+    ulysses_sequence_parallel_size: int = 1
+    """[processes] Processes that share one sequence; follows the actor's."""
+    use_torch_compile: bool = False
+    """Compile the log-prob function; follows the actor's."""
+    entropy_from_logits_with_chunking: bool = False
+    """As the actor's."""
+    entropy_checkpointing: bool = False
+    """As the actor's."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the reference."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """Profiling of the reference."""
+
+    def check(self) -> None:
+        at_least(self, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
+        at_least(self, 1, "log_prob_max_token_len_per_gpu", "ulysses_sequence_parallel_size")
+        not_both(self, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
+
+
+def not_both(node: ConfigNode, deprecated: str, key: str) -> None:
+    """A global micro-batch size and its per-process successor exclude each other."""
+    old, new = getattr(node, deprecated), getattr(node, key)
+    require(old is None or new is None, deprecated, old, f"{key}={new!r} is set as well; remove {deprecated}")

@@ -1,0 +1,79 @@
+"""`algorithm.*`: advantages and the KL penalty in the reward."""
+
+from dataclasses import dataclass, field
+
+from verl_like.config.base import ConfigNode, above, at_least, between
+from verl_like.config.enums import KLControlType, KLKind, ReweightMethod
+
+
+@dataclass(kw_only=True, slots=True)
+class KLControlConfig(ConfigNode):
+    """`algorithm.kl_ctrl.*`: coefficient of the KL penalty in the reward."""
+
+    type: KLControlType = KLControlType.fixed
+    """fixed, or adaptive (moves the coefficient towards target_kl)."""
+    kl_coef: float = 0.001
+    """Coefficient, or its start."""
+    horizon: int = 10000
+    """[sequences] Time constant of the adaptive controller."""
+    target_kl: float = 0.1
+    """[nats] KL the adaptive controller aims at."""
+
+    def check(self) -> None:
+        at_least(self, 0, "kl_coef")
+        at_least(self, 1, "horizon")
+        above(self, 0, "target_kl")
+
+
+@dataclass(kw_only=True, slots=True)
+class PFPPOConfig(ConfigNode):
+    """`algorithm.pf_ppo.*`: resampling of responses by reward."""
+
+    reweight_method: ReweightMethod = ReweightMethod.pow
+    """pow, max_min or max_random."""
+    weight_pow: float = 2.0
+    """Exponent of pow."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FilterGroupsConfig(ConfigNode):
+    """`algorithm.filter_groups.*`: dynamic sampling, drops groups whose responses all score the same (DAPO)."""
+
+    enable: bool = False
+    """Draw prompts until train_batch_size groups with different scores are found."""
+    metric: str | None = None
+    """What must differ: acc, score, seq_reward, seq_final_reward."""
+    max_num_gen_batches: int = 0
+    """[draws] Most draws for one step; 0: no bound."""
+
+    def check(self) -> None:
+        at_least(self, 0, "max_num_gen_batches")
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig(ConfigNode):
+    """`algorithm.*`."""
+
+    adv_estimator: str = "gae"
+    """Advantage estimator: gae (with a critic) or grpo."""
+    gamma: float = 1.0
+    """Discount of future rewards, per token."""
+    lam: float = 1.0
+    """Trade between bias and variance in gae."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide grpo's advantages by the group's standard deviation (false: Dr. GRPO)."""
+    use_kl_in_reward: bool = False
+    """Subtract a KL penalty against the reference from the token rewards."""
+    kl_penalty: KLKind = KLKind.kl
+    """Estimator of that penalty: kl, abs, mse, low_var_kl."""
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    """Coefficient of that penalty."""
+    use_pf_ppo: bool = False
+    """Resample responses by reward (PF-PPO)."""
+    pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
+    """Options of PF-PPO."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling."""
+
+    def check(self) -> None:
+        between(self, 0, 1, "gamma", "lam")

@@ -1,0 +1,57 @@
+"""`*.fsdp_config.*`: sharding, offload and precision."""
+
+from dataclasses import dataclass, field
+
+from verl_like.config.base import ConfigNode, at_least, minus_one_or_positive, one_of
+from verl_like.config.enums import DTYPES
+
+
+@dataclass(kw_only=True, slots=True)
+class WrapPolicyConfig(ConfigNode):
+    """`fsdp_config.wrap_policy.*`."""
+
+    transformer_layer_cls_to_wrap: list[str] | None = None
+    """Class names of the modules sharded as one unit. Null: the model's decoder layers."""
+    min_num_params: int = 0
+    """[parameters] Shard every module of at least this size instead of decoder layers; 0: decoder layers."""
+
+    def check(self) -> None:
+        at_least(self, 0, "min_num_params")
+
+
+@dataclass(kw_only=True, slots=True)
+class FSDPConfig(ConfigNode):
+    """Sharding of one model."""
+
+    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+    """Which modules are sharded as one unit."""
+    param_offload: bool = False
+    """Keep parameters in CPU memory between uses."""
+    grad_offload: bool = False
+    """Keep gradients in CPU memory (first release of verl)."""
+    optimizer_offload: bool = False
+    """Keep optimizer states in CPU memory between updates."""
+    offload_policy: bool = False
+    """FSDP2: keep parameters, gradients and optimizer in CPU memory also while training."""
+    reshard_after_forward: bool = True
+    """FSDP2: free the gathered parameters after the forward pass and gather them again for the backward."""
+    fsdp_size: int = -1
+    """[processes] Processes that share one copy of the model; -1: all of them."""
+    forward_prefetch: bool = False
+    """FSDP1: gather the next module's parameters early."""
+    model_dtype: str = "float32"
+    """Precision of the master weights and the optimizer: float32, bfloat16, float16."""
+    dtype: str = "auto"
+    """Precision of forward and backward; auto: bfloat16 on CUDA, float32 on CPU."""
+
+    def check(self) -> None:
+        minus_one_or_positive(self, "fsdp_size")
+        one_of(self, "model_dtype", DTYPES[1:])
+        one_of(self, "dtype", DTYPES)
+
+
+def resolve_dtype(name: str, device_type: str) -> str:
+    """The precision behind `auto`: bfloat16 on CUDA, float32 elsewhere."""
+    if name != "auto":
+        return name
+    return "bfloat16" if device_type == "cuda" else "float32"

@@ -1,0 +1,68 @@
+"""`actor_rollout_ref.model.*` and `critic.model.*`: the network."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_like.config.base import ConfigNode, at_least
+from verl_like.config.enums import FusedBackend
+from verl_like.config.fsdp import FSDPConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class FusedKernelConfig(ConfigNode):
+    """`model.fused_kernel_options.*`."""
+
+    impl_backend: FusedBackend = FusedBackend.torch
+    """Implementation of the fused log-prob and entropy function: torch or triton."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig(ConfigNode):
+    """`actor_rollout_ref.model.*`."""
+
+    path: str = "~/models/deepseek-llm-7b-chat"
+    """Folder of a Hugging Face causal language model. A folder with config.json but no weights is initialised
+    randomly from trainer.seed."""
+    tokenizer_path: str | None = None
+    """Folder of the tokenizer. Null: path."""
+    custom_chat_template: str | None = None
+    """Chat template (Jinja text) that replaces the tokenizer's own."""
+    use_shm: bool = False
+    """Copy the weights to shared memory before loading."""
+    external_lib: str | None = None
+    """Python package(s), separated by commas, imported first to register models with transformers."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Overrides of the Hugging Face config, for instance attention_dropout."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, one more forward."""
+    enable_activation_offload: bool = False
+    """Keep activations in CPU memory until the backward pass."""
+    use_remove_padding: bool = True
+    """Pack sequences without padding. False: the padded reference path."""
+    use_liger: bool = False
+    """Use Liger kernels for norms, rotary embedding and MLP."""
+    use_fused_kernels: bool = True
+    """Log-prob and entropy from hidden states in chunks. False: full logits, the reference path."""
+    fused_kernel_options: FusedKernelConfig = field(default_factory=FusedKernelConfig)
+    """Options of the fused function."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters; 0: train all weights."""
+    lora_alpha: float = 16
+    """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
+    target_modules: Any = "all-linear"
+    """Modules that get LoRA adapters: all-linear, a pattern or a list of names."""
+    exclude_modules: Any = None
+    """Modules that get none: a pattern or a list of names."""
+
+    def check(self) -> None:
+        at_least(self, 0, "lora_rank", "lora_alpha")
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticModelConfig(ModelConfig):
+    """`critic.model.*`: the actor's keys and the critic's own sharding."""
+
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the critic."""

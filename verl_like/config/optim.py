@@ -1,0 +1,41 @@
+"""`*.optim.*`: AdamW and its learning-rate schedule. Steps are optimizer steps."""
+
+from dataclasses import dataclass, field
+
+from verl_like.config.base import ConfigNode, above, at_least, between, minus_one_or_positive, require
+from verl_like.config.enums import WarmupStyle
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig(ConfigNode):
+    """`actor_rollout_ref.actor.optim.*`, `critic.optim.*`."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    lr_warmup_steps: int = -1
+    """[optimizer steps] Length of the linear warm-up; negative: lr_warmup_steps_ratio decides."""
+    lr_warmup_steps_ratio: float = 0.0
+    """[share of all optimizer steps] Length of the warm-up when lr_warmup_steps is negative."""
+    total_training_steps: int = -1
+    """[optimizer steps] Length of the schedule; -1: computed from the batch plan."""
+    warmup_style: WarmupStyle = WarmupStyle.constant
+    """Schedule after the warm-up: constant or cosine."""
+    min_lr_ratio: float | None = 0.0
+    """[share of lr] Floor of the cosine schedule; null: 0."""
+    num_cycles: float = 0.5
+    """[cosine periods] 0.5 goes from lr down to the floor once."""
+    weight_decay: float = 0.01
+    """AdamW weight decay."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW averaging factors of the gradient and its square."""
+    eps: float = 1e-8
+    """AdamW denominator constant."""
+
+    def check(self) -> None:
+        at_least(self, 0, "lr", "weight_decay", "num_cycles")
+        above(self, 0, "eps")
+        at_least(self, -1, "lr_warmup_steps")
+        between(self, 0, 1, "lr_warmup_steps_ratio", "min_lr_ratio")
+        minus_one_or_positive(self, "total_training_steps")
+        legal = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(legal, "betas", self.betas, "give two numbers in [0, 1), for instance [0.9,0.999]")

@@ -1,0 +1,56 @@
+"""The whole configuration of a PPO or GRPO run, under verl's names."""
+
+from dataclasses import dataclass, field
+
+from verl_like.config.actor import ActorConfig, RefConfig
+from verl_like.config.algorithm import AlgorithmConfig
+from verl_like.config.base import ConfigNode, at_least
+from verl_like.config.critic import CriticConfig
+from verl_like.config.data import DataConfig
+from verl_like.config.model import ModelConfig
+from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from verl_like.config.rollout import RolloutConfig
+from verl_like.config.trainer import RayInitConfig, TrainerConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorRolloutRefConfig(ConfigNode):
+    """`actor_rollout_ref.*`: the policy in its three roles."""
+
+    hybrid_engine: bool = True
+    """Actor and rollout share processes. False: separate pools."""
+    nccl_timeout: int = 600
+    """[s] Longest single collective between workers."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The network of actor, reference and rollout."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The policy's update."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The frozen reference."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation."""
+
+    def check(self) -> None:
+        at_least(self, 1, "nccl_timeout")
+
+
+@dataclass(kw_only=True, slots=True)
+class PPOConfig(ConfigNode):
+    """The root. Never changed after it is built; derived sizes live in BatchPlan."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts."""
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    """Policy, reference and rollout."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Value model."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """Scores of models and rules."""
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    """A reward function of the user's."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantages and KL."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The run."""
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    """Ray."""

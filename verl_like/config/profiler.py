@@ -1,0 +1,35 @@
+"""`*.profiler.*`, `*.checkpoint.*`: small sections that several roles share."""
+
+from dataclasses import dataclass, field
+
+from verl_like.config.base import ConfigNode, require
+from verl_like.config.enums import CHECKPOINT_CONTENTS
+
+
+@dataclass(kw_only=True, slots=True)
+class ProfilerConfig(ConfigNode):
+    """`*.profiler.*`."""
+
+    discrete: bool = False
+    """One trace per phase instead of one per step."""
+    all_ranks: bool = False
+    """Profile every rank."""
+    ranks: list[int] | None = None
+    """Ranks to profile. Null: none unless all_ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig(ConfigNode):
+    """`*.checkpoint.*`."""
+
+    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """What a checkpoint holds: model, optimizer, extra (schedule, random state), hf_model (Hugging Face folder)."""
+    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """What is loaded on resume."""
+    async_save: bool = False
+    """Write checkpoints in the background."""
+
+    def check(self) -> None:
+        for key, value in (("save_contents", self.save_contents), ("load_contents", self.load_contents)):
+            unknown = sorted(set(value) - set(CHECKPOINT_CONTENTS))
+            require(not unknown, key, value, f"unknown {unknown}; choose from {', '.join(CHECKPOINT_CONTENTS)}")

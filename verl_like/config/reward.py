@@ -1,0 +1,132 @@
+"""`reward_model.*`, `custom_reward_function.*`: where scores come from."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_like.config.actor import not_both
+from verl_like.config.base import ConfigNode, above, at_least
+from verl_like.config.enums import Strategy
+from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.profiler import ProfilerConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomRewardFunctionConfig(ConfigNode):
+    """`custom_reward_function.*`: compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)."""
+
+    path: str | None = None
+    """Python file of the reward function. Null: the built-in graders."""
+    name: str = "compute_score"
+    """Name of the function in that file."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments passed to every call."""
+    timeout: float = 60.0
+    """[s] A call that takes longer is stopped and counted as failed."""
+    num_workers: int = 1
+    """[processes] Processes that grade."""
+
+    def check(self) -> None:
+        above(self, 0, "timeout")
+        at_least(self, 1, "num_workers")
+
+
+@dataclass(kw_only=True, slots=True)
+class SandboxFusionConfig(ConfigNode):
+    """`reward_model.sandbox_fusion.*`: remote execution of generated programs."""
+
+    url: str | None = None
+    """Address of the sandbox. Null: none."""
+    max_concurrent: int = 64
+    """[requests] Most requests at a time."""
+    memory_limit_mb: int = 1024
+    """[MB] Memory of one run."""
+
+    def check(self) -> None:
+        at_least(self, 1, "max_concurrent", "memory_limit_mb")
+
+
+@dataclass(kw_only=True, slots=True)
+class OverlongBufferConfig(ConfigNode):
+    """`reward_model.overlong_buffer.*`: soft punishment of long responses (DAPO)."""
+
+    enable: bool = False
+    """Punish responses that end in the last `len` tokens of the budget."""
+    len: int = 0
+    """[tokens] Width of the punished zone."""
+    penalty_factor: float = 0.0
+    """Punishment at the end of the zone."""
+    log: bool = False
+    """Report the punishment as a metric."""
+
+    def check(self) -> None:
+        at_least(self, 0, "len", "penalty_factor")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardNetworkConfig(ConfigNode):
+    """`reward_model.model.*`: a sequence classifier that scores."""
+
+    path: str | None = None
+    """Folder of a Hugging Face sequence-classification model."""
+    input_tokenizer: str | None = None
+    """Folder of the policy's tokenizer when the reward model has another chat template. Null: same template."""
+    external_lib: str | None = None
+    """Python package imported first; follows actor_rollout_ref.model.external_lib."""
+    use_shm: bool = False
+    """Copy the weights to shared memory before loading."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    use_remove_padding: bool = False
+    """Pack sequences without padding."""
+    use_fused_kernels: bool = False
+    """Use fused kernels."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding of the reward model."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardModelConfig(ConfigNode):
+    """`reward_model.*`."""
+
+    enable: bool = False
+    """Score with a reward model."""
+    enable_resource_pool: bool = False
+    """Give the reward model processes of its own."""
+    n_gpus_per_node: int = 0
+    """[GPUs] Size of that pool per node."""
+    nnodes: int = 0
+    """[nodes] Nodes of that pool."""
+    strategy: Strategy = Strategy.fsdp2
+    """Sharding backend."""
+    model: RewardNetworkConfig = field(default_factory=RewardNetworkConfig)
+    """The reward model."""
+    micro_batch_size: int | None = None
+    """[sequences, all processes] Deprecated: divided by the data-parallel size. Use micro_batch_size_per_gpu."""
+    micro_batch_size_per_gpu: int | None = None
+    """[sequences] Sequences of one forward."""
+    max_length: int | None = None
+    """[tokens] Longest sequence that is scored."""
+    use_dynamic_bsz: bool = True
+    """Cut micro-batches by tokens; follows the critic's."""
+    forward_max_token_len_per_gpu: int = 32768
+    """[tokens] Token budget of one forward; follows the critic's."""
+    ulysses_sequence_parallel_size: int = 1
+    """[processes] Processes that share one sequence."""
+    reward_manager: str = "naive"
+    """How rule-based rewards are computed: naive."""
+    launch_reward_fn_async: bool = False
+    """Grade while log-probs are computed."""
+    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
+    """Remote execution of generated programs."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    """Soft punishment of long responses."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the reward manager."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """Profiling of the reward model."""
+
+    def check(self) -> None:
+        at_least(self, 1, "micro_batch_size", "micro_batch_size_per_gpu", "max_length")
+        at_least(self, 1, "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size")
+        at_least(self, 0, "n_gpus_per_node", "nnodes")
+        not_both(self, "micro_batch_size", "micro_batch_size_per_gpu")

@@ -1,0 +1,203 @@
+"""`actor_rollout_ref.rollout.*`: generation and the weight sync that feeds it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_like.config.actor import not_both
+from verl_like.config.base import ConfigNode, above, at_least, between, minus_one_or_positive, one_of, require
+from verl_like.config.data import CustomClassConfig
+from verl_like.config.enums import DTYPES, ROLLOUT_MODES, LoadFormat, RolloutName
+
+
+@dataclass(kw_only=True, slots=True)
+class ValKwargsConfig(ConfigNode):
+    """`rollout.val_kwargs.*`: sampling during validation."""
+
+    temperature: float = 0.0
+    """Softmax temperature; 0: greedy."""
+    top_p: float = 1.0
+    """[probability] Nucleus size."""
+    top_k: int = -1
+    """[tokens] Sample among the k most probable; -1: all."""
+    n: int = 1
+    """[responses] Responses per validation prompt."""
+    do_sample: bool = False
+    """Sample; false: greedy."""
+
+    def check(self) -> None:
+        check_sampling(self)
+
+
+def check_sampling(node: ConfigNode) -> None:
+    """Ranges of the sampling parameters that training and validation share."""
+    at_least(node, 0, "temperature")
+    above(node, 0, "top_p")
+    between(node, 0, 1, "top_p")
+    minus_one_or_positive(node, "top_k")
+    at_least(node, 1, "n")
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineKwargsConfig(ConfigNode):
+    """`rollout.engine_kwargs.*`: arguments passed to the engine's constructor as they are."""
+
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Arguments of SGLang's engine, for instance attention_backend."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MultiTurnConfig(ConfigNode):
+    """`rollout.multi_turn.*`: tools and conversations."""
+
+    enable: bool = False
+    """Let the model call tools and go on."""
+    max_turns: int | None = None
+    """[turns] Bound of tool-calling turns (older name)."""
+    max_assistant_turns: int | None = None
+    """[turns] Bound of the model's turns."""
+    max_user_turns: int | None = None
+    """[turns] Bound of user and tool turns."""
+    max_parallel_calls: int = 1
+    """[calls] Tool calls of one turn that run."""
+    max_tool_response_length: int = 256
+    """[characters] Longest tool response."""
+    tool_response_truncate_side: str = "middle"
+    """Which part of a long tool response is cut: left, middle, right."""
+    tool_config_path: str | None = None
+    """YAML file that lists the tools."""
+    interaction_config_path: str | None = None
+    """YAML file that lists simulated users."""
+    completion_callback: str | None = None
+    """Import path of a function called after each turn."""
+    use_inference_chat_template: bool = False
+    """Keep the chat template's inference format between turns."""
+    enable_tokenization_sanity_check: bool = True
+    """Compare turn-by-turn tokenisation with the whole conversation's."""
+    tokenization_sanity_check_mode: str = "strict"
+    """How strict that comparison is: disable, strict, ignore_strippable."""
+    format: str = "hermes"
+    """Syntax of tool calls."""
+
+    def check(self) -> None:
+        at_least(self, 1, "max_turns", "max_assistant_turns", "max_user_turns", "max_parallel_calls")
+        at_least(self, 1, "max_tool_response_length")
+        one_of(self, "tool_response_truncate_side", ("left", "middle", "right"))
+        one_of(self, "tokenization_sanity_check_mode", ("disable", "strict", "ignore_strippable"))
+
+
+@dataclass(kw_only=True, slots=True)
+class AgentConfig(ConfigNode):
+    """`rollout.agent.*`: agent loops."""
+
+    num_workers: int = 8
+    """[processes] Processes that run agent loops."""
+    default_agent_loop: str = "single_turn_agent"
+    """Agent loop of rows that name none."""
+    agent_loop_config_path: str | None = None
+    """YAML file that lists agent loops."""
+    custom_async_server: CustomClassConfig = field(default_factory=CustomClassConfig)
+    """A generation server class of the user's."""
+
+    def check(self) -> None:
+        at_least(self, 1, "num_workers")
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig(ConfigNode):
+    """`actor_rollout_ref.rollout.*`."""
+
+    name: RolloutName = RolloutName.vllm
+    """Engine: vllm, hf (transformers) or sglang."""
+    mode: str = "sync"
+    """sync or async: both mean the same here, the engine always works request by request."""
+    n: int = 1
+    """[responses] Responses per prompt; the group of grpo."""
+    temperature: float = 1.0
+    """Softmax temperature of training rollouts."""
+    top_p: float = 1.0
+    """[probability] Nucleus size."""
+    top_k: int = -1
+    """[tokens] Sample among the k most probable; -1: all."""
+    do_sample: bool = True
+    """Sample; false: greedy."""
+    use_fire_sampling: bool = False
+    """First token at a high temperature."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token until response_length."""
+    prompt_length: int = 512
+    """[tokens] Longest prompt; follows data.max_prompt_length."""
+    response_length: int = 512
+    """[tokens] Longest response; follows data.max_response_length."""
+    dtype: str = "auto"
+    """Precision of the rollout weights; auto: bfloat16 on CUDA, float32 on CPU."""
+    gpu_memory_utilization: float = 0.5
+    """[share of a GPU] Memory of the rollout engine: weights and KV cache."""
+    enforce_eager: bool = False
+    """Do not capture CUDA graphs."""
+    cudagraph_capture_sizes: list[int] | None = None
+    """[sequences] Batch sizes to capture. Null: the engine's choice."""
+    free_cache_engine: bool = True
+    """Free the engine's weights and KV cache while training."""
+    load_format: LoadFormat = LoadFormat.dummy_dtensor
+    """Weight sync: dummy_dtensor (tensor by tensor) or dummy_hf (full state dict first)."""
+    layered_summon: bool = False
+    """Gather LoRA weights layer by layer."""
+    update_weights_bucket_megabytes: int = 512
+    """[MB] Size of one bucket of the weight sync."""
+    tensor_model_parallel_size: int = 1
+    """[processes] Processes that hold one copy of the rollout model."""
+    max_num_batched_tokens: int = 8192
+    """[tokens] Most tokens of one engine step."""
+    max_model_len: int | None = None
+    """[tokens] Longest sequence of the engine. Null: prompt_length + response_length."""
+    max_num_seqs: int = 1024
+    """[sequences] Most sequences decoded at once."""
+    enable_chunked_prefill: bool = True
+    """Cut long prompts into several engine steps."""
+    enable_prefix_caching: bool = True
+    """Share the KV cache of equal prompt beginnings; emptied at every weight sync."""
+    disable_log_stats: bool = True
+    """Silence the engine's own statistics."""
+    log_prob_micro_batch_size: int | None = None
+    """[sequences, all processes] Deprecated: divided by the data-parallel size. Use the per_gpu key."""
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """[sequences] Sequences of one forward of the old log-probs. Null: actor.ppo_micro_batch_size_per_gpu."""
+    log_prob_use_dynamic_bsz: bool = True
+    """Cut the old log-probs' micro-batches by tokens; follows the actor's."""
+    log_prob_max_token_len_per_gpu: int = 16384
+    """[tokens] Token budget of one forward of the old log-probs; follows the actor's."""
+    calculate_log_probs: bool = False
+    """Report the difference between the sampler's and the trainer's probabilities."""
+    seed_per_request: bool = True
+    """A seed for each request, from trainer.seed, step, prompt and sample: responses do not depend on batching."""
+    sync_probe: bool = True
+    """After each weight sync compare log-probs of probe prompts between trainer and engine."""
+    sync_probe_tolerance: float | None = None
+    """[nats] Largest difference of the probe. Null: 10x the first proved sync's, at least 1e-4 (float32) or
+    2e-2 (bfloat16)."""
+    engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
+    """Arguments passed to the engine as they are."""
+    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
+    """Sampling during validation."""
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    """Tools and conversations."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """Agent loops."""
+
+    def check(self) -> None:
+        check_sampling(self)
+        above(self, 0, "temperature", "gpu_memory_utilization", "sync_probe_tolerance")
+        between(self, 0, 1, "gpu_memory_utilization")
+        at_least(self, 1, "prompt_length", "response_length", "tensor_model_parallel_size", "max_num_batched_tokens")
+        at_least(self, 1, "max_model_len", "max_num_seqs", "update_weights_bucket_megabytes")
+        at_least(self, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
+        at_least(self, 1, "log_prob_max_token_len_per_gpu")
+        one_of(self, "mode", ROLLOUT_MODES)
+        one_of(self, "dtype", DTYPES)
+        not_both(self, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
+        needed = self.prompt_length + self.response_length
+        fits = self.max_model_len is None or self.max_model_len >= needed
+        fix = f"must hold prompt_length + response_length = {needed}, or be null"
+        require(fits, "max_model_len", self.max_model_len, fix)

@@ -1,0 +1,119 @@
+"""`trainer.*`, `ray_init.*`: the run."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, require
+from verl_like.config.enums import LOGGERS, Device, Launcher, ResumeMode
+
+
+def _controller_nsight() -> dict[str, Any]:
+    return {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
+
+
+def _worker_nsight() -> dict[str, Any]:
+    capture = {"capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}
+    return {**_controller_nsight(), **capture}
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig(ConfigNode):
+    """`trainer.*`. A step is one rollout batch and its updates."""
+
+    project_name: str = "verl_examples"
+    """Project of the experiment trackers."""
+    experiment_name: str = "gsm8k"
+    """Name of the run."""
+    seed: int = 1
+    """Seed of everything random: initialisation, sampling of tokens, order of prompts."""
+    device: Device = Device.auto
+    """auto (CUDA when there is one), cpu or cuda."""
+    launcher: Launcher = Launcher.ray
+    """ray, or local: one rank in this process, for debugging."""
+    nnodes: int = 1
+    """[nodes] Machines."""
+    n_gpus_per_node: int | str = "auto"
+    """[processes] Worker processes per machine; auto: its GPUs, or 1 on CPU."""
+    rpc_timeout: float = 3600.0
+    """[s] Longest single call to a worker."""
+    worker_start_timeout: float = 600.0
+    """[s] Longest start of the workers."""
+    ray_wait_register_center_timeout: int = 300
+    """[s] verl's start-up timeout; worker_start_timeout takes its place."""
+    balance_batch: bool = True
+    """Give every process about the same number of tokens."""
+    total_epochs: int = 30
+    """Passes over the training data."""
+    total_training_steps: int | None = None
+    """[steps] Length of the run. Null: total_epochs."""
+    critic_warmup: int = 0
+    """[steps] Steps that train the critic alone."""
+    save_freq: int = -1
+    """[steps] Save a checkpoint every so many steps; -1: only when the run is interrupted."""
+    test_freq: int = -1
+    """[steps] Validate every so many steps; -1: only at the end."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and stop."""
+    resume_mode: ResumeMode = ResumeMode.auto
+    """auto (the newest checkpoint of default_local_dir), disable, resume_path."""
+    resume_from_path: str | None = None
+    """Checkpoint folder (global_step_N) of resume_mode=resume_path."""
+    default_local_dir: str = "checkpoints"
+    """Folder of checkpoints; follows project_name and experiment_name."""
+    default_hdfs_dir: str | None = None
+    """Remote folder of checkpoints."""
+    del_local_ckpt_after_load: bool = False
+    """Delete a checkpoint after resuming from it."""
+    max_actor_ckpt_to_keep: int | None = None
+    """[checkpoints] Newest actor checkpoints to keep. Null: all."""
+    max_critic_ckpt_to_keep: int | None = None
+    """[checkpoints] Newest critic checkpoints to keep. Null: all."""
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    """Trackers: console, tensorboard, wandb. Metrics always go to a jsonl file as well."""
+    log_dir: str | None = None
+    """Folder of logs and metrics. Null: default_local_dir."""
+    log_val_generations: int = 0
+    """[samples] Validation responses shown in the trackers."""
+    rollout_data_dir: str | None = None
+    """Folder for all training responses as jsonl. Null: not kept."""
+    validation_data_dir: str | None = None
+    """Folder for all validation responses as jsonl. Null: not kept."""
+    profile_steps: list[int] | None = None
+    """Steps to profile. Null: none."""
+    controller_nsight_options: dict[str, Any] = field(default_factory=_controller_nsight)
+    """Nsight Systems options of the driver."""
+    worker_nsight_options: dict[str, Any] = field(default_factory=_worker_nsight)
+    """Nsight Systems options of the workers."""
+
+    def check(self) -> None:
+        at_least(self, 1, "nnodes", "total_epochs", "total_training_steps", "ray_wait_register_center_timeout")
+        at_least(self, 0, "seed", "critic_warmup", "log_val_generations")
+        at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+        above(self, 0, "rpc_timeout", "worker_start_timeout")
+        minus_one_or_positive(self, "save_freq", "test_freq")
+        per_node = self.n_gpus_per_node
+        legal = per_node == "auto" if isinstance(per_node, str) else per_node >= 1
+        require(legal, "n_gpus_per_node", per_node, "must be auto or at least 1")
+        unknown = sorted(set(self.logger) - set(LOGGERS))
+        require(not unknown, "logger", self.logger, f"unknown {unknown}; choose from {', '.join(LOGGERS)}")
+
+
+@dataclass(kw_only=True, slots=True)
+class RayInitConfig(ConfigNode):
+    """`ray_init.*`."""
+
+    num_cpus: int | None = None
+    """[CPU cores] Cores Ray may use; set it under a scheduler such as SLURM. Null: all."""
+    address: str | None = None
+    """Address of a running Ray cluster, or auto. Null: start a local one."""
+    temp_dir: str | None = None
+    """Folder of the local Ray's session files. Null: a temporary one that is removed."""
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+    """Ray's runtime environment, for instance {env_vars: {NAME: value}}."""
+    timeline_json_file: str | None = None
+    """File for Ray's timeline of the run."""
+
+    def check(self) -> None:
+        at_least(self, 1, "num_cpus")
