@@ -1,0 +1,351 @@
+"""BatchPlan: every size derived from the configuration, computed once.
+
+Units are verl's. `data.train_batch_size` and `*.ppo_mini_batch_size` count prompts over all processes, each answered
+`rollout.n` times; `*_per_gpu` micro sizes count sequences of one process; `*_max_token_len_per_gpu` count tokens of one
+process (times the Ulysses size, because that many processes share a sequence). Deprecated global micro sizes count
+sequences over all processes and are divided by the data-parallel size here. docs/batch_sizes.md explains with numbers.
+"""
+
+import math
+from dataclasses import dataclass
+
+from verl_like.config.algorithm import AlgorithmConfig
+from verl_like.config.critic import CriticConfig
+from verl_like.config.enums import OldLogProbs
+from verl_like.config.errors import raise_if_any
+from verl_like.config.ppo import PPOConfig
+
+_ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchRule:
+    """How a process cuts its rows into micro-batches: a token budget, or a number of sequences."""
+
+    max_tokens: int | None = None
+    max_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.max_tokens is None) == (self.max_sequences is None):
+            raise ValueError(f"set exactly one of max_tokens={self.max_tokens}, max_sequences={self.max_sequences}")
+
+    def __str__(self) -> str:
+        if self.max_tokens is not None:
+            return f"{self.max_tokens:,} tokens"
+        return f"{self.max_sequences:,} sequences"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Sizes of one training step. Counts of the critic are 0 when there is none."""
+
+    world_size: int
+    prompts_per_step: int
+    responses_per_prompt: int
+    sequences_per_step: int
+    data_parallel_size: int
+    rollout_replicas: int
+    tensor_parallel_size: int
+    sequences_per_rank: int
+    actor_mini_batches: int
+    actor_mini_batch_prompts: int
+    actor_mini_batch_sequences: int
+    critic_mini_batches: int
+    critic_mini_batch_prompts: int
+    critic_mini_batch_sequences: int
+    actor_micro: MicroBatchRule
+    log_prob_micro: MicroBatchRule
+    ref_micro: MicroBatchRule
+    critic_micro: MicroBatchRule
+    critic_forward_micro: MicroBatchRule
+    optimizer_steps_per_rollout: int
+    critic_optimizer_steps_per_rollout: int
+    old_log_probs: str
+    needs_reference: bool
+    needs_critic: bool
+    steps_per_epoch: int | None
+    total_training_steps: int | None
+    optimizer_steps_total: int | None
+    critic_optimizer_steps_total: int | None
+
+    @classmethod
+    def build(cls, config: PPOConfig, world_size: int, num_train_prompts: int | None = None) -> "BatchPlan":
+        """All sizes of this run.
+
+        world_size: training processes over all machines. num_train_prompts: rows of the training set after filtering;
+        None leaves the lengths open unless trainer.total_training_steps is set.
+        Raises ConfigError listing every size that does not fit.
+        """
+        problems: list[str] = []
+        actor, rollout, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.critic
+        prompts, n = config.data.train_batch_size, rollout.n
+        data_parallel = _share(
+            problems, world_size, f"{_ACTOR}.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size
+        )
+        replicas = _share(
+            problems, world_size, f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+        )
+        mini_batches = _mini_batches(problems, prompts, f"{_ACTOR}.ppo_mini_batch_size", actor.ppo_mini_batch_size)
+        updates = mini_batches * actor.ppo_epochs
+        with_critic = needs_critic(config.critic, config.algorithm)
+        critic_mini = (
+            _mini_batches(problems, prompts, "critic.ppo_mini_batch_size", critic.ppo_mini_batch_size)
+            if with_critic
+            else 0
+        )
+        critic_updates = critic_mini * critic.ppo_epochs
+        per_epoch, total = _lengths(problems, config, num_train_prompts)
+        rules = _micro_rules(problems, config, data_parallel, with_critic)
+        old_log_probs = _old_log_probs(problems, config, updates)
+        raise_if_any(problems)
+        actor_steps = None if total is None else max(0, total - config.trainer.critic_warmup) * updates
+        return cls(
+            world_size=world_size,
+            prompts_per_step=prompts,
+            responses_per_prompt=n,
+            sequences_per_step=prompts * n,
+            data_parallel_size=data_parallel,
+            rollout_replicas=replicas,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            sequences_per_rank=math.ceil(prompts * n / data_parallel),
+            actor_mini_batches=mini_batches,
+            actor_mini_batch_prompts=actor.ppo_mini_batch_size,
+            actor_mini_batch_sequences=actor.ppo_mini_batch_size * n,
+            critic_mini_batches=critic_mini,
+            critic_mini_batch_prompts=critic.ppo_mini_batch_size if with_critic else 0,
+            critic_mini_batch_sequences=critic.ppo_mini_batch_size * n if with_critic else 0,
+            optimizer_steps_per_rollout=updates,
+            critic_optimizer_steps_per_rollout=critic_updates,
+            old_log_probs=old_log_probs,
+            needs_reference=needs_reference(config),
+            needs_critic=with_critic,
+            steps_per_epoch=per_epoch,
+            total_training_steps=total,
+            optimizer_steps_total=actor_steps,
+            critic_optimizer_steps_total=None if total is None else total * critic_updates,
+            **rules,
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What the table shows: (quantity, value with its unit)."""
+        step = (
+            f"{self.prompts_per_step:,} prompts x {self.responses_per_prompt} = {self.sequences_per_step:,} sequences"
+        )
+        rows = [
+            ("training step", step),
+            ("processes", f"{self.world_size} ({self.data_parallel_size} data parallel)"),
+            ("rollout", f"{self.rollout_replicas} replicas x {self.tensor_parallel_size} tensor parallel"),
+            ("per process", f"about {self.sequences_per_rank:,} sequences"),
+            (
+                "actor update",
+                self._updates(
+                    self.actor_mini_batches,
+                    self.actor_mini_batch_prompts,
+                    self.actor_mini_batch_sequences,
+                    self.optimizer_steps_per_rollout,
+                ),
+            ),
+            ("actor micro-batch", str(self.actor_micro)),
+            ("old log-probs", _OLD_LOG_PROBS_TEXT[self.old_log_probs]),
+        ]
+        if self.old_log_probs == OldLogProbs.recompute:
+            rows.append(("log-prob micro-batch", str(self.log_prob_micro)))
+        if self.needs_reference:
+            rows.append(("reference micro-batch", str(self.ref_micro)))
+        if self.needs_critic:
+            update = self._updates(
+                self.critic_mini_batches,
+                self.critic_mini_batch_prompts,
+                self.critic_mini_batch_sequences,
+                self.critic_optimizer_steps_per_rollout,
+            )
+            rows += [
+                ("critic update", update),
+                ("critic micro-batch", str(self.critic_micro)),
+                ("critic forward", str(self.critic_forward_micro)),
+            ]
+        return rows + self._length_rows()
+
+    def table(self) -> str:
+        """The plan as aligned text, for the start of a run."""
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(["batch plan", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+    @staticmethod
+    def _updates(mini_batches: int, prompts: int, sequences: int, updates: int) -> str:
+        cut = f"{mini_batches} mini-batches of {prompts:,} prompts ({sequences:,} sequences)"
+        return f"{cut}, {updates} optimizer steps"
+
+    def _length_rows(self) -> list[tuple[str, str]]:
+        rows = [("steps per epoch", f"{self.steps_per_epoch:,}")] if self.steps_per_epoch is not None else []
+        if self.total_training_steps is not None:
+            updates = f"{self.optimizer_steps_total:,} optimizer steps of the actor"
+            rows.append(("training steps", f"{self.total_training_steps:,} ({updates})"))
+        return rows
+
+
+_OLD_LOG_PROBS_TEXT = {
+    "recompute": "recomputed by a forward pass",
+    "rollout": "the sampler's own",
+    "detach": "first forward of the update, detached (one update per step)",
+}
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    """A KL term, in the loss or in the reward, needs the frozen reference."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def needs_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> bool:
+    """critic.enable decides; left open, the advantage estimator does."""
+    return algorithm.adv_estimator == "gae" if critic.enable is None else critic.enable
+
+
+def _share(problems: list[str], world_size: int, key: str, size: int) -> int:
+    if world_size % size:
+        fix = f"must divide the number of processes (trainer.nnodes x trainer.n_gpus_per_node = {world_size})"
+        problems.append(f"{key}={size}: {fix}")
+    return max(1, world_size // size)
+
+
+def _mini_batches(problems: list[str], prompts: int, key: str, mini: int) -> int:
+    if mini > prompts:
+        fix = f"is larger than data.train_batch_size={prompts}; set {key}={prompts} or less"
+        problems.append(f"{key}={mini}: {fix}")
+    elif prompts % mini:
+        fix = f"must divide data.train_batch_size={prompts}; the nearest that does is {_nearest_divisor(prompts, mini)}"
+        problems.append(f"{key}={mini}: {fix}")
+    return max(1, prompts // mini)
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+def _lengths(problems: list[str], config: PPOConfig, num_train_prompts: int | None) -> tuple[int | None, int | None]:
+    """Steps per epoch (incomplete batches are dropped) and of the whole run; None where not known."""
+    batch, total = config.data.train_batch_size, config.trainer.total_training_steps
+    if num_train_prompts is None:
+        return None, total
+    per_epoch = num_train_prompts // batch
+    if per_epoch == 0:
+        fix = f"there are only {num_train_prompts} training prompts; lower it, or add data"
+        problems.append(f"data.train_batch_size={batch}: {fix}")
+    return per_epoch, per_epoch * config.trainer.total_epochs if total is None else total
+
+
+def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
+    """Resolve auto; refuse detach where it would be wrong."""
+    choice, key = config.actor_rollout_ref.actor.old_log_probs, f"{_ACTOR}.old_log_probs"
+    kl_in_reward = config.algorithm.use_kl_in_reward
+    if choice == OldLogProbs.auto:
+        return str(OldLogProbs.detach if updates == 1 and not kl_in_reward else OldLogProbs.recompute)
+    if choice == OldLogProbs.detach and updates > 1:
+        problems.append(f"{key}=detach: holds for one update per step, here are {updates}; use recompute or rollout")
+    if choice == OldLogProbs.detach and kl_in_reward:
+        problems.append(f"{key}=detach: algorithm.use_kl_in_reward=true needs them earlier; use recompute or rollout")
+    return str(choice)
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroKeys:
+    """The three settings of one pass, with the keys they come from."""
+
+    section: str
+    dynamic: bool
+    max_tokens: int
+    per_gpu: int | None
+    total: int | None  # deprecated: over all processes
+    per_gpu_key: str
+    total_key: str
+    max_tokens_key: str
+
+
+def _micro_rules(
+    problems: list[str], config: PPOConfig, data_parallel: int, with_critic: bool
+) -> dict[str, MicroBatchRule]:
+    actor, ref, rollout = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.ref,
+        config.actor_rollout_ref.rollout,
+    )
+    critic, names = config.critic, ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
+    log_names = ("log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size")
+    ulysses = actor.ulysses_sequence_parallel_size
+    actor_keys = _MicroKeys(
+        _ACTOR,
+        actor.use_dynamic_bsz,
+        actor.ppo_max_token_len_per_gpu * ulysses,
+        actor.ppo_micro_batch_size_per_gpu,
+        actor.ppo_micro_batch_size,
+        *names,
+        "ppo_max_token_len_per_gpu",
+    )
+    log_prob_keys = _MicroKeys(
+        _ROLLOUT,
+        rollout.log_prob_use_dynamic_bsz,
+        rollout.log_prob_max_token_len_per_gpu * ulysses,
+        rollout.log_prob_micro_batch_size_per_gpu,
+        rollout.log_prob_micro_batch_size,
+        *log_names,
+        "log_prob_max_token_len_per_gpu",
+    )
+    ref_keys = _MicroKeys(
+        _REF,
+        ref.log_prob_use_dynamic_bsz,
+        ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
+        ref.log_prob_micro_batch_size_per_gpu,
+        ref.log_prob_micro_batch_size,
+        *log_names,
+        "log_prob_max_token_len_per_gpu",
+    )
+    critic_ulysses = critic.ulysses_sequence_parallel_size
+    critic_keys = _MicroKeys(
+        "critic",
+        critic.use_dynamic_bsz,
+        critic.ppo_max_token_len_per_gpu * critic_ulysses,
+        critic.ppo_micro_batch_size_per_gpu,
+        critic.ppo_micro_batch_size,
+        *names,
+        "ppo_max_token_len_per_gpu",
+    )
+    forward_keys = _MicroKeys(
+        "critic",
+        critic.use_dynamic_bsz,
+        critic.forward_max_token_len_per_gpu * critic_ulysses,
+        critic.forward_micro_batch_size_per_gpu,
+        critic.forward_micro_batch_size,
+        "forward_micro_batch_size_per_gpu",
+        "forward_micro_batch_size",
+        "forward_max_token_len_per_gpu",
+    )
+    actor_rule = _rule(problems, actor_keys, data_parallel, None)
+    critic_rule = _rule(problems if with_critic else [], critic_keys, data_parallel, None)
+    return {
+        "actor_micro": actor_rule,
+        "log_prob_micro": _rule(problems, log_prob_keys, data_parallel, actor_rule),
+        "ref_micro": _rule(problems, ref_keys, data_parallel, actor_rule),
+        "critic_micro": critic_rule,
+        "critic_forward_micro": _rule(problems if with_critic else [], forward_keys, data_parallel, critic_rule),
+    }
+
+
+def _rule(problems: list[str], keys: _MicroKeys, data_parallel: int, fallback: MicroBatchRule | None) -> MicroBatchRule:
+    """Tokens with dynamic batches; else the size per process, the deprecated total, or the fallback's rule."""
+    if keys.dynamic:
+        return MicroBatchRule(max_tokens=keys.max_tokens)
+    if keys.per_gpu is not None:
+        return MicroBatchRule(max_sequences=keys.per_gpu)
+    if keys.total is not None:
+        if keys.total % data_parallel:
+            fix = f"must be a multiple of the data-parallel size {data_parallel}; better set {keys.per_gpu_key}"
+            problems.append(f"{keys.section}.{keys.total_key}={keys.total}: {fix}")
+        return MicroBatchRule(max_sequences=max(1, keys.total // data_parallel))
+    if fallback is not None:
+        return fallback
+    fix = f"set {keys.section}.{keys.per_gpu_key}, or {keys.section}.use_dynamic_bsz=true"
+    problems.append(f"{keys.section}.use_dynamic_bsz=False without a micro-batch size: {fix}")
+    return MicroBatchRule(max_sequences=1)

@@ -1,0 +1,21 @@
+"""One error for all problems found, so that a user fixes a command line once."""
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """The configuration cannot work. `problems` holds one line per fault: keys, values, fix."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        if len(self.problems) == 1:
+            super().__init__(self.problems[0])
+            return
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
+        super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
+
+
+def raise_if_any(problems: Sequence[str]) -> None:
+    """Raise ConfigError unless the list is empty."""
+    if problems:
+        raise ConfigError(problems)
