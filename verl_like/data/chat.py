@@ -1,0 +1,102 @@
+"""Chat messages to prompt tokens: template, truncation, and the parallel measurement of long data sets."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from verl_like.config import Truncation
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+_CHUNK = 1000  # prompts per task of the worker processes
+
+
+class PromptEncoder:
+    """Messages -> token ids with the tokenizer's chat template. Picklable.
+
+    A tokenizer without a template (base models) takes a single user message as the prompt itself, with the tokenizer's
+    own special tokens (BOS); anything else is an error.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs)
+        self.has_template = tokenizer.chat_template is not None or "chat_template" in self.template_kwargs
+        self._warned = False
+
+    def encode(self, conversations: Sequence[Messages]) -> list[list[int]]:
+        """Token ids of each conversation, ready for the assistant's answer. Not truncated."""
+        texts = [self.render(messages) for messages in conversations]
+        if not texts:
+            return []
+        return self.tokenizer(texts, add_special_tokens=not self.has_template)["input_ids"]
+
+    def render(self, messages: Messages) -> str:
+        """The prompt as text. ValueError if the template refuses the messages."""
+        if not self.has_template:
+            return self._plain_prompt(messages)
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+            )
+        except Exception as error:  # templates are programs: they raise what they like
+            raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}") from error
+
+    def _plain_prompt(self, messages: Messages) -> str:
+        if len(messages) != 1 or messages[0]["role"] != "user" or not isinstance(messages[0].get("content"), str):
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"the tokenizer has no chat template, so a prompt must be one user message with text; this one has the "
+                f"roles {roles}. Set data.tokenizer to a folder with a template, or "
+                "data.apply_chat_template_kwargs.chat_template to one"
+            )
+        if not self._warned:
+            logger.warning("the tokenizer has no chat template: the text of each user message is the prompt as it is")
+            self._warned = True
+        return messages[0]["content"]
+
+
+def truncate(ids: list[int], limit: int, how: Truncation, place: str) -> list[int]:
+    """At most `limit` tokens. left keeps the end, right the start, middle both ends; error raises ValueError."""
+    if len(ids) <= limit:
+        return ids
+    if how == Truncation.left:
+        return ids[-limit:]
+    if how == Truncation.right:
+        return ids[:limit]
+    if how == Truncation.middle:
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]
+    raise ValueError(
+        f"{place}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}. Raise it, drop such "
+        "prompts with data.filter_overlong_prompts=True, or cut them with data.truncation=left|right|middle"
+    )
+
+
+def encode_all(encoder: PromptEncoder, conversations: Sequence[Messages], *, num_workers: int) -> list[list[int]]:
+    """Encode a whole data set, in order, in this process or in `num_workers` spawned ones."""
+    chunks = [list(conversations[i : i + _CHUNK]) for i in range(0, len(conversations), _CHUNK)]
+    num_workers = min(num_workers, len(chunks))
+    if num_workers <= 1:
+        return [ids for chunk in chunks for ids in encoder.encode(chunk)]
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of running threads
+    with ProcessPoolExecutor(num_workers, context, initializer=_set_encoder, initargs=(encoder,)) as pool:
+        return [ids for encoded in pool.map(_encode_chunk, chunks) for ids in encoded]
+
+
+_encoder: PromptEncoder | None = None  # of a worker process
+
+
+def _set_encoder(encoder: PromptEncoder) -> None:
+    global _encoder
+    _encoder = encoder
+
+
+def _encode_chunk(chunk: list[Messages]) -> list[list[int]]:
+    assert _encoder is not None
+    return _encoder.encode(chunk)

@@ -1,0 +1,85 @@
+"""The order in which prompts are drawn: shuffled by seed and epoch, endless, exactly resumable."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+class ResumableSampler:
+    """Draws dataset positions epoch after epoch. The order of an epoch is a function of (seed, epoch) alone.
+
+    identity: `PromptDataset.identity()`; a saved state is only loaded for the data set that it was saved with.
+    """
+
+    def __init__(self, num_rows: int, *, shuffle: bool, seed: int, identity: dict[str, Any] | None = None) -> None:
+        if num_rows < 1:
+            raise ValueError(f"a sampler needs at least one row, not {num_rows}")
+        self._num_rows, self._shuffle, self._seed = num_rows, shuffle, seed
+        self._identity = identity if identity is not None else {"rows": num_rows}
+        self.epoch = 0
+        self.position = 0  # rows of this epoch that were drawn
+        self.draws = 0  # rows drawn since the run began: the next row's running number
+        self._order = self._epoch_order()
+
+    def draw(self, count: int) -> tuple[list[int], list[int]]:
+        """The next `count` dataset positions and their running numbers.
+
+        They are all of one epoch: when fewer than `count` rows of it are left, those are skipped (verl's drop_last).
+        """
+        if not 0 < count <= self._num_rows:
+            raise ValueError(f"cannot draw {count} rows at a time from a data set of {self._num_rows}")
+        if self.position + count > self._num_rows:
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._epoch_order()
+        rows = self._order[self.position : self.position + count].tolist()
+        numbers = list(range(self.draws, self.draws + count))
+        self.position += count
+        self.draws += count
+        return rows, numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values. `load_state_dict` in a new process continues with the very next row."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "draws": self.draws,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "identity": self._identity,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state. ValueError if the data set is another one."""
+        saved = state["identity"]
+        if json.dumps(saved, sort_keys=True) != json.dumps(self._identity, sort_keys=True):
+            raise ValueError(
+                "the training data changed since the checkpoint was written, so the run cannot continue where it "
+                f"stopped. Then: {_describe(saved)}. Now: {_describe(self._identity)}. Restore data.train_files, "
+                "data.train_max_samples and the overlong filter, or start afresh with trainer.resume_mode=disable"
+            )
+        if (state["seed"], state["shuffle"]) != (self._seed, self._shuffle):
+            logger.warning(
+                "the checkpoint's order of prompts is kept: data.seed=%s, data.shuffle=%s (configured now: %s, %s)",
+                *(state["seed"], state["shuffle"], self._seed, self._shuffle),
+            )
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        self.epoch, self.position, self.draws = state["epoch"], state["position"], state["draws"]
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(self._num_rows)
+        return np.random.default_rng([self._seed, self.epoch]).permutation(self._num_rows)
+
+
+def _describe(identity: dict[str, Any]) -> str:
+    files = [
+        f"{f['name']} ({f['rows']} rows, {f['bytes']} bytes, {f['digest'][:8]})" for f in identity.get("files", [])
+    ]
+    return f"{identity.get('rows')} prompts of {', '.join(files) or 'an unnamed data set'}"

@@ -1,0 +1,80 @@
+"""Countdown and game of 24: an equation that uses each given number once and evaluates to the target.
+
+Scores follow TinyZero (github.com/Jiayi-Pan/TinyZero): 1 for a right equation, `format_score` for any equation inside
+<answer> tags, 0 without one. The equation is evaluated exactly, on fractions, by a walk over its syntax tree: nothing
+of it is ever executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from fractions import Fraction
+from typing import Any
+
+MAX_EQUATION_CHARS = 200  # bounds the depth of the syntax tree too
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPERATOR_SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})  # times, divided by, minus
+
+
+def extract_equation(solution_str: str) -> str | None:
+    """The text of the last <answer> ... </answer>, or None."""
+    found = _ANSWER.findall(solution_str)
+    return found[-1].strip() if found else None
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: dict[str, Any],
+    extra_info: dict[str, Any] | None = None,
+    *,
+    format_score: float = 0.1,
+    score: float = 1.0,
+) -> dict[str, Any]:
+    """Score an equation against ground_truth {"target": int, "numbers": [int, ...]}. `acc` is 1 or 0."""
+    equation = extract_equation(solution_str)
+    if equation is None:
+        return {"score": 0.0, "acc": 0.0, "pred": ""}
+    right = is_solution(equation, ground_truth["numbers"], ground_truth["target"])
+    return {"score": score if right else format_score, "acc": float(right), "pred": equation[:MAX_EQUATION_CHARS]}
+
+
+def is_solution(equation: str, numbers: list[int], target: int) -> bool:
+    """Whether the equation (a trailing `= target` is allowed) uses each number exactly once and gives the target."""
+    left, *right = equation.translate(_OPERATOR_SIGNS).split("=")
+    if len(equation) > MAX_EQUATION_CHARS or len(right) > 1:
+        return False
+    if right and right[0].strip() != str(target):
+        return False
+    try:
+        value, used = _evaluate(ast.parse(left.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return False
+    return value == target and sorted(used) == sorted(numbers)
+
+
+def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
+    """Value of the expression and the numbers in it. ValueError for anything but + - * / and whole numbers."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value), [node.value]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value, used = _evaluate(node.operand)
+        return (-value if isinstance(node.op, ast.USub) else value), used
+    if isinstance(node, ast.BinOp):
+        left, left_used = _evaluate(node.left)
+        right, right_used = _evaluate(node.right)
+        return _apply(node.op, left, right), left_used + right_used
+    raise ValueError(f"not arithmetic: {type(node).__name__}")
+
+
+def _apply(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+    if isinstance(operator, ast.Add):
+        return left + right
+    if isinstance(operator, ast.Sub):
+        return left - right
+    if isinstance(operator, ast.Mult):
+        return left * right
+    if isinstance(operator, ast.Div):
+        return left / right
+    raise ValueError(f"operator {type(operator).__name__} is not allowed")

@@ -1,0 +1,63 @@
+"""GSM8K: the number after the last `####`.
+
+Semantics are those of verl's grader (`strict`: a `#### number` must be there; `flexible`: the last number of the text),
+with two departures: the end of a sentence is no part of the number (`#### 72.` is 72), and numbers are compared by
+value (`72.0` equals `72`).
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+CLIP_CHARS = 300  # the answer stands at the end: looking only there keeps the regular expressions cheap
+_NUMBER = r"-?[0-9.,]+"
+_STRICT = re.compile(rf"#### ({_NUMBER})")
+_FLEXIBLE = re.compile(f"({_NUMBER})")
+
+
+def extract_answer(solution_str: str, method: str = "strict") -> str | None:
+    """The final answer as a plain number without thousands separators, or None.
+
+    method: "strict" wants `#### number`; "flexible" takes the last number of the text.
+    """
+    tail = solution_str[-CLIP_CHARS:]
+    if method == "strict":
+        found = _STRICT.findall(tail)
+    elif method == "flexible":
+        found = [number for number in _FLEXIBLE.findall(tail) if any(c.isdigit() for c in number)]
+    else:
+        raise ValueError(f"gsm8k: method must be strict or flexible, not {method!r}")
+    return _normalise(found[-1]) if found else None
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> dict[str, Any]:
+    """`score` for the right answer, `format_score` for a wrong one in the right form, 0 without an answer."""
+    answer = extract_answer(solution_str, method)
+    if answer is None:
+        return {"score": 0.0, "pred": ""}
+    right = _same_number(answer, _normalise(str(ground_truth)))
+    return {"score": score if right else format_score, "pred": answer}
+
+
+def _normalise(number: str) -> str:
+    return number.strip().replace(",", "").replace("$", "").rstrip(".")
+
+
+def _same_number(left: str, right: str) -> bool:
+    if left == right:
+        return True
+    try:
+        return Decimal(left) == Decimal(right)
+    except InvalidOperation:
+        return False

@@ -1,0 +1,309 @@
+"""A pool of reward worker processes that can be killed.
+
+    submit(calls) -> futures          one thread of the pool owns all processes:
+        queue  --batches-->  worker   it sends batches of calls, receives one result a call,
+        futures <--results-- worker   kills a worker whose current call is over its time limit,
+                                      and starts another in its place
+
+A call that hangs, or takes its process down, costs itself only: the calls that were waiting behind it in the same batch
+go back to the queue. Workers are fresh interpreters (`python -c`), never forks; they die with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from verl_like.rewards.protocol import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
+
+logger = logging.getLogger(__name__)
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from verl_like.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+_MAX_BATCH = 32  # calls per message: few enough that a slow function still spreads over the workers
+_ASYNC_GRACE_S = 2.0  # an async worker times its calls out itself; after this much more its event loop is stuck
+_MAX_FAILED_STARTS = 3
+
+
+class _Call:
+    """A submitted call and its future. `alone`: sent in a message of its own, to find out which call kills workers."""
+
+    __slots__ = ("alone", "call", "future")
+
+    def __init__(self, call: RewardCall) -> None:
+        self.call = call
+        self.future: Future[RewardOutcome] = Future()
+        self.alone = False
+
+
+class _Worker:
+    """One process, its pipe, and the calls it was sent and has not answered, in order."""
+
+    def __init__(self, spec: ScorerSpec) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C does not reach it, and its own children can be killed with it
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+        self.connection = Connection(ours.detach())
+        with contextlib.suppress(OSError):  # it died at once: its closed pipe will tell
+            self.connection.send(spec)
+        self.ready = False
+        self.is_async = False
+        self.pending: dict[int, _Call] = {}
+        self.since = time.monotonic()  # when the process, or the call it works on, started
+
+    def kill(self) -> None:
+        """Kill the process and its children. Safe to call twice."""
+        if self.connection.closed:
+            return
+        self.connection.close()
+        with contextlib.suppress(ProcessLookupError):  # it is gone, and left no children
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class WorkerPool:
+    """Runs reward calls in `num_workers` processes, each call within `timeout` seconds.
+
+    Processes start with the object; `start` waits until they have loaded the reward function and raises
+    RewardFunctionError if they cannot. `submit` may be called from any thread. `close` kills everything.
+    """
+
+    def __init__(self, spec: ScorerSpec, *, num_workers: int, start_timeout: float = 120.0) -> None:
+        self._spec, self._num_workers, self._start_timeout = spec, num_workers, start_timeout
+        self._queue: deque[_Call] = deque()
+        self._workers: list[_Worker] = []
+        self._lock = threading.Lock()  # guards _queue, _error and _closing
+        self._error: Exception | None = None
+        self._closing = False
+        self._failed_starts = 0
+        self._next_id = 0
+        self._started: Future[None] = Future()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        # Workers are started by this thread, which lives as long as the pool: Linux kills a child when the thread that
+        # started it ends, not when the process does.
+        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
+        self._thread.start()
+
+    def start(self) -> None:
+        """Wait until every worker has loaded the reward function."""
+        self._started.result()
+
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
+        """Queue calls; each future gets a RewardOutcome, also for a call that hangs or crashes."""
+        items = [_Call(call) for call in calls]
+        with self._lock:
+            if self._closing:
+                raise RuntimeError("the reward pool is closed")
+            if self._error is not None:
+                raise self._error
+            self._queue.extend(items)
+        self._wake()
+        return [item.future for item in items]
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the live workers."""
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """Kill the workers. Calls still waiting get a RuntimeError. Safe to call twice."""
+        with self._lock:
+            self._closing = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # enough wake-ups are waiting already, or the pool has ended
+            self._wake_sender.send(b"x")
+
+    # Everything below runs in the pool's thread.
+
+    def _run(self) -> None:
+        reason: Exception = RuntimeError("the reward pool was closed")
+        try:
+            self._workers = [_Worker(self._spec) for _ in range(self._num_workers)]
+            while not self._closing:
+                self._assign()
+                self._receive(wait([self._wake_receiver, *(w.connection for w in self._workers)], self._patience()))
+                self._expire()
+        except Exception as error:
+            reason = error
+            if not isinstance(error, RewardFunctionError):
+                logger.exception("the reward pool failed")
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: Exception) -> None:
+        with self._lock:
+            self._error = reason
+            waiting = [*self._queue, *(item for worker in self._workers for item in worker.pending.values())]
+            self._queue.clear()
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+        for item in waiting:
+            if item.future.set_running_or_notify_cancel():
+                item.future.set_exception(reason)
+        if not self._started.done():
+            self._started.set_exception(reason)
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    def _assign(self) -> None:
+        """Give every idle worker its next batch."""
+        for worker in list(self._workers):
+            if worker.ready and not worker.pending:
+                with self._lock:
+                    batch = self._take_batch(worker.is_async)
+                if batch:
+                    self._send(worker, batch)
+
+    def _take_batch(self, is_async: bool) -> list[_Call]:
+        # Batches shrink towards the end of the queue, so that the workers finish together.
+        waiting = len(self._queue)
+        size = min(self._spec.concurrency, -(-waiting // self._num_workers))
+        if not is_async:
+            size = max(1, min(_MAX_BATCH, waiting // (2 * self._num_workers)))
+        batch: list[_Call] = []
+        while self._queue and len(batch) < size:
+            if self._queue[0].alone and batch:
+                break
+            item = self._queue.popleft()
+            batch.append(item)
+            if item.alone:
+                break
+        return batch
+
+    def _send(self, worker: _Worker, batch: list[_Call]) -> None:
+        message = []
+        for item in batch:
+            worker.pending[self._next_id] = item
+            message.append((self._next_id, item.call))
+            self._next_id += 1
+        worker.since = time.monotonic()
+        try:
+            worker.connection.send(message)
+        except OSError:
+            # It died while idle, so these calls are not to blame.
+            worker.pending.clear()
+            with self._lock:
+                self._queue.extendleft(reversed(batch))
+            self._replace(worker)
+
+    def _receive(self, readable: Sequence[Any]) -> None:
+        for source in readable:
+            if source is self._wake_receiver:
+                self._wake_receiver.recv(4096)
+        for worker in [w for w in self._workers if w.connection in readable]:
+            try:
+                while worker.connection.poll(0):
+                    self._handle(worker, worker.connection.recv())
+            except (EOFError, OSError):
+                self._lost(worker)
+
+    def _handle(self, worker: _Worker, message: tuple[Any, ...]) -> None:
+        worker.since = time.monotonic() if not worker.is_async else worker.since
+        if message[0] == "result":
+            item = worker.pending.pop(message[1])
+            self._resolve(item, message[2])
+        elif message[0] == "ready":
+            worker.ready, worker.is_async = True, message[1]
+            self._failed_starts = 0
+            if not self._started.done() and all(w.ready for w in self._workers):
+                self._started.set_result(None)
+        else:
+            raise RewardFunctionError(message[1])
+
+    def _patience(self) -> float | None:
+        """Seconds until the next time limit runs out, or None if nothing is running."""
+        limits = [worker.since + self._limit(worker) for worker in self._workers if worker.pending or not worker.ready]
+        return max(0.0, min(limits) - time.monotonic()) if limits else None
+
+    def _limit(self, worker: _Worker) -> float:
+        if not worker.ready:
+            return self._start_timeout
+        return self._spec.timeout + (_ASYNC_GRACE_S if worker.is_async else 0.0)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for worker in list(self._workers):
+            if (worker.pending or not worker.ready) and now >= worker.since + self._limit(worker):
+                if not worker.ready:
+                    raise RewardFunctionError(
+                        f"custom_reward_function.path={self._spec.path}: importing it took more than "
+                        f"{self._start_timeout:g} s"
+                    )
+                message = f"no result within custom_reward_function.timeout={self._spec.timeout:g} s; process killed"
+                worker.kill()
+                self._blame(worker, "timeout", message, now - worker.since)
+                self._replace(worker)
+
+    def _lost(self, worker: _Worker) -> None:
+        """The worker's pipe closed: its process ended without being asked to."""
+        status = _describe_exit(worker)
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= _MAX_FAILED_STARTS:
+                raise RewardFunctionError(
+                    f"custom_reward_function.path={self._spec.path}: {self._failed_starts} reward workers in a row "
+                    f"ended before they were ready ({status})"
+                )
+        self._blame(worker, "crash", f"the reward worker {status}", time.monotonic() - worker.since)
+        self._replace(worker)
+
+    def _blame(self, worker: _Worker, kind: str, message: str, seconds: float) -> None:
+        """Fail the call that the lost worker was at; queue the others again."""
+        items = list(worker.pending.values())
+        worker.pending.clear()
+        if worker.is_async and len(items) > 1:
+            for item in items:  # any of them may be the one: try each alone
+                item.alone = True
+            requeued = items
+        else:
+            for item in items[:1]:
+                self._resolve(item, RewardOutcome(kind=kind, message=message, seconds=seconds))
+            requeued = items[1:]
+        with self._lock:
+            self._queue.extendleft(reversed(requeued))
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.kill()
+        self._workers.remove(worker)
+        self._workers.append(_Worker(self._spec))
+
+    @staticmethod
+    def _resolve(item: _Call, outcome: RewardOutcome) -> None:
+        if item.future.set_running_or_notify_cancel():
+            item.future.set_result(outcome)
+
+
+def _describe_exit(worker: _Worker) -> str:
+    try:
+        status = worker.process.wait(timeout=1.0)  # the pipe may close a moment before the process is gone
+    except subprocess.TimeoutExpired:
+        return "closed its pipe"
+    if status < 0:
+        return f"was killed by signal {-status} ({signal.strsignal(-status)})"
+    return f"exited with status {status}"

@@ -1,0 +1,45 @@
+"""What travels between the trainer and a reward worker. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerSpec:
+    """Which function a worker loads: a user's file or module (`path`), or the built-in graders (`path` is None)."""
+
+    path: str | None = None  # file.py or pkg://module
+    name: str = "compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    concurrency: int = 64  # rows that an `async def` scorer handles at a time in one worker
+    timeout: float = 60.0  # seconds per call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardCall:
+    """One response to be scored: the arguments of verl's reward function signature."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutcome:
+    """What became of one call. `kind` is None when `score` is good.
+
+    kind: "exception" | "timeout" | "crash" | "bad_value"; `message` then tells what happened.
+    """
+
+    score: float | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+    kind: str | None = None
+    message: str = ""
+    seconds: float = 0.0  # time inside the reward function
+
+
+class RewardFunctionError(ValueError):
+    """The reward function cannot be used at all: missing file, missing function, wrong signature, failing import."""
