@@ -1,0 +1,178 @@
+"""Credit: from scored rollouts to what an update needs. Pure, on the driver, where the whole batch is.
+
+Order: rows without a reward are dropped -> the score goes on the last sampled token -> KL penalty per token ->
+advantages -> metrics. Every statistic is one of the whole batch; nothing here is computed per mini- or micro-batch.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from verl_like.algorithms.advantages import AdvantageInputs, AdvantageOutputs, compute_advantages
+from verl_like.algorithms.groups import signal_metrics
+from verl_like.algorithms.kl import kl_penalty, mean_sequence_kl
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var
+from verl_like.batch import Evaluated, Experience, Rollouts, Scores
+from verl_like.config import ActorConfig, AlgorithmConfig
+
+logger = logging.getLogger(__name__)
+
+
+def make_experience(
+    algorithm: AlgorithmConfig,
+    actor: ActorConfig,
+    rollouts: Rollouts,
+    scores: Scores,
+    evaluated: Evaluated,
+    kl_coef: float,
+) -> tuple[Experience, dict[str, float]]:
+    """Rewards and advantages of a batch of responses, and metrics under verl's names.
+
+    Rows whose reward failed (valid_B false) and rows in which the policy sampled no token are left out before any
+    statistic, and counted; the rest keeps its order. `kl_coef` is the coefficient before this step's update. Without
+    `evaluated.old_log_probs_BR` the update takes its own log-probs as the old ones (detach).
+    Raises ValueError when no row is left, a score is not finite, or something the configuration needs is missing.
+    """
+    kept_B, metrics = trainable_rows(rollouts, scores)
+    rollouts, scores, evaluated = rollouts.select(kept_B), scores.select(kept_B), evaluated.select(kept_B)
+    check_inputs(algorithm, actor, rollouts, scores, evaluated)
+    mask_BR = rollouts.response_mask_BR
+    token_rewards_BR = place_on_last_token(scores.score_B, mask_BR)
+    if algorithm.use_kl_in_reward:
+        token_rewards_BR, kl_metrics = subtract_kl(token_rewards_BR, mask_BR, evaluated, algorithm, kl_coef)
+        metrics |= kl_metrics
+    inputs = AdvantageInputs(
+        token_rewards_BR=token_rewards_BR,
+        response_mask_BR=mask_BR,
+        group_B=rollouts.group_B,
+        values_BR=evaluated.values_BR,
+        old_log_probs_BR=evaluated.old_log_probs_BR,
+    )
+    outputs = compute_advantages(inputs, algorithm)
+    metrics |= reward_metrics(scores.score_B, inputs) | credit_metrics(inputs, outputs) | outputs.metrics
+    if evaluated.entropy_BR is not None:
+        metrics["actor/entropy"] = masked_mean(evaluated.entropy_BR, mask_BR).item()
+    experience = Experience(
+        prompt_ids_BP=rollouts.prompt_ids_BP,
+        prompt_length_B=rollouts.prompt_length_B,
+        response_ids_BR=rollouts.response_ids_BR,
+        response_length_B=rollouts.response_length_B,
+        response_mask_BR=mask_BR,
+        group_B=rollouts.group_B,
+        advantages_BR=outputs.advantages_BR,
+        returns_BR=None if evaluated.values_BR is None else outputs.returns_BR,
+        old_log_probs_BR=evaluated.old_log_probs_BR,
+        ref_log_probs_BR=evaluated.ref_log_probs_BR if actor.use_kl_loss else None,
+        rollout_log_probs_BR=rollouts.rollout_log_probs_BR,
+        values_BR=evaluated.values_BR,
+    )
+    experience.check()
+    return experience.trim(), metrics
+
+
+def trainable_rows(rollouts: Rollouts, scores: Scores) -> tuple[Tensor, dict[str, float]]:
+    """Which rows to train on (bool [B]), and how many were left out for which reason."""
+    sampled_B = rollouts.response_mask_BR.any(dim=1)
+    kept_B = scores.valid_B & sampled_B
+    num_failed, num_empty = int((~scores.valid_B).sum()), int((scores.valid_B & ~sampled_B).sum())
+    if not kept_B.any():
+        failure = next((failure for failure in scores.failures if failure is not None), None)
+        cause = f"; first failure: {failure.kind} ({failure.data_source}): {failure.message}" if failure else ""
+        raise ValueError(
+            f"none of the {len(kept_B)} responses can be trained on: {num_failed} without a reward, "
+            f"{num_empty} without a sampled token{cause}"
+        )
+    if num_failed or num_empty:
+        logger.warning("left out: %d rows without a reward, %d without a sampled token", num_failed, num_empty)
+    return kept_B, {"training/rows_without_reward": float(num_failed), "training/rows_empty": float(num_empty)}
+
+
+def check_inputs(
+    algorithm: AlgorithmConfig, actor: ActorConfig, rollouts: Rollouts, scores: Scores, evaluated: Evaluated
+) -> None:
+    """Raise ValueError, naming the key, for a missing column or a number that would poison the batch."""
+    if not scores.score_B.isfinite().all():
+        raise ValueError(
+            f"scores of valid rows must be finite, got {scores.score_B[~scores.score_B.isfinite()].tolist()}"
+        )
+    if algorithm.use_kl_in_reward and evaluated.old_log_probs_BR is None:
+        raise ValueError(
+            "algorithm.use_kl_in_reward=True needs old log-probs on the driver: "
+            f"set actor_rollout_ref.actor.old_log_probs=recompute (it is {str(actor.old_log_probs)!r})"
+        )
+    for key, wanted in (
+        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward),
+        ("actor_rollout_ref.actor.use_kl_loss", actor.use_kl_loss),
+    ):
+        if wanted and evaluated.ref_log_probs_BR is None:
+            raise ValueError(f"{key}=True needs reference log-probs, but none were computed")
+    for name in ("old_log_probs_BR", "ref_log_probs_BR", "values_BR"):
+        column = evaluated.columns().get(name)
+        if isinstance(column, Tensor):
+            _require_finite(name, column, rollouts.response_mask_BR)
+
+
+def _require_finite(name: str, column_BR: Tensor, mask_BR: Tensor) -> None:
+    bad_BR = mask_BR & ~column_BR.isfinite()
+    if bad_BR.any():
+        rows = bad_BR.any(dim=1).nonzero().flatten().tolist()
+        raise ValueError(
+            f"{name} is NaN or infinite at {int(bad_BR.sum())} sampled tokens (rows {rows[:8]} of the kept ones). "
+            "Rollout log-probs used as old ones may lack a token: actor.old_log_probs=recompute avoids that"
+        )
+
+
+def place_on_last_token(score_B: Tensor, mask_BR: Tensor) -> Tensor:
+    """Token rewards, float32 [B, R]: the score on the last token that the policy sampled, 0 elsewhere.
+
+    Not simply on the last token of the response: tool text may follow, and credit on it would be lost.
+    """
+    position_R = torch.arange(1, mask_BR.shape[1] + 1, device=mask_BR.device)
+    last_B = (mask_BR * position_R).max(dim=1).values
+    return (position_R == last_B[:, None]) * score_B.float()[:, None]
+
+
+def subtract_kl(
+    token_rewards_BR: Tensor, mask_BR: Tensor, evaluated: Evaluated, algorithm: AlgorithmConfig, kl_coef: float
+) -> tuple[Tensor, dict[str, float]]:
+    """reward_t - kl_coef * KL_t on every sampled token; critic/kl is what the controller is updated with."""
+    assert evaluated.old_log_probs_BR is not None and evaluated.ref_log_probs_BR is not None
+    kl_BR = kl_penalty(evaluated.old_log_probs_BR, evaluated.ref_log_probs_BR, algorithm.kl_penalty)
+    kl_BR = masked_fill_zero(kl_BR, mask_BR)
+    metrics = {"critic/kl": mean_sequence_kl(kl_BR, mask_BR), "critic/kl_coeff": kl_coef}
+    return token_rewards_BR - kl_coef * kl_BR, metrics
+
+
+def reward_metrics(score_B: Tensor, inputs: AdvantageInputs) -> dict[str, float]:
+    """Per response: critic/score (as graded), critic/rewards (after the KL penalty); groups without a signal."""
+    return {
+        **_spread("critic/score", score_B),
+        **_spread("critic/rewards", inputs.reward_B()),
+        **signal_metrics(score_B, inputs.group_B),
+    }
+
+
+def credit_metrics(inputs: AdvantageInputs, outputs: AdvantageOutputs) -> dict[str, float]:
+    """critic/advantages, returns, values over sampled tokens, and how much of the returns the critic explains."""
+    mask_BR = inputs.response_mask_BR
+    metrics = {
+        **_spread("critic/advantages", outputs.advantages_BR[mask_BR]),
+        **_spread("critic/returns", outputs.returns_BR[mask_BR]),
+    }
+    if inputs.values_BR is not None:
+        residual_BR = outputs.returns_BR - inputs.values_BR
+        unexplained = masked_var(residual_BR, mask_BR) / (masked_var(outputs.returns_BR, mask_BR) + 1e-5)
+        metrics |= _spread("critic/values", inputs.values_BR[mask_BR])
+        metrics["critic/vf_explained_var"] = (1 - unexplained).item()
+    return metrics
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }

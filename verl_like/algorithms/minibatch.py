@@ -1,0 +1,66 @@
+"""Which rows share an optimizer step (pure): cut first, balance between ranks afterwards."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from verl_like.batch import Denominators, Experience
+
+
+def cut_minibatches(
+    group_B: Tensor,
+    num_mini_batches: int | None = None,
+    prompts_per_mini_batch: int | None = None,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    epoch: int = 0,
+) -> list[Tensor]:
+    """Row positions (int64) of each mini-batch: whole prompt groups, in the order in which they were drawn.
+
+    Give exactly one of `num_mini_batches` (groups divided evenly, the last one takes the remainder; never more
+    mini-batches than groups) and `prompts_per_mini_batch` (the last one takes what is left). Groups need not have equal
+    sizes, and their rows need not be neighbours. `shuffle` draws another order of groups for each (seed, epoch).
+    """
+    if (num_mini_batches is None) == (prompts_per_mini_batch is None):
+        raise ValueError("give exactly one of num_mini_batches and prompts_per_mini_batch")
+    if min(n for n in (num_mini_batches, prompts_per_mini_batch) if n is not None) < 1:
+        raise ValueError(f"mini-batches must hold something: {num_mini_batches=}, {prompts_per_mini_batch=}")
+    groups = _rows_by_group(group_B)
+    if shuffle:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        groups = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
+    bounds = _bounds(len(groups), num_mini_batches, prompts_per_mini_batch)
+    return [
+        torch.tensor([row for rows in groups[start:stop] for row in rows], dtype=torch.long)
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def denominators_of(experience: Experience, index: Tensor, max_response_length: int) -> Denominators:
+    """What the losses of the mini-batch made of the rows at `index` are divided by, on every rank."""
+    return Denominators(
+        num_tokens=int(experience.response_mask_BR[index].sum()),
+        num_sequences=len(index),
+        max_response_length=max_response_length,
+    )
+
+
+def _rows_by_group(group_B: Tensor) -> list[list[int]]:
+    """Rows of each group; groups in order of their first row, which is the sampler's order."""
+    rows: dict[int, list[int]] = {}
+    for row, group in enumerate(group_B.tolist()):
+        rows.setdefault(group, []).append(row)
+    return list(rows.values())
+
+
+def _bounds(num_groups: int, num_mini_batches: int | None, prompts_per_mini_batch: int | None) -> list[int]:
+    """Where mini-batches begin and end, counted in groups."""
+    if num_mini_batches is not None:
+        size = max(num_groups // num_mini_batches, 1)
+        return [*range(0, min(num_mini_batches, num_groups) * size, size), num_groups]
+    assert prompts_per_mini_batch is not None
+    return [*range(0, num_groups, prompts_per_mini_batch), num_groups]
