@@ -1,0 +1,288 @@
+"""The FSDP2 training engine: one Hugging Face model, sharded over all ranks, packed input, per-token output."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_metrics
+from verl_like.config.fsdp import resolve_dtype
+from verl_like.engine import microbatch, selfcheck, state
+from verl_like.engine.optim import Schedule, build_optimizer
+from verl_like.engine.protocol import ENTROPY, LOG_PROBS, VALUES, LossFn
+from verl_like.models import loading, packing
+from verl_like.models.heads import HF_PREFIX, PolicyModel, TokenModel, dtype_of
+from verl_like.models.loading import Kind
+from verl_like.parallel import fsdp as sharding
+from verl_like.parallel.dist import ProcessInfo
+
+if TYPE_CHECKING:
+    from verl_like.config import FSDPConfig, ModelConfig, OptimConfig
+    from verl_like.config.batch_plan import MicroBatchRule
+
+log = logging.getLogger(__name__)
+
+_OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY}), "value": frozenset({VALUES})}
+
+
+class FSDPEngine:
+    """A `TrainEngine` (see engine/protocol.py). Building one is collective.
+
+    kind: "policy" (log-probs and entropy) or "value" (a value head instead of the language-model head).
+    optim: None gives a forward-only engine, the reference; its shards are kept in the compute precision.
+    num_optimizer_steps: length of the learning-rate schedule; None lets `optim.total_training_steps` decide.
+    tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
+    sync_every_micro_batch: reduce gradients after each micro-batch (least memory) or once at the last one, at the
+    price of an unsharded float32 gradient on every rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: Kind,
+        process: ProcessInfo,
+        model: ModelConfig,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        grad_clip: float | None,
+        num_optimizer_steps: int | None = None,
+        ulysses_size: int = 1,
+        tokenizer_size: int | None = None,
+        seed: int = 1,
+        sync_every_micro_batch: bool = True,
+    ) -> None:
+        if ulysses_size != 1:
+            raise ValueError(f"ulysses_sequence_parallel_size={ulysses_size} is not available yet: set it to 1")
+        self.kind: Kind = kind
+        self.process = process
+        self.device = process.device
+        self._model_config, self._fsdp = model, fsdp
+        self._grad_clip, self._sync_every = grad_clip, sync_every_micro_batch
+        self._packed = loading.uses_packing(model)
+        self.hf_config = loading.load_hf_config(model)
+        self.model = self._build_model(tokenizer_size, seed, training=optim is not None)
+        self.optimizer = None if optim is None else build_optimizer(self.model.parameters(), optim)
+        self.schedule = None if optim is None else Schedule(optim, num_optimizer_steps)
+        self._params_offloaded = self._optimizer_offloaded = False
+        if self._packed:
+            selfcheck.check_packing(self.model, self.hf_config, self.device)
+        if fsdp.param_offload:
+            self.offload(params=True, optimizer=False)
+
+    def _build_model(self, tokenizer_size: int | None, seed: int, *, training: bool) -> TokenModel:
+        compute = dtype_of(resolve_dtype(self._fsdp.dtype, self.device.type))
+        stored = dtype_of(self._fsdp.model_dtype) if training else compute
+        model = loading.build_token_model(
+            self._model_config, self.hf_config, kind=self.kind, dtype=stored, vocab_size=tokenizer_size, seed=seed
+        )
+        if training and self._model_config.enable_gradient_checkpointing:
+            model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.requires_grad_(training)
+        mesh = sharding.build_mesh(self.device, self._fsdp.fsdp_size)
+        layers = loading.sharding_units(model, self._fsdp)
+        sharding.shard_model(model, layers, mesh, self._fsdp, compute_dtype=compute, device=self.device)
+        return model
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Sequences, *, want: frozenset[str], rule: MicroBatchRule, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        """See TrainEngine.forward. Raises ValueError for an output this kind of model does not have."""
+        self._check_want(want)
+        self.model.eval()
+        batch = batch.to("cpu")
+        outputs = {name: torch.zeros(batch.response_ids_BR.shape) for name in sorted(want)}
+        with self._resident(optimizer=False):
+            for part in microbatch.cut(batch, rule):
+                answers = self._answers(None if part is None else part[1], want, temperature)
+                if part is not None:
+                    for name, full in outputs.items():
+                        full[part[0], : answers[name].shape[1]] = answers[name].float().cpu()
+            sharding.reshard(self.model)
+        return outputs
+
+    def _answers(self, rows: Sequences | None, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
+        """Outputs [b, R] of one micro-batch; a placeholder's when this rank has no rows left (collective)."""
+        inputs = self._model_input(rows)
+        return {name: inputs.unpack(values) for name, values in self.model(inputs, want, temperature).items()}
+
+    def _model_input(self, rows: Sequences | None) -> packing.ModelInput:
+        if rows is None:
+            return packing.placeholder(self.device, packed=self._packed)
+        wanted_BR = packing.response_positions(rows, sampled_only=self.kind == "policy")
+        if isinstance(self.model, PolicyModel):
+            _check_vocabulary(rows.response_ids_BR[wanted_BR], self.model.vocab_size)
+        build = packing.pack if self._packed else packing.pad
+        return build(rows, wanted_BR, self.device)
+
+    def _check_want(self, want: frozenset[str]) -> None:
+        if not want <= _OFFERS[self.kind]:
+            raise ValueError(f"a {self.kind} engine gives {sorted(_OFFERS[self.kind])}, not {sorted(want)}")
+
+    # --- update ------------------------------------------------------------------------------------------------------
+
+    def train_minibatch(
+        self,
+        batch: Experience,
+        loss_fn: LossFn,
+        denominators: Denominators,
+        *,
+        rule: MicroBatchRule,
+        temperature: float = 1.0,
+    ) -> dict[str, Metric]:
+        """See TrainEngine.train_minibatch."""
+        if self.optimizer is None:
+            raise ValueError("this engine is forward only (it was built with optim=None)")
+        self._check_want(loss_fn.wants)
+        self.model.train()
+        with self._resident(optimizer=True):
+            self.optimizer.zero_grad(set_to_none=True)
+            parts = microbatch.cut(batch.to("cpu"), rule)
+            metrics = []
+            for i, part in enumerate(parts):
+                sharding.set_gradient_sync(self.model, self._sync_every or i == len(parts) - 1)
+                metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature))
+            metrics.append(self._step())
+            self.optimizer.zero_grad(set_to_none=True)
+        return merge_metrics(metrics)
+
+    def _backward(
+        self, rows: Experience | None, loss_fn: LossFn, denominators: Denominators, temperature: float
+    ) -> dict[str, Metric]:
+        """Forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
+        outputs = self._answers(rows, loss_fn.wants, temperature)
+        if rows is None:
+            _zero_loss(outputs).backward()
+            return {}
+        loss, metrics = loss_fn(outputs, rows.to(self.device), denominators)
+        if not loss.requires_grad:  # the loss selected no token: the collectives of backward must run all the same
+            loss = loss + _zero_loss(outputs)
+        loss.backward()
+        return metrics
+
+    def _step(self) -> dict[str, Metric]:
+        """Clip and step, unless the gradient is not finite: then no rank changes a weight."""
+        assert self.optimizer is not None and self.schedule is not None
+        parameters = list(self.model.parameters())
+        norm, rate = sharding.gradient_norm(parameters), self.schedule.rate()
+        finite = math.isfinite(float(norm))
+        if finite:
+            if self._grad_clip is not None and self._grad_clip > 0:
+                sharding.clip_gradients(parameters, norm, self._grad_clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        else:
+            log.warning("gradient norm %s at optimizer step %d: step skipped", float(norm), self.schedule.steps_done)
+        self.schedule.steps_done += 1
+        skipped = float(not finite and self.process.rank == 0)  # counted once, not once per rank
+        return {
+            "grad_norm": Metric(value=float(norm)),
+            "lr": Metric(value=rate),
+            "skipped_steps": Metric(value=skipped, reduction="sum"),
+        }
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine.export_weights. Shards are cast before they are gathered; tied weights come once."""
+        for name, parameter in self.model.named_parameters():
+            yield name.removeprefix(HF_PREFIX), sharding.gather(parameter, self.device, dtype)
+
+    def weight_names(self) -> dict[str, torch.Size]:
+        """See TrainEngine.weight_names."""
+        full = loading.build_meta_model(self._model_config, self.hf_config, kind=self.kind)
+        return {name.removeprefix(HF_PREFIX): parameter.shape for name, parameter in full.named_parameters()}
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def offload(self, params: bool = True, optimizer: bool = True) -> None:
+        """Move shards and optimizer state to host memory; nothing to do on a CPU or under offload_policy."""
+        if self.device.type == "cpu" or self._fsdp.offload_policy:
+            return
+        if optimizer and self.optimizer is not None and not self._optimizer_offloaded:
+            sharding.move_optimizer(self.optimizer, torch.device("cpu"))
+            self._optimizer_offloaded = True
+        if params and not self._params_offloaded:
+            sharding.move_params(self.model, torch.device("cpu"))
+            self._params_offloaded = True
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._onload_params()
+        self._onload_optimizer()
+
+    def _onload_params(self) -> None:
+        if self._params_offloaded:
+            sharding.move_params(self.model, self.device)
+            self._params_offloaded = False
+
+    def _onload_optimizer(self) -> None:
+        if self._optimizer_offloaded and self.optimizer is not None:
+            sharding.move_optimizer(self.optimizer, self.device)
+            self._optimizer_offloaded = False
+
+    @contextmanager
+    def _resident(self, *, optimizer: bool) -> Iterator[None]:
+        """Weights (and optimizer state) on the device inside; what the config wants offloaded goes back after."""
+        self._onload_params()
+        if optimizer:
+            self._onload_optimizer()
+        yield
+        self.offload(params=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, path: str, *, contents: Sequence[str]) -> None:
+        """See TrainEngine.save. Folders: model and optimizer (torch.distributed.checkpoint), extra, huggingface."""
+        folder = Path(path)
+        if "model" in contents:
+            state.save_sharded(state.model_state(self.model), folder / "model")
+        if self.optimizer is not None and "optimizer" in contents:
+            state.save_sharded(state.optimizer_state(self.model, self.optimizer), folder / "optimizer")
+        if "extra" in contents:
+            state.save_extra(folder / "extra", self.process.rank, self._counters())
+        if "hf_model" in contents:
+            self.export_hf(str(folder / "huggingface"))
+
+    def load(self, path: str, *, contents: Sequence[str]) -> None:
+        """See TrainEngine.load. Raises ValueError when the checkpoint lacks a part that is asked for."""
+        folder = Path(path)
+        if "model" in contents:
+            state.load_sharded(state.model_state(self.model), folder / "model")
+        if self.optimizer is not None and "optimizer" in contents:
+            state.load_sharded(state.optimizer_state(self.model, self.optimizer), folder / "optimizer")
+        if "extra" in contents:
+            counters = state.load_extra(folder / "extra", self.process.rank)
+            if self.schedule is not None:
+                self.schedule.steps_done = counters["optimizer_steps"]
+
+    def _counters(self) -> dict[str, int]:
+        return {"optimizer_steps": 0 if self.schedule is None else self.schedule.steps_done}
+
+    def export_hf(self, path: str) -> None:
+        """See TrainEngine.export_hf. Weights keep the precision of the shards."""
+        dtype = dtype_of(self._fsdp.model_dtype)
+        weights = ((name, tensor.cpu()) for name, tensor in self.export_weights(dtype))
+        state.export_hf(self.model.hf, weights, Path(path), rank=self.process.rank, dtype=dtype)
+
+
+def _zero_loss(outputs: dict[str, Tensor]) -> Tensor:
+    return torch.stack([output.sum() for output in outputs.values()]).sum() * 0.0
+
+
+def _check_vocabulary(token_ids: Tensor, vocab_size: int | None) -> None:
+    if vocab_size is not None and token_ids.numel() and int(token_ids.max()) >= vocab_size:
+        raise ValueError(
+            f"a response holds token id {int(token_ids.max())}, but the tokenizer knows only {vocab_size} ids: "
+            "the rollout engine must not sample ids of the padded vocabulary"
+        )

@@ -1,0 +1,25 @@
+"""One mini-batch of a rank -> the micro-batches that fit into memory, as many on every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from verl_like.batch import Sequences
+from verl_like.parallel.balance import micro_batches
+from verl_like.parallel.dist import all_reduce_max
+
+if TYPE_CHECKING:
+    from verl_like.config.batch_plan import MicroBatchRule
+
+Batch = TypeVar("Batch", bound=Sequences)
+
+
+def cut(batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
+    """(row positions, trimmed rows) per micro-batch; None where this rank has run out of rows (collective).
+
+    Every rank returns the same number, so that all take part in the same collectives of the sharded model.
+    """
+    index = micro_batches(batch.num_tokens_B().tolist(), rule)
+    count = all_reduce_max(len(index))
+    parts: list[tuple[list[int], Batch] | None] = [(rows, batch.select(rows).trim()) for rows in index]
+    return parts + [None] * (count - len(parts))

@@ -1,0 +1,57 @@
+"""At start: does packing change what this very model says? Layers that carry state along the sequence would leak."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from verl_like.batch import Sequences, pad_rows
+from verl_like.models import packing
+from verl_like.models.heads import PolicyModel, TokenModel
+from verl_like.parallel.fsdp import reshard
+
+# maximum difference allowed in log-probs (or values): rounding of other matrix shapes, far below any leak seen
+_TOLERANCE = {torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.3
+
+
+@torch.no_grad()
+def check_packing(model: TokenModel, hf_config: PretrainedConfig, device: torch.device) -> None:
+    """Compare two random sequences packed together with each alone (collective). Raises ValueError on a difference."""
+    model.eval()
+    rows = _two_rows(hf_config.get_text_config().vocab_size, model)
+    together = _outputs(model, rows, device)
+    alone = [_outputs(model, row.trim(), device) for row in rows.split([1, 1])]
+    reshard(model)
+    lengths = rows.response_length_B.tolist()
+    gap = max(float((together[i, :n] - alone[i][0, :n]).abs().max()) for i, n in enumerate(lengths))
+    compute = next(model.parameters()).dtype if device.type == "cpu" else torch.bfloat16
+    limit = _TOLERANCE.get(compute, _HALF_TOLERANCE)
+    if not gap <= limit:
+        raise ValueError(
+            f"model type {hf_config.model_type!r} cannot be run without padding: two sequences packed together differ "
+            f"from each alone by {gap:.2e} (limit {limit:.0e}), so state leaks from one into the next. "
+            "Set actor_rollout_ref.model.use_remove_padding=False (critic.model.* for the critic)"
+        )
+
+
+def _two_rows(vocab_size: int, model: TokenModel) -> Sequences:
+    vocab = min(vocab_size, model.vocab_size or vocab_size) if isinstance(model, PolicyModel) else vocab_size
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(vocab, (n,), generator=generator).tolist() for n in (7, 4)]
+    responses = [torch.randint(vocab, (n,), generator=generator).tolist() for n in (9, 14)]
+    response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
+    return Sequences(
+        prompt_ids_BP=pad_rows(prompts, side="left", dtype=torch.int32),
+        prompt_length_B=torch.tensor([7, 4]),
+        response_ids_BR=response_ids_BR,
+        response_length_B=torch.tensor([9, 14]),
+        response_mask_BR=torch.ones_like(response_ids_BR, dtype=torch.bool),
+    )
+
+
+def _outputs(model: TokenModel, rows: Sequences, device: torch.device) -> Tensor:
+    inputs = packing.pack(rows, packing.response_positions(rows, sampled_only=False), device)
+    outputs = model(inputs, frozenset({"log_probs"}), 1.0)
+    return inputs.unpack(next(iter(outputs.values()))).float()

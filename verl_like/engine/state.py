@@ -1,0 +1,125 @@
+"""An engine's state on disk: sharded tensors through torch.distributed.checkpoint, counters and RNG per rank, HF export.
+
+Sharded parts are keyed by parameter name, so that they load on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Shards by parameter name; loading into it changes the model."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's averages and step counts by parameter name, zero before the first step; loading changes the optimizer."""
+    flat: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        flat |= {f"{name}.{key}": state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
+    return {key: value.detach() for key, value in flat.items()}
+
+
+def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Every rank writes its shards (collective)."""
+    dcp.save(tensors, checkpoint_id=str(folder))
+
+
+def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fill the shards given from a folder that any number of ranks wrote (collective)."""
+    _require(folder)
+    with torch.no_grad():
+        dcp.load(tensors, checkpoint_id=str(folder))
+
+
+def save_extra(folder: Path, rank: int, counters: dict[str, int]) -> None:
+    """Counters and this rank's random state."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"counters": counters, "rng": _rng_state()}, folder / f"rank_{rank}.pt")
+    dist.barrier()
+
+
+def load_extra(folder: Path, rank: int) -> dict[str, int]:
+    """Counters; the random state too where this rank was there when the checkpoint was written."""
+    _require(folder)
+    own = folder / f"rank_{rank}.pt"
+    stored = torch.load(own if own.exists() else folder / "rank_0.pt", weights_only=False)
+    if own.exists():
+        _set_rng_state(stored["rng"])
+    else:
+        log.warning("%s has no random state for rank %d: it keeps its own", folder, rank)
+    return stored["counters"]
+
+
+def export_hf(
+    hf: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], folder: Path, *, rank: int, dtype: torch.dtype
+) -> None:
+    """Write what `from_pretrained` reads; every rank must drain `weights`, rank 0 writes (collective)."""
+    collected = {name: tensor.contiguous() for name, tensor in weights if rank == 0}
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_safetensors(collected, folder)
+        _write_config(hf, folder, dtype)
+    dist.barrier()
+
+
+def _write_config(hf: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    config = hf.config.__class__.from_dict(hf.config.to_dict())
+    name = type(hf).__name__.removeprefix("FSDP")
+    has_value_head = "score" in dict(hf.named_children())
+    config.architectures = [name.replace("ForCausalLM", "ForTokenClassification") if has_value_head else name]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    if not has_value_head and hf.generation_config is not None:
+        hf.generation_config.save_pretrained(folder)
+
+
+def _write_safetensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    plan = split_torch_state_dict_into_shards(tensors)
+    for file, names in plan.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _require(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} does not exist: the checkpoint was saved without it. Take it out of checkpoint.load_contents"
+        )
+
+
+def _rng_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,160 @@
+"""Tokenizer, config and weights from a Hugging Face folder or hub name.
+
+A folder with a config but no weights gives a randomly initialised model: the same weights on every rank, from the seed
+given, with a warning. That is how small test models and from-scratch experiments are started.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from verl_like.models import attention
+from verl_like.models.heads import (
+    VALUE_HEAD,
+    PolicyModel,
+    TokenModel,
+    ValueModel,
+    attach_value_head,
+    no_head_surprises,
+)
+
+if TYPE_CHECKING:
+    from verl_like.config import FSDPConfig, ModelConfig
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["policy", "value"]
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model folder, with a pad token (the end token where none is set)."""
+    tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(path), trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_hf_config(model: ModelConfig) -> PretrainedConfig:
+    """The model's Hugging Face config with `override_config` applied; unknown names in it are a ValueError."""
+    for package in (model.external_lib or "").split(","):
+        if package.strip():
+            importlib.import_module(package.strip())
+    config = AutoConfig.from_pretrained(os.path.expanduser(model.path), trust_remote_code=model.trust_remote_code)
+    for key, value in model.override_config.items():
+        if key not in config:
+            close = difflib.get_close_matches(key, config.to_dict(), n=1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"model.override_config.{key} is not a key of a {config.model_type!r} config{hint}")
+        setattr(config, key, value)
+    _refuse_unsupported(config)
+    return config
+
+
+def build_token_model(
+    model: ModelConfig,
+    hf_config: PretrainedConfig,
+    *,
+    kind: Kind,
+    dtype: torch.dtype,
+    vocab_size: int | None,
+    seed: int,
+) -> TokenModel:
+    """The model on the CPU with its weights, ready to be sharded. The same weights on every rank."""
+    hf = _load_weights(model, hf_config, kind, dtype, seed)
+    return _wrap(hf, model, kind, vocab_size)
+
+
+def build_meta_model(model: ModelConfig, hf_config: PretrainedConfig, *, kind: Kind) -> TokenModel:
+    """The same module tree without memory: its names and shapes are what a full model must have."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=model.trust_remote_code)
+        if kind == "value":
+            attach_value_head(hf, None)
+    return _wrap(hf, model, kind, None)
+
+
+def has_weights(path: str) -> bool:
+    """False only for a local folder without weight files; a hub name is taken to have them."""
+    folder = Path(path)
+    patterns = ("*.safetensors", "pytorch_model*.bin")
+    return not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in patterns)
+
+
+def uses_packing(model: ModelConfig) -> bool:
+    """Packed input through our own attention function, or padded rows through transformers' SDPA (reference path)."""
+    return model.use_remove_padding
+
+
+def sharding_units(model: TokenModel, fsdp: FSDPConfig) -> list[nn.Module]:
+    """wrap_policy's classes, or the blocks that transformers itself would not split; in order of depth."""
+    if fsdp.wrap_policy.min_num_params:
+        raise ValueError(
+            f"fsdp_config.wrap_policy.min_num_params={fsdp.wrap_policy.min_num_params} is not available yet: name "
+            "classes in wrap_policy.transformer_layer_cls_to_wrap, or leave both out"
+        )
+    names = set(fsdp.wrap_policy.transformer_layer_cls_to_wrap or model.hf._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(f"model type {model.hf.config.model_type!r} has no module of class {sorted(names)} to shard")
+    return layers
+
+
+def _refuse_unsupported(config: PretrainedConfig) -> None:
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if key in config and getattr(config, key):
+            raise ValueError(f"model type {config.model_type!r} is a mixture of experts ({key}): not available yet")
+
+
+def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int | None) -> TokenModel:
+    if kind == "value":
+        return ValueModel(hf)
+    no_head_surprises(hf)
+    return PolicyModel(hf, vocab_size=vocab_size, fused=model.use_fused_kernels)
+
+
+def _load_weights(
+    model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype: torch.dtype, seed: int
+) -> PreTrainedModel:
+    attention.register()
+    path = os.path.expanduser(model.path)
+    implementation = attention.ATTENTION_NAME if uses_packing(model) else "sdpa"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if has_weights(path):
+            hf = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=implementation,
+                trust_remote_code=model.trust_remote_code,
+            )
+        else:
+            log.warning("%s holds no weights: the model starts from random weights (seed %d)", path, seed)
+            hf = AutoModelForCausalLM.from_config(
+                hf_config,
+                dtype=dtype,
+                attn_implementation=implementation,
+                trust_remote_code=model.trust_remote_code,
+            )
+        if kind == "value":
+            attach_value_head(hf, _stored_tensor(Path(path), VALUE_HEAD))
+    return hf
+
+
+def _stored_tensor(folder: Path, name: str) -> Tensor | None:
+    """One tensor out of the safetensors files of a folder, if it is there."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            if name in stored.keys():  # noqa: SIM118 (not a dict)
+                return stored.get_tensor(name)
+    return None
