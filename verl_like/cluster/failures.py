@@ -1,0 +1,102 @@
+"""Which of several ranks' failures is the cause, and how it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from verl_like.cluster.protocol import WorkerDied, WorkerError
+from verl_like.cluster.rank_process import Outcome
+
+# What torch.distributed says on a rank whose partner went away: an echo of another rank's failure.
+_ECHO_MARKS = (
+    "closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "DistBackendError",
+    "ncclRemoteError",
+    "Connection refused",
+    "connectFullMesh",
+    "Timed out waiting",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One rank's failure in one call."""
+
+    rank: int
+    method: str
+    kind: str  # the worker's exception class, or "died", or "transport"
+    message: str
+    traceback: str = ""
+    log_tail: str = ""
+
+    @classmethod
+    def of_outcome(cls, rank: int, method: str, outcome: Outcome) -> Failure:
+        return cls(
+            rank=rank,
+            method=method,
+            kind=outcome.error_type,
+            message=outcome.message,
+            traceback=outcome.traceback,
+            log_tail=outcome.log_tail,
+        )
+
+    @classmethod
+    def of_dead_process(cls, rank: int, method: str, error: Exception) -> Failure:
+        return cls(rank=rank, method=method, kind="died", message=_exit_detail(str(error)))
+
+    @classmethod
+    def of_transport(cls, rank: int, method: str, error: Exception) -> Failure:
+        return cls(rank=rank, method=method, kind=type(error).__name__, message=str(error))
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether this looks like the consequence of another rank's failure."""
+        return any(mark in self.message or mark in self.kind for mark in _ECHO_MARKS)
+
+    def line(self, world_size: int) -> str:
+        where = f"worker rank {self.rank} of {world_size}"
+        if self.kind == "died":
+            return f"{where}: its process died during {self.method}(): {self.message}"
+        return f"{where} failed in {self.method}(): {self.kind}: {self.message}"
+
+
+def likely_cause(failures: Sequence[Failure]) -> Failure:
+    """The first failure that is not an echo; a dead process counts before an exception."""
+    return min(failures, key=lambda failure: (failure.is_echo, failure.kind != "died"))
+
+
+def raise_for(
+    failures: Sequence[Failure], *, world_size: int, logs: Mapping[int, str], tails: Mapping[int, str]
+) -> NoReturn:
+    """Raise WorkerError (WorkerDied for a lost process) for the likely cause, naming the other ranks' failures too."""
+    cause = likely_cause(failures)
+    others = [failure for failure in failures if failure is not cause]
+    lines = [cause.line(world_size), *(f"  also: {_first_line(other.line(world_size))}" for other in others)]
+    kind = WorkerDied if cause.kind == "died" else WorkerError
+    raise kind(
+        "\n".join(lines),
+        rank=cause.rank,
+        ranks=[cause.rank, *(other.rank for other in others)],
+        method=cause.method,
+        error_type="" if cause.kind == "died" else cause.kind,
+        remote_traceback=cause.traceback,
+        log_path=logs[cause.rank],
+        log_tail=tails[cause.rank],
+    )
+
+
+def _exit_detail(text: str) -> str:
+    """The telling part of Ray's long message about a dead actor."""
+    for mark in ("Worker exit detail:", "The actor died because"):
+        if mark in text:
+            text = text[text.index(mark) :].removeprefix("Worker exit detail:").strip()
+            break
+    return " ".join(text.split())
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else text

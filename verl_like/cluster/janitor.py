@@ -1,0 +1,90 @@
+"""Removes what a run leaves behind when its driver can no longer do so (kill -9, out of memory).
+
+Run as a file by a fresh interpreter, `python -I -S janitor.py PARENT_PID RUN_ID KILL [FOLDER ...]`: it waits until its
+parent is gone, gives the run's other processes a moment to end by themselves, kills those that remain (KILL=1), and
+removes the run's /dev/shm entries and temporary folders. It imports the standard library only and costs about 10 MB.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_RUN_ID_VARIABLE = "VERL_LIKE_RUN_ID"  # as in protocol.py, which a process without site-packages cannot import
+_POLL_SECONDS = 0.25
+_GRACE_SECONDS = 5.0
+
+
+def processes_of_run(run_id: str) -> list[int]:
+    """Ids of this machine's processes that were started with the run's id in their environment (Linux only)."""
+    marker = f"{_RUN_ID_VARIABLE}={run_id}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:  # ended meanwhile, or another user's
+            continue
+        if marker in variables and int(entry.name) != os.getpid():
+            found.append(int(entry.name))
+    return found
+
+
+def cleanup_shm(run_id: str, folder: Path = Path("/dev/shm")) -> list[str]:
+    """Remove the entries of /dev/shm whose names contain the run id; returns their names."""
+    if len(run_id) < 6:
+        raise ValueError(f"run id {run_id!r} is too short to tell this run's shared memory from that of others")
+    removed = []
+    for entry in folder.glob(f"*{run_id}*") if folder.is_dir() else ():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+        removed.append(entry.name)
+    return removed
+
+
+def kill_processes(pids: Sequence[int]) -> None:
+    """SIGKILL; processes that ended meanwhile are passed over."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def start_janitor(run_id: str, *, kill: bool, folders: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Start a janitor for this process. End it with `terminate()` and `wait()` when all is cleaned up."""
+    environment = {name: value for name, value in os.environ.items() if name != _RUN_ID_VARIABLE}
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), run_id, str(int(kill)), *folders]
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C of the terminal must not end it before the driver
+    )
+
+
+def _main(parent_pid: int, run_id: str, kill: bool, folders: Sequence[str]) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_POLL_SECONDS)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while processes_of_run(run_id) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    if kill:
+        kill_processes(processes_of_run(run_id))
+        time.sleep(_POLL_SECONDS)
+    cleanup_shm(run_id)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2], sys.argv[3] == "1", sys.argv[4:])

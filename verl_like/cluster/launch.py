@@ -1,0 +1,226 @@
+"""Start a Ray of our own on this machine, or join a cluster by its address; leave it without a trace.
+
+A Ray of our own has its own session folder and ports, whatever else runs on the machine; it dies with the driver, also
+on kill -9 (kernel fate sharing for Ray's daemons, a janitor process for the rest).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from verl_like.cluster.janitor import cleanup_shm, start_janitor
+from verl_like.cluster.lifecycle import kill_orphans
+from verl_like.cluster.protocol import RUN_ID_VARIABLE, new_run_id
+
+logger = logging.getLogger(__name__)
+
+_MIN_OBJECT_STORE = 128 * 1024**2
+_MAX_OBJECT_STORE = 8 * 1024**3
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning; we set CUDA_VISIBLE_DEVICES ourselves
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class RaySession:
+    """A connection to Ray, as `connect` gave it. A context manager."""
+
+    run_id: str
+    address: str
+    owned: bool  # this process started the Ray
+    timeline_json_file: str | None = None
+    _temp_dir: str | None = None  # to be removed at the end
+    _leave_connected: bool = False  # Ray was initialised by somebody else in this process
+    _janitor: subprocess.Popen[bytes] | None = None
+    _closed: bool = field(default=False, init=False)
+
+    def disconnect(self) -> None:
+        """Write the timeline if asked for, leave Ray (stop it if it is ours) and clean up. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self.timeline_json_file:
+                _write_timeline(self.timeline_json_file)
+        finally:
+            if not self._leave_connected:
+                ray.shutdown()
+            if self.owned:
+                kill_orphans(self.run_id)
+            if os.environ.get(RUN_ID_VARIABLE) == self.run_id:
+                del os.environ[RUN_ID_VARIABLE]
+            cleanup_shm(self.run_id)
+            if self._temp_dir is not None:
+                shutil.rmtree(self._temp_dir, ignore_errors=True)
+            if self._janitor is not None:
+                self._janitor.terminate()
+                self._janitor.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.disconnect()
+
+
+def connect(
+    *,
+    address: str | None = None,
+    num_cpus: int | None = None,
+    min_cpus: int = 1,
+    temp_dir: str | None = None,
+    object_store_memory: int | None = None,
+    timeline_json_file: str | None = None,
+    run_id: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> RaySession:
+    """Join the Ray cluster at `address` ("auto", host:port, ray:// is refused), or start one on this machine.
+
+    num_cpus: cores a Ray of our own offers (None: all, and at least `min_cpus`, since a rank is a process and not a
+    core). temp_dir: where it keeps its session folder (None: a new one under the system's, removed at the end).
+    object_store_memory: bytes (None: a tenth of memory between 128 MB and 8 GB). timeline_json_file: written at the
+    end, for chrome://tracing. extra: further arguments of ray.init. A Ray that is already initialised in this process
+    is used as it is. Raises ValueError for settings that contradict each other, ConnectionError for a wrong address.
+    """
+    run_id = run_id or new_run_id()
+    if ray.is_initialized():
+        logger.info("using the Ray that is already initialised in this process")
+        return RaySession(
+            run_id=run_id,
+            address=ray.get_runtime_context().gcs_address,
+            owned=False,
+            timeline_json_file=timeline_json_file,
+            _leave_connected=True,
+        )
+    if address in (None, "", "local"):
+        return _start(run_id, num_cpus, min_cpus, temp_dir, object_store_memory, timeline_json_file, extra or {})
+    _check_joining(str(address), num_cpus, temp_dir)
+    os.environ[RUN_ID_VARIABLE] = run_id
+    with _signal_handlers_kept(), _quiet():
+        context = ray.init(address=address, namespace=run_id, **_common(), **(extra or {}))
+    return RaySession(
+        run_id=run_id,
+        address=context.address_info["gcs_address"],
+        owned=False,
+        timeline_json_file=timeline_json_file,
+        _janitor=start_janitor(run_id, kill=True),
+    )
+
+
+def _start(
+    run_id: str,
+    num_cpus: int | None,
+    min_cpus: int,
+    temp_dir: str | None,
+    object_store_memory: int | None,
+    timeline_json_file: str | None,
+    extra: Mapping[str, Any],
+) -> RaySession:
+    own_folder = None
+    if temp_dir is None:
+        # Short: Ray puts unix sockets below it, whose paths may have 107 characters.
+        temp_dir = own_folder = tempfile.mkdtemp(prefix=f"{run_id}_", dir="/tmp" if os.path.isdir("/tmp") else None)
+    os.environ[RUN_ID_VARIABLE] = run_id  # inherited by Ray's processes and all below them
+    janitor = start_janitor(run_id, kill=True, folders=[own_folder] if own_folder else [])
+    try:
+        with _signal_handlers_kept(), _quiet():
+            context = ray.init(
+                address="local",
+                num_cpus=num_cpus or max(os.cpu_count() or 1, min_cpus),
+                include_dashboard=False,
+                object_store_memory=object_store_memory or _object_store_bytes(),
+                namespace=run_id,
+                _temp_dir=str(Path(temp_dir).resolve()),
+                **_common(),
+                **extra,
+            )
+    except BaseException:
+        janitor.terminate()
+        janitor.wait()
+        raise
+    return RaySession(
+        run_id=run_id,
+        address=context.address_info["gcs_address"],
+        owned=True,
+        timeline_json_file=timeline_json_file,
+        _temp_dir=own_folder,
+        _janitor=janitor,
+    )
+
+
+def _common() -> dict[str, Any]:
+    return {"logging_level": logging.WARNING, "log_to_driver": True}
+
+
+def _check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> None:
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"ray_init.address={address}: Ray Client addresses are not supported, because the training loop must run "
+            "inside the cluster. Start it on a node of the cluster with ray_init.address=auto or host:6379."
+        )
+    for key, value in (("num_cpus", num_cpus), ("_temp_dir", temp_dir)):
+        if value is not None:
+            raise ValueError(
+                f"ray_init.{key}={value} has no effect on the running cluster at ray_init.address={address}: "
+                "give it to `ray start`, or leave one of the two keys out."
+            )
+
+
+def _object_store_bytes() -> int:
+    """Batches are tokens, not pixels: a tenth of memory is plenty. Stays inside /dev/shm, or Ray falls back to disk."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size = min(max(memory // 10, _MIN_OBJECT_STORE), _MAX_OBJECT_STORE)
+    if os.path.isdir("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        size = max(_MIN_OBJECT_STORE, min(size, free * 6 // 10))
+    return size
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No usage statistics, no start-up chatter."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    names = ("ray._private.worker", "ray._private.authentication.authentication_token_setup")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """ray.init replaces the handler of SIGTERM; put the caller's back."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not the main thread: Ray did not touch it either
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _write_timeline(path: str) -> None:
+    Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
+    ray.timeline(filename=path)
+    logger.info("wrote Ray's timeline to %s (open it in chrome://tracing)", path)

@@ -1,0 +1,113 @@
+"""Orderly ends: signals in the driver, signals in the workers, fate sharing, shared memory.
+
+A first Ctrl-C (or SIGTERM) only asks the loop to stop: it finishes its step, saves and leaves. A second one aborts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from verl_like.cluster.janitor import cleanup_shm, kill_processes, processes_of_run
+
+__all__ = [
+    "StopFlag",
+    "StopRequested",
+    "cleanup_shm",
+    "die_with_parent",
+    "graceful_interrupt",
+    "ignore_interrupt",
+    "kill_orphans",
+]
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1
+
+
+class StopRequested(Exception):
+    """The user or the scheduler asked the run to stop; raised by `StopFlag.check` at a safe point."""
+
+
+class StopFlag:
+    """Whether somebody asked the run to stop."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.signal_name is not None
+
+    def check(self) -> None:
+        """Raise StopRequested if a stop was asked for."""
+        if self.signal_name is not None:
+            raise StopRequested(f"stopped by {self.signal_name}")
+
+
+@contextmanager
+def graceful_interrupt() -> Iterator[StopFlag]:
+    """Turn the first SIGINT or SIGTERM into a flag that the loop looks at; a second one raises KeyboardInterrupt.
+
+    Enter it in the main thread, after Ray was connected. In another thread signals keep their usual effect.
+    """
+    flag = StopFlag()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if flag.requested:
+            raise KeyboardInterrupt(f"second {name}: aborted without saving")
+        flag.signal_name = name
+        logger.warning("%s: the run stops at the next safe point. Send it again to abort at once.", name)
+
+    if threading.current_thread() is not threading.main_thread():
+        logger.warning("not in the main thread: Ctrl-C will end the run without saving")
+        yield flag
+        return
+    previous = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    try:
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def ignore_interrupt() -> None:
+    """Leave Ctrl-C to the driver (worker processes share its terminal)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the process that started it ends (Linux; elsewhere Ray's own check)."""
+    if not sys.platform.startswith("linux"):
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def kill_orphans(run_id: str) -> list[int]:
+    """Kill this machine's processes of the run that are no longer below this process; returns their ids."""
+    own = os.getpid()
+    orphans = [pid for pid in processes_of_run(run_id) if own not in _ancestors(pid)]
+    kill_processes(orphans)
+    return orphans
+
+
+def _ancestors(pid: int) -> list[int]:
+    chain: list[int] = []
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                pid = int(file.read().rsplit(")", 1)[1].split()[1])
+        except OSError:  # ended meanwhile
+            break
+        chain.append(pid)
+    return chain
