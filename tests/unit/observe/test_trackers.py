@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.config import TrainerConfig
+from verl_like.observe.samples import Sample
+from verl_like.observe.trackers import (
+    ConsoleTracker,
+    JsonlTracker,
+    Trackers,
+    WandbTracker,
+    build_trackers,
+    compact_line,
+    read_metrics,
+)
+
+
+@pytest.fixture(autouse=True)
+def _package_log_reaches_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("verl_like"), "propagate", True)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_is_always_written_also_without_any_logger(tmp_path: Path) -> None:
+    trackers = build_trackers(TrainerConfig(logger=[]), {}, tmp_path)
+    assert trackers.names == ["jsonl"]
+    trackers.log(1, {"actor/pg_loss": 0.25, "n": np.int64(3), "t": torch.tensor(0.5)})
+    # Read before finish: each line is on disk at once.
+    assert [(r["step"], r["data"]) for r in lines(tmp_path / "metrics.jsonl")] == [
+        (1, {"actor/pg_loss": 0.25, "n": 3.0, "t": 0.5})
+    ]
+
+
+def test_values_that_are_not_finite_become_null_and_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = build_trackers(TrainerConfig(logger=[]), {}, tmp_path)
+    for step in (1, 2):
+        trackers.log(step, {"actor/grad_norm": float("inf"), "critic/kl": float("nan"), "fine": 1.0})
+    raw = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in raw and "Infinity" not in raw
+    assert read_metrics(tmp_path / "metrics.jsonl")[2] == {"actor/grad_norm": None, "critic/kl": None, "fine": 1.0}
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "actor/grad_norm=inf" in warnings[0] and "critic/kl=nan" in warnings[0]
+    trackers.log(3, {"another": float("-inf")})
+    assert "another=-inf" in caplog.records[-1].getMessage()
+
+
+def test_resume_continues_the_file_and_mends_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    first = JsonlTracker(tmp_path)
+    for step in (1, 2, 3):
+        first.log(step, {"x": float(step)})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "da')  # killed while writing
+    resumed = JsonlTracker(tmp_path)  # from the checkpoint of step 2
+    resumed.log(3, {"x": 30.0})
+    resumed.log(4, {"x": 40.0})
+    assert [record["step"] for record in lines(path)] == [1, 2, 3, 3, 4]
+    assert read_metrics(path) == {1: {"x": 1.0}, 2: {"x": 2.0}, 3: {"x": 30.0}, 4: {"x": 40.0}}
+
+
+def test_read_metrics_ignores_the_line_being_written(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"x": 1.0})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 2')
+    assert read_metrics(path) == {1: {"x": 1.0}}
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+    trackers = build_trackers(TrainerConfig(logger=[]), {}, tmp_path)
+    with pytest.raises(TypeError, match="actor/lr must be one number, got str"):
+        trackers.log(1, {"actor/lr": "1e-6"})
+    with pytest.raises(TypeError, match="got Tensor"):
+        trackers.log(1, {"actor/lr": torch.ones(3)})
+
+
+@pytest.mark.parametrize("name", ["mlflow", "swanlab", "clearml", "vemlp_wandb"])
+def test_other_trackers_of_verl_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    trainer = TrainerConfig()
+    trainer.logger = ["console", name]  # past the dataclass's own check
+    with pytest.raises(ValueError, match=rf"trainer\.logger=.*{name} not available yet.*console, jsonl"):
+        build_trackers(trainer, {}, tmp_path)
+
+
+@pytest.mark.parametrize(("logger", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_missing_package_names_the_extra(
+    logger: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # what an uninstalled package looks like to import
+    with pytest.raises(ValueError, match=rf"trainer\.logger contains {logger}.*pip install 'verl_like\[{logger}\]'"):
+        build_trackers(TrainerConfig(logger=[logger]), {}, tmp_path)
+
+
+def test_tensorboard_event_file_is_read_back(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = build_trackers(TrainerConfig(logger=["tensorboard"]), {}, tmp_path)
+    trackers.log(1, {"critic/score/mean": 0.25})
+    trackers.log(2, {"critic/score/mean": 0.5, "actor/grad_norm": float("nan")})
+    trackers.log_samples(2, [{"input": "1|1", "output": "2\n", "gts": "2", "score": 1.0}])
+    trackers.finish()
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
+    text = events.Tensors("val/generations/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "1\\|1" in text and "2<br>" in text
+
+
+class FakeRun:
+    def __init__(self, **kwargs: Any) -> None:
+        self.kwargs, self.logged, self.finished = kwargs, [], False
+        self.id = kwargs["id"] or "abc123"
+
+    def define_metric(self, *args: Any, **kwargs: Any) -> None:
+        self.logged.append(("define", args, kwargs))
+
+    def log(self, data: dict[str, Any]) -> None:
+        self.logged.append(data)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    module = SimpleNamespace(runs=[], Table=lambda columns, data: ("table", columns, data))
+
+    def init(**kwargs: Any) -> FakeRun:
+        module.runs.append(FakeRun(**kwargs))
+        return module.runs[-1]
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb_gets_names_config_steps_and_continues_after_a_resume(
+    fake_wandb: SimpleNamespace, tmp_path: Path
+) -> None:
+    trainer = TrainerConfig(logger=["wandb"], project_name="mine", experiment_name="first")
+    trackers = build_trackers(trainer, {"data": {"train_batch_size": 8}}, tmp_path)
+    trackers.log(5, {"actor/lr": 0.5})
+    trackers.log_samples(5, [{"input": "q", "output": "a", "gts": "t", "score": 1.0}])
+    trackers.finish()
+    run = fake_wandb.runs[0]
+    assert (run.kwargs["project"], run.kwargs["name"]) == ("mine", "first")
+    assert run.kwargs["config"] == {"data": {"train_batch_size": 8}}
+    assert run.logged[1] == ("define", ("*",), {"step_metric": "training/global_step"})
+    assert run.logged[2] == {"actor/lr": 0.5, "training/global_step": 5}
+    assert run.logged[3]["val/generations"] == (
+        "table", ["step", "input", "output", "gts", "score"], [[5, "q", "a", "t", "1.0"]],
+    )  # fmt: skip
+    assert run.finished and run.kwargs["id"] is None
+    build_trackers(trainer, {}, tmp_path)
+    assert fake_wandb.runs[1].kwargs["id"] == "abc123"
+
+
+def test_wandb_that_cannot_start_says_what_to_do(
+    fake_wandb: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**kwargs: Any) -> None:
+        raise RuntimeError("no API key")
+
+    monkeypatch.setattr(fake_wandb, "init", init)
+    with pytest.raises(ValueError, match="no API key.*WANDB_MODE=offline"):
+        WandbTracker("p", "e", {}, tmp_path)
+
+
+class Flaky:
+    name = "flaky"
+
+    def __init__(self, failing: Sequence[int]) -> None:
+        self.failing, self.calls = failing, []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls.append(step)
+        if step in self.failing:
+            raise ConnectionError("service is down")
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def test_a_service_that_fails_does_not_stop_the_run_but_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flaky = Flaky(failing=[1, 2, 4, 5, 6])
+    trackers = Trackers([JsonlTracker(tmp_path), flaky])
+    for step in range(1, 9):
+        trackers.log(step, {"x": 1.0})
+    assert flaky.calls == [1, 2, 3, 4, 5, 6]  # a success in between counts; three in a row end it
+    assert trackers.names == ["jsonl"]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 8
+    errors = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == 5 and errors[0].exc_info is not None and "is off now" in errors[-1].getMessage()
+
+
+def test_a_record_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
+    trackers = Trackers([JsonlTracker(tmp_path)])
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        trackers.log(1, {"x": 1.0})
+
+
+def test_compact_line_has_what_the_run_has() -> None:
+    metrics = {
+        "critic/score/mean": 0.51234, "response_length/mean": 18.25, "actor/grad_norm": float("nan"),
+        "timing_s/step": 2.0, "perf/throughput": 12345.6, "val-core/gsm8k/acc/mean@1": 0.5, "actor/lr": 1e-6,
+        "val-core/gsm8k/acc/best@4/mean": 0.7,
+    }  # fmt: skip
+    assert compact_line(3, metrics) == (
+        "step 3 | score 0.5123 | length 18.2 | grad_norm nan | 2.00 s | 12,346 tokens/s | "
+        "val-core/gsm8k/acc/mean@1 0.5"
+    )
+
+
+def test_console_gives_one_line_at_info_and_all_metrics_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="verl_like"):
+        ConsoleTracker().log(1, {"actor/lr": 1e-6, "critic/score/mean": 0.5})
+    assert [r.getMessage() for r in caplog.records] == ["step 1 | score 0.5"]
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="verl_like"):
+        ConsoleTracker().log(1, {"actor/lr": 1e-6, "critic/score/mean": 0.5})
+    assert "  actor/lr = 1e-06\n  critic/score/mean = 0.5" in caplog.records[1].getMessage()
+
+
+def test_console_samples_cannot_smuggle_control_characters(caplog: pytest.LogCaptureFixture) -> None:
+    sample = {"input": "q\n", "output": "\x1b[2J" + "a" * 2000, "gts": "t", "score": float("nan")}
+    with caplog.at_level(logging.INFO, logger="verl_like"):
+        ConsoleTracker().log_samples(2, [sample])
+    message = caplog.records[0].getMessage()
+    assert "\x1b" not in message and "prompt: q\\n" in message and "a ... a" in message
+    assert len(message) < 1200

@@ -1,0 +1,140 @@
+"""Metrics of a step that belong to no algorithm: lengths, throughput, memory, load balance, reward extras.
+
+Pure functions from a stage struct to `{name: number}` under verl's names; docs/metrics.md says what each one means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.batch import Rollouts, Scores
+
+_GIB = 1024**3
+
+
+def rollout_metrics(rollouts: Rollouts, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
+    """`response_length/*`, `prompt_length/*` (tokens) and `response/aborted_ratio` of a batch of responses.
+
+    clip_ratio is the share of rows that reach the configured maximum: those responses were cut off (or ended just
+    there), those prompts were truncated.
+    """
+    aborted = [
+        reason == "abort" or length == 0
+        for reason, length in zip(rollouts.finish_reasons, rollouts.response_length_B.tolist(), strict=True)
+    ]
+    return {
+        **_length_metrics("response_length", rollouts.response_length_B, max_response_length),
+        **_length_metrics("prompt_length", rollouts.prompt_length_B, max_prompt_length),
+        "response/aborted_ratio": sum(aborted) / len(aborted),
+    }
+
+
+def _length_metrics(prefix: str, length_B: Tensor, maximum: int) -> dict[str, float]:
+    length = length_B.double()
+    return {
+        f"{prefix}/mean": length.mean().item(),
+        f"{prefix}/max": length.max().item(),
+        f"{prefix}/min": length.min().item(),
+        f"{prefix}/clip_ratio": (length >= maximum).double().mean().item(),
+    }
+
+
+def perf_metrics(total_tokens: int, step_seconds: float, num_devices: int) -> dict[str, float]:
+    """Throughput of a whole step. `total_tokens`: prompt + response tokens over all rows and ranks."""
+    return {
+        "perf/total_num_tokens": float(total_tokens),
+        "perf/time_per_step": step_seconds,
+        "perf/throughput": total_tokens / (step_seconds * num_devices),
+    }
+
+
+def memory_metrics() -> dict[str, float]:
+    """Peak device memory of this process and memory used on this machine, in GiB. Call it in each worker; join by max.
+
+    Device numbers are there only if this process used CUDA; the machine's only on Linux.
+    """
+    metrics: dict[str, float] = {}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / _GIB
+        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / _GIB
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        metrics["perf/cpu_memory_used_gb"] = memory_used_gib(meminfo.read_text())
+    return metrics
+
+
+def memory_used_gib(meminfo: str) -> float:
+    """GiB in use on the machine (total minus available) from the text of Linux's /proc/meminfo."""
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo.splitlines() if ":" in line}
+    return (kib["MemTotal"] - kib["MemAvailable"]) * 1024 / _GIB
+
+
+def sequence_balance_metrics(num_tokens: Sequence[int], rank_rows: Sequence[Sequence[int]]) -> dict[str, float]:
+    """`global_seqlen/*`: tokens per data-parallel rank, as the rows came and after balancing.
+
+    `rank_rows[r]` holds the positions of the rows given to rank r, as `parallel.balance.balance_ranks` returns them.
+    """
+    num_ranks, rows = len(rank_rows), len(num_tokens)
+    if sorted(i for part in rank_rows for i in part) != list(range(rows)):
+        given = [list(part) for part in rank_rows]
+        raise ValueError(f"rank_rows must hold each of the {rows} rows exactly once, got {given}")
+    bounds = [rows * r // num_ranks for r in range(num_ranks + 1)]
+    plain = [sum(num_tokens[bounds[r] : bounds[r + 1]]) for r in range(num_ranks)]
+    balanced = [sum(num_tokens[i] for i in part) for part in rank_rows]
+    return {
+        "global_seqlen/min": float(min(plain)),
+        "global_seqlen/max": float(max(plain)),
+        "global_seqlen/minmax_diff": float(max(plain) - min(plain)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": sum(num_tokens) / num_ranks,
+    }
+
+
+def training_metrics(global_step: int, epoch: int) -> dict[str, float]:
+    """Where the run is; trackers use `training/global_step` as the x axis."""
+    return {"training/global_step": float(global_step), "training/epoch": float(epoch)}
+
+
+def reward_extra_metrics(scores: Scores) -> dict[str, float]:
+    """`reward_extra/<key>/mean` over the rows where the reward function gave that key a number, failed rows excluded.
+
+    Text values ("pred") have no mean and are left out; they are in the sample dumps.
+    """
+    values: dict[str, list[float]] = {}
+    for extra, valid in zip(scores.extras, scores.valid_B.tolist(), strict=True):
+        if valid:
+            for key, value in numeric_extras(extra).items():
+                values.setdefault(key, []).append(value)
+    return {f"reward_extra/{key}/mean": sum(column) / len(column) for key, column in sorted(values.items())}
+
+
+def numeric_extras(extra: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers (and booleans, as 0/1) among the further values of a reward function.
+
+    Left out: "score", the reward itself, which has its own metrics, and "pred", an answer, whose mean says nothing.
+    """
+    found: dict[str, float] = {}
+    for key, value in extra.items():
+        number = scalar(value)
+        if key not in ("score", "pred") and number is not None and math.isfinite(number):
+            found[key] = number
+    return found
+
+
+def scalar(value: Any) -> float | None:
+    """`value` as a float if it is one number (Python, numpy or a one-element tensor), else None."""
+    if isinstance(value, bool | int | float):
+        return float(value)
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    # numpy scalars and 0-d arrays, without importing numpy for them
+    if type(value).__module__ == "numpy" and value.shape == () and value.dtype.kind in "biuf":
+        return float(value)
+    return None

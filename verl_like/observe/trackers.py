@@ -1,0 +1,319 @@
+"""Where metrics go: `trainer.logger` picks console, tensorboard, wandb; a jsonl file is always written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl_like.config import TrainerConfig
+from verl_like.config.enums import LOGGERS
+from verl_like.observe.metrics import scalar
+from verl_like.observe.samples import Sample, to_json
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILURES = 3  # in a row, then a tracker is left out for the rest of the run
+
+# The compact line: (metric, format). A metric that a run does not have is left out.
+_LINE = (
+    ("critic/score/mean", "score {:.4g}"),
+    ("response_length/mean", "length {:.1f}"),
+    ("response_length/clip_ratio", "clipped {:.1%}"),
+    ("actor/pg_loss", "pg_loss {:.3g}"),
+    ("actor/kl_loss", "kl_loss {:.3g}"),
+    ("actor/ppo_kl", "ppo_kl {:.2g}"),
+    ("actor/entropy", "entropy {:.3g}"),
+    ("actor/grad_norm", "grad_norm {:.3g}"),
+    ("critic/vf_loss", "vf_loss {:.3g}"),
+    ("timing_s/step", "{:.2f} s"),
+    ("perf/throughput", "{:,.0f} tokens/s"),
+)
+
+
+class Tracker(Protocol):
+    """One destination. `metrics` holds finite and non-finite Python floats."""
+
+    name: str
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show a few validation responses (`samples.pick_samples`)."""
+
+    def finish(self) -> None: ...
+
+
+def build_trackers(
+    trainer: TrainerConfig, resolved_config: Mapping[str, Any], log_dir: str | os.PathLike[str]
+) -> Trackers:
+    """All trackers of a run. `log_dir` gets metrics.jsonl, val_generations.jsonl, tensorboard/ and wandb/.
+
+    ValueError if trainer.logger names one that does not exist or whose package is missing.
+    """
+    folder = Path(log_dir).expanduser()
+    names = list(dict.fromkeys(trainer.logger))
+    unknown = [name for name in names if name not in LOGGERS]
+    if unknown:
+        raise ValueError(
+            f"trainer.logger={names}: {', '.join(unknown)} not available yet. "
+            f"Available: {', '.join(LOGGERS)} (jsonl is always on)."
+        )
+    trackers: list[Tracker] = [JsonlTracker(folder)]
+    if "console" in names:
+        trackers.append(ConsoleTracker())
+    if "tensorboard" in names:
+        trackers.append(TensorboardTracker(folder / "tensorboard"))
+    if "wandb" in names:
+        trackers.append(WandbTracker(trainer.project_name, trainer.experiment_name, resolved_config, folder))
+    return Trackers(trackers)
+
+
+class Trackers:
+    """Sends everything to every tracker.
+
+    The jsonl file is the run's record: if it cannot be written, the error is raised. Any other tracker (a service that
+    is unreachable, say) may fail: that is logged with its traceback, and after three failures in a row it is left out.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self._failures = dict.fromkeys((tracker.name for tracker in trackers), 0)
+        self._warned: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """Trackers still in use."""
+        return [tracker.name for tracker in self._trackers]
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log one step. Values may be Python or numpy numbers or one-element tensors; TypeError names any other."""
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        self._warn_not_finite(step, numbers)
+        for tracker in list(self._trackers):
+            self._attempt(tracker, lambda t=tracker: t.log(step, numbers))
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show validation responses, see `samples.pick_samples`."""
+        if samples:
+            for tracker in list(self._trackers):
+                self._attempt(tracker, lambda t=tracker: t.log_samples(step, samples))
+
+    def finish(self) -> None:
+        """Flush and close. May be called twice."""
+        for tracker in self._trackers:
+            self._attempt(tracker, tracker.finish)
+        self._trackers = []
+
+    def _attempt(self, tracker: Tracker, action: Any) -> None:
+        if isinstance(tracker, JsonlTracker):
+            action()
+            return
+        try:
+            action()
+            self._failures[tracker.name] = 0
+        except Exception:
+            self._failures[tracker.name] += 1
+            give_up = self._failures[tracker.name] >= _MAX_FAILURES
+            logger.error("Tracker %s failed%s", tracker.name, " and is off now" if give_up else "", exc_info=True)
+            if give_up:
+                self._trackers = [other for other in self._trackers if other is not tracker]
+
+    def _warn_not_finite(self, step: int, metrics: Mapping[str, float]) -> None:
+        bad = {name: value for name, value in metrics.items() if not math.isfinite(value) and name not in self._warned}
+        if bad:
+            self._warned |= set(bad)
+            shown = ", ".join(f"{name}={value}" for name, value in bad.items())
+            logger.warning("Step %d: metrics that are not finite (each name is reported once): %s", step, shown)
+
+
+def _number(name: str, value: Any) -> float:
+    number = scalar(value)
+    if number is None:
+        raise TypeError(f"metric {name} must be one number, got {type(value).__name__}: {value!r:.80}")
+    return number
+
+
+class JsonlTracker:
+    """One JSON object a line: {"step", "time" (seconds since 1970), "data": {name: number or null}}.
+
+    Each line is written at once, so a run that is killed loses nothing but the line it was writing. A resumed run
+    continues the file; if it repeats steps, the later line counts (`read_metrics`).
+    """
+
+    name = "jsonl"
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "metrics.jsonl"
+        self._samples_path = folder / "val_generations.jsonl"
+        for path in (self._path, self._samples_path):
+            _cut_unfinished_line(path)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        record = {"step": step, "time": round(time.time(), 3), "data": dict(metrics)}
+        _append(self._path, to_json(record) + "\n")
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        _append(self._samples_path, "".join(to_json({**sample, "step": step}) + "\n" for sample in samples))
+
+    def finish(self) -> None:
+        """Nothing is held open."""
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Remove what a killed run left behind after the last line end: it is no JSON and would spoil the next line."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        logger.warning("%s ends in the middle of a line; its last %d bytes are cut", path, len(content) - complete)
+        os.truncate(path, complete)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> dict[int, dict[str, float | None]]:
+    """Metrics by step from a metrics.jsonl, in step order; of repeated steps the values written last."""
+    steps: dict[int, dict[str, float | None]] = {}
+    with Path(path).expanduser().open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                record = json.loads(line)
+                steps[record["step"]] = record["data"]
+    return dict(sorted(steps.items()))
+
+
+class ConsoleTracker:
+    """A compact line a step in the log at INFO; all metrics, one a line, at DEBUG (so they are in the log file)."""
+
+    name = "console"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        logger.info("%s", compact_line(step, metrics))
+        if logger.isEnabledFor(logging.DEBUG):
+            rows = "\n".join(f"  {name} = {value:.6g}" for name, value in sorted(metrics.items()))
+            logger.debug("step %d, all metrics:\n%s", step, rows)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        blocks = [
+            f"--- {i} of {len(samples)}, score {_short(sample['score'], 20)}, truth {_short(sample['gts'], 80)}\n"
+            f"prompt: {_short(sample['input'], 400)}\nanswer: {_short(sample['output'], 800)}"
+            for i, sample in enumerate(samples, start=1)
+        ]
+        logger.info("validation responses at step %d\n%s", step, "\n".join(blocks))
+
+    def finish(self) -> None: ...
+
+
+def compact_line(step: int, metrics: Mapping[str, float]) -> str:
+    """`step 3 | score 0.52 | length 18.2 | ...`, with validation means at the end."""
+    parts = [form.format(metrics[name]) for name, form in _LINE if name in metrics]
+    validation = [name for name in metrics if name.startswith("val-core/") and "/mean@" in name]
+    parts += [f"{name} {metrics[name]:.4g}" for name in validation]
+    return " | ".join([f"step {step}", *parts])
+
+
+def _short(value: Any, limit: int) -> str:
+    """Text on one line without control characters; a long one loses its middle."""
+    text = "".join(c if c.isprintable() else {"\n": "\\n", "\t": "\\t"}.get(c, "?") for c in str(value))
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2) :]}"
+
+
+class TensorboardTracker:
+    """Event files under `folder`. A resumed run hides the steps that it repeats."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path) -> None:
+        module = _require("torch.utils.tensorboard", name="tensorboard")
+        self._folder, self._writer_class = folder, module.SummaryWriter
+        self._writer: Any = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._open(step)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [[str(sample[key]).replace("|", "\\|").replace("\n", "<br>") for key in _COLUMNS] for sample in samples]
+        table = [_COLUMNS, ["---"] * len(_COLUMNS), *rows]
+        text = "\n".join("| " + " | ".join(row) + " |" for row in table)
+        self._open(step).add_text("val/generations", text, step)
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, step: int) -> Any:
+        if self._writer is None:
+            self._writer = self._writer_class(log_dir=str(self._folder), purge_step=step)
+        return self._writer
+
+
+_COLUMNS = ["input", "output", "gts", "score"]
+
+
+class WandbTracker:
+    """Weights & Biases. Without a network set WANDB_MODE=offline and run `wandb sync` later.
+
+    The id of the run is kept in `<folder>/wandb_run_id`, so that a resumed run continues its curves. The x axis is
+    training/global_step, because wandb's own counter drops steps that a resume repeats.
+    """
+
+    name = "wandb"
+
+    def __init__(self, project: str, experiment: str, resolved_config: Mapping[str, Any], folder: Path) -> None:
+        wandb = _require("wandb", name="wandb")
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / "wandb_run_id"
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=experiment,
+                config=dict(resolved_config),
+                dir=str(folder),
+                id=id_file.read_text().strip() if id_file.exists() else None,
+                resume="allow",
+            )
+        except Exception as error:
+            raise ValueError(
+                f"trainer.logger contains wandb, but wandb.init failed: {error}. Log in with `wandb login`, or set "
+                "WANDB_MODE=offline, or take wandb out of trainer.logger."
+            ) from error
+        id_file.write_text(self._run.id + "\n")
+        self._table = wandb.Table
+        self._run.define_metric("training/global_step")
+        self._run.define_metric("*", step_metric="training/global_step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, "training/global_step": step})
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [[step, *(str(sample[key]) for key in _COLUMNS)] for sample in samples]
+        table = self._table(columns=["step", *_COLUMNS], data=rows)
+        self._run.log({"val/generations": table, "training/global_step": step})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def _require(module: str, *, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"trainer.logger contains {name}, but its package cannot be imported ({error}). "
+            f"Install it with: pip install 'verl_like[{name}]'"
+        ) from error
