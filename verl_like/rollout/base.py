@@ -1,0 +1,109 @@
+"""What the engines have in common: futures, order, version, refusal while unloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutError, WeightLoadError
+from verl_like.rollout.rng import preserve_rng
+from verl_like.rollout.step_loop import StepLoop
+
+
+class BaseRolloutEngine:
+    """Half of a RolloutEngine; a backend adds `_load`, `_score` and the stepping, and sets `_loop`."""
+
+    _loop: StepLoop
+
+    def __init__(self, *, dtype: torch.dtype, max_model_len: int) -> None:
+        self.dtype = dtype
+        self._max_model_len = max_model_len
+        self._version: int | None = None
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._version
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        self._require_weights()
+        room = self._max_model_len - len(request.prompt_ids)
+        if not request.prompt_ids or request.sampling.max_tokens > room:
+            raise ValueError(
+                f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + max_tokens="
+                f"{request.sampling.max_tokens} does not fit rollout.max_model_len={self._max_model_len}"
+            )
+        return self._loop.submit(request)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        self._require_weights()
+        with preserve_rng():
+            futures = [self.submit(request) for request in requests]
+            return [future.result() for future in futures]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._require_weights()
+        too_long = [len(s) for s in sequences if not 2 <= len(s) < self._max_model_len]
+        if too_long:
+            raise ValueError(f"sequences to score need 2 to {self._max_model_len - 1} tokens, but have {too_long}")
+        with preserve_rng(), self._loop.exclusive():
+            return self._score(sequences)
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._version = None
+        with preserve_rng(), self._loop.exclusive():
+            self._load(_no_grad(stream))
+        self._version = version
+
+    def read_weights(self) -> dict[str, Tensor] | None:
+        return None
+
+    def unload(self) -> None:
+        self._version = None
+
+    def sleep(self) -> None:
+        """Nothing to give back: this backend keeps no cache between calls."""
+
+    def wake(self) -> None:
+        """Nothing to undo."""
+
+    def abort_all(self) -> None:
+        self._loop.abort_all()
+
+    def shutdown(self) -> None:
+        self._version = None
+        self._loop.close()
+
+    def _require_weights(self) -> None:
+        if self._version is None:
+            raise RolloutError("the rollout engine holds no weights: a full weight sync must succeed first")
+
+    def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        raise NotImplementedError
+
+    def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        raise NotImplementedError
+
+
+def _no_grad(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Run the stream's own code (all-gathers of the trainer) outside the engine's inference mode."""
+    items = iter(stream)
+    while True:
+        with torch.inference_mode(False), torch.no_grad():
+            item = next(items, None)
+        if item is None:
+            return
+        yield item
+
+
+def checked_name(name: str, tensor: Tensor, expected: dict[str, torch.Size], seen: set[str]) -> None:
+    """Raise WeightLoadError unless (name, shape) is expected and new; remember it as seen."""
+    if name not in expected:
+        raise WeightLoadError(f"unexpected weight {name}")
+    if name in seen:
+        raise WeightLoadError(f"weight {name} came twice")
+    if tensor.shape != expected[name]:
+        raise WeightLoadError(f"weight {name} has shape {tuple(tensor.shape)}, not {tuple(expected[name])}")
+    seen.add(name)

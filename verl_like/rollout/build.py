@@ -1,0 +1,76 @@
+"""From config to a rollout engine."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.rollout.protocol import RolloutEngine
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def rollout_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
+    """`rollout.dtype`; auto is float32 on CPU and bfloat16 on CUDA."""
+    if rollout.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if rollout.dtype not in _DTYPES:
+        raise ValueError(f"rollout.dtype={rollout.dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[rollout.dtype]
+
+
+def build_rollout_engine(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    *,
+    process: ProcessInfo,
+    hf_config: PretrainedConfig,
+    tokenizer_size: int,
+    max_model_len: int,
+    seed: int,
+    run_id: str,
+    eos_ids: tuple[int, ...] = (),
+) -> RolloutEngine:
+    """The engine that `rollout.name` asks for, unloaded. Collective: every rank of the worker group calls it.
+
+    max_model_len: most tokens of prompt + response. tokenizer_size: ids from here on are never sampled. run_id: names
+    shared memory, different for every run on this machine. eos_ids: unused here, end tokens travel with each request.
+    Raises ValueError for an engine or a combination that is not there.
+    """
+    tp = rollout.tensor_model_parallel_size
+    if process.world_size % tp:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={tp} does not divide the {process.world_size} processes of the run"
+        )
+    dtype = rollout_dtype(rollout, process.device)
+    vocab_size = hf_config.get_text_config().vocab_size
+    if rollout.name == "vllm":
+        from verl_like.rollout.vllm import VLLMRolloutEngine
+
+        return VLLMRolloutEngine(
+            rollout,
+            model,
+            process=process,
+            dtype=dtype,
+            tokenizer_size=tokenizer_size,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            seed=seed,
+            run_id=run_id,
+        )
+    if rollout.name == "hf":
+        from verl_like.rollout.hf import HFRolloutEngine
+
+        return HFRolloutEngine(
+            rollout,
+            process=process,
+            hf_config=hf_config,
+            dtype=dtype,
+            tokenizer_size=tokenizer_size,
+            max_model_len=max_model_len,
+            seed=seed,
+            trust_remote_code=model.trust_remote_code,
+        )
+    raise ValueError(f"rollout.name={rollout.name!r} is not available yet: use 'vllm' or 'hf'")

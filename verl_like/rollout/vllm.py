@@ -1,0 +1,248 @@
+"""vLLM in the worker's own process, driven request by request; tensor-parallel over neighbouring ranks.
+
+Starts with dummy weights and refuses to generate until `load_weights` succeeded. What depends on vLLM's version is in
+vllm_compat.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.rollout import vllm_compat as compat
+from verl_like.rollout.assemble import request_seed
+from verl_like.rollout.base import BaseRolloutEngine
+from verl_like.rollout.protocol import Completion, GenerationRequest, WeightLoadError
+from verl_like.rollout.rng import preserve_rng
+from verl_like.rollout.step_loop import Lockstep, StepLoop
+
+_FOLLOW_TIMEOUT_S = 600.0  # how long a rank waits for requests that its replica's first rank has already been given
+
+
+class VLLMRolloutEngine(BaseRolloutEngine):
+    """One rank of a vLLM replica. See RolloutEngine."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        model: ModelConfig,
+        *,
+        process: ProcessInfo,
+        dtype: torch.dtype,
+        tokenizer_size: int,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+        run_id: str,
+    ) -> None:
+        super().__init__(dtype=dtype, max_model_len=max_model_len)
+        compat.set_environment(process.device)
+        tp = rollout.tensor_model_parallel_size
+        replica = process.rank // tp
+        self._seed = request_seed(seed, 0, replica, 0) % 2**31
+        self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
+        self._asleep = False
+        kwargs = engine_arguments(rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode)
+        with preserve_rng():
+            self._llm = compat.start(kwargs, device=process.device, run_id=run_id)
+        self._model = compat.model_of(self._llm)
+        if tokenizer_size < vocab_size:
+            compat.mask_logits(self._model, tokenizer_size)
+        self._tp = tp
+        self._shapes: dict[str, torch.Size] = {}
+        self._added: dict[str, GenerationRequest] = {}
+        self._unseeded = itertools.count()
+        self._loop = StepLoop(
+            self,
+            device=process.device,
+            lockstep=_lockstep(process, tp) if tp > 1 else None,
+            follow_timeout_s=_FOLLOW_TIMEOUT_S,
+        )
+
+    # What the step loop calls.
+
+    def add(self, request: GenerationRequest) -> None:
+        sampling, seed = request.sampling, request.seed
+        if seed is None and self._tp > 1:  # ranks of a replica draw the same numbers only from a seed
+            seed = request_seed(self._seed, 1, next(self._unseeded), 0)
+        params = compat.sampling_params(
+            max_tokens=sampling.max_tokens,
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            top_p=1.0 if sampling.greedy else sampling.top_p,
+            top_k=-1 if sampling.greedy else sampling.top_k,
+            stop_token_ids=() if sampling.ignore_eos else sampling.stop_token_ids,
+            seed=None if sampling.greedy else seed,
+        )
+        compat.add_request(self._llm, request.request_id, request.prompt_ids, params)
+        self._added[request.request_id] = request
+
+    def step(self) -> list[Completion]:
+        outputs = [output for output in self._llm.llm_engine.step() if output.finished]
+        for output in outputs:
+            del self._added[output.request_id]
+        return [self._completion(output) for output in outputs]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._added)
+
+    def abort(self) -> list[Completion]:
+        """vLLM does not hand out the tokens of an aborted request: it ends with none."""
+        ids = list(self._added)
+        self._llm.llm_engine.abort_request(ids)
+        self._drain()
+        self._added.clear()
+        return [
+            Completion(
+                request_id=i, token_ids=[], log_probs=[], finish_reason="abort", weight_version=self._version or 0
+            )
+            for i in ids
+        ]
+
+    # Weights, scoring, memory: with the engine idle.
+
+    def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        self._shapes = {}
+        compat.reload(self._llm, self._remember_shapes(stream))
+        meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
+        if meta:
+            raise WeightLoadError(f"vLLM got no weights for {meta[:8]}")
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+
+    def _remember_shapes(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            self._shapes[name] = tensor.shape
+            yield name, tensor
+
+    def read_weights(self) -> dict[str, Tensor] | None:
+        """Weights by Hugging Face name, fused modules taken apart. What a kernel has repacked (all linear layers on
+        CPU) is left out, and so is everything under tensor parallelism."""
+        if self._tp > 1:
+            return None
+        return unfuse(dict(self._model.named_parameters()), compat.fused_parts(self._model), self._shapes)
+
+    def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        params = compat.sampling_params(max_tokens=1, score_prompt=True)
+        for i, sequence in enumerate(sequences):
+            compat.add_request(self._llm, f"score-{i}", list(sequence), params)
+        found = {output.request_id: output for output in self._drain()}
+        scored = []
+        for i, sequence in enumerate(sequences):
+            entries = found[f"score-{i}"].prompt_logprobs[1:]
+            scored.append([entry[token].logprob for entry, token in zip(entries, sequence[1:], strict=True)])
+        return scored
+
+    def _drain(self) -> list[Any]:
+        engine, outputs = self._llm.llm_engine, []
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
+        return outputs
+
+    def sleep(self) -> None:
+        """Free the KV cache and move the weights to host memory (CUDA with free_cache_engine; else nothing)."""
+        if self._sleep_mode and not self._asleep:
+            with self._loop.exclusive():
+                self._llm.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            with self._loop.exclusive():
+                self._llm.wake_up()
+            self._asleep = False
+
+    def submit(self, request: GenerationRequest) -> Any:
+        if self._asleep:
+            self.wake()
+        return super().submit(request)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._llm is not None:
+            compat.stop(self._llm)
+            self._llm = self._model = None
+
+    def _completion(self, output: Any) -> Completion:
+        sampled = output.outputs[0]
+        token_ids = list(sampled.token_ids)
+        if sampled.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended request {output.request_id} with {sampled.finish_reason!r}")
+        return Completion(
+            request_id=output.request_id,
+            token_ids=token_ids,
+            log_probs=[entry[t].logprob for entry, t in zip(sampled.logprobs, token_ids, strict=True)],
+            finish_reason=sampled.finish_reason,
+            weight_version=self._version if self._version is not None else -1,
+        )
+
+
+def engine_arguments(
+    rollout: RolloutConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int, seed: int, *, sleep_mode: bool
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` goes on top as it is (null values are left out)."""
+    kwargs: dict[str, Any] = dict(
+        model=model.path,
+        skip_tokenizer_init=True,
+        trust_remote_code=model.trust_remote_code,
+        generation_config="vllm",  # sampling defaults and end tokens are ours, not the model folder's
+        load_format="dummy",
+        dtype=str(dtype).removeprefix("torch."),
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        max_model_len=max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        enable_chunked_prefill=rollout.enable_chunked_prefill,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        enable_sleep_mode=sleep_mode,
+        disable_log_stats=rollout.disable_log_stats,
+        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+        seed=seed,
+    )
+    if model.override_config:
+        kwargs["hf_overrides"] = dict(model.override_config)
+    if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
+        kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
+    extra = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
+    return kwargs | extra
+
+
+def unfuse(
+    parameters: dict[str, Tensor], fused: dict[str, list[str]], shapes: dict[str, torch.Size]
+) -> dict[str, Tensor]:
+    """The tensors of `shapes` that can be found in `parameters`, slices of fused modules included. Pure."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        path, _, leaf = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        parts = [f"{parent}.{part}.{leaf}" for part in fused.get(module, [])] or [name]
+        if not all(part in shapes for part in parts):
+            continue
+        rows = [shapes[part][0] for part in parts]
+        if sum(rows) > parameter.shape[0] or parameter.shape[1:] != shapes[parts[0]][1:]:
+            continue  # repacked for a kernel
+        pieces = parameter.detach()[: sum(rows)].split(rows)  # embeddings are padded to a multiple of 64 rows
+        found |= dict(zip(parts, pieces, strict=True))
+    return found
+
+
+def _lockstep(process: ProcessInfo, tp: int) -> Lockstep:
+    """A CPU group of each replica's ranks; collective over all ranks, because group creation is."""
+    mine = None
+    for first in range(0, process.world_size, tp):
+        group = dist.new_group(list(range(first, first + tp)), backend="gloo")
+        if first <= process.rank < first + tp:
+            mine = Lockstep(group, leader=first)
+    assert mine is not None
+    return mine

@@ -1,0 +1,144 @@
+"""The one place that knows vLLM's versions (0.20 to 0.32): environment, start-up, private corners, shutdown.
+
+vLLM runs inside the worker's own process (no engine core process), so that it shares the GPU's memory pool and the
+weights can be handed over as tensors. Source: vLLM's external launcher, vllm/v1/executor/uniproc_executor.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_engine_number = itertools.count()
+
+
+def set_environment(device: torch.device) -> None:
+    """Variables that vLLM reads when it is imported or started; what the user has set stays, where we can live with it."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if device.type == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM's own choice is a share of all memory
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the same threads
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("the vllm rollout engine needs torch.distributed: call init_distributed first")
+
+
+def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
+    """A `vllm.LLM` on this rank. Unknown names in `kwargs` raise vLLM's own TypeError."""
+    from vllm import LLM
+
+    set_num_threads = torch.set_num_threads
+    try:
+        return LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
+    finally:
+        torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it by a function that does nothing
+
+
+def _executor_class(device: torch.device, run_id: str) -> type:
+    """vLLM's external launcher, told this process's GPU and a name for its shared memory that no other run has.
+
+    vLLM names shared memory after the part of the init method behind the last colon; with its own name ("//") the
+    leftovers of a killed run make the next start fail.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    init_method = f"env://x:verl_like-{run_id}-{next(_engine_number)}"
+    local_rank = device.index or 0
+
+    class InProcessExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return init_method, dist.get_rank(), local_rank
+
+    return InProcessExecutor
+
+
+def sampling_params(
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    stop_token_ids: tuple[int, ...] = (),
+    seed: int | None = None,
+    score_prompt: bool = False,
+) -> Any:
+    """vLLM's parameters of one request; the log-prob of the sampled (or, to score, each prompt) token and no other."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop_token_ids=list(stop_token_ids),
+        ignore_eos=True,  # the end tokens are stop_token_ids: vLLM's own idea of EOS plays no part
+        seed=seed,
+        logprobs=None if score_prompt else 0,
+        prompt_logprobs=0 if score_prompt else None,
+        detokenize=False,
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def add_request(llm: Any, request_id: str, prompt_ids: list[int], params: Any) -> None:
+    """Queue one request of token ids between two steps."""
+    from vllm import TokensPrompt
+
+    llm.llm_engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt_ids), params)
+
+
+def model_of(llm: Any) -> nn.Module:
+    """This rank's shard of the model."""
+    return llm.llm_engine.apply_model(lambda model: model)[0]
+
+
+def mask_logits(model: nn.Module, tokenizer_size: int) -> None:
+    """Give ids that the tokenizer does not know probability 0, in sampling and in scoring."""
+    compute_logits = model.compute_logits
+
+    def masked(*args: Any, **kwargs: Any) -> Tensor | None:
+        logits = compute_logits(*args, **kwargs)
+        if logits is not None:
+            logits[..., tokenizer_size:] = -torch.inf
+        return logits
+
+    model.compute_logits = masked  # an attribute of the instance: survives reloading of weights
+
+
+def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
+    """Exchange all weights and drop everything computed with the old ones. RuntimeError if a cache could not be reset.
+
+    vLLM's layer-wise reload lets each layer be processed (fused, packed for the kernel) as on a first load; the
+    model's own load_weights would fail on packed layers.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
+    llm.llm_engine.reset_mm_cache()
+
+
+def fused_parts(model: nn.Module) -> dict[str, list[str]]:
+    """Modules that hold several Hugging Face modules, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
+    return getattr(model, "packed_modules_mapping", {}) or {}
+
+
+def stop(llm: Any) -> None:
+    """Shut the engine down and leave torch.distributed's default group, which is not vLLM's, alone."""
+    from vllm.distributed import parallel_state
+
+    llm.llm_engine.engine_core.shutdown()
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    gc.collect()
