@@ -163,6 +163,7 @@ def _load_custom_class(data: DataConfig) -> type[PromptDataset]:
     custom_class = getattr(module, name, None)
     if not (isinstance(custom_class, type) and issubclass(custom_class, PromptDataset)):
         raise ValueError(
-            f"data.custom_cls.name={name}: {path} must define it as a class derived from verl_like.data.dataset.PromptDataset"
+            f"data.custom_cls.name={name}: {path} must define it as a class derived from "
+            "verl_like.data.dataset.PromptDataset"
         )
     return custom_class

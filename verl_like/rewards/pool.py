@@ -36,7 +36,7 @@ _BOOTSTRAP = (
     "from verl_like.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _MAX_BATCH = 32  # calls per message: few enough that a slow function still spreads over the workers
-_ASYNC_GRACE_S = 2.0  # an async worker times its calls out itself; after this much more its event loop is stuck
+_ASYNC_GRACE_S = 2.0  # an async worker times its calls out itself; silent for longer, its event loop is stuck
 _MAX_FAILED_STARTS = 3
 
 
@@ -71,7 +71,7 @@ class _Worker:
         self.ready = False
         self.is_async = False
         self.pending: dict[int, _Call] = {}
-        self.since = time.monotonic()  # when the process, or the call it works on, started
+        self.since = time.monotonic()  # when the process started, was sent calls, or answered last
 
     def kill(self) -> None:
         """Kill the process and its children. Safe to call twice."""
@@ -224,7 +224,7 @@ class WorkerPool:
                 self._lost(worker)
 
     def _handle(self, worker: _Worker, message: tuple[Any, ...]) -> None:
-        worker.since = time.monotonic() if not worker.is_async else worker.since
+        worker.since = time.monotonic()
         if message[0] == "result":
             item = worker.pending.pop(message[1])
             self._resolve(item, message[2])

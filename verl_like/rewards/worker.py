@@ -75,16 +75,16 @@ def _score_concurrently(
 
     async def one(call_id: int, call: RewardCall) -> None:
         start = time.perf_counter()
+        limit = asyncio.timeout(spec.timeout)  # counts from when this call starts: others may block the loop before
         try:
-            value = await asyncio.wait_for(scorer(**_arguments(call), **spec.kwargs), spec.timeout)
+            async with limit:
+                value = await scorer(**_arguments(call), **spec.kwargs)
             outcome = to_outcome(value, time.perf_counter() - start)
         except TimeoutError as error:
-            seconds = time.perf_counter() - start
-            if seconds < spec.timeout:  # the function's own timeout: an exception like any other
-                outcome = _exception_outcome(error, start)
-            else:
+            outcome = _exception_outcome(error, start)
+            if limit.expired():  # otherwise it is a time limit of the function's own: an exception like any other
                 message = f"no result within custom_reward_function.timeout={spec.timeout:g} s"
-                outcome = RewardOutcome(kind="timeout", message=message, seconds=seconds)
+                outcome = RewardOutcome(kind="timeout", message=message, seconds=outcome.seconds)
         except BaseException as error:
             outcome = _exception_outcome(error, start)
         connection.send(("result", call_id, outcome))
@@ -124,9 +124,11 @@ def _plain(value: Any) -> Any:
     """Python's own types only, so that the trainer can read the result without the user's modules."""
     if value is None or isinstance(value, bool):
         return value
-    for kind in (int, float, str):
+    if isinstance(value, str):
+        return str.__str__(value)  # an enum member may be a str
+    for kind in (int, float):
         if isinstance(value, kind):
-            return kind(value)  # numpy.float64 is a float, an enum member may be a str
+            return kind(value)  # numpy.float64 is a float
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""Scripts that turn raw data into parquet files of the row schema: `python -m verl_like.data.preprocess.NAME --help`."""
+"""Scripts that write parquet files of the row schema: `python -m verl_like.data.preprocess.NAME --help`."""

@@ -19,7 +19,7 @@ Pair = tuple[int, int]
 
 
 def split_pairs(num_train: int, num_val: int, max_operand: int, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Distinct ordered operand pairs from 0 to max_operand for training and validation, no pair in both in any order."""
+    """Distinct ordered operand pairs of 0 to max_operand for training and validation, no pair in both in any order."""
     generator = random.Random(seed)
     unordered = [(a, b) for a in range(max_operand + 1) for b in range(a, max_operand + 1)]
     generator.shuffle(unordered)

@@ -109,7 +109,7 @@ def read_parquet(path: Path) -> list[Puzzle]:
 
 
 def load(options: Any) -> tuple[list[Puzzle], str]:
-    """All puzzles that the options ask for, shuffled by seed where they are cut into splits, and their data source."""
+    """The different puzzles that the options ask for, in random order, and their data source."""
     source: Path | None = options.local_dataset_path
     total = options.num_train + options.num_test
     if source is None:
@@ -127,6 +127,7 @@ def load(options: Any) -> tuple[list[Puzzle], str]:
         puzzles, name = read_parquet(source), "countdown"
     else:
         raise ValueError(f"--local_dataset_path {source}: expected a .csv (game of 24) or .parquet file")
+    puzzles = list({(tuple(sorted(puzzle.numbers)), puzzle.target): puzzle for puzzle in puzzles}.values())
     random.Random(options.seed).shuffle(puzzles)
     if options.num_test >= len(puzzles):
         raise ValueError(f"--num_test {options.num_test} leaves nothing of the {len(puzzles)} puzzles in {source}")
