@@ -65,8 +65,10 @@ class Failure:
 
 
 def likely_cause(failures: Sequence[Failure]) -> Failure:
-    """The first failure that is not an echo; a dead process counts before an exception."""
-    return min(failures, key=lambda failure: (failure.is_echo, failure.kind != "died"))
+    """The first failure that is not an echo; a dead process counts before an exception, the lowest rank of equals."""
+    first = min(failures, key=lambda failure: (failure.is_echo, failure.kind != "died"))
+    equals = [failure for failure in failures if (failure.kind, failure.message) == (first.kind, first.message)]
+    return min(equals, key=lambda failure: failure.rank)
 
 
 def raise_for(

@@ -1,0 +1,89 @@
+"""Signals, janitor and shared memory, without Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from verl_like.cluster.janitor import cleanup_shm, processes_of_run
+from verl_like.cluster.lifecycle import StopRequested, graceful_interrupt, kill_orphans
+from verl_like.cluster.protocol import RUN_ID_VARIABLE, new_run_id
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_sets_the_flag_second_aborts(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with graceful_interrupt() as flag:
+        flag.check()
+        assert not flag.requested
+        os.kill(os.getpid(), number)
+        assert flag.requested
+        with pytest.raises(StopRequested, match=number.name):
+            flag.check()
+        with pytest.raises(KeyboardInterrupt, match="without saving"):
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+    assert signal.getsignal(number) is before
+
+
+def test_run_ids_differ() -> None:
+    assert len({new_run_id() for _ in range(100)}) == 100
+
+
+def test_only_entries_of_the_run_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "psm_vl00000001_0").write_text("x")
+    (tmp_path / "vl00000001").mkdir()
+    (tmp_path / "psm_vl00000002_0").write_text("x")
+    assert sorted(cleanup_shm("vl00000001", tmp_path)) == ["psm_vl00000001_0", "vl00000001"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["psm_vl00000002_0"]
+
+
+def test_short_run_id_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="too short"):
+        cleanup_shm("", tmp_path)
+
+
+def test_own_children_are_not_orphans() -> None:
+    run_id = new_run_id()
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_ID_VARIABLE: run_id}) as child:
+        _wait_for(lambda: processes_of_run(run_id) == [child.pid])
+        assert kill_orphans(run_id) == []
+        child.kill()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_janitor_cleans_up_after_a_killed_driver(tmp_path: Path) -> None:
+    run_id = new_run_id()
+    script = f"""
+        import os, subprocess, sys, time
+        from verl_like.cluster.janitor import start_janitor
+        start_janitor({run_id!r}, kill=True, folders=[{str(tmp_path / "session")!r}])
+        variables = {{**os.environ, {RUN_ID_VARIABLE!r}: {run_id!r}}}
+        subprocess.Popen(["sleep", "600"], start_new_session=True, env=variables)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    (tmp_path / "session").mkdir()
+    entry = Path("/dev/shm") / f"test_{run_id}"
+    entry.write_text("x")
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
+        assert len(processes_of_run(run_id)) == 1
+        driver.kill()
+    _wait_for(lambda: not processes_of_run(run_id) and not entry.exists() and not (tmp_path / "session").exists())
+
+
+def _wait_for(condition: object, seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "condition did not become true"
+        time.sleep(0.1)
