@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -15,6 +16,12 @@ _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PLAIN_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
+@functools.cache
+def driver_console() -> Console:
+    """The console (stderr) that log lines and the live display share: two consoles would write into each other."""
+    return Console(stderr=True)
+
+
 def setup_driver_logging(
     log_dir: str | os.PathLike[str] | None, level: int | str = logging.INFO, console: Console | None = None
 ) -> None:
@@ -24,7 +31,7 @@ def setup_driver_logging(
     takes every level down to DEBUG; it is appended to when a run resumes. Calling again replaces the handlers.
     Loggers of other packages are left alone.
     """
-    handlers: list[logging.Handler] = [_terminal_handler(console or Console(stderr=True))]
+    handlers: list[logging.Handler] = [_terminal_handler(console or driver_console())]
     handlers[0].setLevel(level)
     if log_dir is not None:
         path = Path(log_dir).expanduser() / f"{_PACKAGE}.log"

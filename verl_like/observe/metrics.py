@@ -1,4 +1,4 @@
-"""Metrics of a step that belong to no algorithm: lengths, throughput, memory, load balance, reward extras.
+"""Metrics of a step that belong to no algorithm: lengths, throughput, memory, load balance.
 
 Pure functions from a stage struct to `{name: number}` under verl's names; docs/metrics.md says what each one means.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_like.batch import Rollouts, Scores
+from verl_like.batch import Rollouts
 
 _GIB = 1024**3
 
@@ -100,19 +100,6 @@ def sequence_balance_metrics(num_tokens: Sequence[int], rank_rows: Sequence[Sequ
 def training_metrics(global_step: int, epoch: int) -> dict[str, float]:
     """Where the run is; trackers use `training/global_step` as the x axis."""
     return {"training/global_step": float(global_step), "training/epoch": float(epoch)}
-
-
-def reward_extra_metrics(scores: Scores) -> dict[str, float]:
-    """`reward_extra/<key>/mean` over the rows where the reward function gave that key a number, failed rows excluded.
-
-    Text values ("pred") have no mean and are left out; they are in the sample dumps.
-    """
-    values: dict[str, list[float]] = {}
-    for extra, valid in zip(scores.extras, scores.valid_B.tolist(), strict=True):
-        if valid:
-            for key, value in numeric_extras(extra).items():
-                values.setdefault(key, []).append(value)
-    return {f"reward_extra/{key}/mean": sum(column) / len(column) for key, column in sorted(values.items())}
 
 
 def numeric_extras(extra: Mapping[str, Any]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from verl_like.observe.logs import driver_console
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +48,14 @@ def build_progress(
 ) -> ProgressDisplay | NoProgress:
     """The display that fits: nothing if not `enabled` (trainer.logger without console), else live or plain.
 
-    `first_step`: the last finished step of a resumed run. `console` must be the one that logging uses (stderr).
+    `first_step`: the last finished step of a resumed run. `console` must be the one that logging uses;
+    left out, it is `logs.driver_console()` on both sides.
     """
     if not enabled:
         return NoProgress()
-    console = console or Console(stderr=True)
-    display_class = LiveProgress if console.is_terminal and not console.is_dumb_terminal else PlainProgress
-    return display_class(RunState(total_steps, first_step), console)
+    shown_on = console or driver_console()
+    display_class = LiveProgress if shown_on.is_terminal and not shown_on.is_dumb_terminal else PlainProgress
+    return display_class(RunState(total_steps, first_step), shown_on)
 
 
 class RunState:
@@ -69,22 +73,23 @@ class RunState:
         self.validation_step: int | None = None
         self._now = now
         self._started = now()
-        self._step_started = self._started
+        self._last_finished: float | None = None
         self._step_seconds: tuple[float, ...] = ()
         self._phases: tuple[tuple[str, float], ...] = ()
 
     def phase_started(self, name: str) -> None:
-        if not self._phases:
-            self._step_started = self._now()
         self._phases = (*self._phases, (name, self._now()))
 
     def phase_ended(self, name: str) -> None:
         self._phases = tuple(phase for phase in self._phases if phase[0] != name)
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self.step:
-            seconds = metrics.get("timing_s/step", self._now() - self._step_started)
+        if "timing_s/step" in metrics:  # not for the record of a validation alone
+            # From end to end where possible: saving and validating between steps take time too.
+            now, last = self._now(), self._last_finished
+            seconds = metrics["timing_s/step"] if last is None else now - last
             self._step_seconds = (*self._step_seconds, seconds)[-_ETA_STEPS:]
+            self._last_finished = now
         self.step = step
         self.metrics = {**self.metrics, **metrics}
         reward = metrics.get("critic/score/mean")
@@ -235,14 +240,15 @@ class LiveProgress(ProgressDisplay):
 
     def _start(self) -> None:
         # stdout and stderr are redirected through the console while the panel is up, so that whatever a library or
-        # Ray prints appears above it.
-        self._live = Live(
+        # Ray prints appears above it. A stdout that goes to a file or a pipe must keep going there.
+        self._live = live = Live(
             console=self._console,
             get_renderable=self._render_safely,
             auto_refresh=self._auto_refresh,
             refresh_per_second=4,
+            redirect_stdout=sys.stdout.isatty(),
         )
-        self._live.start()
+        live.start()
 
     def _changed(self) -> None:
         if self._live is not None and not self._auto_refresh:

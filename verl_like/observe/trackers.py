@@ -184,13 +184,13 @@ def _cut_unfinished_line(path: Path) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[int, dict[str, float | None]]:
-    """Metrics by step from a metrics.jsonl, in step order; of repeated steps the values written last."""
+    """Metrics by step from a metrics.jsonl, in step order; lines of one step are joined, the later value counts."""
     steps: dict[int, dict[str, float | None]] = {}
     with Path(path).expanduser().open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
                 record = json.loads(line)
-                steps[record["step"]] = record["data"]
+                steps[record["step"]] = {**steps.get(record["step"], {}), **record["data"]}
     return dict(sorted(steps.items()))
 
 

@@ -10,8 +10,8 @@ from tests.unit.observe import factory
 from verl_like.observe.metrics import (
     memory_metrics,
     memory_used_gib,
+    numeric_extras,
     perf_metrics,
-    reward_extra_metrics,
     rollout_metrics,
     scalar,
     sequence_balance_metrics,
@@ -53,9 +53,7 @@ def test_perf_metrics_are_per_device_and_second() -> None:
 
 
 def test_memory_of_the_machine_is_total_minus_available() -> None:
-    text = (
-        "MemTotal:       8388608 kB\nMemAvailable:    6291456 kB\nHugePages_Total: 0\n"
-    )
+    text = "MemTotal:       8388608 kB\nMemAvailable:    6291456 kB\nHugePages_Total: 0\n"
     assert memory_used_gib(text) == 2.0
 
 
@@ -88,18 +86,9 @@ def test_sequence_balance_refuses_a_split_that_loses_or_repeats_rows(rank_rows: 
         sequence_balance_metrics([1, 2], rank_rows)
 
 
-def test_reward_extras_leave_out_failed_rows_text_and_non_finite_values() -> None:
-    scores = factory.scores(
-        [1.0, 0.0, None, 1.0],
-        [
-            {"acc": True, "format": 0.5, "pred": "72", "score": 1.0},
-            {"acc": False, "format": float("nan"), "pred": 3},
-            {"acc": True, "format": 9.0},
-            {"acc": np.float32(1.0)},
-        ],
-    )
-    metrics = reward_extra_metrics(scores)
-    assert metrics == {"reward_extra/acc/mean": pytest.approx(2 / 3), "reward_extra/format/mean": 0.5}
+def test_numeric_extras_leave_out_text_answers_and_non_finite_values() -> None:
+    extra = {"acc": True, "format": 0.5, "f": np.float32(2), "note": "x", "pred": 3, "score": 1.0, "bad": float("nan")}
+    assert numeric_extras(extra) == {"acc": 1.0, "format": 0.5, "f": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,13 @@ def test_resume_continues_the_file_and_mends_a_line_that_was_cut_off(tmp_path: P
     assert read_metrics(path) == {1: {"x": 1.0}, 2: {"x": 2.0}, 3: {"x": 30.0}, 4: {"x": 40.0}}
 
 
+def test_read_metrics_joins_a_step_and_its_validation(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"x": 1.0, "y": 2.0})
+    tracker.log(1, {"val-core/toy/reward/mean@1": 0.5, "y": 3.0})
+    assert read_metrics(tmp_path / "metrics.jsonl") == {1: {"x": 1.0, "y": 3.0, "val-core/toy/reward/mean@1": 0.5}}
+
+
 def test_read_metrics_ignores_the_line_being_written(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path)
     tracker.log(1, {"x": 1.0})
@@ -176,7 +183,7 @@ def test_wandb_that_cannot_start_says_what_to_do(
         raise RuntimeError("no API key")
 
     monkeypatch.setattr(fake_wandb, "init", init)
-    with pytest.raises(ValueError, match="no API key.*WANDB_MODE=offline"):
+    with pytest.raises(ValueError, match=r"no API key.*WANDB_MODE=offline"):
         WandbTracker("p", "e", {}, tmp_path)
 
 
@@ -224,8 +231,7 @@ def test_compact_line_has_what_the_run_has() -> None:
         "val-core/gsm8k/acc/best@4/mean": 0.7,
     }  # fmt: skip
     assert compact_line(3, metrics) == (
-        "step 3 | score 0.5123 | length 18.2 | grad_norm nan | 2.00 s | 12,346 tokens/s | "
-        "val-core/gsm8k/acc/mean@1 0.5"
+        "step 3 | score 0.5123 | length 18.2 | grad_norm nan | 2.00 s | 12,346 tokens/s | val-core/gsm8k/acc/mean@1 0.5"
     )
 
 

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import io
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from verl_like.observe.logs import RankFilter, setup_driver_logging, setup_worker_logging
+
+
+@pytest.fixture(autouse=True)
+def _restore_package_logger():
+    logger = logging.getLogger("verl_like")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def test_driver_log_goes_to_console_at_its_level_and_to_the_file_in_full(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    setup_driver_logging(tmp_path / "new", level="INFO", console=Console(file=screen))
+    log = logging.getLogger("verl_like.trainer")
+    log.debug("details")
+    log.info("started [0/3]")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO started \[0/3\]\n", screen.getvalue())
+    text = (tmp_path / "new" / "verl_like.log").read_text()
+    assert "DEBUG verl_like.trainer: details" in text and "INFO verl_like.trainer: started" in text
+
+
+def test_setting_up_twice_does_not_double_lines_and_the_file_is_continued(tmp_path: Path) -> None:
+    first, second = io.StringIO(), io.StringIO()
+    setup_driver_logging(tmp_path, console=Console(file=first))
+    logging.getLogger("verl_like").info("one")
+    setup_driver_logging(tmp_path, console=Console(file=second))
+    logging.getLogger("verl_like").info("two")
+    assert "two" not in first.getvalue() and second.getvalue().count("two") == 1
+    assert re.findall(r"one|two", (tmp_path / "verl_like.log").read_text()) == ["one", "two"]
+
+
+def test_lines_do_not_reach_the_root_logger_that_hydra_configures(tmp_path: Path) -> None:
+    root_screen = io.StringIO()
+    handler = logging.StreamHandler(root_screen)
+    logging.getLogger().addHandler(handler)
+    try:
+        setup_driver_logging(tmp_path, console=Console(file=io.StringIO()))
+        logging.getLogger("verl_like").warning("once")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert root_screen.getvalue() == ""
+
+
+def test_workers_mark_their_rank_and_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        setup_worker_logging(rank)
+        logging.getLogger("verl_like.engine").info("loaded")
+        logging.getLogger("verl_like.engine").warning("slow disk")
+    lines = [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["INFO [rank 0] loaded", "WARNING [rank 0] slow disk", "WARNING [rank 1] slow disk"]
+
+
+def test_rank_filter() -> None:
+    info = logging.LogRecord("verl_like", logging.INFO, "", 0, "", (), None)
+    error = logging.LogRecord("verl_like", logging.ERROR, "", 0, "", (), None)
+    assert [RankFilter(r).filter(m) for r in (0, 1) for m in (info, error)] == [True, True, False, True]
