@@ -41,7 +41,7 @@ def build_requests(
 
 
 def assemble_rollouts(prompts: Prompts, n: int, completions: Sequence[Completion]) -> Rollouts:
-    """Completions of `build_requests` (same order) as one batch of prompts x n rows, all tokens sampled by the policy."""
+    """Completions of `build_requests` (same order) as one batch of prompts x n rows; the policy sampled all tokens."""
     if len(completions) != len(prompts) * n:
         raise ValueError(f"{len(completions)} completions do not answer {len(prompts)} prompts x n={n}")
     repeated = prompts.select([i for i in range(len(prompts)) for _ in range(n)])

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutError, WeightLoadError
+from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutError
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.step_loop import StepLoop
 
@@ -18,9 +18,10 @@ class BaseRolloutEngine:
 
     _loop: StepLoop
 
-    def __init__(self, *, dtype: torch.dtype, max_model_len: int) -> None:
+    def __init__(self, *, dtype: torch.dtype, tokenizer_size: int, max_model_len: int) -> None:
         self.dtype = dtype
-        self._max_model_len = max_model_len
+        self.tokenizer_size = tokenizer_size
+        self.max_model_len = max_model_len
         self._version: int | None = None
 
     @property
@@ -29,11 +30,11 @@ class BaseRolloutEngine:
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         self._require_weights()
-        room = self._max_model_len - len(request.prompt_ids)
+        room = self.max_model_len - len(request.prompt_ids)
         if not request.prompt_ids or request.sampling.max_tokens > room:
             raise ValueError(
                 f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + max_tokens="
-                f"{request.sampling.max_tokens} does not fit rollout.max_model_len={self._max_model_len}"
+                f"{request.sampling.max_tokens} does not fit rollout.max_model_len={self.max_model_len}"
             )
         return self._loop.submit(request)
 
@@ -45,9 +46,9 @@ class BaseRolloutEngine:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._require_weights()
-        too_long = [len(s) for s in sequences if not 2 <= len(s) < self._max_model_len]
+        too_long = [len(s) for s in sequences if not 2 <= len(s) < self.max_model_len]
         if too_long:
-            raise ValueError(f"sequences to score need 2 to {self._max_model_len - 1} tokens, but have {too_long}")
+            raise ValueError(f"sequences to score need 2 to {self.max_model_len - 1} tokens, but have {too_long}")
         with preserve_rng(), self._loop.exclusive():
             return self._score(sequences)
 
@@ -96,14 +97,3 @@ def _no_grad(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
         if item is None:
             return
         yield item
-
-
-def checked_name(name: str, tensor: Tensor, expected: dict[str, torch.Size], seen: set[str]) -> None:
-    """Raise WeightLoadError unless (name, shape) is expected and new; remember it as seen."""
-    if name not in expected:
-        raise WeightLoadError(f"unexpected weight {name}")
-    if name in seen:
-        raise WeightLoadError(f"weight {name} came twice")
-    if tensor.shape != expected[name]:
-        raise WeightLoadError(f"weight {name} has shape {tuple(tensor.shape)}, not {tuple(expected[name])}")
-    seen.add(name)

@@ -1,6 +1,6 @@
 """Generation with transformers alone, for machines without vLLM: a full copy of the model, filled by the weight stream.
 
-Requests are taken up in batches of at most max_num_seqs, left-padded, with a KV cache; rows leave the cache as they end.
+Requests are taken up in batches of at most max_num_seqs, left-padded, with a KV cache; rows leave it as they end.
 Each request draws its random numbers from its own generator, one per token, so that tokens do not depend on the batch.
 """
 
@@ -75,14 +75,13 @@ class HFRolloutEngine(BaseRolloutEngine):
         seed: int,
         trust_remote_code: bool = False,
     ) -> None:
-        super().__init__(dtype=dtype, max_model_len=max_model_len)
+        super().__init__(dtype=dtype, tokenizer_size=tokenizer_size, max_model_len=max_model_len)
         if rollout.tensor_model_parallel_size > 1:
             raise ValueError(
                 f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the hf rollout engine keeps "
                 "the whole model in each process; set it to 1, or rollout.name=vllm"
             )
         self._device = process.device
-        self._tokenizer_size = tokenizer_size
         self._max_num_seqs = rollout.max_num_seqs
         with preserve_rng():
             self._model: PreTrainedModel | None = _empty_model(hf_config, dtype, process.device, trust_remote_code)
@@ -142,7 +141,7 @@ class HFRolloutEngine(BaseRolloutEngine):
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1, : self._tokenizer_size]
+        return output.logits[:, -1, : self.tokenizer_size]
 
     def _sample(self, batch: _Batch, logits_bV: Tensor) -> None:
         """One more token for each row; the log-prob is that of the distribution it was drawn from."""
@@ -220,7 +219,7 @@ class HFRolloutEngine(BaseRolloutEngine):
             ids_bS = pad_rows(part, side="right", dtype=torch.int64).to(self._device)
             mask_bS = pad_rows(([1] * len(s) for s in part), side="right", dtype=torch.int64).to(self._device)
             output = self._module(input_ids=ids_bS, attention_mask=mask_bS, use_cache=False)
-            log_probs = output.logits[:, :-1, : self._tokenizer_size].float().log_softmax(dim=-1)
+            log_probs = output.logits[:, :-1, : self.tokenizer_size].float().log_softmax(dim=-1)
             chosen_bS = log_probs.gather(2, ids_bS[:, 1:, None])[..., 0]
             scored += [row[: len(s) - 1].tolist() for row, s in zip(chosen_bS, part, strict=True)]
         return scored

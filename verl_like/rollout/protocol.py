@@ -69,6 +69,10 @@ class RolloutEngine(Protocol):
 
     dtype: torch.dtype
     """Dtype of the weights: streams are cast to it."""
+    tokenizer_size: int
+    """Ids from here on have probability 0."""
+    max_model_len: int
+    """Most tokens of a prompt with its response."""
 
     @property
     def weight_version(self) -> int | None:
@@ -90,7 +94,7 @@ class RolloutEngine(Protocol):
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; collective over a tensor-parallel replica.
 
-        Any failure, of the stream included, leaves the engine unloaded. Raises WeightLoadError, or what the stream raised.
+        Any failure, of the stream included, leaves the engine unloaded. Raises WeightLoadError, or the stream's error.
         """
         ...
 
@@ -111,7 +115,7 @@ class RolloutEngine(Protocol):
         ...
 
     def abort_all(self) -> None:
-        """Finish all pending requests now, with reason "abort" and the tokens sampled so far."""
+        """Finish all pending requests now, with reason "abort" and the tokens sampled so far (vllm: with none)."""
         ...
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Sampling parameters from the config (`rollout.*` and `rollout.val_kwargs.*`), and the filter both kinds of engine share."""
+"""Sampling parameters from the config (`rollout.*`, `rollout.val_kwargs.*`), and sampling itself for the hf engine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from verl_like.rollout.protocol import SamplingParams
 
 def train_sampling(rollout: RolloutConfig, eos_ids: tuple[int, ...]) -> SamplingParams:
     """How training responses are drawn."""
-    return _sampling(
-        rollout, eos_ids, rollout.temperature, rollout.top_p, rollout.top_k, do_sample=rollout.do_sample
-    )
+    return _sampling(rollout, eos_ids, rollout.temperature, rollout.top_p, rollout.top_k, do_sample=rollout.do_sample)
 
 
 def validation_sampling(rollout: RolloutConfig, eos_ids: tuple[int, ...]) -> SamplingParams:

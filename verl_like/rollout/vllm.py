@@ -42,7 +42,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         seed: int,
         run_id: str,
     ) -> None:
-        super().__init__(dtype=dtype, max_model_len=max_model_len)
+        super().__init__(dtype=dtype, tokenizer_size=tokenizer_size, max_model_len=max_model_len)
         compat.set_environment(process.device)
         tp = rollout.tensor_model_parallel_size
         replica = process.rank // tp
@@ -190,26 +190,26 @@ def engine_arguments(
     rollout: RolloutConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int, seed: int, *, sleep_mode: bool
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` goes on top as it is (null values are left out)."""
-    kwargs: dict[str, Any] = dict(
-        model=model.path,
-        skip_tokenizer_init=True,
-        trust_remote_code=model.trust_remote_code,
-        generation_config="vllm",  # sampling defaults and end tokens are ours, not the model folder's
-        load_format="dummy",
-        dtype=str(dtype).removeprefix("torch."),
-        tensor_parallel_size=rollout.tensor_model_parallel_size,
-        max_model_len=max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
-        enable_chunked_prefill=rollout.enable_chunked_prefill,
-        enable_prefix_caching=rollout.enable_prefix_caching,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        enforce_eager=rollout.enforce_eager,
-        enable_sleep_mode=sleep_mode,
-        disable_log_stats=rollout.disable_log_stats,
-        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-        seed=seed,
-    )
+    kwargs: dict[str, Any] = {
+        "model": model.path,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": model.trust_remote_code,
+        "generation_config": "vllm",  # sampling defaults and end tokens are ours, not the model folder's
+        "load_format": "dummy",
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_sleep_mode": sleep_mode,
+        "disable_log_stats": rollout.disable_log_stats,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "seed": seed,
+    }
     if model.override_config:
         kwargs["hf_overrides"] = dict(model.override_config)
     if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:

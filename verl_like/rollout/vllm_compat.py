@@ -20,9 +20,9 @@ _engine_number = itertools.count()
 
 
 def set_environment(device: torch.device) -> None:
-    """Variables that vLLM reads when it is imported or started; what the user has set stays, where we can live with it."""
+    """Variables that vLLM reads when it is imported or started; what the user has set stays where it can."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM's own choice is a share of all memory
@@ -35,11 +35,25 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
     """A `vllm.LLM` on this rank. Unknown names in `kwargs` raise vLLM's own TypeError."""
     from vllm import LLM
 
+    if device.type == "cpu":
+        _do_not_compile_token_ranks()
     set_num_threads = torch.set_num_threads
     try:
         return LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
     finally:
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it by a function that does nothing
+
+
+def _do_not_compile_token_ranks() -> None:
+    """On CPU vLLM compiles one comparison (the rank of the sampled token) with a C++ compiler at the first request:
+    7 to 25 seconds, and an error where there is no compiler. Plain torch does the same at once."""
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import logprobs
+
+    compiled = logprobs.batched_count_greater_than
+    plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    for module in (logprobs, sampler):
+        module.batched_count_greater_than = plain
 
 
 def _executor_class(device: torch.device, run_id: str) -> type:
