@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.algorithms.builders import MAX_RESPONSE_LENGTH, denominators, experience, outputs_for
+from verl_like.algorithms.aggregate import AGGREGATIONS
+from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
+from verl_like.algorithms.policy_losses import POLICY_LOSSES
+from verl_like.batch import Denominators, Experience, Metric, merge_metrics
+from verl_like.config import ActorConfig, CriticConfig, KLKind, PolicyLossConfig
+from verl_like.config.enums import LOSS_AGG_MODES
+
+FULL = ActorConfig(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.3, clip_ratio_high=0.28)
+KINDS = [kind for kind in KLKind if kind is not KLKind.full]
+
+
+def run(
+    objective: Callable, rows: Experience, outputs: dict[str, Tensor], counts: Denominators | None = None
+) -> tuple[Tensor, dict[str, Metric]]:
+    return objective(outputs, rows, counts or denominators(rows))
+
+
+def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+# ---- the sum of its parts
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_policy_objective_equals_a_naive_loop(mode: str) -> None:
+    rows, kind = experience(0), KLKind.mse
+    outputs = outputs_for(rows)
+    actor = ActorConfig(
+        entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type=kind, loss_agg_mode=mode, clip_ratio_c=1.2
+    )
+    loss, metrics = run(PolicyObjective(actor), rows, outputs)
+    assert rows.old_log_probs_BR is not None and rows.ref_log_probs_BR is not None
+    pg, entropy, kl = [], [], []
+    for i in range(len(rows)):
+        pg.append([]), entropy.append([]), kl.append([])
+        for t in rows.response_mask_BR[i].nonzero().flatten().tolist():
+            lp, old = outputs["log_probs"][i, t].item(), rows.old_log_probs_BR[i, t].item()
+            adv, ratio = rows.advantages_BR[i, t].item(), math.exp(lp - old)
+            gain = min(ratio * adv, min(max(ratio, 0.8), 1.2) * adv)
+            pg[-1].append(-(max(gain, 1.2 * adv) if adv < 0 else gain))
+            entropy[-1].append(outputs["entropy"][i, t].item())
+            kl[-1].append(0.5 * (lp - rows.ref_log_probs_BR[i, t].item()) ** 2)
+    joined = [naive_aggregate(x, mode) for x in (pg, entropy, kl)]
+    assert loss.item() == pytest.approx(joined[0] - 0.1 * joined[1] + 0.3 * joined[2])
+    assert metrics["pg_loss"].value == pytest.approx(joined[0], rel=1e-5, abs=1e-6)
+    assert metrics["kl_loss"].value == pytest.approx(joined[2], rel=1e-5)
+    tokens = [x for row in entropy for x in row]
+    assert metrics["entropy"].value == pytest.approx(sum(tokens) / len(tokens), rel=1e-5)
+
+
+def naive_aggregate(rows: list[list[float]], mode: str) -> float:
+    sums, lengths = [sum(row) for row in rows], [len(row) for row in rows]
+    if mode == "token-mean":
+        return sum(sums) / sum(lengths)
+    if mode == "seq-mean-token-mean":
+        return sum(s / n for s, n in zip(sums, lengths, strict=True)) / len(rows)
+    return sum(sums) / len(rows) / (MAX_RESPONSE_LENGTH if mode == "seq-mean-token-sum-norm" else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_policy_objective_finite_differences(kind: KLKind, mode: str) -> None:
+    rows, actor = experience(1), ActorConfig(entropy_coeff=0.1, use_kl_loss=True, kl_loss_type=kind, loss_agg_mode=mode)
+    outputs, objective = outputs_for(rows), PolicyObjective(actor)
+
+    def loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
+        return run(objective, rows, {"log_probs": log_probs, "entropy": entropy})[0]
+
+    assert torch.autograd.gradcheck(loss, (outputs["log_probs"], outputs["entropy"]))
+
+
+def test_value_objective_finite_differences_and_metrics() -> None:
+    rows, objective = experience(2), ValueObjective(CriticConfig(cliprange_value=0.5))
+    outputs = outputs_for(rows)
+    assert torch.autograd.gradcheck(lambda v: run(objective, rows, {"values": v})[0], (outputs["values"],))
+    loss, metrics = run(objective, rows, outputs)
+    assert set(metrics) == {"vf_loss", "vf_clipfrac", "vpred_mean"}
+    assert metrics["vf_loss"].value == pytest.approx(loss.item(), rel=1e-5)
+    expected = outputs["values"][rows.response_mask_BR].mean().item()
+    assert metrics["vpred_mean"].value == pytest.approx(expected, rel=1e-5)
+
+
+# ---- invariances, for every combination of loss and aggregation
+
+
+def combinations() -> list[object]:
+    return [
+        pytest.param(PolicyObjective(policy_config(loss, mode)), id=f"{loss}-{mode}")
+        for loss in POLICY_LOSSES.names()
+        for mode in LOSS_AGG_MODES
+    ] + [pytest.param(ValueObjective(CriticConfig(loss_agg_mode=mode)), id=f"value-{mode}") for mode in LOSS_AGG_MODES]
+
+
+def policy_config(loss: str, mode: str) -> ActorConfig:
+    return ActorConfig(
+        policy_loss=PolicyLossConfig(loss_mode=loss),
+        loss_agg_mode=mode,
+        entropy_coeff=0.1,
+        use_kl_loss=True,
+        kl_loss_coef=0.3,
+    )
+
+
+def gradients(loss: Tensor, outputs: dict[str, Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(loss, list(outputs.values()), allow_unused=True, materialize_grads=True)
+    return list(found)
+
+
+@pytest.mark.parametrize("objective", combinations())
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=8),
+    cut=st.integers(1, 8),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_micro_batches_order_and_padding_do_not_matter(
+    objective: Callable, lengths: list[int], cut: int, padding: int, seed: int
+) -> None:
+    """Loss, gradient and metrics of the whole = those of pieces in any order, trimmed or padded as it happens."""
+    rows = experience(seed, tuple(lengths))
+    outputs, counts = outputs_for(rows, seed + 1), denominators(rows)
+    whole, whole_metrics = run(objective, rows, outputs, counts)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    total, parts = torch.zeros((), dtype=torch.float64), []
+    for index in order.split(cut):
+        micro = rows.select(index).trim()
+        width = micro.response_mask_BR.shape[1]
+        if padding:
+            micro, width = widened(micro, width + padding), width + padding
+        piece = {name: fit(value[index], width) for name, value in outputs.items()}
+        loss, metrics = run(objective, micro, piece, counts)
+        total = total + loss
+        parts.append(metrics)
+    assert total.item() == pytest.approx(whole.item(), abs=1e-12)
+    for cut_gradient, gradient in zip(gradients(total, outputs), gradients(whole, outputs), strict=True):
+        assert torch.allclose(cut_gradient, gradient, atol=1e-12)
+    assert values_of(merge_metrics(parts)) == pytest.approx(values_of(whole_metrics), abs=1e-5)
+
+
+def fit(value: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(value, (0, max(width - value.shape[1], 0)))[:, :width]
+
+
+def widened(rows: Experience, width: int) -> Experience:
+    mask = {"response_mask_BR": fit(rows.response_mask_BR, width)}
+    names = [n for n, v in rows.columns().items() if n.endswith("_BR") and n not in mask and isinstance(v, Tensor)]
+    return rows.replace(**mask, **{name: fit(getattr(rows, name), width) for name in names})
+
+
+@pytest.mark.parametrize("objective", combinations())
+def test_a_micro_batch_without_rows_adds_zero_and_keeps_the_graph(objective: Callable) -> None:
+    """A rank that ran out of rows still takes part in the backward pass."""
+    rows = experience(3)
+    nothing = rows.select([])
+    outputs = {name: value[:0] for name, value in outputs_for(rows).items()}
+    loss, metrics = run(objective, nothing, outputs, denominators(rows))
+    assert loss.item() == 0.0 and loss.requires_grad
+    assert all(math.isfinite(metric.value) for metric in metrics.values())
+    loss.backward()
+
+
+@pytest.mark.parametrize("objective", combinations())
+def test_all_masked_rows_add_zero(objective: Callable) -> None:
+    rows = experience(3)
+    masked = rows.replace(response_mask_BR=torch.zeros_like(rows.response_mask_BR))
+    outputs = outputs_for(rows)
+    loss, metrics = run(objective, masked, outputs, denominators(masked))
+    assert loss.item() == 0.0
+    assert all((gradient == 0).all() for gradient in gradients(loss, outputs))
+    assert all(metric.value == 0.0 for metric in metrics.values())
+
+
+# ---- details
+
+
+def test_detached_update_has_ratio_one_and_the_policy_gradient() -> None:
+    rows = experience(4).replace(old_log_probs_BR=None)
+    outputs = outputs_for(rows)
+    loss, metrics = run(PolicyObjective(ActorConfig()), rows, outputs)
+    assert metrics["ppo_kl"].value == 0.0 and metrics["pg_clipfrac"].value == 0.0
+    (gradient,) = torch.autograd.grad(loss, outputs["log_probs"])
+    assert torch.allclose(gradient, -rows.advantages_BR / denominators(rows).num_tokens)
+
+
+def test_every_switch_moves_its_own_term() -> None:
+    rows = experience(5)
+    outputs = outputs_for(rows)
+
+    def loss(**keys: object) -> float:
+        return run(PolicyObjective(ActorConfig(**keys)), rows, outputs)[0].item()  # type: ignore[arg-type]
+
+    plain = loss()
+    assert loss(entropy_coeff=0.1) != pytest.approx(plain)
+    assert loss(use_kl_loss=True, kl_loss_coef=0.5) != pytest.approx(plain)
+    assert loss(kl_loss_coef=0.5, kl_loss_type=KLKind.abs) == plain  # without use_kl_loss they do nothing
+    assert loss(clip_ratio=0.01) != pytest.approx(plain)
+    assert loss(clip_ratio_low=0.01) != pytest.approx(plain)
+    assert loss(clip_ratio_high=0.01) != pytest.approx(plain)
+    assert loss(clip_ratio_c=1.01) != pytest.approx(plain)
+    norm = {"loss_agg_mode": "seq-mean-token-sum-norm"}
+    assert loss(**norm, loss_scale_factor=4.0) == pytest.approx(loss(**norm) * MAX_RESPONSE_LENGTH / 4)
+
+
+def test_metric_names_and_reductions() -> None:
+    rows = experience(6)
+    _, metrics = run(PolicyObjective(FULL), rows, outputs_for(rows))
+    maxima = {name for name, metric in metrics.items() if metric.reduction == "max"}
+    assert maxima == {"rollout_probs_diff_max"}
+    assert {name for name, metric in metrics.items() if metric.reduction == "sum"} == {
+        *("pg_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "entropy", "kl_loss"),
+        *("rollout_probs_diff_mean", "rollout_log_probs_nonfinite"),
+    }
+
+
+def test_rollout_difference_hand_values_and_nan() -> None:
+    rows = experience(7, lengths=(2, 1), width=2)
+    mask = torch.tensor([[True, True], [True, False]])
+    old = torch.tensor([[0.5, 0.25], [0.1, 1.0]]).log()
+    rollout = torch.tensor([[0.4, 0.25], [float("nan"), 1.0]]).log()
+    rows = rows.replace(response_mask_BR=mask, old_log_probs_BR=old, rollout_log_probs_BR=rollout)
+    loss, metrics = run(PolicyObjective(ActorConfig()), rows, outputs_for(rows))
+    assert metrics["rollout_probs_diff_mean"].value == pytest.approx(0.1 / 3)
+    assert metrics["rollout_probs_diff_max"].value == pytest.approx(0.1)
+    assert metrics["rollout_log_probs_nonfinite"].value == 1.0
+    assert loss.isfinite()
+
+
+def test_without_rollout_log_probs_there_is_nothing_to_compare() -> None:
+    rows = experience(7).replace(rollout_log_probs_BR=None)
+    _, metrics = run(PolicyObjective(ActorConfig()), rows, outputs_for(rows))
+    assert not any(name.startswith("rollout") for name in metrics)
+
+
+def test_missing_columns_are_named() -> None:
+    rows = experience(8)
+    with pytest.raises(ValueError, match="use_kl_loss=True needs reference log-probs"):
+        run(PolicyObjective(FULL), rows.replace(ref_log_probs_BR=None), outputs_for(rows))
+    with pytest.raises(ValueError, match="needs values and returns"):
+        run(ValueObjective(CriticConfig()), rows.replace(values_BR=None), outputs_for(rows))
+
+
+def test_wrong_names_fail_when_built() -> None:
+    with pytest.raises(ValueError, match=r"loss_mode='vanila' is not known\. Did you mean 'vanilla'"):
+        PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="vanila")))
+    with pytest.raises(ValueError, match="kl_loss_type='full' is not known"):
+        PolicyObjective(ActorConfig(use_kl_loss=True, kl_loss_type=KLKind.full))
+    PolicyObjective(ActorConfig(kl_loss_type=KLKind.full))  # off: nobody asks
+
+
+@pytest.mark.parametrize("objective", combinations())
+def test_objectives_survive_pickling(objective: Callable) -> None:
+    rows = experience(9)
+    outputs = outputs_for(rows)
+    copy = pickle.loads(pickle.dumps(objective))
+    assert copy.wants == objective.wants  # type: ignore[attr-defined]
+    assert run(copy, rows, outputs)[0].item() == run(objective, rows, outputs)[0].item()
+
+
+def test_config_offers_only_aggregations_of_the_menu() -> None:
+    """token-sum is on the menu of algorithms; whether configuration offers it is the configuration's choice."""
+    assert set(AGGREGATIONS.names()) >= set(LOSS_AGG_MODES)

@@ -1,0 +1,256 @@
+"""The structs of verl_like.batch: whole-row operations, padding rebuilt after pickling, metric merging."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_like.batch import (
+    Evaluated,
+    Metric,
+    PromptRow,
+    Prompts,
+    RewardFailure,
+    Rollouts,
+    Scores,
+    Sequences,
+    TensorStruct,
+    merge_metrics,
+    pad_rows,
+    pad_to_width,
+)
+
+
+def rollouts(lengths: list[tuple[int, int]], extra: int = 0) -> Rollouts:
+    """One row per (prompt length, response length), every entry a number that says where it belongs."""
+    prompts = [[100 * i + j + 1 for j in range(p)] for i, (p, _) in enumerate(lengths)]
+    responses = [[1000 * i + j + 1 for j in range(r)] for i, (_, r) in enumerate(lengths)]
+    width = max((r for _, r in lengths), default=0) + extra
+    ids = pad_to_width(pad_rows(responses, side="right", dtype=torch.int32), width, "right", 0)
+    prompt_width = max((p for p, _ in lengths), default=0) + extra
+    return Rollouts(
+        prompt_ids_BP=pad_to_width(pad_rows(prompts, side="left", dtype=torch.int32), prompt_width, "left", 0),
+        prompt_length_B=torch.tensor([p for p, _ in lengths]),
+        response_ids_BR=ids,
+        response_length_B=torch.tensor([r for _, r in lengths]),
+        response_mask_BR=(ids > 0) & (ids % 3 > 0),
+        group_B=torch.arange(len(lengths)) // 2,
+        rollout_log_probs_BR=-ids.float() / 7,
+        weight_version_BR=(ids > 0).int() * 3,
+        finish_reasons=[f"reason {i}" for i in range(len(lengths))],
+        rows=[PromptRow(index=i, data_source="toy", messages=[]) for i in range(len(lengths))],
+    )
+
+
+LENGTHS = [(2, 3), (4, 1), (1, 5), (3, 2)]
+
+
+def assert_same(left: TensorStruct, right: TensorStruct) -> None:
+    assert type(left) is type(right)
+    assert left.columns().keys() == right.columns().keys()
+    for name, value in left.columns().items():
+        other = getattr(right, name)
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other.dtype and torch.equal(value, other), name
+        else:
+            assert value == other, name
+
+
+def test_select_moves_whole_rows() -> None:
+    batch = rollouts(LENGTHS)
+    chosen = batch.select([2, 0, 2])
+    assert chosen.finish_reasons == ["reason 2", "reason 0", "reason 2"]
+    assert chosen.group_B.tolist() == [1, 0, 1]
+    for place, row in enumerate([2, 0, 2]):
+        for name, value in batch.columns().items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(getattr(chosen, name)[place], value[row]), name
+
+
+def test_select_by_mask_and_by_nothing() -> None:
+    batch = rollouts(LENGTHS)
+    assert_same(batch.select(torch.tensor([True, False, False, True])), batch.select([0, 3]))
+    assert len(batch.select([])) == 0
+    assert len(batch.select(torch.zeros(4, dtype=torch.bool)).rows) == 0
+
+
+def test_split_and_concat_are_inverse() -> None:
+    batch = rollouts(LENGTHS)
+    parts = batch.split([1, 0, 3])
+    assert [len(part) for part in parts] == [1, 0, 3]
+    assert_same(Rollouts.concat(parts), batch)
+    with pytest.raises(ValueError, match="add up to 3, but there are 4 rows"):
+        batch.split([1, 2])
+
+
+def test_concat_widens_to_the_widest_part() -> None:
+    batch = rollouts(LENGTHS)
+    parts = [part.trim() for part in batch.split([2, 2])]
+    assert [part.response_ids_BR.shape[1] for part in parts] == [3, 5]
+    assert_same(Rollouts.concat(parts), batch)
+
+
+def test_concat_refuses_parts_that_do_not_fit() -> None:
+    batch = rollouts(LENGTHS)
+    with pytest.raises(ValueError, match="rollout_log_probs_BR is present in some parts and missing in others"):
+        Rollouts.concat([batch, batch.replace(rollout_log_probs_BR=None)])
+    with pytest.raises(ValueError, match="zero Rollouts"):
+        Rollouts.concat([])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6),
+    extra=st.integers(0, 4),
+    data=st.data(),
+)
+def test_pickle_round_trip(lengths: list[tuple[int, int]], extra: int, data: st.DataObject) -> None:
+    """Also of any selection, with padding that nobody needs, of rows without a token."""
+    batch = rollouts(lengths, extra)
+    index = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
+    for struct in (batch, batch.select(index), batch.trim()):
+        assert_same(pickle.loads(pickle.dumps(struct)), struct)
+
+
+def test_pickle_keeps_types_and_none() -> None:
+    said = Evaluated(response_length_B=torch.tensor([1, 2]), values_BR=torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
+    copy = pickle.loads(pickle.dumps(said))
+    assert copy.old_log_probs_BR is None
+    assert_same(copy, said)
+
+
+def test_pickle_sends_no_padding() -> None:
+    """A row of 4,000 tokens among 63 of one token: about 16 kB of ids, not a megabyte."""
+    ids = pad_rows([[1] * 4000, *[[1]] * 63], side="right", dtype=torch.int32)
+    batch = Sequences(
+        prompt_ids_BP=torch.ones(64, 1, dtype=torch.int32),
+        prompt_length_B=torch.ones(64, dtype=torch.int64),
+        response_ids_BR=ids,
+        response_length_B=torch.tensor([4000, *[1] * 63]),
+        response_mask_BR=ids > 0,
+    )
+    assert len(pickle.dumps(batch)) < 40_000 < ids.numel() * 4
+
+
+@pytest.mark.parametrize("extra", [0, 3])
+def test_trim_cuts_only_padding(extra: int) -> None:
+    batch = rollouts(LENGTHS, extra).select([3, 1])
+    short = batch.trim()
+    assert short.response_ids_BR.shape == (2, 2) and short.prompt_ids_BP.shape == (2, 4)
+    assert short.response_ids_BR.tolist() == [[3001, 3002], [1001, 0]]
+    assert short.prompt_ids_BP.tolist() == [[0, 301, 302, 303], [101, 102, 103, 104]]
+    short.check()
+    assert_same(short.trim(), short)
+
+
+def test_trim_of_nothing() -> None:
+    assert len(rollouts(LENGTHS).select([]).trim()) == 0
+
+
+def test_token_lists_drop_left_padding() -> None:
+    batch = rollouts(LENGTHS)
+    prompts = Prompts(
+        prompt_ids_BP=batch.prompt_ids_BP,
+        prompt_length_B=batch.prompt_length_B,
+        group_B=torch.arange(4),
+        rows=batch.rows,
+    )
+    assert prompts.token_lists() == [[1, 2], [101, 102, 103, 104], [201], [301, 302, 303]]
+
+
+def test_num_tokens() -> None:
+    assert rollouts(LENGTHS).num_tokens_B().tolist() == [5, 5, 6, 5]
+
+
+def test_check_finds_columns_that_do_not_fit() -> None:
+    batch = rollouts(LENGTHS)
+    batch.check()
+    with pytest.raises(ValueError, match="columns differ in length"):
+        batch.replace(finish_reasons=["stop"]).check()
+    with pytest.raises(ValueError, match="right-padded columns differ in width"):
+        batch.replace(response_mask_BR=batch.response_mask_BR[:, :2]).check()
+
+
+def test_structs_are_frozen_and_have_no_further_fields() -> None:
+    batch = rollouts(LENGTHS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.group_B = torch.zeros(4)  # type: ignore[misc]
+    with pytest.raises((AttributeError, TypeError)):
+        object.__setattr__(batch, "no_such_field", 1)
+
+
+def test_operations_leave_the_original_alone() -> None:
+    batch = rollouts(LENGTHS)
+    copy = pickle.loads(pickle.dumps(batch))
+    batch.select([1]).trim()
+    batch.replace(group_B=torch.zeros(4))
+    Rollouts.concat([batch, batch])
+    assert_same(batch, copy)
+
+
+def test_scores_keep_rows_and_failures_together() -> None:
+    failure = RewardFailure(row=1, data_source="toy", kind="timeout", message="60 s")
+    scores = Scores(
+        score_B=torch.tensor([1.0, float("nan")]),
+        valid_B=torch.tensor([True, False]),
+        extras=[{"acc": 1}, {}],
+        failures=[None, failure],
+    )
+    kept = scores.select(~scores.valid_B)
+    assert kept.failures == [failure] and kept.extras == [{}]
+
+
+def test_pad_rows() -> None:
+    rows = [[1, 2, 3], [], [4]]
+    assert pad_rows(rows, side="right", dtype=torch.int32, fill=9).tolist() == [[1, 2, 3], [9, 9, 9], [4, 9, 9]]
+    assert pad_rows(rows, side="left", dtype=torch.int32, fill=9).tolist() == [[1, 2, 3], [9, 9, 9], [9, 9, 4]]
+
+
+# ---- metrics
+
+
+def test_merge_by_reduction() -> None:
+    merged = merge_metrics(
+        [
+            {
+                "mean": Metric(value=1.0, weight=3.0),
+                "sum": Metric(value=1.0, reduction="sum"),
+                "only": Metric(value=7.0),
+            },
+            {"mean": Metric(value=5.0, weight=1.0), "sum": Metric(value=2.0, reduction="sum")},
+            {"max": Metric(value=2.0, reduction="max"), "min": Metric(value=2.0, reduction="min")},
+            {"max": Metric(value=-1.0, reduction="max"), "min": Metric(value=-1.0, reduction="min")},
+        ]
+    )
+    values = {name: metric.value for name, metric in merged.items()}
+    assert values == {"mean": 2.0, "sum": 3.0, "only": 7.0, "max": 2.0, "min": -1.0}
+    assert merged["mean"].weight == 4.0
+
+
+def test_a_metric_without_weight_does_not_count() -> None:
+    parts = [{"x": Metric(value=float("nan"), weight=0.0)}, {"x": Metric(value=3.0, weight=2.0)}]
+    assert merge_metrics(parts)["x"].value == 3.0
+    assert merge_metrics(parts[:1])["x"].value == 0.0
+
+
+def test_merge_refuses_mixed_reductions() -> None:
+    with pytest.raises(ValueError, match="metric x is reported with different reductions"):
+        merge_metrics([{"x": Metric(value=1.0)}, {"x": Metric(value=1.0, reduction="sum")}])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.floats(-5, 5), st.floats(0.1, 5)), min_size=2, max_size=8),
+    cut=st.integers(1, 7),
+    reduction=st.sampled_from(["mean", "sum", "max", "min"]),
+)
+def test_merging_in_two_stages_is_merging_at_once(parts: list[tuple[float, float]], cut: int, reduction: str) -> None:
+    """First micro-batches of a rank, then ranks: the same number."""
+    metrics = [{"x": Metric(value=v, reduction=reduction, weight=w)} for v, w in parts]
+    stages = [merge_metrics(metrics[:cut]), merge_metrics(metrics[cut:])]
+    assert merge_metrics(stages)["x"].value == pytest.approx(merge_metrics(metrics)["x"].value)
