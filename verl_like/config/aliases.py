@@ -1,0 +1,169 @@
+"""Old and newer spellings of verl, mapped to the one name we use. Applied to overrides and YAML before composing."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One value that the user sets: a dotted key and a plain value."""
+
+    key: str
+    value: Any
+
+
+# Old key pattern -> new key. Applied in order, the first match wins; \1, \2 carry parts over.
+RENAMED: tuple[tuple[str, str], ...] = (
+    (r"(actor_rollout_ref\.actor|critic)\.checkpoint\.contents", r"\1.checkpoint.save_contents"),
+    (r"(actor_rollout_ref\.actor|critic)\.optim\.clip_grad", r"\1.grad_clip"),
+    (r"(actor_rollout_ref\.actor|critic)\.optim\.lr_scheduler_type", r"\1.optim.warmup_style"),
+    (r"critic\.fsdp(?:_config)?\.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size"),
+    (r"critic\.(?:fsdp|fsdp_config)\.(.+)", r"critic.model.fsdp_config.\1"),
+    (
+        r"actor_rollout_ref\.(actor|ref)\.fsdp_config\."
+        r"(strategy|ulysses_sequence_parallel_size|use_torch_compile|entropy_checkpointing|entropy_from_logits_with_chunking)",
+        r"actor_rollout_ref.\1.\2",
+    ),
+    (r"(.+\.fsdp_config)\.min_num_params", r"\1.wrap_policy.min_num_params"),
+    (r"(.+\.fsdp_config)\.mixed_precision\.param_dtype", r"\1.dtype"),
+    (r"actor_rollout_ref\.actor\.(use_remove_padding|use_fused_kernels)", r"actor_rollout_ref.model.\1"),
+    (r"(actor_rollout_ref\.model|reward_model\.model|critic\.model)\.external_libs", r"\1.external_lib"),
+    (
+        r"actor_rollout_ref\.rollout\.checkpoint_engine\.update_weights_bucket_megabytes",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+    ),
+    (r"trainer\.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
+    (r"global_profiler\.steps", "trainer.profile_steps"),
+    (r"ray_kwargs\.timeline_json_file", "ray_init.timeline_json_file"),
+    (r"ray_kwargs\.ray_init\.(.+)", r"ray_init.\1"),
+    (r"ray_init\._temp_dir", "ray_init.temp_dir"),
+    (r"reward\.custom_reward_function\.(.+)", r"custom_reward_function.\1"),
+    (r"(?:reward|reward_model)\.num_workers", "custom_reward_function.num_workers"),
+    (r"reward\.reward_manager(?:\.name)?", "reward_model.reward_manager"),
+    (r"(?:reward\.)?sandbox_fusion\.(.+)", r"reward_model.sandbox_fusion.\1"),
+    (r"(?:reward|reward_model)\.reward_kwargs\.overlong_buffer_cfg\.(.+)", r"reward_model.overlong_buffer.\1"),
+    (r"reward\.reward_kwargs(\..+)?", r"reward_model.reward_kwargs\1"),
+    (r"reward\.reward_model\.model_path", "reward_model.model.path"),
+    (r"reward\.reward_model\.(enable|enable_resource_pool|n_gpus_per_node|nnodes)", r"reward_model.\1"),
+)
+
+# Keys of verl that say nothing here: dropped with a warning that says why.
+DROPPED: dict[str, str] = {
+    "actor_rollout_ref.actor.rollout_n": "it follows actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.ref.rollout_n": "it follows actor_rollout_ref.rollout.n",
+    "critic.rollout_n": "it follows actor_rollout_ref.rollout.n",
+    "trainer.use_legacy_worker_impl": "there is one worker implementation",
+    "trainer.use_v1": "there is one trainer",
+    "data.return_multi_modal_inputs": "inputs are not passed through the driver",
+    "actor_rollout_ref.rollout.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
+}
+
+# Global sizes: still keys, divided by the data-parallel size in BatchPlan.
+DEPRECATED: dict[str, str] = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size": (
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+    ),
+    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
+    "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu",
+    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
+}
+
+_LOAD_FORMATS = {
+    "auto": "dummy_dtensor",
+    "dtensor": "dummy_dtensor",
+    "dummy": "dummy_dtensor",
+    "safetensors": "dummy_dtensor",
+    "dummy_megatron": "dummy_dtensor",
+    "megatron": "dummy_dtensor",
+    "hf": "dummy_hf",
+}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_KL_KINDS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+_LOGGERS = {"tracking": "wandb", "stdout": "console"}
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _loggers(value: Any) -> Any:
+    return [_LOGGERS.get(name, name) for name in _as_list(value)] if value is not None else []
+
+
+def _mapped(table: dict[str, str]) -> Callable[[Any], Any]:
+    return lambda value: table.get(value, value) if isinstance(value, str) else value
+
+
+def _null_is(replacement: Any) -> Callable[[Any], Any]:
+    return lambda value: replacement if value is None else value
+
+
+def _top_k(value: Any) -> Any:
+    return -1 if value in (0, None) else value
+
+
+# Key pattern -> conversion of its value.
+VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    (r"actor_rollout_ref\.rollout\.load_format", _mapped(_LOAD_FORMATS)),
+    (r"actor_rollout_ref\.rollout\.(val_kwargs\.)?top_k", _top_k),
+    (r"actor_rollout_ref\.rollout\.dtype|.+\.fsdp_config\.(model_dtype|dtype)", _mapped(_DTYPES)),
+    (r"actor_rollout_ref\.actor\.kl_loss_type|algorithm\.kl_penalty", _mapped(_KL_KINDS)),
+    (r"trainer\.logger", _loggers),
+    (r"trainer\.n_gpus_per_node", _null_is("auto")),
+    (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),
+    (r"data\.val_files", _null_is([])),
+    (r"data\.(train_files|val_files)|.+\.transformer_layer_cls_to_wrap|.+\.(save|load)_contents", _as_list),
+)
+
+
+def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
+    """The same settings under today's names and values, and one warning line for each that was translated."""
+    result: list[Change] = []
+    warnings: list[str] = []
+    for change in changes:
+        if change.key in DROPPED:
+            warnings.append(f"{change.key} has no effect: {DROPPED[change.key]}")
+            continue
+        if change.key == "algorithm.rollout_correction.bypass_mode":
+            result += _bypass_mode(change, warnings)
+            continue
+        key = _renamed(change.key)
+        if key != change.key:
+            warnings.append(f"{change.key} is another spelling of {key}; use {key}")
+        if key in DEPRECATED and change.value is not None:
+            warnings.append(
+                f"{key} is deprecated: it counts sequences over all processes and is divided by the data-parallel "
+                f"size; use {DEPRECATED[key]}"
+            )
+        value = _converted(key, change.value)
+        if value != change.value and not (value == [change.value] or change.value is None):
+            warnings.append(f"{key}={change.value} is another spelling of {key}={value}")
+        result.append(Change(key, value))
+    return result, warnings
+
+
+def _bypass_mode(change: Change, warnings: list[str]) -> list[Change]:
+    key = "actor_rollout_ref.actor.old_log_probs"
+    warnings.append(f"{change.key} is another spelling of {key}; use {key}=rollout")
+    return [Change(key, "rollout")] if change.value else []
+
+
+def _renamed(key: str) -> str:
+    for pattern, replacement in RENAMED:
+        match = re.fullmatch(pattern, key)
+        if match:
+            return match.expand(replacement)
+    return key
+
+
+def _converted(key: str, value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("${"):
+        return value  # an interpolation: its target is converted
+    for pattern, convert in VALUES:
+        if re.fullmatch(pattern, key):
+            value = convert(value)
+    return value

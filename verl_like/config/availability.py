@@ -1,0 +1,250 @@
+"""What is not built yet, and what says nothing here. Building a feature = deleting its row.
+
+`NOT_YET` rows: a switch, when it counts as on, what to do instead, and the keys it governs (they mean nothing while the
+switch is off). `NO_EFFECT`: keys of verl that are accepted because scripts carry them, but change nothing by design.
+`NEWER`: parts of newer verl that have no keys here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.config.ppo import PPOConfig
+from verl_like.config.schema import get_value, keys
+
+_ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
+_MODEL = "actor_rollout_ref.model"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MODELS = (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config")
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """A switch whose feature is not built."""
+
+    key: str
+    is_on: Callable[[Any], bool]
+    instead: str
+    governs: tuple[str, ...] = ()  # keys, or sections ending in ".", that only this feature reads
+
+
+def _truthy(value: Any) -> bool:
+    return bool(value)
+
+
+def _above(bound: int) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value > bound
+
+
+def _is(*values: str) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _is_not(*values: str) -> Callable[[Any], bool]:
+    return lambda value: value not in values
+
+
+def _off(*names: str, instead: str = "set it to false") -> list[NotYet]:
+    return [NotYet(name, _truthy, instead) for name in names]
+
+
+NOT_YET: list[NotYet] = [
+    # Sharding and the model
+    *[
+        NotYet(f"{section}.strategy", _is("fsdp", "megatron"), "use fsdp2")
+        for section in (_ACTOR, _REF, "critic", "reward_model")
+    ],
+    *[
+        NotYet(f"{section}.ulysses_sequence_parallel_size", _above(1), "set it to 1")
+        for section in (_ACTOR, _REF, "critic", "reward_model")
+    ],
+    *[
+        NotYet(f"{section}.fsdp_size", lambda v: v != -1, "set it to -1: all processes share one copy")
+        for section in _MODELS
+    ],
+    *[row for section in _MODELS for row in _off(f"{section}.grad_offload", instead="use offload_policy")],
+    *[
+        NotYet(f"{section}.wrap_policy.{name}", _truthy, "leave it out: decoder layers are sharded")
+        for section in _MODELS
+        for name in ("transformer_layer_cls_to_wrap", "min_num_params")
+    ],
+    *[
+        row
+        for section in (_MODEL, "critic.model")
+        for row in (
+            NotYet(
+                f"{section}.lora_rank",
+                _above(0),
+                "set it to 0 and train all weights",
+                (
+                    f"{section}.lora_alpha",
+                    f"{section}.target_modules",
+                    f"{section}.exclude_modules",
+                    *((f"{_ROLLOUT}.layered_summon",) if section == _MODEL else ()),
+                ),
+            ),
+            *_off(f"{section}.use_liger", f"{section}.enable_activation_offload", f"{section}.use_shm"),
+            NotYet(f"{section}.fused_kernel_options.impl_backend", _is("triton"), "use torch"),
+        )
+    ],
+    *_off(f"{_ACTOR}.use_torch_compile", f"{_REF}.use_torch_compile"),
+    *_off(
+        *(f"{s}.{k}" for s in (_ACTOR, _REF) for k in ("entropy_from_logits_with_chunking", "entropy_checkpointing")),
+        instead="leave it out: model.use_fused_kernels=true computes entropy in chunks",
+    ),
+    *_off(f"{_ACTOR}.checkpoint.async_save", "critic.checkpoint.async_save"),
+    # The policy's update
+    NotYet(f"{_ACTOR}.policy_loss.loss_mode", _is_not("vanilla"), "use vanilla", (f"{_ACTOR}.policy_loss.",)),
+    NotYet(f"{_ACTOR}.tis_imp_ratio_cap", _above(0), "set it to -1"),
+    NotYet(f"{_ACTOR}.kl_loss_type", _is("full"), "use low_var_kl"),
+    NotYet("algorithm.kl_penalty", _is("full"), "use kl or low_var_kl"),
+    NotYet("algorithm.adv_estimator", _is_not("gae", "grpo"), "use gae or grpo"),
+    NotYet("algorithm.use_pf_ppo", _truthy, "set it to false", ("algorithm.pf_ppo.",)),
+    NotYet(
+        "algorithm.filter_groups.enable",
+        _truthy,
+        "set it to false",
+        ("algorithm.filter_groups.", "data.gen_batch_size"),
+    ),
+    # Rollout
+    NotYet("actor_rollout_ref.hybrid_engine", lambda v: not v, "set it to true: actor and rollout share processes"),
+    NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),
+    *_off(f"{_ROLLOUT}.use_fire_sampling"),
+    NotYet(f"{_ROLLOUT}.multi_turn.enable", _truthy, "set it to false", (f"{_ROLLOUT}.multi_turn.",)),
+    NotYet(
+        f"{_ROLLOUT}.agent.agent_loop_config_path",
+        _truthy,
+        "leave it out: rollout is single-turn",
+        (f"{_ROLLOUT}.agent.num_workers",),
+    ),
+    NotYet(f"{_ROLLOUT}.agent.default_agent_loop", _is_not("single_turn_agent"), "use single_turn_agent"),
+    *_off(
+        f"{_ROLLOUT}.agent.custom_async_server.path",
+        f"{_ROLLOUT}.agent.custom_async_server.name",
+        instead="leave it out: the engine is built in",
+    ),
+    # Data
+    *_off("data.use_shm"),
+    NotYet("data.custom_cls.path", _truthy, "convert the data to verl's columns", ("data.custom_cls.name",)),
+    NotYet("data.sampler.class_path", _truthy, "leave it out", ("data.sampler.class_name",)),
+    NotYet("data.image_key", _is_not("images"), "images are not read", ()),
+    NotYet("data.video_key", _is_not("videos"), "videos are not read", ()),
+    NotYet("data.prompt_id_key", _truthy, "leave it out", ("data.max_prompt_id_length",)),
+    # Rewards
+    NotYet(
+        "reward_model.enable",
+        _truthy,
+        "score with custom_reward_function",
+        (
+            "reward_model.model.",
+            "reward_model.strategy",
+            "reward_model.enable_resource_pool",
+            "reward_model.nnodes",
+            "reward_model.n_gpus_per_node",
+            "reward_model.micro_batch_size",
+            "reward_model.micro_batch_size_per_gpu",
+            "reward_model.max_length",
+            "reward_model.use_dynamic_bsz",
+            "reward_model.forward_max_token_len_per_gpu",
+            "reward_model.ulysses_sequence_parallel_size",
+        ),
+    ),
+    NotYet("reward_model.reward_manager", _is_not("naive"), "use naive", ("reward_model.reward_kwargs",)),
+    *_off("reward_model.launch_reward_fn_async"),
+    NotYet("reward_model.sandbox_fusion.url", _truthy, "leave it out", ("reward_model.sandbox_fusion.",)),
+    NotYet("reward_model.overlong_buffer.enable", _truthy, "set it to false", ("reward_model.overlong_buffer.",)),
+    # The run
+    NotYet(
+        "trainer.profile_steps",
+        _truthy,
+        "leave it out",
+        (
+            "trainer.controller_nsight_options",
+            "trainer.worker_nsight_options",
+            f"{_ACTOR}.profiler.",
+            f"{_REF}.profiler.",
+            "critic.profiler.",
+            "reward_model.profiler.",
+        ),
+    ),
+    NotYet("trainer.default_hdfs_dir", _truthy, "copy trainer.default_local_dir yourself"),
+    *_off("trainer.del_local_ckpt_after_load"),
+]
+
+NO_EFFECT: dict[str, str] = {
+    "data.return_raw_input_ids": "prompts always travel as tokens; a grader gets text",
+    "data.return_raw_chat": "chat messages always travel with the row",
+    "data.return_full_prompt": "the tokens that the model sees are always kept",
+    "data.validation_shuffle": "the order of validation rows changes no number",
+    f"{_ROLLOUT}.mode": "sync and async are the same: the engine always works request by request",
+    **{f"{s}.forward_prefetch": "it belongs to FSDP1; FSDP2 prefetches by itself" for s in _MODELS},
+}
+
+# Section or key of newer verl -> what it is. Unknown keys below these get this answer instead of a did-you-mean.
+NEWER: dict[str, str] = {
+    "algorithm.rollout_correction": "correction of the trainer/sampler mismatch",
+    "actor_rollout_ref.model.mtp": "multi-token prediction",
+    "actor_rollout_ref.model.tiled_mlp": "tiled MLP",
+    "actor_rollout_ref.model.lora": "LoRA",
+    "actor_rollout_ref.actor.megatron": "Megatron training",
+    "actor_rollout_ref.ref.megatron": "Megatron training",
+    "actor_rollout_ref.actor.router_replay": "router replay of mixture-of-experts models",
+    "actor_rollout_ref.actor.qat": "quantisation-aware training",
+    "actor_rollout_ref.rollout.trace": "tracing of agent loops",
+    "actor_rollout_ref.rollout.prometheus": "Prometheus metrics",
+    "actor_rollout_ref.rollout.disaggregation": "separate prefill and decode",
+    "actor_rollout_ref.rollout.quantization": "quantised rollout",
+    "critic.megatron": "Megatron training",
+    "data.datagen": "generated datasets",
+    "distillation": "on-policy distillation",
+    "global_profiler": "profiling",
+    "skip": "record and replay of rollouts",
+    "trainer.npu_profile": "profiling",
+    "trainer.v1": "asynchronous trainers",
+    "transfer_queue": "the transfer queue",
+}
+
+
+def not_available(config: PPOConfig) -> list[str]:
+    """One line for every switch that is on although its feature is not built. Followers of a reported key are left out."""
+    on = {row.key: row.instead for row in NOT_YET if row.is_on(get_value(config, row.key))}
+    return [
+        f"{key}={_shown(get_value(config, key))}: not available yet; {instead}"
+        for key, instead in on.items()
+        if not _follows(key, on)
+    ]
+
+
+def _follows(key: str, on: dict[str, str]) -> bool:
+    """Whether a key of the reference or the critic only repeats the actor's (see trainer/config/*.yaml)."""
+    name = key.rsplit(".", 1)[-1]
+    return key in (f"{_REF}.{name}", f"critic.{name}") and f"{_ACTOR}.{name}" in on
+
+
+def without_effect(set_keys: frozenset[str]) -> list[str]:
+    """One line for every key that the user set and nothing reads in this version."""
+    warnings = [f"{key} has no effect: {why}" for key, why in NO_EFFECT.items() if key in set_keys]
+    governed = {key: row.key for row in NOT_YET for key in governed_keys(row)}
+    return warnings + [
+        f"{key} has no effect: it belongs to {governed[key]}, which is not in use"
+        for key in sorted(set_keys & governed.keys())
+    ]
+
+
+def governed_keys(row: NotYet) -> list[str]:
+    """The leaves that a row's `governs` names, without its own switch."""
+    return [
+        path
+        for path in keys()
+        if path != row.key and any(path.startswith(g) if g.endswith(".") else path == g for g in row.governs)
+    ]
+
+
+def newer_than_here(path: str) -> str | None:
+    """What an unknown key of newer verl is about, or None."""
+    return next((what for prefix, what in NEWER.items() if path == prefix or path.startswith(prefix + ".")), None)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

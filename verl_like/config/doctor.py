@@ -1,0 +1,343 @@
+"""Checks across sections: combinations that cannot work, and settings that can have no effect in this run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from verl_like.config.availability import not_available, without_effect
+from verl_like.config.batch_plan import needs_critic, needs_reference
+from verl_like.config.errors import raise_if_any
+from verl_like.config.ppo import PPOConfig
+from verl_like.config.schema import keys
+
+_ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def check(config: PPOConfig, set_keys: frozenset[str] = frozenset()) -> list[str]:
+    """Warnings about this configuration, one line each.
+
+    set_keys: dotted keys that the user set; only those are warned about. Raises ConfigError listing every combination
+    that cannot work and every feature that is not built.
+    """
+    raise_if_any(not_available(config) + impossible(config))
+    return without_effect(set_keys) + idle(config, set_keys) + risky(config)
+
+
+def impossible(config: PPOConfig) -> list[str]:
+    """Combinations that cannot work: keys, values, fix."""
+    return _roles(config) + _lengths(config) + _run(config)
+
+
+def _roles(config: PPOConfig) -> list[str]:
+    problems = []
+    policy, algorithm = config.actor_rollout_ref, config.algorithm
+    if algorithm.adv_estimator == "gae" and config.critic.enable is False:
+        problems.append(
+            "critic.enable=False with algorithm.adv_estimator=gae: gae needs values; "
+            "set algorithm.adv_estimator=grpo or critic.enable=true"
+        )
+    if algorithm.adv_estimator == "grpo" and policy.rollout.n == 1 and not config.trainer.val_only:
+        problems.append(
+            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator=grpo: a group of one has no advantage; "
+            f"set {_ROLLOUT}.n to 2 or more"
+        )
+    if config.trainer.critic_warmup > 0 and not needs_critic(config.critic, algorithm):
+        problems.append(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic "
+            f"(algorithm.adv_estimator={algorithm.adv_estimator}): nothing would be trained; set it to 0"
+        )
+    if not policy.rollout.do_sample and policy.rollout.n > 1:
+        problems.append(
+            f"{_ROLLOUT}.do_sample=False with {_ROLLOUT}.n={policy.rollout.n}: all responses would be "
+            f"equal; set do_sample=true or n=1"
+        )
+    if policy.ref.strategy != policy.actor.strategy:
+        problems.append(
+            f"{_REF}.strategy={policy.ref.strategy} with {_ACTOR}.strategy={policy.actor.strategy}: "
+            f"both share one worker; set them equal"
+        )
+    if policy.rollout.name == "hf" and policy.rollout.tensor_model_parallel_size > 1:
+        size = policy.rollout.tensor_model_parallel_size
+        problems.append(
+            f"{_ROLLOUT}.tensor_model_parallel_size={size} with {_ROLLOUT}.name=hf: "
+            f"the hf engine has no tensor parallelism; set it to 1 or use name=vllm"
+        )
+    return problems + _validation_sampling(config)
+
+
+def _validation_sampling(config: PPOConfig) -> list[str]:
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    greedy = not val.do_sample or val.temperature == 0
+    problems = []
+    if val.do_sample and val.temperature == 0:
+        problems.append(
+            f"{_ROLLOUT}.val_kwargs.do_sample=True with temperature=0.0: sampling needs a temperature; "
+            f"set {_ROLLOUT}.val_kwargs.temperature above 0 or do_sample=false"
+        )
+    elif greedy and val.n > 1:
+        problems.append(
+            f"{_ROLLOUT}.val_kwargs.n={val.n} without sampling: all responses would be equal; "
+            f"set {_ROLLOUT}.val_kwargs.do_sample=true and a temperature, or n=1"
+        )
+    return problems
+
+
+def _lengths(config: PPOConfig) -> list[str]:
+    problems = []
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    pairs = (
+        ("prompt_length", rollout.prompt_length, "max_prompt_length", data.max_prompt_length),
+        ("response_length", rollout.response_length, "max_response_length", data.max_response_length),
+    )
+    for key, value, source, wanted in pairs:
+        if value != wanted:
+            problems.append(
+                f"{_ROLLOUT}.{key}={value} with data.{source}={wanted}: one length has two values; "
+                f"set data.{source} only"
+            )
+    longest = data.max_prompt_length + data.max_response_length
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest and rollout.name == "vllm":
+        problems.append(
+            f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} with "
+            f"enable_chunked_prefill=False: must be at least max_model_len ({longest})"
+        )
+    return problems
+
+
+def _run(config: PPOConfig) -> list[str]:
+    problems = []
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        problems.append(
+            "trainer.resume_mode=resume_path without trainer.resume_from_path: give the checkpoint's "
+            "global_step_N folder, or use resume_mode=auto"
+        )
+    if trainer.val_only and not config.data.val_files:
+        problems.append(
+            "trainer.val_only=True with data.val_files=[]: there is nothing to validate on; set data.val_files"
+        )
+    if trainer.launcher == "local" and (trainer.nnodes, trainer.n_gpus_per_node) not in ((1, 1), (1, "auto")):
+        problems.append(
+            f"trainer.launcher=local with trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node="
+            f"{trainer.n_gpus_per_node}: local runs one process; set both to 1 or launcher=ray"
+        )
+    for section, checkpoint in (
+        (_ACTOR, config.actor_rollout_ref.actor.checkpoint),
+        ("critic", config.critic.checkpoint),
+    ):
+        missing = sorted(set(checkpoint.load_contents) - set(checkpoint.save_contents) - {"hf_model"})
+        if missing and trainer.resume_mode == "auto" and trainer.save_freq > 0:
+            problems.append(
+                f"{section}.checkpoint.load_contents={checkpoint.load_contents} asks for {missing}, which "
+                f"save_contents={checkpoint.save_contents} leaves out: a resume would fail; set them equal"
+            )
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Keys (or sections ending in ".") that can have no effect while the condition holds, and why."""
+
+    keys: tuple[str, ...]
+    when: Callable[[PPOConfig], bool]
+    why: str
+
+
+def _no_critic(config: PPOConfig) -> bool:
+    return not needs_critic(config.critic, config.algorithm)
+
+
+_VLLM_ONLY = tuple(
+    f"{_ROLLOUT}.{name}"
+    for name in (
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "cudagraph_capture_sizes",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "disable_log_stats",
+        "engine_kwargs.vllm",
+    )
+)
+
+IDLE: tuple[Idle, ...] = (
+    Idle(
+        (f"{_ACTOR}.ppo_micro_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
+        lambda c: c.actor_rollout_ref.actor.use_dynamic_bsz,
+        f"{_ACTOR}.use_dynamic_bsz=true cuts by tokens (ppo_max_token_len_per_gpu)",
+    ),
+    Idle(
+        (f"{_ACTOR}.ppo_max_token_len_per_gpu",),
+        lambda c: not c.actor_rollout_ref.actor.use_dynamic_bsz,
+        f"{_ACTOR}.use_dynamic_bsz=false cuts by ppo_micro_batch_size_per_gpu",
+    ),
+    Idle(
+        (f"{_ROLLOUT}.log_prob_micro_batch_size", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+        lambda c: c.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz,
+        f"{_ROLLOUT}.log_prob_use_dynamic_bsz=true cuts by tokens",
+    ),
+    Idle(
+        (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",),
+        lambda c: not c.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz,
+        f"{_ROLLOUT}.log_prob_use_dynamic_bsz=false cuts by sequences",
+    ),
+    Idle(
+        (f"{_REF}.",),
+        lambda c: not needs_reference(c),
+        f"no KL term needs a reference ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)",
+    ),
+    Idle(
+        (f"{_REF}.log_prob_micro_batch_size", f"{_REF}.log_prob_micro_batch_size_per_gpu"),
+        lambda c: c.actor_rollout_ref.ref.log_prob_use_dynamic_bsz and needs_reference(c),
+        f"{_REF}.log_prob_use_dynamic_bsz=true cuts by tokens",
+    ),
+    Idle(
+        (f"{_REF}.log_prob_max_token_len_per_gpu",),
+        lambda c: not c.actor_rollout_ref.ref.log_prob_use_dynamic_bsz and needs_reference(c),
+        f"{_REF}.log_prob_use_dynamic_bsz=false cuts by sequences",
+    ),
+    Idle(("critic.",), _no_critic, "there is no critic (algorithm.adv_estimator is not gae)"),
+    Idle(
+        (
+            "critic.ppo_micro_batch_size",
+            "critic.ppo_micro_batch_size_per_gpu",
+            "critic.forward_micro_batch_size",
+            "critic.forward_micro_batch_size_per_gpu",
+        ),
+        lambda c: c.critic.use_dynamic_bsz and not _no_critic(c),
+        "critic.use_dynamic_bsz=true cuts by tokens (ppo_max_token_len_per_gpu)",
+    ),
+    Idle(
+        ("critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu"),
+        lambda c: not c.critic.use_dynamic_bsz and not _no_critic(c),
+        "critic.use_dynamic_bsz=false cuts by sequences",
+    ),
+    Idle(
+        (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
+        lambda c: not c.actor_rollout_ref.actor.use_kl_loss,
+        f"{_ACTOR}.use_kl_loss is false",
+    ),
+    Idle(
+        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
+        lambda c: not c.algorithm.use_kl_in_reward,
+        "algorithm.use_kl_in_reward is false",
+    ),
+    Idle(
+        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+        lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.type == "fixed",
+        "algorithm.kl_ctrl.type is fixed",
+    ),
+    Idle(
+        ("algorithm.lam", "algorithm.gamma"),
+        lambda c: c.algorithm.adv_estimator == "grpo",
+        "grpo gives all tokens of a response one advantage",
+    ),
+    Idle(
+        ("algorithm.norm_adv_by_std_in_grpo",),
+        lambda c: c.algorithm.adv_estimator != "grpo",
+        "algorithm.adv_estimator is not grpo",
+    ),
+    Idle(
+        (f"{_ACTOR}.clip_ratio",),
+        lambda c: None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high),
+        "clip_ratio_low and clip_ratio_high are both set",
+    ),
+    Idle(
+        (f"{_ACTOR}.loss_scale_factor",),
+        lambda c: c.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
+        f"{_ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm",
+    ),
+    Idle(
+        (f"{_ACTOR}.data_loader_seed",), lambda c: not c.actor_rollout_ref.actor.shuffle, f"{_ACTOR}.shuffle is false"
+    ),
+    *(
+        Idle(
+            (f"{section}.optim.min_lr_ratio", f"{section}.optim.num_cycles"),
+            condition,
+            f"{section}.optim.warmup_style is constant",
+        )
+        for section, condition in (
+            (_ACTOR, lambda c: c.actor_rollout_ref.actor.optim.warmup_style == "constant"),
+            ("critic", lambda c: c.critic.optim.warmup_style == "constant" and not _no_critic(c)),
+        )
+    ),
+    Idle(
+        (f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
+        lambda c: c.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
+        f"{_ACTOR}.optim.lr_warmup_steps is set",
+    ),
+    Idle(_VLLM_ONLY, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
+    Idle(
+        (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.cudagraph_capture_sizes"),
+        lambda c: c.trainer.device == "cpu" and c.actor_rollout_ref.rollout.name != "hf",
+        "trainer.device is cpu",
+    ),
+    Idle(
+        (f"{_ROLLOUT}.val_kwargs.temperature", f"{_ROLLOUT}.val_kwargs.top_p", f"{_ROLLOUT}.val_kwargs.top_k"),
+        lambda c: not c.actor_rollout_ref.rollout.val_kwargs.do_sample,
+        f"{_ROLLOUT}.val_kwargs.do_sample is false",
+    ),
+    Idle(
+        (f"{_ROLLOUT}.sync_probe_tolerance",),
+        lambda c: not c.actor_rollout_ref.rollout.sync_probe,
+        f"{_ROLLOUT}.sync_probe is false",
+    ),
+    Idle(
+        ("data.filter_overlong_prompts_workers",),
+        lambda c: not c.data.filter_overlong_prompts,
+        "data.filter_overlong_prompts is false",
+    ),
+    Idle(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle is false"),
+    Idle(
+        ("trainer.resume_from_path",),
+        lambda c: c.trainer.resume_mode != "resume_path",
+        "trainer.resume_mode is not resume_path",
+    ),
+    Idle(
+        ("trainer.total_epochs",),
+        lambda c: c.trainer.total_training_steps is not None,
+        "trainer.total_training_steps sets the length of the run",
+    ),
+    Idle(("ray_init.",), lambda c: c.trainer.launcher == "local", "trainer.launcher is local"),
+    Idle(
+        ("custom_reward_function.name",),
+        lambda c: c.custom_reward_function.path is None,
+        "custom_reward_function.path is not set",
+    ),
+    Idle(
+        ("custom_reward_function.reward_kwargs",),
+        lambda c: c.custom_reward_function.path is None,
+        "custom_reward_function.path is not set",
+    ),
+)
+
+
+def idle(config: PPOConfig, set_keys: frozenset[str]) -> list[str]:
+    """One line for every key the user set that can have no effect in this run."""
+    lines = []
+    for row in IDLE:
+        touched = [key for key in keys() if key in set_keys and _covers(row.keys, key)]
+        if touched and row.when(config):
+            lines += [f"{key} has no effect in this run: {row.why}" for key in touched]
+    return lines
+
+
+def _covers(patterns: tuple[str, ...], key: str) -> bool:
+    return any(key.startswith(p) if p.endswith(".") else key == p for p in patterns)
+
+
+def risky(config: PPOConfig) -> list[str]:
+    """Settings that work but are probably not meant."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    budgets = [(f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)]
+    if not _no_critic(config):
+        budgets.append(("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu))
+    return [
+        f"{key}={budget} is below data.max_prompt_length + data.max_response_length = {longest}: a longer sequence "
+        f"makes a micro-batch of its own and takes more memory than planned; set {key}={longest} or more"
+        for key, dynamic, budget in budgets
+        if dynamic and budget < longest
+    ]

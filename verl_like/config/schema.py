@@ -1,0 +1,133 @@
+"""The key tree, read off the dataclasses: every leaf with its type, default, doc and unit."""
+
+import ast
+import difflib
+import inspect
+import itertools
+import re
+import textwrap
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, get_origin
+
+from verl_like.config.base import ConfigNode
+from verl_like.config.errors import raise_if_any
+from verl_like.config.ppo import PPOConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One leaf of the configuration."""
+
+    path: str
+    owner: type[ConfigNode]
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    unit: str
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds a dictionary of the user's own names."""
+        return get_origin(self.type) is dict
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """All leaves of PPOConfig by dotted path, in order of definition. Open dictionaries count as one leaf."""
+    return {key.path: key for key in _walk(PPOConfig(), "")}
+
+
+def _walk(node: ConfigNode, prefix: str) -> list[Key]:
+    found: list[Key] = []
+    for field in fields(node):
+        value, path = getattr(node, field.name), prefix + field.name
+        if is_dataclass(value):
+            found += _walk(value, path + ".")  # pyright: ignore[reportArgumentType]
+            continue
+        unit, doc = _split_unit(field_docs(type(node)).get(field.name, ""))
+        found.append(Key(path, type(node), field.name, field.type, value, doc, unit))
+    return found
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Dotted paths of everything that is not a leaf, for instance `data` and `critic.optim`."""
+    paths = (path.split(".") for path in keys())
+    return frozenset(".".join(parts[:end]) for parts in paths for end in range(1, len(parts)))
+
+
+@cache
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass, inherited ones included."""
+    docs: dict[str, str] = {}
+    for cls in reversed([c for c in kind.__mro__ if is_dataclass(c)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        statements = body.body if isinstance(body, ast.ClassDef) else []
+        for field, text in itertools.pairwise(statements):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_string(text):
+                docs[field.target.id] = " ".join(text.value.value.split())  # pyright: ignore
+    return docs
+
+
+def _is_string(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _split_unit(doc: str) -> tuple[str, str]:
+    match = re.match(r"\[([^\]]+)\]\s+(.*)", doc)
+    return (match[1], match[2]) if match else ("", doc)
+
+
+def find_key(path: str) -> Key | None:
+    """The leaf that this dotted path sets: itself, or the open dictionary that contains it."""
+    table = keys()
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        key = table.get(".".join(parts[:end]))
+        if key is not None and (end == len(parts) or key.is_open):
+            return key
+    return None
+
+
+def suggest(path: str) -> str:
+    """The known key nearest to a misspelt one, as text for an error message; empty when nothing is near."""
+    known = [*keys(), *sections()]
+    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == path.rsplit(".", 1)[-1]]
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.8) or same_leaf[:1]
+    near = near or difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else "; docs/configuration.md lists all keys"
+
+
+def get_value(config: PPOConfig, path: str) -> Any:
+    """The value at a dotted path."""
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def from_dict(tree: dict[str, Any]) -> PPOConfig:
+    """Build the dataclasses from plain nested dictionaries; ConfigError lists the faults of all sections at once."""
+    problems: list[str] = []
+    config = _build(PPOConfig, tree, "", problems)
+    raise_if_any(problems)
+    return config
+
+
+def _build(kind: type[Any], tree: dict[str, Any], prefix: str, problems: list[str]) -> Any:
+    arguments: dict[str, Any] = {}
+    types = {field.name: field.type for field in fields(kind)}
+    for name, value in tree.items():
+        if name not in types:
+            problems.append(f"unknown key {prefix}{name}{suggest(prefix + name)}")
+        elif is_dataclass(types[name]):
+            arguments[name] = _build(types[name], value, f"{prefix}{name}.", problems)  # pyright: ignore
+        else:
+            arguments[name] = value
+    try:
+        return kind(**arguments)
+    except ValueError as error:
+        problems.append(f"{prefix}{error}")
+        return kind()

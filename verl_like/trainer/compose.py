@@ -1,0 +1,301 @@
+"""From a command line and the user's YAML to a checked PPOConfig. The only place that knows hydra and omegaconf.
+
+Precedence, lowest first: dataclass defaults, trainer/config/*.yaml, the user's YAML, command-line overrides. Hydra
+composes the config groups and its grammar reads the overrides; what hydra does besides (a job folder, its logging,
+changing directory, multirun) does not happen. Every setting passes through one list of changes, in which old spellings
+are translated and unknown keys refused, whether it came from a file, `key=value` or `+key=value`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import re
+import sys
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_like.config import PPOConfig
+from verl_like.config.aliases import Change, canonical
+from verl_like.config.availability import newer_than_here
+from verl_like.config.doctor import check
+from verl_like.config.errors import ConfigError, raise_if_any
+from verl_like.config.schema import find_key, from_dict, get_value, keys, sections, suggest
+
+logger = logging.getLogger(__name__)
+
+CONFIG_DIR = Path(__file__).resolve().parent / "config"
+CONFIG_NAME = "ppo_trainer"
+# Groups that can be chosen on the command line (`rollout=hf`), with the section each one fills.
+GROUPS = {
+    "actor": "actor_rollout_ref.actor",
+    "ref": "actor_rollout_ref.ref",
+    "rollout": "actor_rollout_ref.rollout",
+    "critic": "critic",
+    "reward_model": "reward_model",
+    "algorithm": "algorithm",
+    "trainer": "trainer",
+}
+
+ConfigStore.instance().store(name="ppo_schema", node=PPOConfig)
+
+
+@dataclasses.dataclass(slots=True)
+class Settings:
+    """What the user asked for, in order: values, and choices of config groups as hydra overrides."""
+
+    changes: list[Change] = dataclasses.field(default_factory=list)
+    groups: list[str] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def compose(overrides: Sequence[str] = (), yaml_files: Sequence[str | Path] = ()) -> PPOConfig:
+    """The checked configuration of a run; warnings are logged.
+
+    overrides: `key=value` as on hydra's command line. yaml_files: the user's own, later ones win.
+    Raises ConfigError listing everything that is wrong.
+    """
+    config, warnings = compose_with_warnings(overrides, yaml_files)
+    for warning in warnings:
+        logger.warning("config: %s", warning)
+    return config
+
+
+def compose_with_warnings(
+    overrides: Sequence[str] = (), yaml_files: Sequence[str | Path] = ()
+) -> tuple[PPOConfig, list[str]]:
+    """As `compose`, with the warnings returned instead of logged."""
+    tree, changes, warnings = compose_tree(overrides, yaml_files)
+    config = to_config(tree)
+    defaults = keys()
+    set_keys = {key.path for change in changes if (key := find_key(change.key))}
+    changed = frozenset(key for key in set_keys if get_value(config, key) != defaults[key].default)
+    return config, warnings + check(config, changed)
+
+
+def compose_tree(
+    overrides: Sequence[str], yaml_files: Sequence[str | Path]
+) -> tuple[DictConfig, list[Change], list[str]]:
+    """The omegaconf tree before conversion, the settings applied to it, and warnings about spellings."""
+    settings = Settings()
+    for file in yaml_files:
+        _read_yaml(Path(file), settings)
+    for text in overrides:
+        _read_override(text, settings)
+    changes, warnings = canonical(_leaves(settings.changes))
+    settings.problems += [problem for change in changes if (problem := _unknown(change))]
+    raise_if_any(settings.problems)
+    tree = _base(settings.groups)
+    raise_if_any([problem for change in changes if (problem := _apply(tree, change))])
+    return tree, changes, settings.warnings + warnings
+
+
+def to_config(tree: DictConfig) -> PPOConfig:
+    """Resolve interpolations and build the dataclasses."""
+    try:
+        plain = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([str(error).splitlines()[0]]) from error
+    assert isinstance(plain, dict)
+    return from_dict({str(name): value for name, value in plain.items()})
+
+
+def to_dict(config: PPOConfig) -> dict[str, Any]:
+    """Plain nested dictionaries, enums as their names: for trackers and files."""
+    plain = _plain(dataclasses.asdict(config))
+    assert isinstance(plain, dict)
+    return plain
+
+
+def save_resolved(config: PPOConfig, path: str | Path) -> None:
+    """Write the whole configuration as YAML; the file can be given back with --config-path and --config-name."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+
+
+def run_main(run: Callable[[PPOConfig], None], argv: Sequence[str] | None = None) -> None:
+    """Compose from the command line and run. `--cfg job` prints the configuration instead.
+
+    A faulty configuration ends the program with the list of faults and exit status 1, without a traceback.
+    """
+    arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        files = _user_files(arguments)
+        if arguments.cfg:
+            tree, _, _ = compose_tree(arguments.overrides, files)
+            to_config(tree)
+            sys.stdout.write(OmegaConf.to_yaml(tree, resolve=arguments.resolve))
+            return
+        config = compose(arguments.overrides, files)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    run(config)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value.value) if isinstance(value, Enum) else value
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_like.trainer.main_ppo",
+        description="Train a language model with PPO or GRPO.",
+        epilog="Keys are verl's: docs/configuration.md lists them all with meaning, unit and default.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for instance actor_rollout_ref.rollout.n=8")
+    parser.add_argument("--config-path", "-cp", "--config-dir", "-cd", help="folder of your YAML file")
+    parser.add_argument("--config-name", "-cn", help="name of your YAML file")
+    parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration and stop")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: show values instead of interpolations")
+    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_intermixed_args(list(argv))
+    if arguments.multirun:
+        parser.error("--multirun is not supported: start one run per setting")
+    return arguments
+
+
+def _user_files(arguments: argparse.Namespace) -> list[Path]:
+    name = arguments.config_name
+    if name is None and arguments.config_path is None:
+        return []
+    if name is None:
+        raise ConfigError([f"--config-path={arguments.config_path}: give --config-name too"])
+    if name == CONFIG_NAME and arguments.config_path is None:
+        return []
+    return [_yaml_path(Path(arguments.config_path or "."), name)]
+
+
+def _yaml_path(folder: Path, name: str) -> Path:
+    path = folder.expanduser() / name
+    path = path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
+    if not path.is_file():
+        raise ConfigError([f"--config-name={name}: there is no file {path}"])
+    return path
+
+
+def _read_yaml(path: Path, settings: Settings) -> None:
+    """Add a user's YAML: its `defaults` first (other files beside it, groups), then its own keys."""
+    if not path.is_file():
+        raise ConfigError([f"config file {path} does not exist"])
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {}
+    except Exception as error:
+        raise ConfigError([f"config file {path} cannot be read: {error}"]) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([f"config file {path} must hold keys, not a {type(tree).__name__}"])
+    tree.pop("hydra", None)
+    defaults = tree.pop("defaults", [])
+    assert isinstance(defaults, list)
+    own = [Change(str(name), value) for name, value in tree.items()]
+    before = True
+    for entry in defaults:
+        if entry == "_self_":
+            settings.changes += own
+            before = False
+        elif isinstance(entry, dict):
+            settings.groups += [_group_override(str(group), None, str(choice)) for group, choice in entry.items()]
+        elif entry not in (CONFIG_NAME, "ppo_schema"):
+            _read_yaml(_yaml_path(path.parent, str(entry)), settings)
+    if before:
+        settings.changes += own
+
+
+def _read_override(text: str, settings: Settings) -> None:
+    tilde = re.fullmatch(r"([+\w.\-/@]+)=(~[^'\"]*)", text)  # hydra's grammar has no bare ~ in values
+    try:
+        override = OverridesParser.create().parse_override(f"{tilde[1]}='{tilde[2]}'" if tilde else text)
+    except HydraException:
+        settings.problems.append(
+            f"cannot read {text!r}: write key=value; quote special characters, as in 'key=\"a b\"'"
+        )
+        return
+    key = override.key_or_group
+    if key.split(".")[0].split("/")[0] == "hydra":
+        settings.warnings.append(f"{text} has no effect: no hydra job folder, logging or sweep is used")
+    elif override.is_delete():
+        settings.problems.append(f"{text}: keys cannot be deleted; set {key}=null")
+    elif override.is_sweep_override():
+        settings.problems.append(f"{text}: sweeps are not supported; for a list write {key}=[a,b]")
+    elif _is_group(override):
+        settings.groups.append(_group_override(key, override.package, str(override.value())))
+    else:
+        settings.changes.append(Change(key, _text(override.value())))
+
+
+def _is_group(override: Override) -> bool:
+    chosen = override.package is not None or override.key_or_group in GROUPS
+    return chosen and isinstance(override.value(), str)
+
+
+def _group_override(group: str, package: str | None, choice: str) -> str:
+    name, _, own_package = group.removeprefix("override ").strip().partition("@")
+    package = package or own_package or GROUPS.get(name, name)
+    return f"{name}={choice}" if package == name else f"{name}@{package}={choice}"
+
+
+def _text(value: Any) -> Any:
+    """Plain strings for hydra's quoted ones, also inside lists and dictionaries."""
+    if isinstance(value, dict):
+        return {str(name): _text(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_text(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
+
+
+def _leaves(changes: list[Change]) -> list[Change]:
+    """Dictionaries given to a section become one change per leaf; those given to an open dictionary stay whole."""
+    flat: list[Change] = []
+    for change in changes:
+        inside_open = find_key(change.key) is not None
+        if isinstance(change.value, dict) and change.value and not inside_open:
+            flat += _leaves([Change(f"{change.key}.{name}", value) for name, value in change.value.items()])
+        elif not (change.value in ({}, None) and change.key in sections()):
+            flat.append(change)
+    return flat
+
+
+def _unknown(change: Change) -> str | None:
+    if find_key(change.key) is not None:
+        return None
+    if change.key in sections():
+        return f"{change.key}={change.value!r}: this is a section; set one of its keys, {change.key}.<name>"
+    newer = newer_than_here(change.key)
+    if newer is not None:
+        return f"{change.key}: not available yet ({newer})"
+    return f"unknown key {change.key}{suggest(change.key)}"
+
+
+def _base(groups: Sequence[str]) -> DictConfig:
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+            return hydra_compose(CONFIG_NAME, overrides=list(groups))
+    except HydraException as error:
+        raise ConfigError([" ".join(str(error).split())]) from error
+
+
+def _apply(tree: DictConfig, change: Change) -> str | None:
+    """Set one value; returns what is wrong with it, if anything."""
+    try:
+        with open_dict(tree):
+            OmegaConf.update(tree, change.key, change.value, merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        return f"{change.key}={change.value!r}: {str(error).splitlines()[0]}"
+    return None
