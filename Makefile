@@ -1,0 +1,44 @@
+# Every target sets up what it needs (.venv) first; that is quick when nothing changed.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-all test-gpu lint format types docs clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: ## make the virtual environment (.venv) with everything in it; see scripts/setup_env.sh for its settings
+	@bash scripts/setup_env.sh
+
+quickstart: setup ## train a tiny model on additions with GRPO, no download: about 5 minutes on 2 cores
+	@$(PY) recipes/quickstart/run.py $(ARGS)
+
+test: setup ## the test suite: about 15 minutes on 2 cores
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart)
+	$(PYTEST) -m "not gpu" $(ARGS)
+
+test-gpu: setup ## the tests that need a CUDA device
+	$(PYTEST) -m gpu $(ARGS)
+
+lint: setup ## ruff: rules and formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: setup ## let ruff repair and format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: setup ## pyright
+	$(PY) -m pyright
+
+docs: setup ## regenerate docs/configuration.md from the config dataclasses
+	$(PY) -m verl_like.config.docs > docs/configuration.md
+
+clean: ## remove caches and outputs (the virtual environment stays)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis outputs
+	find verl_like tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,113 @@
+"""The quickstart from end to end: prepare data and model, train with GRPO, and say what came out. No download.
+
+make quickstart                                   # or, in the virtual environment:
+python recipes/quickstart/run.py --seed 2 trainer.total_training_steps=100
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from prepare import DATA_SOURCE, Recipe, prepare
+
+HERE = Path(__file__).resolve().parent
+METRIC = f"val-core/{DATA_SOURCE}/acc/mean@1"
+
+
+def choose_rollout(wanted: str) -> str:
+    """vllm where it is installed, otherwise hf, with a notice."""
+    if wanted != "auto":
+        return wanted
+    if importlib.util.find_spec("vllm") is not None:
+        return "vllm"
+    print("NOTE: vLLM is not installed here, so responses are generated with rollout.name=hf (slower, same results).")
+    return "hf"
+
+
+def read_accuracies(log_dir: Path) -> list[tuple[int, float]]:
+    """(step, greedy validation accuracy) of every validation in the newest jsonl metrics below `log_dir`."""
+    found = sorted(log_dir.rglob("*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found:
+        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        values = [(record["step"], metrics[METRIC]) for record in records if METRIC in (metrics := flatten(record))]
+        if values:
+            return sorted(values)
+    raise FileNotFoundError(f"no jsonl file below {log_dir} holds the metric {METRIC}: did the training run finish?")
+
+
+def flatten(record: dict) -> dict[str, float]:
+    """A metrics record as one dictionary, whether the metrics are nested under a key or not."""
+    return {**record, **record.get("metrics", {})}
+
+
+def report(output_dir: Path, accuracies: list[tuple[int, float]], seconds: float) -> None:
+    (first_step, before), (last_step, after) = accuracies[0], accuracies[-1]
+    checkpoints = output_dir / "checkpoints"
+    print(
+        f"""
+------------------------------------------------------------------------------------------------
+Greedy accuracy on {Recipe.num_validation_pairs} additions never seen in training, after {seconds:.0f} s:
+    step {first_step:>3} (warm start)   {before:.3f}
+    step {last_step:>3} (GRPO)         {after:.3f}
+
+checkpoint   {checkpoints / f"global_step_{last_step}"}
+metrics      {checkpoints} (jsonl, one line a step)
+samples      {output_dir / "samples"} (jsonl: prompts, responses, scores)
+
+Next: the same run with PPO and a critic instead of GRPO, or with your own reward file:
+    OUT={output_dir} bash {os.path.relpath(HERE / "run.sh")} algorithm.adv_estimator=gae critic.model.path={output_dir}/model
+    OUT={output_dir} REWARD=my_reward.py bash {os.path.relpath(HERE / "run.sh")}
+------------------------------------------------------------------------------------------------"""
+    )
+
+
+def train(output_dir: Path, *, seed: int, rollout: str, reward: Path, overrides: list[str]) -> list[tuple[int, float]]:
+    """Run run.sh; return the accuracies of its validations."""
+    for leftover in ("checkpoints", "samples"):  # of an earlier quickstart in the same folder
+        shutil.rmtree(output_dir / leftover, ignore_errors=True)
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "OUT": str(output_dir),
+        "SEED": str(seed),
+        "ROLLOUT": rollout,
+        "REWARD": str(reward),
+    }
+    subprocess.run(["bash", str(HERE / "run.sh"), *overrides], env=environment, check=True)
+    return read_accuracies(output_dir / "checkpoints")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rollout", choices=["auto", "vllm", "hf"], default="auto")
+    parser.add_argument("--reward", type=Path, default=HERE / "reward.py", help="shuffled_reward.py is the control")
+    parser.add_argument("overrides", nargs="*", help="further keys of main_ppo, such as actor_rollout_ref.rollout.n=16")
+    arguments = parser.parse_args()
+    started = time.time()
+    output_dir = arguments.output_dir.resolve()
+    prepare(output_dir, Recipe(seed=arguments.seed))
+    print("\nTraining with GRPO: 2 worker processes, FSDP2, the rollout engine in the same processes.", flush=True)
+    try:
+        accuracies = train(
+            output_dir,
+            seed=arguments.seed,
+            rollout=choose_rollout(arguments.rollout),
+            reward=arguments.reward.resolve(),
+            overrides=arguments.overrides,
+        )
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"the training run ended with status {error.returncode}; its messages are above")
+    report(output_dir, accuracies, time.time() - started)
+
+
+if __name__ == "__main__":
+    main()
