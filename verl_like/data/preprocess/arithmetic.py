@@ -25,7 +25,7 @@ def split_pairs(num_train: int, num_val: int, max_operand: int, seed: int) -> tu
     generator.shuffle(unordered)
     if num_val >= len(unordered):
         raise ValueError(f"num_val={num_val} needs more than {len(unordered)} operand pairs; raise max_operand")
-    val = [pair if generator.random() < 0.5 else pair[::-1] for pair in unordered[:num_val]]
+    val = [(a, b) if generator.random() < 0.5 else (b, a) for a, b in unordered[:num_val]]
     rest = unordered[num_val:]
     train = [*rest, *((b, a) for a, b in rest if a != b)]
     if num_train > len(train):

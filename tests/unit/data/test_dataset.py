@@ -1,0 +1,283 @@
+"""PromptDataset: files in verl's schema, chat templates, truncation, filtering, sampling, clear errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.data.factory import SHARED_DATA, CharTokenizer, text_of, write_parquet, write_prompts
+from verl_like.config import CustomClassConfig, DataConfig
+from verl_like.data.dataset import PromptDataset, build_dataset
+
+PROMPTS = [f"{i}+1=" for i in range(10)]
+
+
+def make_dataset(files: str | list[str], split: str = "train", template: bool = True, **data: Any) -> PromptDataset:
+    return PromptDataset(DataConfig(**data), files, CharTokenizer(template), split=split)
+
+
+def texts(dataset: PromptDataset) -> list[str]:
+    return [text_of(dataset[i][0]) for i in range(len(dataset))]
+
+
+def load_tokenizer(name: str) -> Any:
+    folder = SHARED_DATA / name
+    if not folder.exists():
+        pytest.skip(f"{folder} is not there")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def shared_file(name: str) -> str:
+    path = SHARED_DATA / name
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    return str(path)
+
+
+def test_a_row_becomes_tokens_and_plain_python(tmp_path: Path) -> None:
+    row = {
+        "data_source": "s",
+        "prompt": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"numbers": [1, 2], "target": 3.5}},
+        "extra_info": {"index": 7, "names": ["a"], "nested": {"flag": True}},
+    }
+    ids, got = make_dataset(write_parquet(tmp_path / "a.parquet", [row]))[0]
+    assert text_of(ids) == "system:be|user:hi|assistant:"
+    assert (got.index, got.data_source, got.ability) == (0, "s", "math")
+    assert got.messages == row["prompt"]
+    assert got.ground_truth == {"numbers": [1, 2], "target": 3.5}
+    assert got.extra_info == {"index": 7, "names": ["a"], "nested": {"flag": True}}
+    assert type(got.ground_truth["numbers"]) is list and type(got.extra_info["index"]) is int
+
+
+def test_keys_that_only_other_rows_messages_have_are_dropped(tmp_path: Path) -> None:
+    prompts = [
+        [{"role": "user", "content": "a"}],
+        [{"role": "user", "content": "b", "name": "ann"}],
+    ]
+    rows = [{"data_source": "s", "prompt": p, "reward_model": {"ground_truth": "1"}} for p in prompts]
+    dataset = make_dataset(write_parquet(tmp_path / "a.parquet", rows))
+    assert [dataset[i][1].messages for i in range(2)] == prompts
+
+
+def test_several_files_with_different_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = write_prompts(tmp_path / "a.parquet", PROMPTS[:3])
+    row = {"data_source": "other", "prompt": "plain text", "reward_model": {"ground_truth": 5}, "nums": [1]}
+    write_parquet(tmp_path / "b.parquet", [row] * 2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    dataset = make_dataset([first, "b.parquet", "~/a.parquet"])
+    assert len(dataset) == 8
+    assert dataset[3][1].messages == [{"role": "user", "content": "plain text"}]
+    assert [dataset[i][1].ground_truth for i in range(8)] == ["0", "1", "2", 5, 5, "0", "1", "2"]
+    assert [dataset[i][1].index for i in range(8)] == list(range(8))
+    assert dataset.data_sources() == ["arithmetic", "other"]
+
+
+def test_countdown_files_of_others_load_as_they_are() -> None:
+    files = [shared_file("countdown/countdown_train.parquet"), shared_file("countdown/countdown_test.parquet")]
+    tokenizer = load_tokenizer("tok_qwen25")
+    dataset = PromptDataset(DataConfig(max_prompt_length=400), files, tokenizer, split="train")
+    assert len(dataset) == 10002
+    assert dataset.data_sources() == ["countdown"]
+    ids, row = dataset[8001]
+    assert row.ground_truth == {"numbers": [96, 7, 37, 74], "target": 55}
+    assert row.extra_info == {"index": 0, "split": "test"}
+    assert "Using the numbers [96, 7, 37, 74], create an equation that equals 55." in tokenizer.decode(ids)
+
+
+def test_the_real_qwen_chat_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("tok_qwen25")
+    files = write_prompts(tmp_path / "a.parquet", ["What is 2+2?"])
+    ids, _ = PromptDataset(DataConfig(), files, tokenizer, split="train")[0]
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3  # special tokens, not their letters
+    minimind = load_tokenizer("tok_minimind")
+    opened, closed = (
+        minimind.decode(
+            PromptDataset(DataConfig(apply_chat_template_kwargs=kwargs), files, minimind, split="train")[0][0]
+        )
+        for kwargs in ({"open_thinking": True}, {})
+    )
+    assert opened != closed and "What is 2+2?" in opened
+
+
+def test_template_kwargs_are_passed_and_checked(tmp_path: Path) -> None:
+    files = write_prompts(tmp_path / "a.parquet", ["x"])
+    assert texts(make_dataset(files, apply_chat_template_kwargs={"mark": "#"})) == ["user:x#assistant:"]
+    with pytest.raises(ValueError, match=r"a\.parquet, row 0: the chat template refused"):
+        texts(make_dataset(files, apply_chat_template_kwargs={"nonsense": 1}))
+
+
+def test_a_tokenizer_without_template_takes_a_single_user_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = write_prompts(tmp_path / "a.parquet", PROMPTS)
+    with caplog.at_level(logging.WARNING, "verl_like"):
+        assert texts(make_dataset(files, template=False))[3] == "\x023+1="
+    assert caplog.text.count("no chat template") == 1
+    chat = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    row = {"data_source": "s", "prompt": chat, "reward_model": {"ground_truth": "1"}}
+    with pytest.raises(
+        ValueError, match=r"row 0: the tokenizer has no chat template.*'system', 'user'.*data\.tokenizer"
+    ):
+        texts(make_dataset(write_parquet(tmp_path / "b.parquet", [row]), template=False))
+
+
+def test_base_models_get_their_bos() -> None:
+    tokenizer = load_tokenizer("stories260k/hf")
+    files = shared_file("arithmetic_sequence/train.parquet")
+    ids, row = PromptDataset(DataConfig(), files, tokenizer, split="train")[0]
+    assert row.messages == [{"role": "user", "content": "8,3:9,4"}]
+    assert ids == tokenizer("8,3:9,4")["input_ids"] and ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("left", "56789"), ("right", "01234"), ("middle", "01789"), ("error", None)]
+)
+def test_truncation(tmp_path: Path, how: str, expected: str | None) -> None:
+    files = write_prompts(tmp_path / "a.parquet", ["123456789", "5"])
+    dataset = make_dataset(files, template=False, truncation=how, max_prompt_length=5)
+    if expected is None:
+        with pytest.raises(ValueError, match=r"row 0: the prompt has 10 tokens.*data\.max_prompt_length=5"):
+            dataset[0]
+    else:
+        assert text_of(dataset[0][0]) == expected.replace("0", "\x02")
+    assert text_of(dataset[1][0]) == "\x025"  # short ones are left alone
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_overlong_prompts_are_dropped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
+    prompts = [str(i) * (1 + i % 5) for i in range(1500 if workers > 1 else 30)]
+    files = write_prompts(tmp_path / "a.parquet", prompts)
+    limit = {"filter_overlong_prompts": True, "max_prompt_length": 6, "filter_overlong_prompts_workers": workers}
+    with caplog.at_level(logging.INFO, "verl_like"):
+        dataset = make_dataset(files, template=False, **limit)
+    kept = [prompt for prompt in prompts if len(prompt) + 1 <= 6]
+    assert 0 < len(kept) < len(prompts)
+    assert texts(dataset) == ["\x02" + prompt for prompt in kept]
+    assert f"{len(prompts) - len(kept)} of {len(prompts)} prompts are longer" in caplog.text
+    assert prompts[dataset[len(dataset) - 1][1].index] == kept[-1]  # the index counts dropped rows too
+    with pytest.raises(ValueError, match=r"data\.train_files: no prompt is left.*max_prompt_length=1"):
+        make_dataset(files, template=False, filter_overlong_prompts=True, max_prompt_length=1)
+
+
+def test_max_samples(tmp_path: Path) -> None:
+    files = write_prompts(tmp_path / "a.parquet", PROMPTS)
+    assert texts(make_dataset(files, template=False, train_max_samples=3, shuffle=False)) == [
+        "\x02" + prompt for prompt in PROMPTS[:3]
+    ]
+    random_rows = [[row.index for _, row in make_dataset(files, train_max_samples=4, seed=s)] for s in (0, 0, 1)]
+    assert random_rows[0] == random_rows[1] != random_rows[2]
+    assert len(set(random_rows[0])) == 4
+    assert len(make_dataset(files, train_max_samples=99)) == 10
+    assert len(make_dataset(files, split="val", train_max_samples=3, val_max_samples=5)) == 5
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"prompt_key": "question"}, r"no column 'question' \(it has: data_source, prompt, .*Set data\.prompt_key"),
+        ({"reward_fn_key": "source"}, r"no column 'source' \(it has: data_source, prompt, .*Set data\.reward_fn_key"),
+    ],
+)
+def test_missing_columns_name_file_columns_and_key(tmp_path: Path, data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"a\.parquet has " + message):
+        make_dataset(write_prompts(tmp_path / "a.parquet", PROMPTS), **data)
+
+
+def test_a_file_without_data_source_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "verl_like"):
+        dataset = make_dataset(shared_file("arithmetic_sequence/train.parquet"))
+    assert len(dataset) == 800
+    _, row = dataset[0]
+    assert (row.data_source, row.ground_truth, row.extra_info) == ("unknown", None, {})
+    assert dataset.data_sources() == ["unknown"]
+    assert "no column 'data_source' (it has: prompt)" in caplog.text and "data.reward_fn_key" in caplog.text
+    assert "no column 'reward_model'" in caplog.text
+
+
+def test_other_keys(tmp_path: Path) -> None:
+    row = {"question": "why", "grader": "g", "reward_model": {"ground_truth": None}}
+    dataset = make_dataset(write_parquet(tmp_path / "a.parquet", [row]), prompt_key="question", reward_fn_key="grader")
+    assert dataset[0][1].data_source == "g"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "text.parquet").write_text("not parquet")
+    (tmp_path / "rows.arrow").write_text("{}")
+    for name, message in [
+        ("absent.parquet", r"data\.train_files: there is no file .*absent\.parquet"),
+        (".", r"data\.train_files: .* is a folder"),
+        ("text.parquet", r"data\.train_files: .*text\.parquet is not a parquet file"),
+        ("rows.arrow", r"\.arrow files are not available yet"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make_dataset(os.path.join(tmp_path, name))
+    with pytest.raises(ValueError, match="remote files are not available yet"):
+        make_dataset("s3://bucket/a.parquet")
+    with pytest.raises(ValueError, match=r"data\.val_files is empty"):
+        make_dataset([], split="val")
+
+
+def test_bad_prompts(tmp_path: Path) -> None:
+    for prompt, message in [([], "must be a list"), (3, "must be a list"), ([{"content": "x"}], "has no role")]:
+        row = {"data_source": "s", "prompt": prompt, "reward_model": {"ground_truth": "1"}}
+        with pytest.raises(ValueError, match=rf"a\.parquet, row 0: .*{message}"):
+            texts(make_dataset(write_parquet(tmp_path / "a.parquet", [row])))
+
+
+def test_images_are_refused_but_empty_columns_are_not(tmp_path: Path) -> None:
+    row = {"data_source": "s", "prompt": "x", "reward_model": {"ground_truth": "1"}}
+    empty = write_parquet(tmp_path / "a.parquet", [{**row, "images": []}, {**row, "images": None}])
+    assert len(make_dataset(empty)) == 2
+    full = write_parquet(tmp_path / "b.parquet", [{**row, "images": None}, {**row, "images": ["a.png"]}])
+    with pytest.raises(ValueError, match=r"row 1: column 'images' \(data\.image_key\) .*not available yet"):
+        make_dataset(full)
+    assert len(make_dataset(full, image_key="pictures")) == 2
+
+
+def test_custom_class(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from verl_like.data.dataset import PromptDataset\n"
+        "class Polite(PromptDataset):\n"
+        "    def messages(self, row, place):\n"
+        "        return [{'role': 'system', 'content': 'please'}, *super().messages(row, place)]\n"
+        "class Other: pass\n"
+    )
+    files = write_prompts(tmp_path / "a.parquet", ["x"])
+
+    def build(path: str, name: str | None) -> PromptDataset:
+        data = DataConfig(custom_cls=CustomClassConfig(path=path, name=name))
+        return build_dataset(data, files, CharTokenizer(), split="train")
+
+    assert texts(build(str(tmp_path / "mine.py"), "Polite")) == ["system:please|user:x|assistant:"]
+    for name, message in [("Other", "must define it as a class"), ("Absent", "must define"), (None, "is not set")]:
+        with pytest.raises(ValueError, match=rf"data\.custom_cls\.name.*{message}"):
+            build(str(tmp_path / "mine.py"), name)
+    with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*no such file"):
+        build(str(tmp_path / "absent.py"), "Polite")
+    assert type(build_dataset(DataConfig(), files, CharTokenizer(), split="train")) is PromptDataset
+
+
+def test_identity_follows_content_and_selection(tmp_path: Path) -> None:
+    files = write_prompts(tmp_path / "a.parquet", PROMPTS)
+    identity = make_dataset(files).identity()
+    (tmp_path / "elsewhere").mkdir()
+    moved = write_prompts(tmp_path / "elsewhere" / "a.parquet", PROMPTS)
+    assert make_dataset(moved).identity() == identity
+    assert make_dataset(files, train_max_samples=5).identity() != identity
+    changed = write_prompts(tmp_path / "elsewhere" / "a.parquet", [*PROMPTS[:9], "9+2="])
+    assert make_dataset(changed).identity() != identity
