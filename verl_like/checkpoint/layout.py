@@ -58,14 +58,14 @@ def find_latest(root: str | Path) -> Path | None:
     path = step_dir(root, int(marker.read_text()))
     if not path.is_dir():
         raise ValueError(
-            f"{marker} names step {step_of(path)}, but {path} does not exist: put the folder back, correct the file, or "
-            "set trainer.resume_mode=disable"
+            f"{marker} names step {step_of(path)}, but {path} does not exist: put the folder back, correct the file, "
+            "or set trainer.resume_mode=disable"
         )
     return path
 
 
 def resolve_resume(trainer: TrainerConfig) -> Path | None:
-    """The checkpoint this run starts from, or None for a fresh start. Raises ValueError when the one asked for is not there."""
+    """The checkpoint this run starts from, or None for a fresh start; ValueError when the one asked for is missing."""
     mode = str(trainer.resume_mode)
     if mode == "disable":
         return None

@@ -1,4 +1,4 @@
-"""An engine's state on disk: sharded tensors through torch.distributed.checkpoint, counters and RNG per rank, HF export.
+"""An engine on disk: sharded tensors through torch.distributed.checkpoint, counters and RNG per rank, HF export.
 
 Sharded parts are keyed by parameter name, so that they load on another number of ranks.
 """

@@ -1,0 +1,78 @@
+"""The training engine on one GPU: bfloat16 varlen attention against the CPU's float32, and offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.engine import tiny
+from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.optim import OptimConfig
+from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+WANT = frozenset({"log_probs", "entropy"})
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    yield init_distributed(0, 1, 0, 1, "127.0.0.1", tiny.free_port(), "cuda", 60.0)
+    shutdown_distributed()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    settings = {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64, "initializer_range": 0.05}
+    return tiny.model_folder(tmp_path_factory.mktemp("model"), **settings)
+
+
+def test_packed_bfloat16_is_close_to_padded_float32(process: ProcessInfo, path: str) -> None:
+    batch = tiny.experience(16, max_response=60)
+    exact = tiny.build_engine(
+        process, path, fsdp=FSDPConfig(dtype="float32"), model={"use_remove_padding": False, "use_fused_kernels": False}
+    ).forward(batch, want=WANT, rule=tiny.ONE_BATCH)
+    half = tiny.build_engine(process, path).forward(batch, want=WANT, rule=tiny.ONE_BATCH)
+    for name in WANT:
+        gap = (exact[name] - half[name])[batch.response_mask_BR].abs().mean()
+        assert gap < 0.01, name
+
+
+def test_float32_packed_equals_padded(process: ProcessInfo, path: str) -> None:
+    batch, outputs = tiny.experience(16, max_response=60), []
+    for packed in (True, False):
+        model = {"use_remove_padding": packed, "use_fused_kernels": packed}
+        engine = tiny.build_engine(process, path, fsdp=FSDPConfig(dtype="float32"), model=model)
+        outputs.append(engine.forward(batch, want=WANT, rule=tiny.ONE_BATCH))
+    for name in WANT:
+        torch.testing.assert_close(outputs[0][name], outputs[1][name], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fsdp", [FSDPConfig(param_offload=True, optimizer_offload=True), FSDPConfig(offload_policy=True)]
+)
+def test_offload_trains_the_same(process: ProcessInfo, path: str, fsdp: FSDPConfig) -> None:
+    results = []
+    for config in (FSDPConfig(), fsdp):
+        engine = tiny.build_engine(process, path, fsdp=config, optim=OptimConfig(lr=1e-2, eps=1e-3))
+        for seed in range(3):
+            batch = tiny.experience(9, seed=seed)
+            engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
+        results.append({name: tensor.cpu() for name, tensor in engine.export_weights(torch.float32)})
+    for name in results[0]:
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=0, atol=2e-3)
+
+
+def test_manual_offload_frees_memory(process: ProcessInfo, path: str, tmp_path: Path) -> None:
+    engine = tiny.build_engine(process, path)
+    batch = tiny.experience(9)
+    engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
+    resident = torch.cuda.memory_allocated()
+    engine.offload()
+    assert torch.cuda.memory_allocated() < resident
+    weights = dict(engine.export_weights(torch.bfloat16))
+    assert weights.keys() == engine.weight_names().keys()
+    engine.onload()
+    engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)

@@ -1,0 +1,110 @@
+"""What tests of several ranks run in every process: the same function on one rank and on two gives comparable results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
+from verl_like.batch import Experience
+from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.fsdp import FSDPConfig
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.fsdp import gather
+
+RULE = MicroBatchRule(max_tokens=24)
+
+
+def my_rows(process: ProcessInfo, batch: Experience, share: str) -> Experience:
+    """share "even": every second row; "first": all rows on rank 0, none on the others."""
+    if share == "first":
+        return batch.select(range(len(batch) if process.rank == 0 else 0))
+    return batch.select(range(process.rank, len(batch), process.world_size))
+
+
+def gradients(engine: FSDPEngine, rows: Experience, whole: Experience) -> dict[str, Tensor]:
+    """Full gradient of one mini-batch, before clipping; the optimizer step itself is left out."""
+    kept: dict[str, Tensor] = {}
+
+    def keep() -> dict[str, Any]:
+        for name, p in engine.model.named_parameters():
+            assert p.grad is not None
+            kept[name] = gather(p.grad, engine.device, torch.float32).clone()
+        return {}
+
+    real, engine._step = engine._step, keep  # type: ignore[method-assign]
+    engine.train_minibatch(rows, PolicyLoss(), denominators(whole), rule=RULE)
+    engine._step = real  # type: ignore[method-assign]
+    return kept
+
+
+def update(process: ProcessInfo, path: str, save_to: str | None = None) -> dict[str, Any]:
+    """Gradients, log-probs and three optimizer steps (the second has no rows but on rank 0); optionally a checkpoint."""
+    batch = experience(9)
+    result: dict[str, Any] = {}
+    engine = build_engine(process, path)
+    result["gradients_even"] = gradients(engine, my_rows(process, batch, "even"), batch)
+    result["gradients_first"] = gradients(engine, my_rows(process, batch, "first"), batch)
+    engine._sync_every = False
+    result["gradients_sync_last"] = gradients(engine, my_rows(process, batch, "even"), batch)
+    engine._sync_every = True
+    result["log_probs"] = engine.forward(
+        my_rows(process, batch, "even"), want=frozenset({"log_probs"}), rule=RULE, temperature=0.7
+    )["log_probs"]
+    for seed, share in ((1, "even"), (2, "first"), (3, "even")):
+        batch = experience(7, seed=seed)
+        metrics = engine.train_minibatch(
+            my_rows(process, batch, share), PolicyLoss(), denominators(batch), rule=RULE, temperature=0.9
+        )
+        result[f"grad_norm_{seed}"] = metrics["grad_norm"].value
+        result.setdefault("weights_1", weights(engine))
+    result["weights"] = weights(engine)
+    if save_to is not None:
+        engine.save(save_to, contents=["model", "optimizer", "extra", "hf_model"])
+        result["weights_later"] = one_more_step(process, engine)
+    return result
+
+
+def one_more_step(process: ProcessInfo, engine: FSDPEngine) -> dict[str, Tensor]:
+    batch = experience(7, seed=4)
+    engine.train_minibatch(my_rows(process, batch, "even"), PolicyLoss(), denominators(batch), rule=RULE)
+    return weights(engine)
+
+
+def non_finite_on_last_rank(process: ProcessInfo, path: str) -> dict[str, Any]:
+    """A loss that is NaN on the last rank only: no rank may step."""
+    engine = build_engine(process, path)
+    before, batch = weights(engine), experience(4)
+    factor = float("nan") if process.rank == process.world_size - 1 else 1.0
+    metrics = engine.train_minibatch(
+        my_rows(process, batch, "even"), PolicyLoss(factor), denominators(batch), rule=RULE
+    )
+    after = weights(engine)
+    good = engine.train_minibatch(my_rows(process, batch, "even"), PolicyLoss(), denominators(batch), rule=RULE)
+    return {
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "skipped": metrics["skipped_steps"].value,
+        "skipped_after": good["skipped_steps"].value,
+        "changed_after": not torch.equal(before["lm_head.weight"], weights(engine)["lm_head.weight"]),
+    }
+
+
+def hybrid_sharding(process: ProcessInfo, path: str) -> dict[str, Tensor]:
+    """fsdp_size=1 on two ranks: pure replication."""
+    engine = build_engine(process, path, fsdp=FSDPConfig(fsdp_size=1))
+    batch = experience(9)
+    dist.barrier()
+    return gradients(engine, my_rows(process, batch, "even"), batch)
+
+
+def everything(process: ProcessInfo, path: str, save_to: str | None) -> dict[str, Any]:
+    """All scenarios in one start of the processes."""
+    return {
+        "update": update(process, path, save_to),
+        "non_finite": non_finite_on_last_rank(process, path),
+        "hybrid": hybrid_sharding(process, path),
+    }

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.engine import tiny
+from tests.unit.engine.scenarios import gradients
+from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
+from verl_like.batch import Experience
+from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.optim import OptimConfig
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    yield tiny.single_process()
+    shutdown_distributed()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny.model_folder(tmp_path_factory.mktemp("model"))
+
+
+def step(engine: FSDPEngine, batch: Experience, **settings: Any) -> dict[str, Any]:
+    settings = {"rule": MicroBatchRule(max_tokens=30), "loss_fn": PolicyLoss()} | settings
+    return engine.train_minibatch(batch, denominators=denominators(batch), **settings)
+
+
+@pytest.mark.parametrize("rule", [MicroBatchRule(max_tokens=15), MicroBatchRule(max_sequences=2)])
+def test_micro_batch_cut_does_not_matter(
+    process: ProcessInfo, path: str, rule: MicroBatchRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, batch = build_engine(process, path), experience(9)
+    want = frozenset({"log_probs", "entropy"})
+    whole = engine.forward(batch, want=want, rule=tiny.ONE_BATCH)
+    for name, value in engine.forward(batch, want=want, rule=rule).items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=2e-6)
+        assert not value[~batch.response_mask_BR].any()
+    monkeypatch.setattr("tests.unit.engine.scenarios.RULE", tiny.ONE_BATCH)
+    expected = gradients(engine, batch, batch)
+    monkeypatch.setattr("tests.unit.engine.scenarios.RULE", rule)
+    for name, gradient in gradients(engine, batch, batch).items():
+        scale = float(expected[name].abs().max()) + 1e-12
+        assert float((gradient - expected[name]).abs().max()) / scale < 2e-6, name
+
+
+def test_reference_path_gives_the_same_update(process: ProcessInfo, path: str) -> None:
+    """Padded rows with full logits, against packed rows with the fused function."""
+    batch, results = experience(9), []
+    for packed in (True, False):
+        engine = build_engine(process, path, model={"use_remove_padding": packed, "use_fused_kernels": packed})
+        results.append((step(engine, batch)["grad_norm"].value, weights(engine)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    for name, value in results[0][1].items():
+        torch.testing.assert_close(value, results[1][1][name], rtol=0, atol=1e-5)
+
+
+def test_training_lowers_the_loss_and_metrics_are_joined(process: ProcessInfo, path: str) -> None:
+    engine, batch = build_engine(process, path), experience(9)
+    values = [step(engine, batch, rule=MicroBatchRule(max_sequences=4)) for _ in range(6)]
+    losses = [metrics["pg_loss"].value for metrics in values]
+    assert losses[-1] < losses[0]
+    whole = build_engine(process, path)
+    assert step(whole, batch, rule=tiny.ONE_BATCH)["pg_loss"].value == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_value_engine_learns(process: ProcessInfo, path: str) -> None:
+    engine, batch = build_engine(process, path, kind="value"), experience(9)
+    losses = [step(engine, batch, loss_fn=ValueLoss())["vf_loss"].value for _ in range(8)]
+    assert losses[-1] < losses[0]
+    values = engine.forward(batch, want=frozenset({"values"}), rule=tiny.ONE_BATCH)["values"]
+    inside = torch.arange(values.shape[1])[None] < batch.response_length_B[:, None]
+    assert not values[~inside].any() and bool((values[inside] != 0).all())
+
+
+def test_clip_and_reported_norm(process: ProcessInfo, path: str) -> None:
+    """With SGD-like AdamW settings the step shrinks with the clip, and the norm reported is the one before it."""
+    batch = experience(6)
+    optim = OptimConfig(lr=1.0, betas=[0.0, 0.0], eps=1e6, weight_decay=0.0)  # step = gradient / 1e6
+    moved = []
+    for clip in (1e9, 1e-3):
+        engine = build_engine(process, path, grad_clip=clip, optim=optim)
+        exact = gradients(engine, batch, batch)
+        norm = torch.stack([g.norm() for g in exact.values()]).norm().item()
+        state = {name: p.detach().full_tensor().double().clone() for name, p in engine.model.named_parameters()}
+        assert step(engine, batch)["grad_norm"].value == pytest.approx(norm, rel=1e-5)
+        after = {name: p.detach().full_tensor().double() for name, p in engine.model.named_parameters()}
+        moved.append(torch.stack([(after[n] - state[n]).norm() for n in state]).norm().item())
+    assert moved[0] / moved[1] > 100
+
+
+def test_non_finite_step_is_skipped(process: ProcessInfo, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine, batch = build_engine(process, path), experience(4)
+    before = weights(engine)
+    with caplog.at_level(logging.WARNING):
+        metrics = step(engine, batch, loss_fn=PolicyLoss(float("inf")))
+    assert metrics["skipped_steps"].value == 1 and "step skipped" in caplog.text
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+
+
+def test_no_rows_at_all(process: ProcessInfo, path: str) -> None:
+    """An empty mini-batch on every rank: nothing to forward, nothing to learn, no crash."""
+    engine, nothing = build_engine(process, path), experience(3).select([])
+    outputs = engine.forward(nothing, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)
+    assert outputs["log_probs"].shape[0] == 0
+    assert step(engine, nothing)["grad_norm"].value == 0.0
+
+
+def test_rows_without_any_selected_token(process: ProcessInfo, path: str) -> None:
+    batch = experience(3)
+    masked = batch.replace(response_mask_BR=torch.zeros_like(batch.response_mask_BR))
+    counts = denominators(batch)
+    metrics = build_engine(process, path).train_minibatch(masked, PolicyLoss(), counts, rule=tiny.ONE_BATCH)
+    assert metrics["grad_norm"].value == 0.0 and metrics["skipped_steps"].value == 0
+
+
+def run_steps(engine: FSDPEngine, seeds: range) -> dict[str, Tensor]:
+    for seed in seeds:
+        step(engine, experience(5, seed=seed))
+    return weights(engine)
+
+
+def test_resume_equals_uninterrupted_bit_for_bit(process: ProcessInfo, path: str, tmp_path: Path) -> None:
+    optim = OptimConfig(lr=1e-2, lr_warmup_steps=2, warmup_style="cosine")
+    settings = {"optim": optim, "num_optimizer_steps": 6, "model": {"override_config": {"attention_dropout": 0.2}}}
+    contents = ["model", "optimizer", "extra"]
+    engine = build_engine(process, path, **settings)
+    run_steps(engine, range(3))
+    engine.save(str(tmp_path), contents=contents)
+    expected, expected_rate = run_steps(engine, range(3, 6)), engine.schedule and engine.schedule.rate()
+    resumed = build_engine(process, path, **(settings | {"seed": 50}))
+    torch.manual_seed(1234)
+    resumed.load(str(tmp_path), contents=contents)
+    actual = run_steps(resumed, range(3, 6))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert resumed.schedule is not None and resumed.schedule.rate() == expected_rate
+
+
+def test_checkpoint_of_an_engine_that_never_stepped(process: ProcessInfo, path: str, tmp_path: Path) -> None:
+    contents = ["model", "optimizer", "extra"]
+    engine = build_engine(process, path)
+    engine.save(str(tmp_path), contents=contents)
+    resumed = build_engine(process, path, seed=8)
+    resumed.load(str(tmp_path), contents=contents)
+    actual, expected = run_steps(resumed, range(2)), run_steps(engine, range(2))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_missing_part_of_a_checkpoint_is_named(process: ProcessInfo, path: str, tmp_path: Path) -> None:
+    engine = build_engine(process, path)
+    engine.save(str(tmp_path), contents=["model"])
+    with pytest.raises(ValueError, match="load_contents"):
+        engine.load(str(tmp_path), contents=["model", "optimizer"])
+
+
+def test_refusals(process: ProcessInfo, path: str) -> None:
+    engine = build_engine(process, path, optim=None)
+    batch = experience(3)
+    with pytest.raises(ValueError, match="forward only"):
+        step(engine, batch)
+    with pytest.raises(ValueError, match="a policy engine gives"):
+        engine.forward(batch, want=frozenset({"values"}), rule=tiny.ONE_BATCH)
+    with pytest.raises(ValueError, match="token id 60, but the tokenizer knows only 50"):
+        bad = batch.replace(response_ids_BR=torch.full_like(batch.response_ids_BR, 60))
+        build_engine(process, path, tokenizer_size=50).forward(bad, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)
+    with pytest.raises(ValueError, match="ulysses"):
+        build_engine(process, path, ulysses_size=2)
+
+
+def test_leaking_model_is_refused_packing(process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: attention that ignores where segments end."""
+    from verl_like.models import attention
+    from verl_like.models.packing import Segments
+
+    real = attention.packed_attention
+
+    def leaking(*args: Any, segments: Segments, **kwargs: Any) -> Any:
+        return real(*args, segments=Segments([sum(segments.lengths)], torch.device("cpu")), **kwargs)
+
+    monkeypatch.setattr(attention, "packed_attention", leaking)
+    with pytest.raises(ValueError, match=r"'qwen2'.*use_remove_padding=False"):
+        build_engine(process, path)
+    monkeypatch.undo()
+    build_engine(process, path)

@@ -1,0 +1,99 @@
+"""One rank and two gloo ranks must agree: gradients, weights after steps, skipped steps, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.engine import scenarios, tiny
+from tests.unit.engine.tiny import build_engine, weights
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+
+ALL = ["model", "optimizer", "extra"]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    yield tiny.single_process()
+    shutdown_distributed()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny.model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved_on_two")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, path: str, saved: Path) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return tiny.spawn_ranks(2, scenarios.everything, folder, path, str(saved))
+
+
+@pytest.fixture(scope="module")
+def one(process: ProcessInfo, path: str, two: list[dict[str, Any]]) -> dict[str, Any]:
+    return scenarios.everything(process, path, None)
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = float(a[name].abs().max()) + 1e-12
+        gap = float((a[name] - b[name]).abs().max()) / scale
+        assert gap <= tolerance, f"{name}: relative difference {gap:.1e}"
+
+
+@pytest.mark.parametrize("share", ["gradients_even", "gradients_first", "gradients_sync_last"])
+def test_gradients_do_not_depend_on_ranks(one: dict[str, Any], two: list[dict[str, Any]], share: str) -> None:
+    for result in two:
+        assert_same(one["update"]["gradients_even"], result["update"][share], 2e-6)
+
+
+def test_replicated_sharding_gives_the_same_gradients(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    assert_same(one["hybrid"], two[0]["hybrid"], 2e-6)
+
+
+def test_weights_after_steps_agree(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    assert_same(two[0]["update"]["weights"], two[1]["update"]["weights"], 0.0)
+    assert_same(one["update"]["weights_1"], two[0]["update"]["weights_1"], 2e-6)
+    assert_same(one["update"]["weights"], two[0]["update"]["weights"], 1e-5)  # differences grow over three steps
+    for seed in (1, 2, 3):
+        assert one["update"][f"grad_norm_{seed}"] == pytest.approx(two[1]["update"][f"grad_norm_{seed}"], rel=1e-5)
+
+
+def test_forward_gives_each_rank_its_own_rows(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    whole = one["update"]["log_probs"]
+    for rank, result in enumerate(two):
+        torch.testing.assert_close(whole[rank::2], result["update"]["log_probs"], rtol=0, atol=1e-5)
+
+
+def test_step_is_skipped_on_all_ranks(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    for result in [one, *two]:
+        assert result["non_finite"]["unchanged"] and result["non_finite"]["changed_after"]
+        assert result["non_finite"]["skipped_after"] == 0
+    assert one["non_finite"]["skipped"] == 1
+    assert sum(result["non_finite"]["skipped"] for result in two) == 1
+
+
+def test_checkpoint_of_two_ranks_loads_on_one(
+    process: ProcessInfo, path: str, saved: Path, two: list[dict[str, Any]]
+) -> None:
+    engine = build_engine(process, path, seed=99)
+    engine.load(str(saved), contents=ALL)
+    assert_same(weights(engine), two[0]["update"]["weights"], 0.0)
+    assert engine.schedule is not None and engine.schedule.steps_done == 3
+    assert_same(scenarios.one_more_step(process, engine), two[0]["update"]["weights_later"], 1e-5)
+
+
+def test_exported_folder_starts_an_engine(process: ProcessInfo, saved: Path, two: list[dict[str, Any]]) -> None:
+    engine = build_engine(process, str(saved / "huggingface"), seed=99)
+    assert_same(weights(engine), two[0]["update"]["weights"], 0.0)

@@ -1,0 +1,144 @@
+"""Small random models, random experience, a simple loss, and ranks in spawned processes, for tests of the engine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+
+from verl_like.batch import Denominators, Experience, Metric, pad_rows
+from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.model import ModelConfig
+from verl_like.config.optim import OptimConfig
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+
+VOCAB = 61
+ONE_BATCH = MicroBatchRule(max_tokens=10_000)
+_CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}
+
+
+def model_folder(path: Path, architecture: str = "qwen2", **changes: Any) -> str:
+    """A folder with the config of a tiny model and no weights; initialisation is wide, so that answers differ."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
+    config: PretrainedConfig = _CONFIGS[architecture](**(settings | changes))
+    folder = path / architecture
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def experience(num_rows: int, *, seed: int = 0, vocab: int = VOCAB, max_response: int = 12) -> Experience:
+    """Rows of mixed lengths; in some, part of the response is not the policy's own."""
+    g = torch.Generator().manual_seed(seed)
+    prompt_length_B = torch.randint(1, 9, (num_rows,), generator=g)
+    response_length_B = torch.randint(1, max_response + 1, (num_rows,), generator=g)
+    prompts = [torch.randint(vocab, (n,), generator=g).tolist() for n in prompt_length_B.tolist()]
+    responses = [torch.randint(vocab, (n,), generator=g).tolist() for n in response_length_B.tolist()]
+    response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
+    inside = torch.arange(response_ids_BR.shape[1])[None] < response_length_B[:, None]
+    return Experience(
+        prompt_ids_BP=pad_rows(prompts, side="left", dtype=torch.int32),
+        prompt_length_B=prompt_length_B,
+        response_ids_BR=response_ids_BR,
+        response_length_B=response_length_B,
+        response_mask_BR=inside & (torch.rand(response_ids_BR.shape, generator=g) < 0.8),
+        group_B=torch.arange(num_rows),
+        advantages_BR=torch.randn(response_ids_BR.shape, generator=g) * inside,
+    )
+
+
+def denominators(batch: Experience) -> Denominators:
+    return Denominators(num_tokens=int(batch.response_mask_BR.sum()), num_sequences=len(batch), max_response_length=64)
+
+
+class PolicyLoss:
+    """Policy gradient with an entropy bonus, divided by the number of tokens of the mini-batch."""
+
+    wants = frozenset({"log_probs", "entropy"})
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    def __call__(
+        self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        terms_BR = -experience.advantages_BR * outputs["log_probs"] - 0.1 * outputs["entropy"]
+        loss = self.factor * (terms_BR * experience.response_mask_BR).sum() / denominators.num_tokens
+        return loss, {"pg_loss": Metric(value=loss.item(), reduction="sum")}
+
+
+class ValueLoss:
+    """Squared distance of values to the advantages."""
+
+    wants = frozenset({"values"})
+
+    def __call__(
+        self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        error_BR = (outputs["values"] - experience.advantages_BR).square() * experience.response_mask_BR
+        loss = error_BR.sum() / denominators.num_tokens
+        return loss, {"vf_loss": Metric(value=loss.item(), reduction="sum")}
+
+
+def build_engine(process: ProcessInfo, path: str, *, kind: str = "policy", **changes: Any) -> FSDPEngine:
+    model_keys = {"enable_gradient_checkpointing": False} | changes.pop("model", {})
+    settings: dict[str, Any] = {
+        "kind": kind,
+        "process": process,
+        "model": ModelConfig(path=path, **model_keys),
+        "fsdp": FSDPConfig(),
+        "optim": OptimConfig(lr=1e-2, eps=1e-3),  # a large eps: rounding noise in zero gradients stays noise
+        "grad_clip": 1.0,
+        "num_optimizer_steps": 10,
+        "tokenizer_size": VOCAB,
+        "seed": 3,
+    }
+    return FSDPEngine(**(settings | changes))
+
+
+def weights(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.export_weights(torch.float32)}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def single_process() -> ProcessInfo:
+    return init_distributed(0, 1, 0, 1, "127.0.0.1", free_port(), "cpu", 60.0)
+
+
+def spawn_ranks(world_size: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    """function(process, *args) on every rank of a gloo group; what each returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mp.spawn(_rank_main, (world_size, free_port(), function, str(folder), args), nprocs=world_size)
+    return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank_main(
+    rank: int, world_size: int, port: int, function: Callable[..., Any], folder: str, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    process = init_distributed(rank, world_size, rank, world_size, "127.0.0.1", port, "cpu", 60.0)
+    torch.save(function(process, *args), Path(folder) / f"result_{rank}.pt")
+    shutdown_distributed()

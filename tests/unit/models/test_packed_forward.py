@@ -1,0 +1,114 @@
+"""Packed = one sequence at a time = padded rows with full logits, in values and gradients, for several architectures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.engine import tiny
+from verl_like.batch import Experience
+from verl_like.config.model import ModelConfig
+from verl_like.models import loading, packing
+from verl_like.models.heads import TokenModel
+
+STORIES = Path(__file__).parents[4] / "shared" / "data" / "stories260k" / "hf"
+ARCHITECTURES = [
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": 5}),
+]
+WANT = frozenset({"log_probs", "entropy"})
+
+
+def build(path: str, *, packed: bool, kind: str = "policy", vocab_size: int | None = tiny.VOCAB) -> TokenModel:
+    config = ModelConfig(path=path, use_remove_padding=packed, use_fused_kernels=packed)
+    hf_config = loading.load_hf_config(config)
+    return loading.build_token_model(
+        config,
+        hf_config,
+        kind=kind,
+        dtype=torch.float32,
+        vocab_size=vocab_size,
+        seed=5,  # type: ignore[arg-type]
+    )
+
+
+def run(model: TokenModel, rows: Experience, *, packed: bool, policy: bool = True) -> dict[str, Tensor]:
+    build_input = packing.pack if packed else packing.pad
+    x = build_input(rows, packing.response_positions(rows, sampled_only=policy), torch.device("cpu"))
+    return {name: x.unpack(values) for name, values in model(x, WANT, 0.8).items()}
+
+
+def gradient_of(model: TokenModel, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    g = torch.Generator().manual_seed(1)
+    sum((value * torch.randn(value.shape, generator=g)).sum() for value in outputs.values()).backward()  # type: ignore[union-attr]
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = max(1.0, float(a[name].detach().abs().max()))
+        gap = float((a[name] - b[name]).detach().abs().max()) / scale
+        assert gap <= tolerance, f"{name}: {gap:.1e}"
+
+
+@pytest.mark.parametrize(("architecture", "changes"), ARCHITECTURES)
+def test_packed_equals_single_equals_padded(tmp_path: Path, architecture: str, changes: dict[str, object]) -> None:
+    path = tiny.model_folder(tmp_path, architecture, **changes)
+    compare_paths(path, tiny.experience(10, max_response=12))
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="needs the shared stories260k model")
+def test_pretrained_model() -> None:
+    """Random tokens are absurd to a trained model: its gradients are steep, and rounding differs a little more."""
+    compare_paths(str(STORIES), tiny.experience(8, vocab=500), vocab_size=None, gradient_tolerance=5e-5)
+
+
+def compare_paths(
+    path: str, rows: Experience, vocab_size: int | None = tiny.VOCAB, gradient_tolerance: float = 1e-5
+) -> None:
+    packed_model = build(path, packed=True, vocab_size=vocab_size)
+    padded_model = build(path, packed=False, vocab_size=vocab_size)
+    packed, padded = run(packed_model, rows, packed=True), run(padded_model, rows, packed=False)
+    for i, row in enumerate(rows.split([1] * len(rows))):
+        single = run(packed_model, row.trim(), packed=True)
+        assert_close(single, {name: value[i : i + 1, : single[name].shape[1]] for name, value in packed.items()})
+    assert_close(packed, padded)
+    assert_close(gradient_of(packed_model, packed), gradient_of(padded_model, padded), gradient_tolerance)
+
+
+def test_value_model_predicts_before_the_token(tmp_path: Path) -> None:
+    """A value does not see the token it stands beside: change the last token, and no value moves."""
+    path, rows = tiny.model_folder(tmp_path), tiny.experience(3)
+    packed_model = build(path, packed=True, kind="value")
+    packed = run(packed_model, rows, packed=True, policy=False)
+    assert_close(packed, run(build(path, packed=False, kind="value"), rows, packed=False, policy=False))
+    ids = rows.response_ids_BR.clone()
+    last = rows.response_length_B[:, None] - 1
+    ids.scatter_(1, last, (ids.gather(1, last) + 1) % tiny.VOCAB)
+    changed = run(packed_model, rows.replace(response_ids_BR=ids), packed=True, policy=False)
+    assert torch.equal(packed["values"], changed["values"])
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    path, rows = tiny.model_folder(tmp_path), tiny.experience(4)
+    plain, checkpointed = build(path, packed=True).train(), build(path, packed=True).train()
+    checkpointed.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_close(
+        gradient_of(plain, run(plain, rows, packed=True)),
+        gradient_of(checkpointed, run(checkpointed, rows, packed=True)),
+    )
+
+
+def test_unknown_ids_of_a_padded_vocabulary_have_no_probability(tmp_path: Path) -> None:
+    path, rows = tiny.model_folder(tmp_path), tiny.experience(4, vocab=50)
+    whole = run(build(path, packed=True, vocab_size=None), rows, packed=True)["log_probs"]
+    masked = run(build(path, packed=True, vocab_size=50), rows, packed=True)["log_probs"]
+    mask = rows.response_mask_BR
+    assert bool((masked[mask] > whole[mask]).all())
