@@ -24,7 +24,8 @@ Group = RayWorkerGroup | LocalWorkerGroup
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[RaySession]:
-    with connect(num_cpus=4, object_store_memory=200 * 1024**2) as ray_session:
+    # Ray believes in the two GPUs it is told of: enough to see which device numbers ranks are given.
+    with connect(num_cpus=6, object_store_memory=200 * 1024**2, extra={"num_gpus": 2}) as ray_session:
         yield ray_session
 
 
@@ -220,6 +221,18 @@ class TestProcesses:
             assert text in log
             assert text not in shown
         assert "a warning for the user" in shown
+
+    def test_gpu_ranks_see_all_gpus_of_their_node(self, session: RaySession, tmp_path: Path) -> None:
+        allocation = allocate(1, 2, device="cuda", timeout=30)
+        group = RayWorkerGroup(TOY, {}, allocation=allocation, run_id=session.run_id, log_dir=tmp_path)
+        try:
+            facts = group.call_all("describe").wait(30)
+            assert [fact["variables"]["CUDA_VISIBLE_DEVICES"] for fact in facts] == ["0,1", "0,1"]
+            assert [fact["variables"]["LOCAL_RANK"] for fact in facts] == ["0", "1"]
+            assert {fact["env"].device for fact in facts} == {"cuda"}
+        finally:
+            group.shutdown()
+            allocation.release()
 
     def test_too_few_resources_say_what_is_asked_and_there(self, session: RaySession) -> None:
         with pytest.raises(ResourcesError, match=r"trainer.nnodes=3 .*need 3 different node.*cluster has 1 node"):

@@ -10,9 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from verl_like.cluster.protocol import RankEnv
 
 THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
@@ -37,6 +34,8 @@ class ToyWorker:
             self.init_collective()
 
     def init_collective(self) -> None:
+        import torch.distributed as dist  # here: most tests need no torch, and importing it takes seconds
+
         dist.init_process_group("gloo")
 
     def describe(self) -> dict[str, Any]:
@@ -58,6 +57,9 @@ class ToyWorker:
         return lambda: (yield)
 
     def all_reduce(self, value: float) -> float:
+        import torch
+        import torch.distributed as dist
+
         tensor = torch.tensor([value])
         dist.all_reduce(tensor)
         return float(tensor)

@@ -21,6 +21,10 @@ _ECHO_MARKS = (
     "Timed out waiting",
 )
 
+_VANISHED = (
+    "it was killed (kill -9, or by the kernel for want of memory: see dmesg), crashed in native code, or called _exit"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -93,6 +97,8 @@ def raise_for(
 
 def _exit_detail(text: str) -> str:
     """The telling part of Ray's long message about a dead actor."""
+    if "unexpectedly exits with a connection error" in text:  # Ray only saw the process's socket close
+        return _VANISHED
     for mark in ("Worker exit detail:", "The actor died because"):
         if mark in text:
             text = text[text.index(mark) :].removeprefix("Worker exit detail:").strip()

@@ -194,10 +194,14 @@ def _object_store_bytes() -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No usage statistics, no start-up chatter."""
+    """No usage statistics, no chatter of Ray itself."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    names = ("ray._private.worker", "ray._private.authentication.authentication_token_setup")
+    names = (
+        "ray._private.worker",
+        "ray._private.authentication.authentication_token_setup",
+        "ray._private.state",  # announces changes of ray.timeline
+    )
     loggers = [logging.getLogger(name) for name in names]
     levels = [each.level for each in loggers]
     for each in loggers:
@@ -222,5 +226,6 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 def _write_timeline(path: str) -> None:
     Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
-    ray.timeline(filename=path)
+    with _quiet():
+        ray.timeline(filename=path)
     logger.info("wrote Ray's timeline to %s (open it in chrome://tracing)", path)

@@ -28,6 +28,7 @@ from verl_like.cluster.protocol import RankEnv, resolve_import_path
 logger = logging.getLogger(__name__)
 
 TAIL_LINES = 20
+_TITLE = "=== rank "
 STACK_SIGNAL = signal.SIGUSR1  # makes a worker write the stacks of all its threads to its log
 
 
@@ -110,7 +111,7 @@ class RankProcess:
         self._log_path = request.log_path
         die_with_parent()
         ignore_interrupt()
-        redirect_output(Path(request.log_path), f"rank {rank_env.rank} of {rank_env.world_size}, run {rank_env.run_id}")
+        redirect_output(Path(request.log_path), f"{rank_env.rank} of {rank_env.world_size}, run {rank_env.run_id}")
         os.environ.update(process_environment(rank_env, cuda_devices=request.cuda_devices))
         os.environ["OMP_NUM_THREADS"] = str(omp_threads(rank_env.local_world_size, rank_env.device))
         os.environ.update(request.environment)
@@ -146,7 +147,7 @@ def redirect_output(path: Path, title: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    os.write(2, f"=== {title}, process {os.getpid()} on {socket.gethostname()} ===\n".encode())
+    os.write(2, f"{_TITLE}{title}, process {os.getpid()} on {socket.gethostname()} ===\n".encode())
     faulthandler.enable(file=2)
     faulthandler.register(STACK_SIGNAL, file=2)
     to_file = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
@@ -160,7 +161,7 @@ def redirect_output(path: Path, title: str) -> None:
 
 
 def read_tail(path: str, num_lines: int = TAIL_LINES, max_bytes: int = 16_384) -> str:
-    """The last lines of a text file; empty when it cannot be read (it may lie on another machine)."""
+    """The last lines of a rank's log since its start; empty when it cannot be read (it may be on another machine)."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -168,4 +169,5 @@ def read_tail(path: str, num_lines: int = TAIL_LINES, max_bytes: int = 16_384) -
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-num_lines:])
+    start = max(0, text.rfind(_TITLE))  # resumed runs append to the same file
+    return "\n".join(text[start:].splitlines()[-num_lines:])

@@ -74,6 +74,7 @@ def test_ctrl_c_saves_and_leaves(driver: Driver) -> None:
     driver.wait_until_clean(2)
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_aborts(driver: Driver) -> None:
     os.kill(driver.process.pid, signal.SIGTERM)
     time.sleep(0.1)

@@ -40,6 +40,8 @@ def test_tail_of_a_log(tmp_path: Path) -> None:
     log.write_text("\n".join(f"line {i}" for i in range(5000)))
     assert read_tail(str(log), 2) == "line 4998\nline 4999"
     assert read_tail(str(tmp_path / "none.log")) == ""
+    log.write_text("of an earlier run\n=== rank 0 of 2, run vl12345678\nnow\n")
+    assert read_tail(str(log)) == "=== rank 0 of 2, run vl12345678\nnow"
 
 
 @pytest.mark.parametrize(

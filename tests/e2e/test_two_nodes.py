@@ -1,0 +1,71 @@
+"""A cluster of two Ray nodes on one machine, joined by address: placement, collectives, failures across nodes."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from verl_like.cluster.launch import RaySession, connect
+from verl_like.cluster.protocol import WorkerDied
+from verl_like.cluster.ray_group import RayWorkerGroup
+from verl_like.cluster.resources import ResourcesError, allocate
+
+pytestmark = pytest.mark.timeout(180)
+
+WORKER = "tests.contracts.toy_worker:ToyWorker"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[RaySession]:
+    if ray.is_initialized():
+        pytest.skip("a Ray is already connected in this process")
+    folder = tempfile.mkdtemp(dir="/tmp")  # short, for Ray's sockets
+    node = {"num_cpus": 1, "object_store_memory": 100 * 1024**2, "include_dashboard": False, "temp_dir": folder}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(num_cpus=1, object_store_memory=100 * 1024**2)
+    cluster.wait_for_nodes(60)
+    try:
+        with connect(address=cluster.address) as joined:
+            yield joined
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_one_rank_on_each_node(session: RaySession, tmp_path: Path) -> None:
+    assert not session.owned
+    allocation = allocate(2, 1, timeout=60)
+    assert len({node.node_id for node in allocation.nodes}) == 2
+    group = RayWorkerGroup(WORKER, {}, allocation=allocation, run_id=session.run_id, log_dir=tmp_path)
+    try:
+        envs = [fact["env"] for fact in group.call_all("describe").wait(60)]
+        assert [(e.rank, e.node_rank, e.local_rank, e.local_world_size) for e in envs] == [(0, 0, 0, 1), (1, 1, 0, 1)]
+        assert envs[0].master_address == allocation.nodes[0].address  # not loopback: other machines must reach it
+        group.call_all("init_collective").wait(60)
+        assert group.call("all_reduce", [(1.0,), (2.0,)]).wait(60) == [3.0, 3.0]
+        with pytest.raises(WorkerDied, match="last words") as caught:
+            group.call_all("fail_then_reduce", 1, "kill").wait(60)
+        assert caught.value.rank == 1
+    finally:
+        group.shutdown()
+        allocation.release()
+
+
+def test_two_ranks_per_node_are_refused_with_numbers(session: RaySession) -> None:
+    with pytest.raises(ResourcesError, match=r"after waiting 3 s .*2 different node\(s\) with CPU 2 each.*2 node\(s\)"):
+        allocate(2, 2, timeout=3)
+
+
+def test_same_order_of_nodes_every_time(session: RaySession) -> None:
+    orders = []
+    for _ in range(2):
+        allocation = allocate(2, 1, timeout=60)
+        orders.append([node.node_id for node in allocation.nodes])
+        allocation.release()
+    assert orders[0] == orders[1]
