@@ -76,8 +76,6 @@ class ActorConfig(ConfigNode):
     """Passes over the rollout batch in each step."""
     shuffle: bool = False
     """Shuffle prompts before cutting mini-batches, by seed and epoch."""
-    data_loader_seed: int = 42
-    """Seed of that shuffle."""
     old_log_probs: OldLogProbs = OldLogProbs.auto
     """Log-probs before the update: recompute (a forward pass), rollout (the sampler's), detach (the first forward of
     the update, exact with one update per step), auto (detach with one update per step, else recompute)."""

@@ -65,9 +65,8 @@ NOT_YET: list[NotYet] = [
     ],
     *[row for section in _MODELS for row in _off(f"{section}.grad_offload", instead="use offload_policy")],
     *[
-        NotYet(f"{section}.wrap_policy.{name}", _truthy, "leave it out: decoder layers are sharded")
+        NotYet(f"{section}.wrap_policy.min_num_params", _truthy, "leave it out, or use transformer_layer_cls_to_wrap")
         for section in _MODELS
-        for name in ("transformer_layer_cls_to_wrap", "min_num_params")
     ],
     *[
         row
@@ -84,6 +83,7 @@ NOT_YET: list[NotYet] = [
                     *((f"{_ROLLOUT}.layered_summon",) if section == _MODEL else ()),
                 ),
             ),
+            NotYet(f"{section}.custom_chat_template", _truthy, "put the template into the tokenizer's folder"),
             *_off(f"{section}.use_liger", f"{section}.enable_activation_offload", f"{section}.use_shm"),
             NotYet(f"{section}.fused_kernel_options.impl_backend", _is("triton"), "use torch"),
         )
@@ -126,10 +126,7 @@ NOT_YET: list[NotYet] = [
     ),
     # Data
     *_off("data.use_shm"),
-    NotYet("data.custom_cls.path", _truthy, "convert the data to verl's columns", ("data.custom_cls.name",)),
     NotYet("data.sampler.class_path", _truthy, "leave it out", ("data.sampler.class_name",)),
-    NotYet("data.image_key", _is_not("images"), "images are not read", ()),
-    NotYet("data.video_key", _is_not("videos"), "videos are not read", ()),
     NotYet("data.prompt_id_key", _truthy, "leave it out", ("data.max_prompt_id_length",)),
     # Rewards
     NotYet(
@@ -176,7 +173,9 @@ NO_EFFECT: dict[str, str] = {
     "data.return_raw_input_ids": "prompts always travel as tokens; a grader gets text",
     "data.return_raw_chat": "chat messages always travel with the row",
     "data.return_full_prompt": "the tokens that the model sees are always kept",
-    "data.validation_shuffle": "the order of validation rows changes no number",
+    "data.dataloader_num_workers": "the driver tokenises the prompts of a batch itself",
+    f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",
+    f"{_ROLLOUT}.calculate_log_probs": "the sampler's log-probs always come along and are always compared",
     f"{_ROLLOUT}.mode": "sync and async are the same: the engine always works request by request",
     **{f"{s}.forward_prefetch": "it belongs to FSDP1; FSDP2 prefetches by itself" for s in _MODELS},
 }
@@ -207,7 +206,7 @@ NEWER: dict[str, str] = {
 
 
 def not_available(config: PPOConfig) -> list[str]:
-    """One line for every switch that is on although its feature is not built. Followers of a reported key are left out."""
+    """One line for every switch that is on without its feature being built; followers of a listed key are left out."""
     on = {row.key: row.instead for row in NOT_YET if row.is_on(get_value(config, row.key))}
     return [
         f"{key}={_shown(get_value(config, key))}: not available yet; {instead}"

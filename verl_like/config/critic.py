@@ -44,8 +44,6 @@ class CriticConfig(ConfigNode):
     """Passes over the rollout batch in each step; follows the actor's."""
     shuffle: bool = False
     """Shuffle prompts before cutting mini-batches; follows the actor's."""
-    data_loader_seed: int = 42
-    """Seed of that shuffle; follows the actor's."""
     grad_clip: float = 1.0
     """Largest gradient norm; larger gradients are scaled down."""
     cliprange_value: float = 0.5

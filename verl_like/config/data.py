@@ -32,7 +32,7 @@ class DataConfig(ConfigNode):
     """`data.*`."""
 
     tokenizer: str | None = None
-    """Folder of the tokenizer. Null: actor_rollout_ref.model.tokenizer_path, and without it model.path."""
+    """Folder of the tokenizer. Null: actor_rollout_ref.model.path."""
     use_shm: bool = False
     """Copy data files to shared memory before reading."""
     train_files: list[str] = field(default_factory=lambda: ["~/data/rlhf/gsm8k/train.parquet"])

@@ -249,9 +249,6 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
         f"{_ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm",
     ),
-    Idle(
-        (f"{_ACTOR}.data_loader_seed",), lambda c: not c.actor_rollout_ref.actor.shuffle, f"{_ACTOR}.shuffle is false"
-    ),
     *(
         Idle(
             (f"{section}.optim.min_lr_ratio", f"{section}.optim.num_cycles"),

@@ -23,8 +23,6 @@ class ModelConfig(ConfigNode):
     path: str = "~/models/deepseek-llm-7b-chat"
     """Folder of a Hugging Face causal language model. A folder with config.json but no weights is initialised
     randomly from trainer.seed."""
-    tokenizer_path: str | None = None
-    """Folder of the tokenizer. Null: path."""
     custom_chat_template: str | None = None
     """Chat template (Jinja text) that replaces the tokenizer's own."""
     use_shm: bool = False

@@ -1,4 +1,5 @@
-"""`*.optim.*`: AdamW and its learning-rate schedule. Steps are optimizer steps."""
+"""`*.optim.*`: AdamW and its learning-rate schedule. As in verl the schedule counts training steps: rollout batches,
+however many optimizer steps each one makes."""
 
 from dataclasses import dataclass, field
 
@@ -13,11 +14,11 @@ class OptimConfig(ConfigNode):
     lr: float = 1e-6
     """Peak learning rate."""
     lr_warmup_steps: int = -1
-    """[optimizer steps] Length of the linear warm-up; negative: lr_warmup_steps_ratio decides."""
+    """[training steps] Length of the linear warm-up; negative: lr_warmup_steps_ratio decides."""
     lr_warmup_steps_ratio: float = 0.0
-    """[share of all optimizer steps] Length of the warm-up when lr_warmup_steps is negative."""
+    """[share of all training steps] Length of the warm-up when lr_warmup_steps is negative."""
     total_training_steps: int = -1
-    """[optimizer steps] Length of the schedule; -1: computed from the batch plan."""
+    """[training steps] Length of the schedule; -1: the whole run."""
     warmup_style: WarmupStyle = WarmupStyle.constant
     """Schedule after the warm-up: constant or cosine."""
     min_lr_ratio: float | None = 0.0

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from verl_like.config.actor import ActorConfig, RefConfig
 from verl_like.config.algorithm import AlgorithmConfig
-from verl_like.config.base import ConfigNode, at_least
+from verl_like.config.base import ConfigNode
 from verl_like.config.critic import CriticConfig
 from verl_like.config.data import DataConfig
 from verl_like.config.model import ModelConfig
@@ -19,8 +19,6 @@ class ActorRolloutRefConfig(ConfigNode):
 
     hybrid_engine: bool = True
     """Actor and rollout share processes. False: separate pools."""
-    nccl_timeout: int = 600
-    """[s] Longest single collective between workers."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The network of actor, reference and rollout."""
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -29,9 +27,6 @@ class ActorRolloutRefConfig(ConfigNode):
     """The frozen reference."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Generation."""
-
-    def check(self) -> None:
-        at_least(self, 1, "nccl_timeout")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,14 +6,8 @@ from typing import Any
 from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, require
 from verl_like.config.enums import LOGGERS, Device, Launcher, ResumeMode
 
-
-def _controller_nsight() -> dict[str, Any]:
-    return {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
-
-
-def _worker_nsight() -> dict[str, Any]:
-    capture = {"capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}
-    return {**_controller_nsight(), **capture}
+_CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
+_WORKER_NSIGHT = {**_CONTROLLER_NSIGHT, "capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,9 +76,9 @@ class TrainerConfig(ConfigNode):
     """Folder for all validation responses as jsonl. Null: not kept."""
     profile_steps: list[int] | None = None
     """Steps to profile. Null: none."""
-    controller_nsight_options: dict[str, Any] = field(default_factory=_controller_nsight)
+    controller_nsight_options: dict[str, Any] = field(default_factory=lambda: dict(_CONTROLLER_NSIGHT))
     """Nsight Systems options of the driver."""
-    worker_nsight_options: dict[str, Any] = field(default_factory=_worker_nsight)
+    worker_nsight_options: dict[str, Any] = field(default_factory=lambda: dict(_WORKER_NSIGHT))
     """Nsight Systems options of the workers."""
 
     def check(self) -> None:
@@ -96,6 +90,13 @@ class TrainerConfig(ConfigNode):
         per_node = self.n_gpus_per_node
         legal = per_node == "auto" if isinstance(per_node, str) else per_node >= 1
         require(legal, "n_gpus_per_node", per_node, "must be auto or at least 1")
+        for key, known in (
+            ("controller_nsight_options", _CONTROLLER_NSIGHT),
+            ("worker_nsight_options", _WORKER_NSIGHT),
+        ):
+            options = getattr(self, key)
+            wrong = sorted(set(options) - set(known))
+            require(not wrong, key, options, f"unknown {wrong}; choose from {', '.join(known)}")
         unknown = sorted(set(self.logger) - set(LOGGERS))
         require(not unknown, "logger", self.logger, f"unknown {unknown}; choose from {', '.join(LOGGERS)}")
 

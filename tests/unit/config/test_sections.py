@@ -1,0 +1,103 @@
+"""Dataclasses: defaults, ranges, enums, doc strings, the seed list, and the light import."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_like.config import (
+    ActorConfig,
+    CheckpointConfig,
+    DataConfig,
+    OptimConfig,
+    PPOConfig,
+    RolloutConfig,
+    Strategy,
+    TrainerConfig,
+    resolve_dtype,
+)
+from verl_like.config.schema import find_key, keys, sections, suggest
+
+SEED_KEYS = Path(__file__).with_name("seed_keys.txt").read_text().split()
+
+
+def test_import_is_light():
+    code = "import sys, verl_like.config.doctor, verl_like.config.batch_plan, verl_like.config.aliases;"
+    code += "heavy = {'torch', 'omegaconf', 'hydra', 'ray', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    root = Path(__file__).resolve().parents[3]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+@pytest.mark.parametrize("key", SEED_KEYS)
+def test_seed_key_exists_or_is_an_alias(key):
+    from verl_like.config.aliases import Change, canonical
+
+    path = key.removesuffix(".*")
+    (change,) = canonical([Change(path, "x")])[0]
+    assert find_key(change.key) or change.key in sections(), key
+
+
+def test_seed_list_is_complete():
+    assert len(SEED_KEYS) == 217
+
+
+def test_every_key_has_a_doc_string():
+    assert [path for path, key in keys().items() if not key.doc] == []
+
+
+def test_strings_become_enums_and_wrong_ones_name_the_choices():
+    assert ActorConfig(strategy="fsdp").strategy is Strategy.fsdp  # pyright: ignore
+    with pytest.raises(ValueError, match=r"strategy='deepspeed': choose one of fsdp, fsdp2, megatron"):
+        ActorConfig(strategy="deepspeed")  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ActorConfig(clip_ratio=-0.1), r"clip_ratio=-0.1: must be at least 0"),
+        (lambda: ActorConfig(grad_clip=0), r"grad_clip=0: must be above 0"),
+        (lambda: ActorConfig(clip_ratio_c=1.0), r"clip_ratio_c=1.0: must be above 1"),
+        (lambda: ActorConfig(loss_agg_mode="mean"), r"loss_agg_mode='mean': choose one of token-mean"),
+        (lambda: ActorConfig(ppo_micro_batch_size=8, ppo_micro_batch_size_per_gpu=2), r"remove ppo_micro_batch_size"),
+        (lambda: OptimConfig(betas=[0.9]), r"betas=\[0.9\]: give two numbers"),
+        (lambda: OptimConfig(lr=float("nan")), r"lr=nan"),
+        (lambda: OptimConfig(lr_warmup_steps_ratio=1.5), r"lr_warmup_steps_ratio=1.5: must lie between 0 and 1"),
+        (lambda: DataConfig(train_files=[]), r"train_files=\[\]: give at least one"),
+        (lambda: DataConfig(train_max_samples=0), r"train_max_samples=0: must be -1"),
+        (lambda: RolloutConfig(top_k=0), r"top_k=0: must be -1"),
+        (lambda: RolloutConfig(top_p=0.0), r"top_p=0.0: must be above 0"),
+        (lambda: RolloutConfig(temperature=0.0), r"temperature=0.0: must be above 0"),
+        (lambda: RolloutConfig(max_model_len=100), r"max_model_len=100: must hold prompt_length .* = 1024"),
+        (lambda: RolloutConfig(mode="both"), r"mode='both': choose one of sync, async"),
+        (lambda: TrainerConfig(n_gpus_per_node="all"), r"n_gpus_per_node='all': must be auto"),
+        (lambda: TrainerConfig(n_gpus_per_node=0), r"n_gpus_per_node=0: must be auto"),
+        (lambda: TrainerConfig(logger=["mlflow"]), r"logger=\['mlflow'\]: unknown \['mlflow'\]; choose from console"),
+        (lambda: TrainerConfig(worker_nsight_options={"trase": "cuda"}), r"unknown \['trase'\]"),
+        (lambda: CheckpointConfig(save_contents=["weights"]), r"unknown \['weights'\]"),
+    ],
+)
+def test_a_value_out_of_range_names_key_value_and_fix(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_defaults_that_depart_from_verl():
+    config = PPOConfig()
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (actor.strategy, actor.use_dynamic_bsz, actor.clip_ratio_low) == ("fsdp2", True, None)
+    assert (rollout.tensor_model_parallel_size, rollout.enforce_eager) == (1, False)
+    assert (config.trainer.logger, config.trainer.n_gpus_per_node, config.trainer.device) == (
+        ["console"], "auto", "auto")  # fmt: skip
+
+
+def test_did_you_mean():
+    assert "actor_rollout_ref.rollout.temperature" in suggest("actor_rollout_ref.rollout.temprature")
+    assert "actor_rollout_ref.rollout.gpu_memory_utilization" in suggest("rollout.gpu_memory_utilization")
+    assert "docs/configuration.md" in suggest("qqqqqq.zzzzzz")
+
+
+def test_auto_dtype():
+    assert resolve_dtype("auto", "cuda") == "bfloat16"
+    assert resolve_dtype("auto", "cpu") == "float32"
+    assert resolve_dtype("float16", "cpu") == "float16"
