@@ -139,12 +139,24 @@ class StepLoop:
     def _advance(self) -> None:
         requests, abort = self._agree()
         for request in requests:
-            self._engine.add(request)
-        done = self._engine.abort() if abort else self._engine.step()
+            self._add(request)
+        if abort:
+            done = self._engine.abort()
+        else:
+            done = self._engine.step() if self._engine.has_unfinished() else []
         with self._changed:
             ended = [(self._futures.pop(completion.request_id), completion) for completion in done]
         for future, completion in ended:
             future.set_result(completion)
+
+    def _add(self, request: GenerationRequest) -> None:
+        """A request that the engine refuses fails alone."""
+        try:
+            self._engine.add(request)
+        except ValueError as error:
+            with self._changed:
+                future = self._futures.pop(request.request_id)
+            future.set_exception(error)
 
     def _agree(self) -> tuple[list[GenerationRequest], bool]:
         """The requests to add now, in the order all ranks of the replica use, and whether to abort."""

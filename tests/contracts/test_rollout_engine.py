@@ -1,0 +1,331 @@
+"""Every rollout engine passes the same tests, on a tiny random Qwen2 in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.rollout.tiny import (
+    MAX_LEN,
+    TOKENIZER_SIZE,
+    build,
+    free_port,
+    log_probs,
+    single_process,
+    state,
+    tiny_model,
+)
+from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutEngine, RolloutError, SamplingParams
+
+EOS = (3, 5)
+MODEL = tiny_model()
+SAMPLING = SamplingParams(max_tokens=24, stop_token_ids=EOS)
+
+
+def requests(count: int = 8, sampling: SamplingParams = SAMPLING, first: int = 0) -> list[GenerationRequest]:
+    """Prompts of 1 to 7 tokens, a seed each."""
+    return [
+        GenerationRequest(
+            request_id=f"r{i}",
+            prompt_ids=[(7 * i + j) % 60 + 1 for j in range(1 + i % 7)],
+            sampling=sampling,
+            seed=1000 + i,
+        )
+        for i in range(first, first + count)
+    ]
+
+
+def gap(request: GenerationRequest, completion: Completion) -> float:
+    """Largest difference between the sampled log-probs and the oracle's."""
+    expected = log_probs(MODEL, request.prompt_ids + completion.token_ids)[len(request.prompt_ids) - 1 :]
+    return float((expected - torch.tensor(completion.log_probs)).abs().max())
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def unloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+    shared_memory = set(os.listdir("/dev/shm"))
+    process = single_process()
+    engine = build(request.param, tmp_path_factory.mktemp("model"), process)
+    yield engine
+    engine.shutdown()
+    shutdown_distributed()
+    mine = [name for name in set(os.listdir("/dev/shm")) - shared_memory if "verl_like" in name]
+    assert not [name for name in mine if str(os.getpid()) in name]
+
+
+@pytest.fixture
+def engine(unloaded: RolloutEngine) -> RolloutEngine:
+    if unloaded.weight_version != 1:
+        unloaded.load_weights(iter(state(MODEL).items()), 1)
+    return unloaded
+
+
+def test_refuses_before_the_first_sync(unloaded: RolloutEngine) -> None:
+    unloaded.unload()
+    assert unloaded.weight_version is None
+    with pytest.raises(RolloutError, match="no weights"):
+        unloaded.generate(requests(1))
+    with pytest.raises(RolloutError, match="no weights"):
+        unloaded.score([[1, 2, 3]])
+
+
+def test_scores_are_those_of_the_model(engine: RolloutEngine) -> None:
+    sequences = [[1, 2, 3, 4, 5, 6], [69, 0], list(range(60))]
+    for tokens, scores in zip(sequences, engine.score(sequences), strict=True):
+        assert torch.allclose(torch.tensor(scores), log_probs(MODEL, tokens), atol=1e-5)
+
+
+def test_sampled_log_probs_are_those_of_the_model(engine: RolloutEngine) -> None:
+    asked = requests(12)
+    done = engine.generate(asked)
+    assert [c.request_id for c in done] == [r.request_id for r in asked]
+    assert max(gap(r, c) for r, c in zip(asked, done, strict=True)) < 1e-5
+    assert {c.weight_version for c in done} == {1}
+
+
+def test_ends(engine: RolloutEngine) -> None:
+    done = engine.generate(requests(16))
+    for completion in done:
+        ends = [t in EOS for t in completion.token_ids]
+        assert not any(ends[:-1])
+        assert completion.finish_reason == ("stop" if ends[-1] else "length")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 24
+        assert len(completion.log_probs) == len(completion.token_ids)
+    assert {c.finish_reason for c in done} == {"stop", "length"}
+    ignoring = engine.generate(requests(16, dataclasses.replace(SAMPLING, ignore_eos=True)))
+    assert {(c.finish_reason, len(c.token_ids)) for c in ignoring} == {("length", 24)}
+    assert any(t in EOS for c in ignoring for t in c.token_ids[:-1])
+    for stopped, whole in zip(done, ignoring, strict=True):
+        assert whole.token_ids[: len(stopped.token_ids)] == stopped.token_ids
+
+
+def test_tokens_do_not_depend_on_the_batch(engine: RolloutEngine) -> None:
+    together = {c.request_id: c.token_ids for c in engine.generate(requests(40))}  # more than max_num_seqs
+    for request in (*requests(2), *requests(1, first=39)):
+        assert engine.generate([request])[0].token_ids == together[request.request_id]
+    backwards = engine.generate(requests(10)[::-1])
+    assert all(c.token_ids == together[c.request_id] for c in backwards)
+    other_seed = [dataclasses.replace(r, seed=r.seed + 1) for r in requests(4) if r.seed is not None]
+    assert any(c.token_ids != together[c.request_id] for c in engine.generate(other_seed))
+
+
+def test_unknown_ids_are_never_sampled(engine: RolloutEngine) -> None:
+    hot = SamplingParams(max_tokens=60, temperature=2.0)
+    done = engine.generate(requests(20, hot))
+    assert max(t for c in done for t in c.token_ids) < TOKENIZER_SIZE
+    with torch.no_grad():
+        logits = MODEL(torch.tensor([c.token_ids for c in done])).logits / 2.0
+    assert float(logits.softmax(-1)[..., TOKENIZER_SIZE:].sum(-1).mean()) > 0.05  # the model alone would sample them
+
+
+def test_temperature(engine: RolloutEngine) -> None:
+    warm = SamplingParams(max_tokens=8, temperature=2.0)
+    for request, completion in zip(requests(4), engine.generate(requests(4, warm)), strict=True):
+        tokens = request.prompt_ids + completion.token_ids
+        with torch.no_grad():
+            logits = MODEL(torch.tensor([tokens])).logits[0, :-1, :TOKENIZER_SIZE] / 2.0
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[len(request.prompt_ids) - 1 :, 0]
+        assert torch.allclose(torch.tensor(completion.log_probs), expected, atol=1e-5)
+
+
+def test_greedy(engine: RolloutEngine) -> None:
+    for sampling in (SamplingParams(max_tokens=6, temperature=0.0), SamplingParams(max_tokens=6, do_sample=False)):
+        for request, completion in zip(requests(3), engine.generate(requests(3, sampling)), strict=True):
+            tokens = list(request.prompt_ids)
+            for token in completion.token_ids:
+                with torch.no_grad():
+                    assert token == int(MODEL(torch.tensor([tokens])).logits[0, -1, :TOKENIZER_SIZE].argmax())
+                tokens.append(token)
+            assert gap(request, completion) < 1e-5
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.7}])
+def test_top_k_and_top_p_support(engine: RolloutEngine, limits: dict[str, float]) -> None:
+    sampling = SamplingParams(max_tokens=1, **limits)  # type: ignore[arg-type]
+    prompt = [1, 2, 3]
+    asked = [GenerationRequest(request_id=f"k{i}", prompt_ids=prompt, sampling=sampling, seed=i) for i in range(300)]
+    done = engine.generate(asked)
+    with torch.no_grad():
+        probs = MODEL(torch.tensor([prompt])).logits[0, -1, :TOKENIZER_SIZE].softmax(-1)
+    ordered, order = probs.sort(descending=True)
+    kept = int(limits.get("top_k", TOKENIZER_SIZE))
+    inside = ordered[:kept] / ordered[:kept].sum()
+    if "top_p" in limits:
+        kept = int((inside.cumsum(0) < limits["top_p"]).sum()) + 1
+    allowed = {int(t): float(p) for t, p in zip(order[:kept], ordered[:kept] / ordered[:kept].sum(), strict=True)}
+    assert {c.token_ids[0] for c in done} <= set(allowed)
+    assert all(abs(c.log_probs[0] - torch.tensor(allowed[c.token_ids[0]]).log()) < 1e-4 for c in done)
+    likeliest = sum(c.token_ids[0] == int(order[0]) for c in done) / 300
+    assert abs(likeliest - allowed[int(order[0])]) < 0.12
+
+
+def test_finished_responses_come_while_others_go_on(engine: RolloutEngine) -> None:
+    long = engine.submit(requests(1, dataclasses.replace(SAMPLING, max_tokens=100, ignore_eos=True))[0])
+    order: list[str] = []
+    long.add_done_callback(lambda f: order.append("long"))
+    late = engine.submit(requests(1, dataclasses.replace(SAMPLING, max_tokens=1), first=1)[0])
+    late.add_done_callback(lambda f: order.append("short"))
+    assert len(late.result(60).token_ids) == 1
+    assert len(long.result(60).token_ids) == 100
+
+
+def test_abort(engine: RolloutEngine) -> None:
+    endless = dataclasses.replace(SAMPLING, max_tokens=100, ignore_eos=True)
+    futures = [engine.submit(r) for r in requests(40, endless)]
+    stopper = threading.Timer(0.05, engine.abort_all)
+    stopper.start()
+    reasons = {f.result(60).finish_reason for f in futures}
+    stopper.join()
+    assert "abort" in reasons
+    assert engine.generate(requests(1))[0].finish_reason in ("stop", "length")
+
+
+def test_a_request_that_does_not_fit_is_refused(engine: RolloutEngine) -> None:
+    with pytest.raises(ValueError, match="max_model_len=128"):
+        engine.generate(requests(1, SamplingParams(max_tokens=MAX_LEN)))
+
+
+def test_a_request_that_the_engine_refuses_fails_alone(engine: RolloutEngine) -> None:
+    if type(engine).__name__ != "VLLMRolloutEngine":
+        pytest.skip("transformers takes any temperature")
+    bad = dataclasses.replace(requests(1)[0], request_id="bad", sampling=SamplingParams(max_tokens=2, temperature=50.0))
+    good = engine.submit(requests(1)[0])
+    with pytest.raises(ValueError, match="temperature"):
+        engine.submit(bad).result(60)
+    assert good.result(60).token_ids
+
+
+def test_the_trainers_random_numbers_are_left_alone(engine: RolloutEngine) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    engine.load_weights(iter(state(MODEL).items()), 1)
+    engine.generate([dataclasses.replace(r, seed=None) for r in requests(4)])
+    engine.score([[1, 2, 3]])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_new_weights_replace_all_old_ones(engine: RolloutEngine) -> None:
+    other = tiny_model(seed=9)
+    tokens = list(range(20))
+    engine.generate([GenerationRequest(request_id="fill", prompt_ids=tokens, sampling=SAMPLING, seed=0)])  # cache it
+    engine.load_weights(iter(state(other).items()), 2)
+    assert engine.weight_version == 2
+    assert torch.allclose(torch.tensor(engine.score([tokens])[0]), log_probs(other, tokens), atol=1e-5)
+    done = engine.generate([GenerationRequest(request_id="x", prompt_ids=tokens, sampling=SAMPLING, seed=0)])[0]
+    expected = log_probs(other, tokens + done.token_ids)[19:]
+    assert torch.allclose(torch.tensor(done.log_probs), expected, atol=1e-5)
+    assert done.weight_version == 2
+
+
+def test_failed_load_then_recovery(engine: RolloutEngine) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        for i, item in enumerate(state(MODEL).items()):
+            if i == 5:
+                raise OSError("the trainer died")
+            yield item
+
+    with pytest.raises(OSError, match="trainer died"):
+        engine.load_weights(broken(), 3)
+    assert engine.weight_version is None
+    with pytest.raises(RolloutError, match="no weights"):
+        engine.generate(requests(1))
+    engine.load_weights(iter(state(MODEL).items()), 1)
+    request = requests(1)[0]
+    assert gap(request, engine.generate([request])[0]) < 1e-5
+
+
+def test_weights_can_be_read_back(engine: RolloutEngine) -> None:
+    held = engine.read_weights()
+    sent = state(MODEL)
+    assert held
+    assert set(held) <= set(sent)
+    assert all(torch.equal(tensor, sent[name]) for name, tensor in held.items())
+
+
+def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tmp_path: Path) -> None:
+    if type(engine).__name__ != "VLLMRolloutEngine":
+        with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):
+            build("hf", tmp_path, single_rank_of_two(), tensor_model_parallel_size=2)
+        return
+    expected = [[c.token_ids, c.log_probs] for c in engine.generate(requests(12))]
+    scores = engine.score([[1, 2, 3, 4]])[0]
+    for out in run_two_ranks(tmp_path):
+        assert out["version"] == 1
+        assert [c[0] for c in out["completions"]] == [c[0] for c in expected]
+        for got, wanted in zip(out["completions"], expected, strict=True):
+            assert torch.allclose(torch.tensor(got[1]), torch.tensor(wanted[1]), atol=1e-5)
+        assert torch.allclose(torch.tensor(out["scores"]), torch.tensor(scores), atol=1e-5)
+        assert out["after_abort"] == [c[0] for c in expected[:2]]
+        assert out["shared_memory"] == []
+
+
+def single_rank_of_two() -> ProcessInfo:
+    return ProcessInfo(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"))
+
+
+def run_two_ranks(folder: Path) -> list[dict]:
+    """This file, run as a script on two ranks."""
+    port, root = free_port(), Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(port), str(folder)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            _, errors = process.communicate(timeout=150)
+            assert process.returncode == 0, errors.decode()[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def rank_main(rank: int, port: int, folder: Path) -> None:
+    """One rank of a replica of two. The order in which requests arrive differs between the ranks."""
+    process = init_distributed(rank, 2, rank, 2, "127.0.0.1", port, "cpu")
+    (folder / f"model{rank}").mkdir()
+    engine = build("vllm", folder / f"model{rank}", process, tensor_model_parallel_size=2)
+    engine.load_weights(iter(state(MODEL).items()), 1)
+    asked = requests(12)
+    futures = {r.request_id: engine.submit(r) for r in (asked if rank == 0 else asked[::-1])}
+    completions = [futures[r.request_id].result(120) for r in asked]
+    scores = engine.score([[1, 2, 3, 4]])[0]
+    endless = [engine.submit(r) for r in requests(4, dataclasses.replace(SAMPLING, max_tokens=100, ignore_eos=True))]
+    engine.abort_all()
+    assert all(f.done() for f in endless)
+    after_abort = [c.token_ids for c in engine.generate(requests(2))]
+    version = engine.weight_version
+    engine.shutdown()
+    left = [name for name in os.listdir("/dev/shm") if f"test-{os.getpid()}" in name]
+    shutdown_distributed()
+    out = {
+        "version": version,
+        "completions": [[c.token_ids, c.log_probs] for c in completions],
+        "scores": scores,
+        "after_abort": after_abort,
+        "shared_memory": left,
+    }
+    (folder / f"rank{rank}.json").write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

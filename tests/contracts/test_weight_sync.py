@@ -1,0 +1,182 @@
+"""Weight sync into every rollout engine: what arrives is proved, what does not arrive is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import torch
+
+from tests.unit.rollout.tiny import FakeTrainEngine, Items, build, log_probs, single_process, tiny_model
+from verl_like.config import RolloutConfig
+from verl_like.engine.protocol import TrainEngine
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.rollout.protocol import GenerationRequest, RolloutEngine, RolloutError, SamplingParams
+from verl_like.weight_sync.sync import WeightSync, WeightSyncError
+
+REQUEST = GenerationRequest(request_id="r", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4), seed=1)
+K, V = "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    yield single_process()
+    shutdown_distributed()
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def rollout(
+    request: pytest.FixtureRequest, process: ProcessInfo, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutEngine]:
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+    engine = build(request.param, tmp_path_factory.mktemp("model"), process)
+    yield engine
+    engine.shutdown()
+
+
+def _sync(engine: FakeTrainEngine, rollout: RolloutEngine, process: ProcessInfo, **config: object) -> WeightSync:
+    return WeightSync(cast(TrainEngine, engine), rollout, RolloutConfig(**config), process)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("load_format", ["dummy_dtensor", "dummy_hf"])
+def test_proved_sync(rollout: RolloutEngine, process: ProcessInfo, load_format: str) -> None:
+    engine = FakeTrainEngine(tiny_model(seed=3))
+    sync = _sync(engine, rollout, process, load_format=load_format, update_weights_bucket_megabytes=1)
+    report = sync.sync(7)
+    assert report.version == rollout.weight_version == 7
+    assert report.num_tensors == len(engine.weight_names())
+    assert report.bytes == sum(4 * shape.numel() for shape in engine.weight_names().values())
+    assert 0 < report.num_read_back <= report.num_tensors
+    assert report.probe_gap is not None
+    assert report.probe_gap < 1e-5
+    done = rollout.generate([REQUEST])[0]
+    expected = log_probs(engine.model, REQUEST.prompt_ids + done.token_ids)[2:]
+    assert torch.allclose(torch.tensor(done.log_probs), expected, atol=1e-5)
+    engine.model = tiny_model(seed=4)
+    assert sync.sync(8).probe_gap is not None
+    assert rollout.weight_version == 8
+
+
+def _drop(items: Items) -> Items:
+    return ((n, t) for n, t in items if n != K)
+
+
+def _swap(items: Items) -> Items:
+    return (({K: V, V: K}.get(n, n), t) for n, t in items)
+
+
+def _stale(items: Items) -> Items:
+    old = tiny_model(seed=0).get_parameter(V).detach()
+    return ((n, old if n == V else t) for n, t in items)
+
+
+def _reshape(items: Items) -> Items:
+    return ((n, t[:-1] if n == K else t) for n, t in items)
+
+
+def _twice(items: Items) -> Items:
+    for name, tensor in items:
+        yield name, tensor
+        if name == K:
+            yield name, tensor
+
+
+def _invent(items: Items) -> Items:
+    yield from items
+    yield "model.layers.9.self_attn.k_proj.weight", torch.zeros(64, 64)
+
+
+def _nan(items: Items) -> Items:
+    return ((n, t * float("nan") if n == V else t) for n, t in items)
+
+
+def _die(items: Items) -> Items:
+    for i, item in enumerate(items):
+        if i == 7:
+            raise OSError("trainer lost")
+        yield item
+
+
+FAULTS = {
+    "dropped": (_drop, f"missing: {K}"),
+    "swapped k and v": (_swap, "log-probs of the probe"),
+    "stale": (_stale, "log-probs of the probe"),
+    "shape": (_reshape, f"shape: {K}"),
+    "duplicate": (_twice, f"duplicate: {K}"),
+    "unexpected": (_invent, "unexpected: model.layers.9"),
+    "nan": (_nan, "log-probs of the probe"),
+    "interrupted": (_die, "trainer lost"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("first", [True, False], ids=["first sync", "later sync"])
+def test_faults_are_caught_and_a_full_sync_recovers(
+    rollout: RolloutEngine, process: ProcessInfo, fault: str, first: bool
+) -> None:
+    spoil, message = FAULTS[fault]
+    engine = FakeTrainEngine(tiny_model(seed=3))
+    sync = _sync(engine, rollout, process)
+    if not first:
+        sync.sync(1)
+    engine.spoil = spoil
+    with pytest.raises(WeightSyncError, match=message):
+        sync.sync(2)
+    assert rollout.weight_version is None
+    with pytest.raises(RolloutError, match="no weights"):
+        rollout.generate([REQUEST])
+    engine.spoil = lambda items: items
+    assert (sync.sync(3).probe_gap or 0.0) < 1e-5
+    assert rollout.generate([REQUEST])[0].weight_version == 3
+
+
+def test_an_engine_that_loads_wrongly_is_caught_by_checksums(
+    rollout: RolloutEngine, process: ProcessInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeTrainEngine(tiny_model(seed=3))
+    name = "model.layers.0.self_attn.k_proj.bias"
+    load = rollout.load_weights
+
+    def load_wrongly(stream: Items, version: int) -> None:
+        load(((n, t.flip(0) if n == name else t) for n, t in stream), version)
+
+    monkeypatch.setattr(rollout, "load_weights", load_wrongly)
+    with pytest.raises(WeightSyncError, match=f"differs in the rollout engine: {name}"):
+        _sync(engine, rollout, process).sync(1)
+    assert rollout.weight_version is None
+
+
+def test_without_the_probe_names_are_still_accounted_for(rollout: RolloutEngine, process: ProcessInfo) -> None:
+    engine = FakeTrainEngine(tiny_model(seed=3))
+    sync = _sync(engine, rollout, process, sync_probe=False)
+    report = sync.sync(1)
+    assert (report.probe_gap, report.num_read_back) == (None, 0)
+    engine.spoil = _drop
+    with pytest.raises(WeightSyncError, match="missing"):
+        sync.sync(2)
+
+
+def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: pytest.TempPathFactory) -> None:
+    from transformers import AutoConfig
+
+    from verl_like.rollout.hf import HFRolloutEngine
+
+    engine = FakeTrainEngine(tiny_model(seed=3, tie_word_embeddings=True))
+    assert "lm_head.weight" not in engine.weight_names()
+    folder = tmp_path_factory.mktemp("tied")
+    engine.model.config.save_pretrained(folder)
+    rollout = HFRolloutEngine(
+        RolloutConfig(name="hf"),
+        process=process,
+        hf_config=AutoConfig.from_pretrained(folder),
+        dtype=torch.float32,
+        tokenizer_size=70,
+        max_model_len=64,
+        seed=0,
+    )
+    try:
+        assert (_sync(engine, rollout, process).sync(1).probe_gap or 0.0) < 1e-5
+    finally:
+        rollout.shutdown()
