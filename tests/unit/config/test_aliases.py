@@ -1,0 +1,101 @@
+"""Old and newer spellings: where they go, what they become, and the warning line."""
+
+import re
+
+import pytest
+
+from verl_like.config import aliases
+from verl_like.config.aliases import Change, canonical
+from verl_like.config.schema import find_key, sections
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"{A}.checkpoint.contents", f"{A}.checkpoint.save_contents"),
+        (f"{A}.optim.clip_grad", f"{A}.grad_clip"),
+        ("critic.optim.clip_grad", "critic.grad_clip"),
+        ("critic.optim.lr_scheduler_type", "critic.optim.warmup_style"),
+        ("critic.fsdp.param_offload", "critic.model.fsdp_config.param_offload"),
+        ("critic.fsdp.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size"),
+        (f"{A}.fsdp_config.ulysses_sequence_parallel_size", f"{A}.ulysses_sequence_parallel_size"),
+        ("reward_model.model.fsdp_config.min_num_params", "reward_model.model.fsdp_config.wrap_policy.min_num_params"),
+        (f"{A}.fsdp_config.mixed_precision.param_dtype", f"{A}.fsdp_config.dtype"),
+        (f"{A}.use_remove_padding", "actor_rollout_ref.model.use_remove_padding"),
+        ("actor_rollout_ref.model.external_libs", "actor_rollout_ref.model.external_lib"),
+        (f"{R}.checkpoint_engine.update_weights_bucket_megabytes", f"{R}.update_weights_bucket_megabytes"),
+        ("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
+        ("ray_kwargs.ray_init.num_cpus", "ray_init.num_cpus"),
+        ("ray_kwargs.timeline_json_file", "ray_init.timeline_json_file"),
+        ("reward.custom_reward_function.path", "custom_reward_function.path"),
+        ("reward.num_workers", "custom_reward_function.num_workers"),
+        ("reward.reward_manager.name", "reward_model.reward_manager"),
+        ("reward.sandbox_fusion.url", "reward_model.sandbox_fusion.url"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "reward_model.overlong_buffer.len"),
+        ("reward.reward_model.enable", "reward_model.enable"),
+    ],
+)
+def test_renamed(old, new):
+    (change,), warnings = canonical([Change(old, 1)])
+    assert change == Change(new, 1)
+    assert find_key(new), "an alias must lead to a key"
+    assert warnings == [f"{old} is another spelling of {new}; use {new}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "warns"),
+    [
+        *((f"{R}.load_format", old, "dummy_dtensor", True) for old in ("auto", "dtensor", "dummy", "safetensors")),
+        (f"{R}.load_format", "dummy_megatron", "dummy_dtensor", True),
+        (f"{R}.load_format", "hf", "dummy_hf", True),
+        (f"{R}.load_format", "dummy_hf", "dummy_hf", False),
+        ("trainer.logger", "tracking", ["wandb"], True),
+        ("trainer.logger", "wandb", ["wandb"], False),
+        ("trainer.logger", ["stdout", "tracking"], ["console", "wandb"], True),
+        (f"{R}.top_k", 0, -1, True),
+        (f"{R}.val_kwargs.top_k", 0, -1, True),
+        (f"{R}.top_k", 50, 50, False),
+        ("data.train_files", "/a.parquet", ["/a.parquet"], False),
+        ("data.val_files", None, [], False),
+        (f"{A}.fsdp_config.model_dtype", "fp32", "float32", True),
+        (f"{R}.dtype", "bf16", "bfloat16", True),
+        (f"{A}.kl_loss_type", "k3", "low_var_kl", True),
+        ("data.train_files", "${data.val_files}", "${data.val_files}", False),
+    ],
+)
+def test_values(key, old, new, warns):
+    (change,), warnings = canonical([Change(key, old)])
+    assert change == Change(key, new)
+    assert bool(warnings) is warns
+
+
+def test_global_sizes_stay_and_warn():
+    changes, warnings = canonical([Change(f"{A}.ppo_micro_batch_size", 64)])
+    assert changes == [Change(f"{A}.ppo_micro_batch_size", 64)]
+    assert "divided by the data-parallel size; use actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu" in warnings[0]
+    assert canonical([Change(f"{A}.ppo_micro_batch_size", None)])[1] == []
+
+
+def test_dropped_keys_say_why():
+    changes, warnings = canonical([Change("critic.rollout_n", 8)])
+    assert (changes, warnings) == ([], ["critic.rollout_n has no effect: it follows actor_rollout_ref.rollout.n"])
+
+
+def test_bypass_mode_sets_old_log_probs():
+    key = "algorithm.rollout_correction.bypass_mode"
+    assert canonical([Change(key, True)])[0] == [Change(f"{A}.old_log_probs", "rollout")]
+    assert canonical([Change(key, False)])[0] == []
+
+
+def test_tables_do_not_shadow_real_keys():
+    for key in aliases.DROPPED:
+        assert find_key(key) is None
+    for key, new in aliases.DEPRECATED.items():
+        assert find_key(key) and find_key(new)
+    from verl_like.config.schema import keys
+
+    renamed = [key for key in keys() for pattern, _ in aliases.RENAMED if re.fullmatch(pattern, key)]
+    assert renamed == []
+    assert not set(aliases.DROPPED) & sections()

@@ -1,0 +1,191 @@
+"""BatchPlan: hand-computed sizes on one rank and many, and the message of each size that does not fit."""
+
+import dataclasses
+
+import pytest
+
+from verl_like.config import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    DataConfig,
+    PPOConfig,
+    RefConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from verl_like.config.batch_plan import BatchPlan, MicroBatchRule
+
+
+def config(*, batch=64, mini=16, n=8, actor=None, rollout=None, ref=None, critic=None, algorithm=None, trainer=None):
+    return PPOConfig(
+        data=DataConfig(train_batch_size=batch),
+        actor_rollout_ref=ActorRolloutRefConfig(
+            actor=ActorConfig(ppo_mini_batch_size=mini, **(actor or {})),
+            rollout=RolloutConfig(n=n, **(rollout or {})),
+            ref=RefConfig(**(ref or {})),
+        ),
+        critic=CriticConfig(**(critic or {})),
+        algorithm=AlgorithmConfig(**({"adv_estimator": "grpo"} | (algorithm or {}))),
+        trainer=TrainerConfig(**(trainer or {})),
+    )
+
+
+def test_one_rank_by_hand():
+    plan = BatchPlan.build(config(actor={"ppo_epochs": 2}), world_size=1, num_train_prompts=7473)
+    assert plan.sequences_per_step == 512
+    assert plan.sequences_per_rank == 512
+    assert (plan.actor_mini_batches, plan.actor_mini_batch_prompts, plan.actor_mini_batch_sequences) == (4, 16, 128)
+    assert plan.optimizer_steps_per_rollout == 8
+    assert (plan.steps_per_epoch, plan.total_training_steps) == (116, 3480)  # 7473 // 64, 30 epochs
+    assert plan.optimizer_steps_total == 3480 * 8
+    assert plan.old_log_probs == "recompute"
+    assert (plan.needs_critic, plan.critic_mini_batches, plan.critic_optimizer_steps_total) == (False, 0, 0)
+
+
+def test_many_ranks_by_hand():
+    built = config(
+        actor={"ulysses_sequence_parallel_size": 2, "ppo_max_token_len_per_gpu": 1000},
+        rollout={"tensor_model_parallel_size": 4},
+        trainer={"total_training_steps": 10},
+    )
+    plan = BatchPlan.build(built, world_size=8)
+    assert (plan.data_parallel_size, plan.rollout_replicas, plan.tensor_parallel_size) == (4, 2, 4)
+    assert plan.sequences_per_rank == 128
+    assert plan.actor_micro == MicroBatchRule(max_tokens=2000)
+    assert (plan.steps_per_epoch, plan.total_training_steps, plan.optimizer_steps_total) == (None, 10, 40)
+
+
+def test_lengths_stay_open_when_nobody_knows_them():
+    plan = BatchPlan.build(config(), 1)
+    assert (plan.steps_per_epoch, plan.total_training_steps, plan.optimizer_steps_total) == (None, None, None)
+
+
+def test_the_critic_has_its_own_sizes_and_warm_up_takes_actor_steps_away():
+    built = config(
+        algorithm={"adv_estimator": "gae"},
+        critic={"ppo_mini_batch_size": 32, "ppo_epochs": 3},
+        trainer={"total_training_steps": 10, "critic_warmup": 4},
+    )
+    plan = BatchPlan.build(built, 2)
+    assert (plan.critic_mini_batches, plan.critic_mini_batch_sequences) == (2, 256)
+    assert (plan.critic_optimizer_steps_per_rollout, plan.critic_optimizer_steps_total) == (6, 60)
+    assert plan.optimizer_steps_total == (10 - 4) * 4
+
+
+def test_critic_enable_overrules_the_estimator():
+    built = config(critic={"enable": True, "ppo_mini_batch_size": 64})
+    assert BatchPlan.build(built, 1).needs_critic
+
+
+@pytest.mark.parametrize(
+    ("mini", "choice", "kl_in_reward", "expected"),
+    [
+        (64, "auto", False, "detach"),
+        (64, "auto", True, "recompute"),
+        (16, "auto", False, "recompute"),
+        (64, "recompute", False, "recompute"),
+        (16, "rollout", False, "rollout"),
+        (64, "detach", False, "detach"),
+    ],
+)
+def test_old_log_probs(mini, choice, kl_in_reward, expected):
+    built = config(mini=mini, actor={"old_log_probs": choice}, algorithm={"use_kl_in_reward": kl_in_reward})
+    assert BatchPlan.build(built, 1).old_log_probs == expected
+
+
+def test_detach_is_refused_where_it_would_be_wrong():
+    with pytest.raises(ValueError, match=r"old_log_probs=detach: holds for one update per step, here are 4"):
+        BatchPlan.build(config(actor={"old_log_probs": "detach"}), 1)
+    built = config(mini=64, actor={"old_log_probs": "detach"}, algorithm={"use_kl_in_reward": True})
+    with pytest.raises(ValueError, match=r"use_kl_in_reward=true needs them earlier"):
+        BatchPlan.build(built, 1)
+
+
+@pytest.mark.parametrize(("loss", "reward", "needed"), [(0, 0, False), (1, 0, True), (0, 1, True)])
+def test_reference_exists_with_a_kl_term(loss, reward, needed):
+    built = config(actor={"use_kl_loss": bool(loss)}, algorithm={"use_kl_in_reward": bool(reward)})
+    assert BatchPlan.build(built, 1).needs_reference is needed
+
+
+BY_COUNT = {"use_dynamic_bsz": False}
+LOG_BY_COUNT = {"log_prob_use_dynamic_bsz": False}
+
+
+def test_micro_sizes_by_count_fall_back_on_the_actors():
+    built = config(
+        actor=BY_COUNT | {"ppo_micro_batch_size_per_gpu": 4},
+        rollout=LOG_BY_COUNT,
+        ref=LOG_BY_COUNT | {"log_prob_micro_batch_size_per_gpu": 16},
+    )
+    plan = BatchPlan.build(built, 2)
+    assert plan.actor_micro == plan.log_prob_micro == MicroBatchRule(max_sequences=4)
+    assert plan.ref_micro == MicroBatchRule(max_sequences=16)
+
+
+def test_deprecated_global_micro_sizes_are_divided_by_the_data_parallel_size():
+    built = config(
+        algorithm={"adv_estimator": "gae"},
+        actor=BY_COUNT | {"ppo_micro_batch_size": 64, "ulysses_sequence_parallel_size": 2},
+        rollout=LOG_BY_COUNT | {"log_prob_micro_batch_size": 128},
+        ref=LOG_BY_COUNT | {"log_prob_micro_batch_size": 32},
+        critic=BY_COUNT | {"ppo_micro_batch_size": 8, "forward_micro_batch_size": 12, "ppo_mini_batch_size": 64},
+    )
+    plan = BatchPlan.build(built, 8)  # 4 data parallel
+    sizes = [plan.actor_micro, plan.log_prob_micro, plan.ref_micro, plan.critic_micro, plan.critic_forward_micro]
+    assert [rule.max_sequences for rule in sizes] == [16, 32, 8, 2, 3]
+
+
+def test_all_sizes_that_do_not_fit_are_listed_with_numbers():
+    built = config(
+        batch=100,
+        mini=30,
+        actor=BY_COUNT | {"ppo_micro_batch_size": 10},
+        rollout={"tensor_model_parallel_size": 2},
+    )
+    with pytest.raises(ValueError) as caught:
+        BatchPlan.build(built, world_size=3, num_train_prompts=99)
+    message = str(caught.value)
+    assert "tensor_model_parallel_size=2: must divide the number of processes" in message
+    assert "= 3)" in message
+    assert "ppo_mini_batch_size=30: must divide data.train_batch_size=100; the nearest that does is 25" in message
+    assert "data.train_batch_size=100: there are only 99 training prompts" in message
+    assert "ppo_micro_batch_size=10: must be a multiple of the data-parallel size 3" in message
+
+
+def test_a_mini_batch_larger_than_the_batch_names_the_fix():
+    with pytest.raises(ValueError, match=r"set actor_rollout_ref.actor.ppo_mini_batch_size=64 or less"):
+        BatchPlan.build(config(mini=256), 1)
+
+
+def test_counting_without_a_size_is_an_error():
+    with pytest.raises(ValueError, match=r"set actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, or .*=true"):
+        BatchPlan.build(config(actor=BY_COUNT), 1)
+
+
+def test_the_critic_is_not_checked_when_there_is_none():
+    BatchPlan.build(config(critic=BY_COUNT | {"ppo_mini_batch_size": 7}), 1)
+
+
+def test_rule_holds_exactly_one_bound():
+    for bounds in ({}, {"max_tokens": 1, "max_sequences": 1}):
+        with pytest.raises(ValueError, match="exactly one"):
+            MicroBatchRule(**bounds)
+
+
+def test_table_shows_what_a_user_asks_for():
+    plan = BatchPlan.build(config(actor={"use_kl_loss": True}), 2, 640)
+    table = plan.table()
+    assert "64 prompts x 8 = 512 sequences" in table
+    assert "4 mini-batches of 16 prompts (128 sequences), 4 optimizer steps" in table
+    assert "reference micro-batch" in table
+    assert "critic" not in table
+    assert "300 (1,200 optimizer steps of the actor)" in table
+    widths = {len(line) - len(line[2:].lstrip()) for line in table.splitlines()[1:]}
+    assert widths == {2}
+
+
+def test_plan_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BatchPlan.build(config(), 1).world_size = 3  # pyright: ignore

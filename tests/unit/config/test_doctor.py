@@ -1,0 +1,125 @@
+"""Doctor: impossible combinations are one error that lists them all; idle settings are warnings that say why."""
+
+import pytest
+
+from verl_like.config import PPOConfig
+from verl_like.config.availability import NO_EFFECT, NOT_YET, governed_keys
+from verl_like.config.doctor import IDLE, _covers
+from verl_like.config.schema import find_key, keys
+from verl_like.trainer.compose import compose_with_warnings
+
+A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+
+
+def warnings_of(*overrides):
+    return compose_with_warnings(overrides)[1]
+
+
+def test_the_default_configuration_is_quiet():
+    assert warnings_of() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["critic.enable=false"], "critic.enable=False with algorithm.adv_estimator=gae"),
+        (["algorithm.adv_estimator=grpo"], f"{R}.n=1 with algorithm.adv_estimator=grpo"),
+        (["algorithm=grpo", f"{R}.n=4", "trainer.critic_warmup=2"], "trainer.critic_warmup=2 without a critic"),
+        ([f"{R}.do_sample=false", f"{R}.n=2"], f"{R}.do_sample=False with {R}.n=2"),
+        ([f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2"], "the hf engine has no tensor parallelism"),
+        ([f"{R}.val_kwargs.do_sample=true"], f"{R}.val_kwargs.do_sample=True with temperature=0.0"),
+        ([f"{R}.val_kwargs.n=4"], f"{R}.val_kwargs.n=4 without sampling"),
+        ([f"{R}.response_length=100"], f"{R}.response_length=100 with data.max_response_length=512"),
+        ([f"{R}.enable_chunked_prefill=false", f"{R}.max_num_batched_tokens=1000"], "must be at least max_model_len"),
+        (["trainer.resume_mode=resume_path"], "without trainer.resume_from_path"),
+        (["trainer.val_only=true", "data.val_files=[]"], "there is nothing to validate on"),
+        (["trainer.launcher=local", "trainer.n_gpus_per_node=2"], "local runs one process"),
+        ([f"{A}.checkpoint.save_contents=[model]", f"{A}.checkpoint.load_contents=[model,optimizer]",
+          "trainer.save_freq=5"], r"asks for ['optimizer']"),
+    ],
+)  # fmt: skip
+def test_impossible_combinations(overrides, message):
+    with pytest.raises(ValueError) as caught:
+        compose_with_warnings(overrides)
+    assert message in str(caught.value)
+
+
+def test_all_problems_in_one_error():
+    with pytest.raises(ValueError) as caught:
+        compose_with_warnings(["critic.enable=false", "trainer.resume_mode=resume_path", "reward_model.enable=true"])
+    assert len(caught.value.problems) == 3  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{A}.ppo_micro_batch_size_per_gpu=4"], f"{A}.use_dynamic_bsz=true cuts by tokens"),
+        ([f"{A}.kl_loss_coef=0.1"], f"{A}.use_kl_loss is false"),
+        ([f"{F}.fsdp_config.param_offload=true"], "no KL term needs a reference"),
+        (["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.use_kl_in_reward is false"),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=0.5"], "algorithm.kl_ctrl.type is fixed"),
+        (["algorithm=grpo", f"{R}.n=2", "algorithm.lam=0.9"], "grpo gives all tokens of a response one advantage"),
+        (["algorithm=grpo", f"{R}.n=2", "critic.optim.lr=1"], "there is no critic"),
+        (["algorithm.norm_adv_by_std_in_grpo=false"], "algorithm.adv_estimator is not grpo"),
+        ([f"{A}.optim.min_lr_ratio=0.1"], "warmup_style is constant"),
+        (["rollout=hf", f"{R}.gpu_memory_utilization=0.9"], f"{R}.name is hf"),
+        (["trainer.total_training_steps=5", "trainer.total_epochs=2"], "sets the length of the run"),
+        ([f"{R}.mode=async"], "the engine always works request by request"),
+        (["algorithm.pf_ppo.weight_pow=3"], "it belongs to algorithm.use_pf_ppo, which is not in use"),
+        (["trainer.worker_nsight_options.kill=all"], "it belongs to trainer.profile_steps"),
+        ([f"{A}.ppo_max_token_len_per_gpu=100"], "is below data.max_prompt_length + data.max_response_length = 1024"),
+    ],
+)
+def test_idle_and_risky_settings_are_warned_about(overrides, message):
+    assert [w for w in warnings_of(*overrides) if message in w], warnings_of(*overrides)
+
+
+def test_a_setting_equal_to_the_default_is_not_warned_about():
+    assert warnings_of(f"{A}.kl_loss_coef=0.001") == []
+
+
+def test_every_row_names_real_keys():
+    for row in NOT_YET:
+        assert find_key(row.key), row.key
+        for name in row.governs:
+            assert (name.endswith(".") and any(k.startswith(name) for k in keys())) or find_key(name), name
+        assert not row.is_on(keys()[row.key].default), f"{row.key}: on by default"
+    for key in NO_EFFECT:
+        assert find_key(key), key
+    for row in IDLE:
+        for pattern in row.keys:
+            assert any(_covers((pattern,), key) for key in keys()), pattern
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (f"{A}.strategy=fsdp", f"{A}.strategy=fsdp: not available yet; use fsdp2"),
+        (f"{A}.ulysses_sequence_parallel_size=2", "not available yet; set it to 1"),
+        ("actor_rollout_ref.model.lora_rank=8", "not available yet; set it to 0"),
+        (f"{R}.name=sglang", f"{R}.name=sglang: not available yet; use vllm or hf"),
+        (f"{R}.multi_turn.enable=True", "not available yet"),
+        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator=rloo: not available yet; use gae or grpo"),
+        (f"{A}.policy_loss.loss_mode=gspo", "not available yet; use vanilla"),
+        ("actor_rollout_ref.hybrid_engine=False", "not available yet"),
+        ("+trainer.v1.trainer_mode=async", "not available yet (asynchronous trainers)"),
+    ],
+)  # fmt: skip
+def test_what_is_not_built_is_refused_by_name(override, line):
+    with pytest.raises(ValueError) as caught:
+        compose_with_warnings([override])
+    assert line in str(caught.value)
+    assert len(caught.value.problems) == 1  # pyright: ignore
+
+
+def test_governed_keys_exclude_the_switch():
+    row = next(row for row in NOT_YET if row.key == "algorithm.filter_groups.enable")
+    assert governed_keys(row) == [
+        "data.gen_batch_size", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches",
+    ]  # fmt: skip
+
+
+def test_defaults_are_available():
+    from verl_like.config.availability import not_available
+
+    assert not_available(PPOConfig()) == []
