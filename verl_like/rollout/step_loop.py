@@ -174,7 +174,7 @@ class StepLoop:
         while missing := [i for i in ids if i not in self._waiting]:
             left = deadline - time.monotonic()
             if self._closing or left <= 0 or not self._changed.wait(left):
-                raise RolloutError(f"rank {dist.get_rank()} was not given requests {missing[:4]} of its replica")
+                raise RolloutError(f"this rank was not given requests {missing[:4]} of its replica")
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

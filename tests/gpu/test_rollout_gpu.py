@@ -1,0 +1,68 @@
+"""Rollout and weight sync on CUDA, in bfloat16 and with sleep mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, free_port, tiny_config, tiny_model
+from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.engine.protocol import TrainEngine
+from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.rollout.build import build_rollout_engine
+from verl_like.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams
+from verl_like.weight_sync.sync import WeightSync
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    yield init_distributed(0, 1, 0, 1, "127.0.0.1", free_port(), "cuda")
+    shutdown_distributed()
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def rollout(
+    request: pytest.FixtureRequest, process: ProcessInfo, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutEngine]:
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+    folder: Path = tmp_path_factory.mktemp("model")
+    tiny_config().save_pretrained(folder)
+    engine = build_rollout_engine(
+        RolloutConfig(name=request.param, max_num_seqs=32, gpu_memory_utilization=0.2, enforce_eager=True),
+        ModelConfig(path=str(folder)),
+        process=process,
+        hf_config=tiny_config(),
+        tokenizer_size=TOKENIZER_SIZE,
+        max_model_len=MAX_LEN,
+        seed=1,
+        run_id="gpu-test",
+    )
+    yield engine
+    engine.shutdown()
+
+
+def test_sync_generate_sleep_sync(rollout: RolloutEngine, process: ProcessInfo) -> None:
+    trainer = FakeTrainEngine(tiny_model(seed=3))
+    sync = WeightSync(cast(TrainEngine, trainer), rollout, RolloutConfig(), process, trainer_dtype=torch.bfloat16)
+    sampling = SamplingParams(max_tokens=16, stop_token_ids=(3,))
+    requests = [
+        GenerationRequest(request_id=str(i), prompt_ids=[1 + i, 2], sampling=sampling, seed=i) for i in range(40)
+    ]
+    for version in (1, 2):
+        report = sync.sync(version)
+        assert report.probe_gap is not None
+        assert report.num_read_back == report.num_tensors
+        done = rollout.generate(requests)
+        assert all(0 <= t < TOKENIZER_SIZE for c in done for t in c.token_ids)
+        rollout.sleep()
+    rollout.wake()
+    assert len(rollout.generate(requests)) == 40
