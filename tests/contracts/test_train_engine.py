@@ -72,7 +72,7 @@ def test_log_probs_are_those_of_the_plain_model(build: Build, process: ProcessIn
 def test_names_are_accounted_for(build: Build, process: ProcessInfo, path: str) -> None:
     for kind in ("policy", "value"):
         engine = build(process, path, kind=kind)
-        exported = {name: tensor for name, tensor in engine.export_weights(torch.bfloat16)}
+        exported = dict(engine.export_weights(torch.bfloat16))
         assert {name: tensor.shape for name, tensor in exported.items()} == engine.weight_names()
         assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
 

@@ -47,7 +47,7 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert layout.resolve_resume(chosen) == early
     assert layout.read_trainer_state(early) == {"step": 5}
     for wrong in (str(tmp_path), str(tmp_path / "global_step_99")):
-        with pytest.raises(ValueError, match="global_step|trainer_state"):
+        with pytest.raises(ValueError, match=r"global_step|trainer_state"):
             layout.resolve_resume(trainer(resume_mode="resume_path", resume_from_path=wrong))
 
 

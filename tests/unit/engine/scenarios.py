@@ -1,4 +1,4 @@
-"""What tests of several ranks run in every process: the same function on one rank and on two gives comparable results."""
+"""What tests of several ranks run in each process: one function, comparable results on one rank and on two."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gradients(engine: FSDPEngine, rows: Experience, whole: Experience) -> dict[s
 
 
 def update(process: ProcessInfo, path: str, save_to: str | None = None) -> dict[str, Any]:
-    """Gradients, log-probs and three optimizer steps (the second has no rows but on rank 0); optionally a checkpoint."""
+    """Gradients, log-probs, three optimizer steps (in the second only rank 0 has rows), optionally a checkpoint."""
     batch = experience(9)
     result: dict[str, Any] = {}
     engine = build_engine(process, path)

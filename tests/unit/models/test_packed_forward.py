@@ -1,4 +1,4 @@
-"""Packed = one sequence at a time = padded rows with full logits, in values and gradients, for several architectures."""
+"""Packed = one sequence at a time = padded rows with full logits, in values and gradients, on several models."""
 
 from __future__ import annotations
 
