@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from verl_like.batch import Evaluated
 from verl_like.cluster.launch import RaySession, connect
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.protocol import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
@@ -99,6 +101,12 @@ class TestBothGroups:
         assert first.wait()[0] == first.wait()[0] == 2
         assert first.done()
 
+    def test_structs_of_tensors_travel(self, group: Group) -> None:
+        sent = Evaluated(response_length_B=torch.tensor([1, 3]), values_BR=torch.tensor([[1.5, 0, 0], [2, 3, 4]]))
+        for arrived in group.call_all("double", sent).wait():
+            assert arrived.response_length_B.tolist() == [2, 6]
+            assert torch.equal(arrived.values_BR, sent.values_BR)
+
     def test_wrong_number_of_arguments_is_told(self, group: Group) -> None:
         with pytest.raises(ValueError, match=f"for 5 ranks, but the group has {group.world_size}"):
             group.call("add", [(1,)] * 5)
@@ -113,6 +121,7 @@ class TestBothGroups:
             assert int(variables["MASTER_PORT"]) == fact["env"].master_port
             if isinstance(group, RayWorkerGroup):
                 assert fact["rank_at_import"] == str(rank)
+                assert not fact["torch_at_import"]  # or its threads would be counted before the environment is set
                 assert fact["threads_at_import"] == variables["OMP_NUM_THREADS"]
 
 
@@ -173,7 +182,7 @@ class TestProcesses:
         pids, began = group.pids, time.monotonic()
         with pytest.raises(WorkerError, match=r"rank 1 of 2 failed in fail_then_reduce.*the true cause"):
             group.call_all("fail_then_reduce", 1, "raise").wait(60)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 20
         assert not any(map(_alive, pids))
 
     def test_kill_9_is_named_and_not_its_echo(self, start: Callable[..., RayWorkerGroup]) -> None:
@@ -181,7 +190,7 @@ class TestProcesses:
         pids, began = group.pids, time.monotonic()
         with pytest.raises(WorkerDied, match="rank 0 of 2: its process died") as caught:
             group.call_all("fail_then_reduce", 0, "kill").wait(60)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 20
         assert caught.value.rank == 0
         assert caught.value.log_path.endswith("worker_rank0.log")
         assert not any(map(_alive, pids))
@@ -240,7 +249,7 @@ class TestProcesses:
         began = time.monotonic()
         with pytest.raises(ResourcesError, match=r"n_gpus_per_node=8 .*GPU 8 each.*register_center_timeout|after wait"):
             allocate(1, 8, device="cuda", timeout=3)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 20
 
 
 def _alive(pid: int) -> bool:

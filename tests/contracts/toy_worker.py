@@ -14,6 +14,7 @@ from verl_like.cluster.protocol import RankEnv
 
 THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
 RANK_AT_IMPORT = os.environ.get("RANK")
+TORCH_AT_IMPORT = "torch" in sys.modules
 
 
 class ToyWorker:
@@ -45,10 +46,14 @@ class ToyWorker:
             "variables": dict(os.environ),
             "threads_at_import": THREADS_AT_IMPORT,
             "rank_at_import": RANK_AT_IMPORT,
+            "torch_at_import": TORCH_AT_IMPORT,
         }
 
     def add(self, left: Any, right: Any = 1) -> Any:
         return left + right + self.env.rank
+
+    def double(self, batch: Any) -> Any:
+        return batch.replace(response_length_B=batch.response_length_B * 2)
 
     def boom(self) -> None:
         raise KeyError("missing thing")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,12 @@ _NOT_FORWARDED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND",
 
 class _RayRank(RankProcess):
     """The actor class: adds to a rank process what only Ray knows."""
+
+    def start(self, request: StartRequest, spec: bytes) -> Outcome:
+        outcome = super().start(request, spec)
+        if "torch" in sys.modules:
+            _register_transport()
+        return outcome
 
     def describe(self) -> dict[str, Any]:
         context = ray.get_runtime_context()
@@ -217,6 +224,7 @@ class RayWorkerGroup:
     ) -> None:
         first = self._ranks[0]
         single_node = len(allocation.nodes) == 1
+        _register_transport()
         port = ray.get(first.actor.free_port.remote(), timeout=timeout)
         pickled = ray.put(cloudpickle.dumps(spec))
         refs = []
@@ -309,6 +317,14 @@ class RayWorkerGroup:
             time.sleep(0.05)
         kill_processes([pid for pid in pids if _running(pid)])
         cleanup_shm(self.run_id)
+
+
+def _register_transport() -> None:
+    from verl_like.cluster.transport import (
+        register_tensor_transport,
+    )  # imports torch: not before the environment is set
+
+    register_tensor_transport()
 
 
 def forwarded_environment(variables: Mapping[str, str]) -> dict[str, str]:
