@@ -5,6 +5,7 @@ It only shows. A failure while drawing is logged once with its traceback, then t
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import sys
@@ -248,6 +249,7 @@ class LiveProgress(ProgressDisplay):
             refresh_per_second=4,
             redirect_stdout=sys.stdout.isatty(),
         )
+        atexit.register(self.close)  # a run that dies before it closes the display must not leave the cursor hidden
         live.start()
 
     def _changed(self) -> None:
@@ -255,6 +257,7 @@ class LiveProgress(ProgressDisplay):
             self._live.refresh()
 
     def _stop(self) -> None:
+        atexit.unregister(self.close)
         if self._live is not None:
             self._live.stop()
 
