@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.unit.algorithms.builders import denominators, experience, outputs_for
 from verl_like.algorithms.aggregate import AGGREGATIONS, aggregate
 from verl_like.algorithms.objectives import token_means
-from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, clip_range, vanilla
+from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, clip_range, log_ratio, vanilla
 from verl_like.algorithms.value_losses import clipped_value_loss
 from verl_like.config import ActorConfig
 
@@ -56,6 +56,16 @@ def test_gradient_stops_where_the_loss_is_clipped() -> None:
     (gradient,) = torch.autograd.grad(out.loss_BR.sum(), batch.log_probs_BR)
     expected = [0.0 if clipped or dual else -a * r for r, a, _, clipped, dual in HAND]
     assert gradient[0].tolist() == pytest.approx(expected)
+
+
+def test_log_ratio_is_zero_outside_the_mask() -> None:
+    batch = PolicyBatch(
+        log_probs_BR=torch.tensor([[-1.0, float("nan"), 0.0, 40.0]]),
+        old_log_probs_BR=torch.tensor([[-1.5, 0.0, -float("inf"), 0.0]]),
+        advantages_BR=torch.ones(1, 4),
+        mask_BR=torch.tensor([[True, False, False, True]]),
+    )
+    assert log_ratio(batch).tolist() == [[0.5, 0.0, 0.0, 20.0]]
 
 
 def test_clip_ratio_serves_where_low_and_high_are_null() -> None:
