@@ -1,0 +1,131 @@
+"""Every key is alive: setting it changes the configuration, and some module reads it, or a table says why not."""
+
+import ast
+import copy
+import typing
+from enum import Enum
+from functools import cache
+from types import UnionType
+from typing import Any
+
+import pytest
+
+from verl_like.config.aliases import Change
+from verl_like.config.availability import NO_EFFECT, NOT_YET, governed_keys
+from verl_like.config.readers import PACKAGE, _attribute_types, _Scope, _scopes, readers
+from verl_like.config.schema import Key, get_value, keys
+from verl_like.trainer.compose import _apply, _base, to_config
+
+# Where the rules of `sample` do not give a legal value.
+SAMPLES: dict[str, Any] = {
+    "trainer.n_gpus_per_node": 2,
+    "trainer.logger": ["console", "tensorboard"],
+    "actor_rollout_ref.actor.optim.betas": [0.8, 0.95],
+    "critic.optim.betas": [0.8, 0.95],
+    "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum",
+    "critic.loss_agg_mode": "seq-mean-token-sum",
+    "actor_rollout_ref.rollout.mode": "async",
+    "actor_rollout_ref.rollout.max_model_len": 4096,
+    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": "left",
+    "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "disable",
+    "trainer.controller_nsight_options": {"trace": "cuda"},
+    "trainer.worker_nsight_options": {"trace": "cuda"},
+}
+
+
+def sample(key: Key) -> Any:
+    """A legal value other than the default."""
+    if key.path in SAMPLES:
+        return SAMPLES[key.path]
+    kinds = typing.get_args(key.type) if isinstance(key.type, UnionType) else (key.type,)
+    kind = next(k for k in kinds if k is not type(None))
+    if key.name in ("save_contents", "load_contents"):
+        return ["model"]
+    if key.name in ("dtype", "model_dtype"):
+        return "bfloat16"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return next(member.value for member in kind if member != key.default)
+    if typing.get_origin(kind) is list:
+        return [3] if typing.get_args(kind)[0] is int else ["other"]
+    if typing.get_origin(kind) is dict:
+        return {"name": 1}
+    if kind is bool:
+        return not key.default
+    if kind is int:
+        return (key.default or 1) + 1 if key.default != -1 else 2
+    if kind is float:
+        return (key.default or 0.25) / 2 if key.default not in (1, -1, 3) else 2.0
+    return "other"
+
+
+ONLY_BELOW_ONE = ("gamma", "lam", "top_p")  # 1 is the largest value
+
+
+@pytest.fixture(scope="module")
+def default():
+    return to_config(base())
+
+
+@cache
+def base():
+    return _base([])
+
+
+def composed_with(path: str, value: Any):
+    """Compose as a user's file would: plain values, no quoting."""
+    tree = copy.deepcopy(base())
+    problem = _apply(tree, Change(path, value))
+    assert problem is None, problem
+    return to_config(tree)
+
+
+@pytest.mark.parametrize("path", keys())
+def test_setting_a_key_changes_the_configuration(path, default):
+    key = keys()[path]
+    value = 0.5 if key.name in ONLY_BELOW_ONE else sample(key)
+    changed = composed_with(path, value)
+    assert get_value(changed, path) != get_value(default, path)
+
+
+def legal_without_reader() -> set[str]:
+    governed = {key for row in NOT_YET for key in governed_keys(row)}
+    return {row.key for row in NOT_YET} | governed | set(NO_EFFECT)
+
+
+def test_every_key_is_read_or_accounted_for():
+    table = readers()
+    assert set(table) == set(keys())
+    silent = [key for key, modules in table.items() if not modules and key not in legal_without_reader()]
+    assert silent == [], "keys that nobody reads: read them, or give them a row in verl_like/config/availability.py"
+
+
+def test_no_effect_keys_are_really_not_read():
+    table = readers()
+    assert {key: table[key] for key in NO_EFFECT if table[key]} == {}
+
+
+def reads_of(source: str) -> set[tuple[str, str]]:
+    tree = ast.parse(source)
+    types = _attribute_types({PACKAGE / "x.py": tree})
+    return {(owner.__name__, field) for scope in _scopes(tree) for owner, field in _Scope(scope, types).reads()}
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("def f(config: PPOConfig): return config.trainer.seed", ("TrainerConfig", "seed")),
+        ("def f(o: OptimConfig | None): return o.lr", ("OptimConfig", "lr")),
+        ("def f(c: 'PPOConfig'):\n a, r = c.actor_rollout_ref.actor, c.critic\n return a.shuffle",
+         ("ActorConfig", "shuffle")),
+        ("class W:\n def __init__(self, r: RolloutConfig): self.r = r\n def g(self): return self.r.n",
+         ("RolloutConfig", "n")),
+        ("class S:\n config: PPOConfig\ndef f(spec): return spec.config.data.prompt_key", ("DataConfig", "prompt_key")),
+    ],
+)  # fmt: skip
+def test_the_scan_follows_types(source, read):
+    assert read in reads_of(source)
+
+
+def test_the_scan_does_not_guess_from_names_alone():
+    assert reads_of("def f(x): return x.lr, x.seed, x.trainer.seed") == set()
+    assert ("OptimConfig", "eps") not in reads_of("def f(o: OptimConfig): return o.lr")

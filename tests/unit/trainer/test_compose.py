@@ -1,0 +1,177 @@
+"""From a command line to PPOConfig: precedence, files, groups, strictness, printing and saving."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_like.config import PPOConfig
+from verl_like.trainer import compose as module
+from verl_like.trainer.compose import compose, compose_with_warnings, run_main, save_resolved, to_dict
+
+CONFIG_DIR = Path(module.__file__).parent / "config"
+
+
+def problems(*overrides: str, files=()) -> str:
+    with pytest.raises(ValueError) as caught:
+        compose(overrides, files)
+    return str(caught.value)
+
+
+def test_yaml_holds_no_default_of_its_own():
+    """Composed without overrides, the files change nothing but keys that follow another."""
+    composed, plain = to_dict(compose()), to_dict(PPOConfig())
+    composed["trainer"]["default_local_dir"] = plain["trainer"]["default_local_dir"]
+    assert composed == plain
+
+
+def test_every_shipped_yaml_composes():
+    groups = sorted(path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.glob("*/*.yaml"))
+    assert {path.parent.name for path in groups} == set(module.GROUPS)
+    for path in groups:
+        extra = ["actor_rollout_ref.rollout.n=2"] if path.stem == "grpo" else []
+        compose([f"{path.parent.name}={path.stem}", *extra])
+
+
+def test_overrides_reach_their_dataclass_with_types():
+    config = compose(
+        [
+            "data.train_files=/a/b.parquet",
+            "data.val_files=['/c d.parquet','/e.parquet']",
+            "actor_rollout_ref.actor.optim.lr=3e-6",
+            "actor_rollout_ref.actor.clip_ratio_high=0.28",
+            "+actor_rollout_ref.model.override_config.attention_dropout=0.1",
+            "trainer.n_gpus_per_node=8",
+            "trainer.logger=[console,wandb]",
+            "trainer.experiment_name=run_1",
+            "actor_rollout_ref.actor.optim={weight_decay: 0.5}",
+        ]
+    )
+    assert config.data.train_files == ["/a/b.parquet"]
+    assert config.data.val_files == ["/c d.parquet", "/e.parquet"]
+    actor = config.actor_rollout_ref.actor
+    assert (actor.optim.lr, actor.clip_ratio_high, actor.optim.weight_decay) == (3e-6, 0.28, 0.5)
+    assert config.actor_rollout_ref.model.override_config == {"attention_dropout": 0.1}
+    assert config.trainer.n_gpus_per_node == 8
+    assert config.trainer.default_local_dir == "checkpoints/verl_examples/run_1"
+
+
+def test_followers_follow_and_can_be_set_apart():
+    config = compose(
+        [
+            "data.max_prompt_length=100",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=5000",
+            "actor_rollout_ref.model.path=/m",
+            "critic.ppo_epochs=3",
+        ]
+    )
+    assert config.actor_rollout_ref.rollout.prompt_length == 100
+    assert config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu == 5000
+    assert (config.critic.ppo_mini_batch_size, config.critic.model.path) == (8, "/m")
+    assert (config.critic.ppo_epochs, config.actor_rollout_ref.actor.ppo_epochs) == (3, 1)
+
+
+def test_a_bare_tilde_and_an_interpolation_on_the_command_line():
+    config = compose(["data.train_files=~/x.parquet", "critic.model.path=${actor_rollout_ref.model.path}/value"])
+    assert config.data.train_files == ["~/x.parquet"]
+    assert config.critic.model.path == "~/models/deepseek-llm-7b-chat/value"
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_unknown_keys_are_refused_with_a_suggestion(prefix):
+    text = problems(f"{prefix}actor_rollout_ref.actor.optim.lrr=1")
+    assert "unknown key actor_rollout_ref.actor.optim.lrr; did you mean actor_rollout_ref.actor.optim.lr?" in text
+
+
+def test_unknown_keys_inside_a_dictionary_and_a_file_are_refused(tmp_path):
+    assert "unknown key trainer.total_epoch;" in problems("trainer={total_epoch: 1}")
+    file = tmp_path / "mine.yaml"
+    file.write_text("trainer:\n  total_epoch: 1\n")
+    assert "unknown key trainer.total_epoch;" in problems(files=[file])
+
+
+def test_all_faults_are_listed_at_once():
+    text = problems("data.train_batch_sizes=1", "~data.seed", "data.train_batch_size=1,2", "critic=3", "a b=")
+    assert text.startswith("5 problems")
+    text = problems("data.max_prompt_length=abc", "actor_rollout_ref.actor.strategy=ddp")
+    assert "data.max_prompt_length='abc'" in text and "expected one of [fsdp, fsdp2, megatron]" in text
+    text = problems("actor_rollout_ref.actor.clip_ratio=-1", "critic.grad_clip=0")
+    assert "actor_rollout_ref.actor.clip_ratio=-1.0: must be at least 0" in text
+    assert "critic.grad_clip=0.0: must be above 0" in text
+
+
+def test_a_broken_interpolation_is_named():
+    assert "actor_rollout_ref.model.pat" in problems("critic.model.path=${actor_rollout_ref.model.pat}")
+
+
+def test_groups():
+    config = compose(["algorithm=grpo", "rollout@actor_rollout_ref.rollout=hf", "actor_rollout_ref.rollout.n=4"])
+    assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.name) == ("grpo", "hf")
+    assert compose(["trainer=debug"]).trainer.launcher == "local"
+    assert "hf rollout" in problems("rollout=trt")
+
+
+def test_a_users_yaml_stands_between_defaults_and_the_command_line(tmp_path):
+    (tmp_path / "base.yaml").write_text("data:\n  train_batch_size: 512\n  max_prompt_length: 64\n")
+    (tmp_path / "mine.yaml").write_text(
+        "hydra:\n  searchpath: [file://x]\n"
+        "defaults:\n  - ppo_trainer\n  - base\n  - rollout@actor_rollout_ref.rollout: hf\n  - _self_\n"
+        "data:\n  max_prompt_length: 128\n  train_files: /t.parquet\n"
+        "critic:\n  fsdp:\n    param_offload: true\n"
+        "trainer:\n  experiment_name: x\n  logger: tracking\n"
+    )
+    config, warnings = compose_with_warnings(["data.max_response_length=32"], [tmp_path / "mine.yaml"])
+    assert (config.data.train_batch_size, config.data.max_prompt_length) == (512, 128)
+    assert config.data.max_response_length == config.actor_rollout_ref.rollout.response_length == 32
+    assert config.data.train_files == ["/t.parquet"] and config.trainer.logger == ["wandb"]
+    assert config.actor_rollout_ref.rollout.name == "hf"
+    assert config.critic.model.fsdp_config.param_offload is True
+    assert any(line.startswith("critic.fsdp.param_offload is another spelling") for line in warnings)
+
+
+def test_hydra_overrides_say_that_they_do_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, warnings = compose_with_warnings(["hydra.run.dir=x", "hydra/job_logging=disabled"])
+    assert len(warnings) == 2 and "has no effect" in warnings[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_main_runs_and_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen: list[PPOConfig] = []
+    run_main(seen.append, ["data.train_batch_size=8"])
+    assert seen[0].data.train_batch_size == 8
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_faults_end_the_program_with_text_not_a_traceback():
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda config: pytest.fail("must not run"), ["data.train_batch_sise=8"])
+    assert "error: unknown key data.train_batch_sise" in str(caught.value.code)
+    with pytest.raises(SystemExit):
+        run_main(lambda config: pytest.fail("must not run"), ["--multirun", "data.seed=1"])
+
+
+def test_cfg_job_prints_and_does_not_run(capsys):
+    run_main(lambda config: pytest.fail("must not run"), ["--cfg", "job", "data.train_batch_size=8"])
+    shown = OmegaConf.create(capsys.readouterr().out)
+    assert OmegaConf.to_container(shown)["data"]["train_batch_size"] == 8  # pyright: ignore
+    assert OmegaConf.to_container(shown)["critic"]["ppo_epochs"] == "${actor_rollout_ref.actor.ppo_epochs}"  # pyright: ignore
+    run_main(lambda config: pytest.fail("must not run"), ["--cfg", "job", "--resolve"])
+    assert "${" not in capsys.readouterr().out
+
+
+def test_the_saved_config_composes_to_the_same_run(tmp_path):
+    overrides = ["algorithm=grpo", "actor_rollout_ref.rollout.n=4", "data.train_files=[a,b]", "critic.ppo_epochs=2"]
+    config = compose(overrides)
+    save_resolved(config, tmp_path / "runs" / "config.yaml")
+    seen: list[PPOConfig] = []
+    run_main(seen.append, ["--config-path", str(tmp_path / "runs"), "--config-name", "config"])
+    assert seen == [config]
+
+
+def test_a_missing_config_file_is_named(tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda config: None, ["--config-path", str(tmp_path), "--config-name", "nope"])
+    assert "there is no file" in str(caught.value.code)
