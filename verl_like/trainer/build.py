@@ -1,0 +1,204 @@
+"""From a configuration to a trainer that is ready to fit. Cheap checks come first, processes last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from verl_like.algorithms.kl import KLController
+from verl_like.batch import Prompts
+from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
+from verl_like.cluster.protocol import WorkerGroup
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.data.dataset import PromptDataset, build_dataset
+from verl_like.data.loader import PromptLoader, iterate_all
+from verl_like.data.sampler import ResumableSampler
+from verl_like.models.loading import load_hf_config, load_tokenizer
+from verl_like.observe.progress import build_progress
+from verl_like.observe.trackers import build_trackers
+from verl_like.rewards.manager import RewardManager
+from verl_like.rollout.sampling import train_sampling, validation_sampling
+from verl_like.trainer.checkpoints import Checkpoints
+from verl_like.trainer.compose import to_dict
+from verl_like.trainer.ppo import PPOTrainer
+from verl_like.trainer.reporting import Reporter
+from verl_like.trainer.roles import CriticGroup, PolicyGroup
+from verl_like.trainer.source import PlainSource
+from verl_like.trainer.state import TrainState
+from verl_like.trainer.validation import Validator
+from verl_like.workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+WORKER = "verl_like.workers.hybrid:HybridWorker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What can be read and checked before any process is started."""
+
+    tokenizer: PreTrainedTokenizerBase
+    hf_config: PretrainedConfig
+    train: PromptDataset
+    val: PromptDataset | None
+    eos_ids: tuple[int, ...]
+
+
+@contextmanager
+def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTrainer]:
+    """A trainer whose processes live as long as the context.
+
+    connect_workers(config, spec, device, ranks_per_node) is a context manager that gives the WorkerGroup: see
+    `trainer.main_ppo`, the one place that knows whether that is Ray.
+    """
+    device, ranks_per_node = resolve_world(config)
+    world_size = config.trainer.nnodes * ranks_per_node
+    inputs = load_inputs(config)
+    plan = BatchPlan.build(config, world_size, len(inputs.train))
+    logger.info("%d process(es) on %s; %s", world_size, device, plan.table())
+    spec = WorkerSpec(
+        config=config,
+        plan=plan,
+        tokenizer_size=len(inputs.tokenizer),
+        eos_ids=inputs.eos_ids,
+        max_model_len=max_model_len(config, inputs.hf_config),
+    )
+    with ExitStack() as stack:
+        rewards = stack.enter_context(
+            RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
+        )
+        for dataset in (inputs.train, inputs.val):
+            rewards.check_data_sources(dataset.data_sources() if dataset else ())
+        group = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
+        stop = stack.enter_context(graceful_interrupt())
+        trainer = assemble(config, plan, inputs, rewards, group, stop)
+        stack.callback(trainer.report.close)
+        yield trainer
+
+
+def assemble(
+    config: PPOConfig, plan: BatchPlan, inputs: Inputs, rewards: RewardManager, group: WorkerGroup, stop: StopFlag
+) -> PPOTrainer:
+    """Put the driver's parts around a worker group."""
+    settings, rollout = config.trainer, config.actor_rollout_ref.rollout
+    seed = settings.seed if rollout.seed_per_request else None
+    shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
+    report = Reporter(
+        settings,
+        plan,
+        build_trackers(settings, to_dict(config), log_dir(config)),
+        build_progress(enabled="console" in settings.logger, total_steps=plan.total_training_steps),
+        inputs.tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        num_devices=group.world_size,
+    )
+    return PPOTrainer(
+        config=config,
+        plan=plan,
+        state=TrainState(step=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
+        source=PlainSource(
+            train_loader(config, inputs.train), train_sampling(rollout, inputs.eos_ids), n=rollout.n, seed=seed
+        ),
+        policy=PolicyGroup(group, plan, **shared),
+        critic=CriticGroup(group, plan, **shared) if plan.needs_critic else None,
+        rewards=rewards,
+        validator=Validator(
+            lambda: validation_batches(config, inputs.val),
+            validation_sampling(rollout, inputs.eos_ids),
+            n=rollout.val_kwargs.n,
+            seed=seed,
+            on_samples=report.validation_samples,
+        ),
+        checkpoints=Checkpoints(settings, inputs.tokenizer),
+        report=report,
+        stop=stop,
+    )
+
+
+def load_inputs(config: PPOConfig) -> Inputs:
+    """Tokenizer, model configuration and datasets, checked against each other."""
+    model, data = config.actor_rollout_ref.model, config.data
+    tokenizer = load_tokenizer(data.tokenizer or model.path, model.trust_remote_code or data.trust_remote_code)
+    hf_config = load_hf_config(model)
+    if len(tokenizer) > hf_config.vocab_size:
+        raise ValueError(
+            f"actor_rollout_ref.model.path={model.path}: its vocabulary has {hf_config.vocab_size} ids, but the tokenizer "
+            f"({data.tokenizer or model.path}) knows {len(tokenizer)}; set data.tokenizer to the model's own tokenizer"
+        )
+    seed = config.trainer.seed
+    train = build_dataset(data, data.train_files, tokenizer, split="train", seed=seed)
+    val = build_dataset(data, data.val_files, tokenizer, split="val", seed=seed) if data.val_files else None
+    return Inputs(
+        tokenizer=tokenizer, hf_config=hf_config, train=train, val=val, eos_ids=end_token_ids(tokenizer, hf_config)
+    )
+
+
+def train_loader(config: PPOConfig, dataset: PromptDataset) -> PromptLoader:
+    """The training prompts in seeded order; data.seed, or else trainer.seed."""
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    sampler = ResumableSampler(len(dataset), shuffle=config.data.shuffle, seed=seed, identity=dataset.identity())
+    return PromptLoader(dataset, sampler, config.data.train_batch_size)
+
+
+def validation_batches(config: PPOConfig, dataset: PromptDataset | None) -> Iterable[Prompts]:
+    """The whole validation set; without one, nothing."""
+    if dataset is None:
+        return ()
+    data = config.data
+    return iterate_all(dataset, data.val_batch_size, shuffle=data.validation_shuffle, seed=config.trainer.seed)
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> tuple[int, ...]:
+    """Every id that ends a response: the tokenizer's and the model's (chat models often have two)."""
+    ids: list[int] = []
+    for value in (tokenizer.eos_token_id, hf_config.eos_token_id):
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    if not ids:
+        raise ValueError("neither the tokenizer nor the model's config.json names an end-of-sequence token (eos_token_id)")
+    return tuple(dict.fromkeys(ids))
+
+
+def max_model_len(config: PPOConfig, hf_config: PretrainedConfig) -> int:
+    """Tokens of prompt plus response that the rollout engine must hold, checked against what the model can."""
+    rollout = config.actor_rollout_ref.rollout
+    needed = config.data.max_prompt_length + config.data.max_response_length
+    length = rollout.max_model_len or needed
+    if length < needed:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.max_model_len={length} is less than data.max_prompt_length + "
+            f"data.max_response_length = {needed}; raise it or leave it null"
+        )
+    if length > hf_config.max_position_embeddings:
+        raise ValueError(
+            f"prompt plus response may have {length} tokens (data.max_prompt_length + data.max_response_length, or "
+            f"rollout.max_model_len), but the model has {hf_config.max_position_embeddings} positions "
+            "(max_position_embeddings); lower the lengths"
+        )
+    return length
+
+
+def resolve_world(config: PPOConfig) -> tuple[str, int]:
+    """(device, ranks per node) of this run: trainer.device and trainer.n_gpus_per_node, with auto filled in."""
+    settings = config.trainer
+    device = str(settings.device)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available() and config.ray_init.address is None:
+        raise ValueError("trainer.device=cuda, but torch sees no CUDA device here; set trainer.device=cpu or auto")
+    if settings.n_gpus_per_node != "auto":
+        return device, int(settings.n_gpus_per_node)
+    return device, torch.cuda.device_count() if device == "cuda" else 1
+
+
+def log_dir(config: PPOConfig) -> Path:
+    """Folder of metrics, logs and the resolved configuration."""
+    return Path(config.trainer.log_dir or config.trainer.default_local_dir).expanduser()

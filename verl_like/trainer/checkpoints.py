@@ -1,0 +1,71 @@
+"""When to save, what belongs to a checkpoint, and how a run takes it up again.
+
+A checkpoint is `global_step_N/` with the actor, the critic and the loop's own state (step, KL coefficient, sampler). The
+file `latest_checkpointed_iteration.txt` is written last, so that a crash while saving leaves the previous one valid.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from verl_like.checkpoint.layout import (
+    write_latest,
+    read_trainer_state,
+    resolve_resume,
+    rotate,
+    step_dir,
+    write_trainer_state,
+)
+from verl_like.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from verl_like.trainer.ppo import PPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Saves and restores a `PPOTrainer` under trainer.default_local_dir."""
+
+    def __init__(self, trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config, self.tokenizer = trainer, tokenizer
+        self.root = Path(trainer.default_local_dir).expanduser()
+        self._saved_step: int | None = None
+
+    def restore(self, run: PPOTrainer) -> None:
+        """Load the checkpoint that trainer.resume_mode names, if there is one."""
+        path = resolve_resume(self.config)
+        if path is None:
+            return
+        logger.info("resuming from %s", path)
+        saved = read_trainer_state(path)
+        run.policy.load(str(path / "actor"))
+        if run.critic is not None:
+            run.critic.load(str(path / "critic"))
+        run.source.load_state_dict(saved["source"])
+        run.state = run.state.load_state_dict(saved["state"])
+        self._saved_step = run.state.step
+
+    def save_unless_saved(self, run: PPOTrainer) -> None:
+        """For an interrupted run: nothing is lost, nothing is written twice."""
+        if run.state.step > 0 and self._saved_step != run.state.step:
+            self.save(run)
+
+    def save(self, run: PPOTrainer) -> None:
+        """Write one whole checkpoint, then mark it as the latest, then drop old ones."""
+        path = step_dir(self.root, run.state.step)
+        path.mkdir(parents=True, exist_ok=True)
+        run.policy.save(str(path / "actor"))
+        if run.critic is not None:
+            run.critic.save(str(path / "critic"))
+        if (path / "actor" / "huggingface").is_dir():
+            self.tokenizer.save_pretrained(path / "actor" / "huggingface")
+        write_trainer_state(path, {"state": run.state.state_dict(), "source": run.source.state_dict()})
+        write_latest(self.root, run.state.step)
+        self._saved_step = run.state.step
+        rotate(self.root, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep)
+        logger.info("saved checkpoint %s", path)

@@ -1,0 +1,40 @@
+"""Rows to ranks and back (pure): the driver cuts a struct by token cost and joins the answers in the old order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from verl_like.batch import TensorStruct, pad_to_width
+from verl_like.parallel.balance import balance_ranks
+
+Struct = TypeVar("Struct", bound=TensorStruct)
+
+
+def rows_per_rank(num_tokens: Sequence[int], num_ranks: int, *, balance: bool) -> list[list[int]]:
+    """Row numbers for each rank: equal token cost when `balance`, otherwise consecutive slices of equal count."""
+    if balance:
+        return balance_ranks([float(n) for n in num_tokens], num_ranks)
+    bounds = [round(rank * len(num_tokens) / num_ranks) for rank in range(num_ranks + 1)]
+    return [list(range(start, stop)) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def split_rows(batch: Struct, shares: Sequence[Sequence[int]]) -> list[Struct]:
+    """One struct per rank, without padding that its own rows do not need."""
+    return [batch.select(torch.tensor(share, dtype=torch.long)).trim() for share in shares]
+
+
+def join_rows(parts: Sequence[Struct], shares: Sequence[Sequence[int]], width: int) -> Struct:
+    """Inverse of `split_rows`: rows in their old order, right-padded columns widened to `width`."""
+    kept = [(part, share) for part, share in zip(parts, shares, strict=True) if len(share)]
+    joined = type(kept[0][0]).concat([part for part, _ in kept])
+    order = torch.tensor([row for _, share in kept for row in share])
+    joined = joined.select(torch.argsort(order))
+    widened = {
+        name: pad_to_width(value, width, "right", 0)
+        for name, value in joined.columns().items()
+        if isinstance(value, torch.Tensor) and value.ndim == 2
+    }
+    return joined.replace(**widened)

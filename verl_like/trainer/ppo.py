@@ -1,0 +1,187 @@
+"""The training loop. One class, one `fit`, for PPO, GRPO and whatever else differs only in its seams.
+
+Variants enter at four places: where batches come from (`source`), how credit is given (`make_experience`), what is
+minimised (the objectives in the workers), and where weights go (`sync_weights`). Phases are timed under verl's names.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from verl_like.algorithms.experience import make_experience
+from verl_like.batch import Evaluated, Experience, Rollouts, Scores
+from verl_like.cluster.lifecycle import StopFlag
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.observe.timing import StepClock
+from verl_like.rewards.manager import RewardManager
+from verl_like.trainer.checkpoints import Checkpoints
+from verl_like.trainer.reporting import Reporter
+from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules
+from verl_like.trainer.source import BatchSource
+from verl_like.trainer.state import TrainState
+from verl_like.trainer.validation import Validator
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class PPOTrainer:
+    """Everything `fit` talks to. Built by `trainer.build`; tests may build it from parts of their own."""
+
+    config: PPOConfig
+    plan: BatchPlan
+    state: TrainState
+    source: BatchSource
+    policy: PolicyGroup
+    critic: CriticGroup | None
+    rewards: RewardManager
+    validator: Validator
+    checkpoints: Checkpoints
+    report: Reporter
+    stop: StopFlag
+    clock: StepClock = field(default_factory=StepClock)  # of the step that runs; replaced at each step
+
+    def fit(self) -> None:
+        """Generate -> score -> evaluate -> credit -> update -> sync, once per step. Data only moves downwards."""
+        self.checkpoints.restore(self)
+        self.sync_weights()
+        self.validate_before_training()
+        while not self.done():
+            step, clock = self.begin_step()
+            with clock("step"):
+                with clock("gen"):
+                    rollouts = self.source.next_rollouts(self.policy, step)
+                with clock("reward"):
+                    scores = self.rewards.score(rollouts, step=step)
+                evaluated = self.evaluate(rollouts)
+                with clock("adv"):
+                    experience, metrics = self.make_experience(rollouts, scores, evaluated)
+                if self.critic is not None:
+                    with clock("update_critic"):
+                        metrics |= self.update_critic(experience, step)
+                if step > self.config.trainer.critic_warmup:
+                    with clock("update_actor"):
+                        metrics |= self.update_actor(experience, step)
+                self.state = self.state.advance(metrics, num_sequences=len(rollouts))
+                self.save_if_due()
+                with clock("update_weights"):
+                    metrics |= self.sync_weights()
+                metrics |= self.validate_if_due()
+            self.report.step(step, rollouts, scores, metrics | self.rewards.metrics(scores), clock)
+        self.finish()
+
+    def done(self) -> bool:
+        """All steps are made, only validation was asked for, or the user asked to stop."""
+        return self.config.trainer.val_only or self.stop.requested or self.state.step >= self.plan.total_training_steps
+
+    def begin_step(self) -> tuple[int, StepClock]:
+        """Number of the step that begins, counted from 1, and its clock."""
+        self.clock = self.report.clock()
+        return self.state.step + 1, self.clock
+
+    def evaluate(self, rollouts: Rollouts) -> Evaluated:
+        """Only the passes that this run's configuration needs."""
+        old = reference = values = None
+        if self.plan.old_log_probs == "recompute":
+            with self.clock("old_log_prob"):
+                old = self.policy.old_log_probs(rollouts)
+        if self.plan.needs_reference:
+            with self.clock("ref"):
+                reference = self.policy.ref_log_probs(rollouts)
+        if self.critic is not None:
+            with self.clock("values"):
+                values = self.critic.values(rollouts)
+        old_log_probs = old.old_log_probs_BR if old else None
+        if self.plan.old_log_probs == "rollout":
+            old_log_probs = rollouts.rollout_log_probs_BR
+        return Evaluated(
+            response_length_B=rollouts.response_length_B,
+            old_log_probs_BR=old_log_probs,
+            entropy_BR=old.entropy_BR if old else None,
+            ref_log_probs_BR=reference.ref_log_probs_BR if reference else None,
+            values_BR=values.values_BR if values else None,
+        )
+
+    def make_experience(
+        self, rollouts: Rollouts, scores: Scores, evaluated: Evaluated
+    ) -> tuple[Experience, dict[str, float]]:
+        """Rewards and advantages: pure, on the driver, where the whole batch is."""
+        return make_experience(
+            self.config.algorithm,
+            self.config.actor_rollout_ref.actor,
+            rollouts,
+            scores,
+            evaluated,
+            kl_coef=self.state.kl_coef,
+        )
+
+    def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
+        """All of this step's optimizer steps of the actor."""
+        actor = self.config.actor_rollout_ref.actor
+        rules = UpdateRules(
+            prompts_per_mini_batch=self.plan.actor_mini_batch_prompts,
+            epochs=actor.ppo_epochs,
+            shuffle=actor.shuffle,
+            seed=self.config.trainer.seed,
+            max_response_length=self.config.data.max_response_length,
+        )
+        return _prefixed("actor", self.policy.update("update_actor", experience, rules, step))
+
+    def update_critic(self, experience: Experience, step: int) -> dict[str, float]:
+        """All of this step's optimizer steps of the critic."""
+        assert self.critic is not None
+        critic = self.config.critic
+        rules = UpdateRules(
+            prompts_per_mini_batch=self.plan.critic_mini_batch_prompts,
+            epochs=critic.ppo_epochs,
+            shuffle=critic.shuffle,
+            seed=self.config.trainer.seed,
+            max_response_length=self.config.data.max_response_length,
+        )
+        return _prefixed("critic", self.critic.update("update_critic", experience, rules, step))
+
+    def sync_weights(self) -> dict[str, float]:
+        """Trained weights into the rollout engine, proved; a failed proof raises and stops the run."""
+        sync = self.policy.sync_weights(self.state.weight_version)
+        if sync is None:
+            return {}
+        metrics = {"weight_sync/seconds": sync.seconds, "weight_sync/num_tensors": float(sync.num_tensors)}
+        return metrics if sync.probe_gap is None else metrics | {"weight_sync/probe_gap": sync.probe_gap}
+
+    def save_if_due(self) -> None:
+        """Every trainer.save_freq steps, and after the last one."""
+        if self._due(self.config.trainer.save_freq):
+            with self.clock("save_checkpoint"):
+                self.checkpoints.save(self)
+
+    def validate_before_training(self) -> None:
+        """trainer.val_before_train; also what a run with trainer.val_only consists of."""
+        trainer = self.config.trainer
+        if trainer.val_before_train or trainer.val_only:
+            self.report.validation(self.state.step, self.validate())
+
+    def validate_if_due(self) -> dict[str, float]:
+        """Every trainer.test_freq steps, and after the last one."""
+        return self.validate() if self._due(self.config.trainer.test_freq) else {}
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of the whole validation set under the weights that the rollout engine holds."""
+        with self.clock("testing"):
+            return self.validator.run(self.policy, self.rewards, self.state.step)
+
+    def _due(self, every: int) -> bool:
+        step = self.state.step
+        return every > 0 and (step % every == 0 or step == self.plan.total_training_steps)
+
+    def finish(self) -> None:
+        """Save what the last scheduled checkpoint does not hold yet, and close the books."""
+        if self.stop.requested:
+            logger.warning("stopping after step %d, as asked", self.state.step)
+            self.checkpoints.save_unless_saved(self)
+        self.report.close()
+
+
+def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"{role}/{name}": value for name, value in metrics.items()}

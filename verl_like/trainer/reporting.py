@@ -1,0 +1,92 @@
+"""What a run tells the world: one place that feeds trackers, the live display and the sample files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from verl_like.batch import Rollouts, Scores
+from verl_like.config import TrainerConfig
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.observe.metrics import (
+    perf_metrics,
+    rollout_metrics,
+    sequence_balance_metrics,
+    training_metrics,
+)
+from verl_like.observe.progress import Progress
+from verl_like.observe.samples import Decoder, dump_samples, make_samples, pick_samples
+from verl_like.observe.timing import StepClock, timing_per_token_metrics
+from verl_like.observe.trackers import Trackers
+from verl_like.trainer.dispatch import rows_per_rank
+
+
+class Reporter:
+    """Turns a finished step into metrics under verl's names and hands them to everybody who listens."""
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        plan: BatchPlan,
+        trackers: Trackers,
+        progress: Progress,
+        tokenizer: Decoder,
+        *,
+        max_prompt_length: int,
+        max_response_length: int,
+        num_devices: int,
+    ) -> None:
+        self.trainer, self.plan, self.trackers, self.progress = trainer, plan, trackers, progress
+        self.tokenizer, self.num_devices = tokenizer, num_devices
+        self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
+
+    def clock(self) -> StepClock:
+        """A fresh clock for one step, watched by the live display."""
+        return StepClock(self.progress)
+
+    def step(
+        self, step: int, rollouts: Rollouts, scores: Scores, metrics: Mapping[str, float], clock: StepClock
+    ) -> None:
+        """Log one finished step, and write its samples where trainer.rollout_data_dir asks for them."""
+        num_tokens = rollouts.num_tokens_B()
+        shares = rows_per_rank(num_tokens.tolist(), self.num_devices, balance=self.trainer.balance_batch)
+        everything = {
+            **training_metrics(step, (step - 1) // max(self.plan.steps_per_epoch, 1)),
+            **metrics,
+            **rollout_metrics(rollouts, self.max_prompt_length, self.max_response_length),
+            **sequence_balance_metrics(num_tokens.tolist(), shares),
+            **clock.metrics(),
+            **timing_per_token_metrics(
+                clock.seconds,
+                response_tokens=int(rollouts.response_length_B.sum()),
+                total_tokens=int(num_tokens.sum()),
+            ),
+            **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.num_devices),
+        }
+        self.trackers.log(step, everything)
+        self.progress.step_finished(step, everything)
+        if self.trainer.rollout_data_dir:
+            samples = make_samples(rollouts, scores, self.tokenizer, step)
+            dump_samples(self.trainer.rollout_data_dir, step, samples)
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a validation outside a step (before training, or trainer.val_only)."""
+        self.trackers.log(step, dict(metrics))
+        self.progress.step_finished(step, metrics)
+
+    def validation_samples(self, step: int, batches: Sequence[tuple[Rollouts, Scores]]) -> None:
+        """Write and show validation answers (trainer.validation_data_dir, trainer.log_val_generations)."""
+        wanted = self.trainer.log_val_generations
+        if not (self.trainer.validation_data_dir or wanted > 0):
+            return
+        samples = [
+            sample for rollouts, scores in batches for sample in make_samples(rollouts, scores, self.tokenizer, step)
+        ]
+        if self.trainer.validation_data_dir:
+            dump_samples(self.trainer.validation_data_dir, step, samples)
+        if wanted > 0:
+            self.trackers.log_samples(step, pick_samples(samples, wanted))
+
+    def close(self) -> None:
+        """Close the display and the trackers; everything logged so far is kept."""
+        self.progress.close()
+        self.trackers.finish()

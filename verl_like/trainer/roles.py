@@ -1,0 +1,172 @@
+"""Typed faces of the worker group: what the loop says, turned into one call on every rank.
+
+Each method splits its struct over the data-parallel ranks, calls, waits and joins. Nothing here knows Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from verl_like.algorithms.minibatch import cut_minibatches, denominators_of
+from verl_like.batch import (
+    Denominators,
+    Evaluated,
+    Experience,
+    Metric,
+    Prompts,
+    Rollouts,
+    Sequences,
+    merge_metrics,
+)
+from verl_like.cluster.protocol import PendingResult, WorkerGroup
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.rollout.assemble import assemble_rollouts, build_requests
+from verl_like.rollout.protocol import Completion, SamplingParams
+from verl_like.trainer.dispatch import join_rows, rows_per_rank, split_rows
+from verl_like.weight_sync.sync import SyncReport
+
+Minibatches = list[tuple[Experience, Denominators]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRules:
+    """How one role's update walks over the experience."""
+
+    prompts_per_mini_batch: int
+    epochs: int
+    shuffle: bool
+    seed: int
+    max_response_length: int
+
+
+class RoleGroup:
+    """A worker group with the driver's habits: balance rows, wait with a limit, join in order."""
+
+    def __init__(self, group: WorkerGroup, plan: BatchPlan, *, balance: bool, timeout_s: float) -> None:
+        self.group, self.plan = group, plan
+        self.balance, self.timeout_s = balance, timeout_s
+
+    def evaluate(self, method: str, batch: Sequences) -> Evaluated:
+        """Call a forward method on balanced shares of the rows."""
+        light = as_sequences(batch)
+        shares = rows_per_rank(light.num_tokens_B().tolist(), self.group.world_size, balance=self.balance)
+        parts = self.wait(self.group.call(method, [(part,) for part in split_rows(light, shares)]))
+        return join_rows(parts, shares, batch.response_ids_BR.shape[1])
+
+    def update(self, method: str, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
+        """All optimizer steps of one role in one call; metrics joined over ranks, then over optimizer steps."""
+        per_rank: list[Minibatches] = [[] for _ in range(self.group.world_size)]
+        for epoch in range(rules.epochs):
+            for index in cut_minibatches(
+                experience.group_B,
+                prompts_per_mini_batch=rules.prompts_per_mini_batch,
+                shuffle=rules.shuffle,
+                seed=rules.seed + step,
+                epoch=epoch,
+            ):
+                self._append_minibatch(per_rank, experience, index, rules)
+        steps_by_rank = self.wait(self.group.call(method, [(minibatches,) for minibatches in per_rank]))
+        return average_steps([merge_metrics(parts) for parts in zip(*steps_by_rank, strict=True)])
+
+    def _append_minibatch(self, per_rank: list[Minibatches], experience: Experience, index, rules: UpdateRules) -> None:  # type: ignore[no-untyped-def]
+        """Cut first, balance second: rows change ranks only inside their own mini-batch."""
+        denominators = denominators_of(experience, index, rules.max_response_length)
+        rows = experience.select(index)
+        shares = rows_per_rank(rows.num_tokens_B().tolist(), self.group.world_size, balance=self.balance)
+        for minibatches, part in zip(per_rank, split_rows(rows, shares), strict=True):
+            minibatches.append((part, denominators))
+
+    def wait(self, pending: PendingResult) -> list:  # type: ignore[type-arg]
+        return pending.wait(timeout=self.timeout_s)
+
+
+class PolicyGroup(RoleGroup):
+    """Actor, reference and rollout of the pool."""
+
+    def generate(self, prompts: Prompts, sampling: SamplingParams, *, n: int, seed: int | None, step: int) -> Rollouts:
+        """n responses to each prompt; a prompt's n requests stay on one replica, which then shares its prefix."""
+        requests = build_requests(
+            prompts, n, sampling, seed=seed or 0, step=step, seed_per_request=seed is not None
+        )
+        replicas, ranks_each = self.plan.rollout_replicas, self.plan.tensor_parallel_size
+        cost = [float(length) for length in prompts.prompt_length_B.tolist()]
+        shares = rows_per_rank([int(c) + 1 for c in cost], replicas, balance=len(prompts) >= replicas)
+        by_replica = [[requests[p * n + i] for p in sorted(share) for i in range(n)] for share in shares]
+        per_rank = [(by_replica[rank // ranks_each],) for rank in range(self.group.world_size)]
+        results = self.wait(self.group.call("generate", per_rank))
+        first_ranks = [results[replica * ranks_each][0] for replica in range(replicas)]
+        return assemble_rollouts(prompts, n, in_request_order(shares, first_ranks, n))
+
+    def old_log_probs(self, rollouts: Rollouts) -> Evaluated:
+        return self.evaluate("old_log_probs", rollouts)
+
+    def ref_log_probs(self, rollouts: Rollouts) -> Evaluated:
+        return self.evaluate("ref_log_probs", rollouts)
+
+    def sync_weights(self, version: int) -> SyncReport | None:
+        """Fill the rollout engines with the trained weights; the slowest rank's report."""
+        reports = [r for r in self.wait(self.group.call_all("sync_weights", version)) if r is not None]
+        return max(reports, key=lambda report: report.seconds, default=None)
+
+    def save(self, path: str) -> None:
+        self.wait(self.group.call_all("save_actor", path))
+
+    def load(self, path: str) -> None:
+        self.wait(self.group.call_all("load_actor", path))
+
+
+class CriticGroup(RoleGroup):
+    """The value model of the pool."""
+
+    def values(self, rollouts: Rollouts) -> Evaluated:
+        return self.evaluate("values", rollouts)
+
+    def save(self, path: str) -> None:
+        self.wait(self.group.call_all("save_critic", path))
+
+    def load(self, path: str) -> None:
+        self.wait(self.group.call_all("load_critic", path))
+
+
+def as_sequences(batch: Sequences) -> Sequences:
+    """Only what a forward pass needs: dataset rows and log-probs stay on the driver."""
+    return Sequences(
+        prompt_ids_BP=batch.prompt_ids_BP,
+        prompt_length_B=batch.prompt_length_B,
+        response_ids_BR=batch.response_ids_BR,
+        response_length_B=batch.response_length_B,
+        response_mask_BR=batch.response_mask_BR,
+    )
+
+
+def in_request_order(
+    shares: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]], n: int
+) -> list[Completion]:
+    """Completions of all replicas in prompt-major request order."""
+    by_prompt: dict[int, Sequence[Completion]] = {}
+    for share, done in zip(shares, completions, strict=True):
+        for place, prompt in enumerate(sorted(share)):
+            by_prompt[prompt] = done[place * n : (place + 1) * n]
+    return [completion for prompt in sorted(by_prompt) for completion in by_prompt[prompt]]
+
+
+def average_steps(steps: Sequence[dict[str, Metric]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as one number each: extremes stay extremes, counts add, the rest averages."""
+    joined: dict[str, float] = {}
+    for name in {name for step in steps for name in step}:
+        metrics = [step[name] for step in steps if name in step]
+        values = [metric.value for metric in metrics]
+        if metrics[0].reduction in ("max", "min"):
+            joined[name] = max(values) if metrics[0].reduction == "max" else min(values)
+        elif name in COUNTS:
+            joined[name] = float(sum(values))
+        else:
+            joined[name] = sum(values) / len(values)
+    return joined
+
+
+# Metrics that count events: over several optimizer steps they add up.
+COUNTS = frozenset({"skipped_steps"})

@@ -1,0 +1,40 @@
+"""Where batches come from: the first of the loop's four seams.
+
+`PlainSource` draws one batch of prompts and has it answered. Dynamic sampling, multi-turn and asynchronous rollout are
+other classes with the same method, never another loop.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from verl_like.batch import Rollouts
+from verl_like.data.loader import PromptLoader
+from verl_like.rollout.protocol import SamplingParams
+from verl_like.trainer.roles import PolicyGroup
+
+
+class BatchSource(Protocol):
+    """Gives one step's rollouts, and remembers where in the data it is."""
+
+    def next_rollouts(self, policy: PolicyGroup, step: int) -> Rollouts: ...
+
+    def state_dict(self) -> dict: ...  # type: ignore[type-arg]
+
+    def load_state_dict(self, state: dict) -> None: ...  # type: ignore[type-arg]
+
+
+class PlainSource:
+    """The next data.train_batch_size prompts, each answered rollout.n times."""
+
+    def __init__(self, loader: PromptLoader, sampling: SamplingParams, *, n: int, seed: int | None) -> None:
+        self.loader, self.sampling, self.n, self.seed = loader, sampling, n, seed
+
+    def next_rollouts(self, policy: PolicyGroup, step: int) -> Rollouts:
+        return policy.generate(self.loader.next(), self.sampling, n=self.n, seed=self.seed, step=step)
+
+    def state_dict(self) -> dict:  # type: ignore[type-arg]
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:  # type: ignore[type-arg]
+        self.loader.load_state_dict(state)

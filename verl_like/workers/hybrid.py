@@ -1,0 +1,91 @@
+"""One worker process of a resource pool: it hosts every role that shares the pool's devices.
+
+The driver calls these methods by name on all ranks at once (`WorkerGroup.call`); each is SPMD.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
+from verl_like.cluster.protocol import RankEnv
+from verl_like.parallel.dist import init_distributed, shutdown_distributed
+from verl_like.rollout.protocol import Completion, GenerationRequest
+from verl_like.weight_sync.sync import SyncReport
+from verl_like.workers.critic import CriticWorker
+from verl_like.workers.policy import PolicyWorker
+from verl_like.workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+
+class HybridWorker:
+    """Actor, reference, rollout and critic of one rank."""
+
+    def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
+        self.process = init_distributed(
+            rank=env.rank,
+            world_size=env.world_size,
+            local_rank=env.local_rank,
+            local_world_size=env.local_world_size,
+            master_address=env.master_address,
+            master_port=env.master_port,
+            device=env.device,
+            timeout_s=spec.config.trainer.rpc_timeout,
+        )
+        _import_external(spec.config.actor_rollout_ref.model.external_lib)
+        # The critic goes first: the rollout engine then sizes its cache by what is left.
+        self.critic = CriticWorker(spec, self.process) if spec.plan.needs_critic else None
+        self.policy = PolicyWorker(spec, self.process, env.run_id)
+
+    def sync_weights(self, version: int) -> SyncReport | None:
+        return self.policy.sync_weights(version)
+
+    def generate(self, requests: list[GenerationRequest]) -> tuple[list[Completion], float]:
+        return self.policy.generate(requests)
+
+    def old_log_probs(self, batch: Sequences) -> Evaluated:
+        return self.policy.old_log_probs(batch)
+
+    def ref_log_probs(self, batch: Sequences) -> Evaluated:
+        return self.policy.ref_log_probs(batch)
+
+    def values(self, batch: Sequences) -> Evaluated:
+        return self._critic().values(batch)
+
+    def update_actor(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
+        return self.policy.update_actor(minibatches)
+
+    def update_critic(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
+        return self._critic().update(minibatches)
+
+    def save_actor(self, path: str) -> None:
+        self.policy.save(path)
+
+    def load_actor(self, path: str) -> None:
+        self.policy.load(path)
+
+    def save_critic(self, path: str) -> None:
+        self._critic().save(path)
+
+    def load_critic(self, path: str) -> None:
+        self._critic().load(path)
+
+    def shutdown(self) -> None:
+        """Stop the rollout engine before the process group: vLLM's exit handler still talks to its peers."""
+        self.policy.shutdown()
+        shutdown_distributed()
+
+    def _critic(self) -> CriticWorker:
+        if self.critic is None:
+            raise RuntimeError("a critic method was called, but this run's plan has no critic")
+        return self.critic
+
+
+def _import_external(names: str | list[str] | None) -> None:
+    """Import the user's packages that register models with transformers (model.external_lib)."""
+    import importlib
+
+    for name in [names] if isinstance(names, str) else names or []:
+        logger.info("importing external_lib %s", name)
+        importlib.import_module(name)

@@ -1,0 +1,155 @@
+"""Actor, reference and rollout in one process: the hybrid engine.
+
+The actor trains, the rollout engine samples, the weight sync carries weights from one to the other and proves that they
+arrived. All methods are SPMD: every rank of the pool is called with its own share of the rows.
+"""
+
+from __future__ import annotations
+
+import time
+
+from verl_like.algorithms.objectives import PolicyObjective
+from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.protocol import TrainEngine
+from verl_like.models.loading import load_hf_config
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.rollout.build import build_rollout_engine
+from verl_like.rollout.protocol import Completion, GenerationRequest
+from verl_like.rollout.rng import preserve_rng
+from verl_like.weight_sync.sync import SyncReport, WeightSync
+from verl_like.workers.phase import Phase, PhaseSwitch
+from verl_like.workers.spec import WorkerSpec
+
+
+class PolicyWorker:
+    """One rank's actor, its frozen reference where the run needs one, and its part of the rollout engine."""
+
+    def __init__(self, spec: WorkerSpec, process: ProcessInfo, run_id: str) -> None:
+        self.spec, self.process = spec, process
+        self.temperature = spec.config.actor_rollout_ref.rollout.temperature
+        self.actor = self._build_actor()
+        self.reference = self._build_reference() if spec.plan.needs_reference else None
+        self.objective = PolicyObjective(spec.config.actor_rollout_ref.actor)
+        self.rollout = self._build_rollout(run_id)
+        self.weight_sync = WeightSync(self.actor, self.rollout, spec.config.actor_rollout_ref.rollout, process)
+        self.switch = PhaseSwitch(enter_train=self.rollout.sleep, enter_rollout=self._enter_rollout)
+        self.rollout.sleep()
+
+    def _build_actor(self) -> TrainEngine:
+        policy = self.spec.config.actor_rollout_ref
+        return FSDPEngine(
+            kind="policy",
+            process=self.process,
+            model=policy.model,
+            fsdp=policy.actor.fsdp_config,
+            optim=policy.actor.optim,
+            grad_clip=policy.actor.grad_clip,
+            num_optimizer_steps=self.spec.plan.total_training_steps,
+            ulysses_size=policy.actor.ulysses_sequence_parallel_size,
+            tokenizer_size=self.spec.tokenizer_size,
+            seed=self.spec.config.trainer.seed,
+        )
+
+    def _build_reference(self) -> TrainEngine:
+        policy = self.spec.config.actor_rollout_ref
+        return FSDPEngine(
+            kind="policy",
+            process=self.process,
+            model=policy.model,
+            fsdp=policy.ref.fsdp_config,
+            optim=None,
+            grad_clip=None,
+            num_optimizer_steps=None,
+            ulysses_size=policy.ref.ulysses_sequence_parallel_size,
+            tokenizer_size=self.spec.tokenizer_size,
+            seed=self.spec.config.trainer.seed,
+        )
+
+    def _build_rollout(self, run_id: str):  # type: ignore[no-untyped-def]
+        policy = self.spec.config.actor_rollout_ref
+        with preserve_rng():
+            return build_rollout_engine(
+                policy.rollout,
+                policy.model,
+                process=self.process,
+                hf_config=load_hf_config(policy.model),
+                tokenizer_size=self.spec.tokenizer_size,
+                eos_ids=self.spec.eos_ids,
+                max_model_len=self.spec.max_model_len,
+                seed=self.spec.config.trainer.seed,
+                run_id=run_id,
+            )
+
+    def _enter_rollout(self) -> None:
+        """The trainer's engines keep on the device only what their fsdp_config says; make sure of it, then wake."""
+        fsdp = self.spec.config.actor_rollout_ref.actor.fsdp_config
+        self.actor.offload(params=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
+        self.rollout.wake()
+
+    def sync_weights(self, version: int) -> SyncReport | None:
+        """Bring the rollout engine to `version` of the trained weights; None when it already holds it."""
+        if self.switch.phase is Phase.rollout and self.rollout.weight_version == version:
+            return None
+        self.switch.switch(Phase.train)
+        self.rollout.wake()
+        with preserve_rng():
+            report = self.weight_sync.sync(version)
+        self.switch.switch(Phase.rollout)
+        return report
+
+    def generate(self, requests: list[GenerationRequest]) -> tuple[list[Completion], float]:
+        """Completions in the order of the requests, and the seconds they took on this rank."""
+        self.switch.require(Phase.rollout, "generate")
+        started = time.monotonic()
+        with preserve_rng():
+            completions = self.rollout.generate(requests)
+        return completions, time.monotonic() - started
+
+    def old_log_probs(self, batch: Sequences) -> Evaluated:
+        """Log-probs and entropy of the current actor on this rank's rows (may be none)."""
+        self.switch.switch(Phase.train)
+        out = self.actor.forward(
+            batch,
+            want=frozenset({"log_probs", "entropy"}),
+            rule=self.spec.plan.log_prob_micro,
+            temperature=self.temperature,
+        )
+        return Evaluated(
+            response_length_B=batch.response_length_B, old_log_probs_BR=out["log_probs"], entropy_BR=out["entropy"]
+        )
+
+    def ref_log_probs(self, batch: Sequences) -> Evaluated:
+        """Log-probs of the frozen reference on this rank's rows (may be none)."""
+        self.switch.switch(Phase.train)
+        if self.reference is None:
+            raise RuntimeError("ref_log_probs was called, but this run's plan has no reference model")
+        out = self.reference.forward(
+            batch, want=frozenset({"log_probs"}), rule=self.spec.plan.ref_micro, temperature=self.temperature
+        )
+        return Evaluated(response_length_B=batch.response_length_B, ref_log_probs_BR=out["log_probs"])
+
+    def update_actor(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
+        """One optimizer step per mini-batch on this rank's rows; the metrics of each step."""
+        self.switch.switch(Phase.train)
+        steps = [
+            self.actor.train_minibatch(
+                rows, self.objective, denominators, rule=self.spec.plan.actor_micro, temperature=self.temperature
+            )
+            for rows, denominators in minibatches
+        ]
+        # ADVANCE_SCHEDULE
+        return steps
+
+    def save(self, path: str) -> None:
+        """Write the actor's checkpoint; a collective of all ranks."""
+        self.switch.switch(Phase.train)
+        self.actor.save(path, contents=self.spec.config.actor_rollout_ref.actor.checkpoint.save_contents)
+
+    def load(self, path: str) -> None:
+        """Restore the actor from a checkpoint; the rollout engine must be synced afterwards."""
+        self.switch.switch(Phase.train)
+        self.actor.load(path, contents=self.spec.config.actor_rollout_ref.actor.checkpoint.load_contents)
+
+    def shutdown(self) -> None:
+        self.rollout.shutdown()

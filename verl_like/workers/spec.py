@@ -1,0 +1,17 @@
+"""What the driver tells every worker process at its birth. Picklable, the same for all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    config: PPOConfig
+    plan: BatchPlan
+    tokenizer_size: int  # ids from here on are padding of the vocabulary: masked out of every softmax
+    eos_ids: tuple[int, ...]  # a response ends with any of these
+    max_model_len: int  # tokens, prompt plus response
