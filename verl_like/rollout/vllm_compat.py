@@ -33,7 +33,7 @@ def set_environment(device: torch.device) -> None:
 
 def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
     """A `vllm.LLM` on this rank. Unknown names in `kwargs` raise vLLM's own TypeError."""
-    from vllm import LLM
+    from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
     if device.type == "cpu":
         _do_not_compile_token_ranks()
@@ -85,7 +85,7 @@ def sampling_params(
     score_prompt: bool = False,
 ) -> Any:
     """vLLM's parameters of one request; the log-prob of the sampled (or, to score, each prompt) token and no other."""
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
@@ -104,9 +104,17 @@ def sampling_params(
     )
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request it does not take: ValueError, and in later versions an error class of its own."""
+    import vllm.exceptions as errors
+
+    own = getattr(errors, "VLLMClientError", None)
+    return (ValueError,) if own is None else (ValueError, own)
+
+
 def add_request(llm: Any, request_id: str, prompt_ids: list[int], params: Any) -> None:
     """Queue one request of token ids between two steps."""
-    from vllm import TokensPrompt
+    from vllm import TokensPrompt  # pyright: ignore[reportAttributeAccessIssue]
 
     llm.llm_engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt_ids), params)
 
@@ -136,9 +144,22 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
     model's own load_weights would fail on packed layers.
     """
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+    _repack_tied_heads(model_of(llm))
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     llm.llm_engine.reset_mm_cache()
+
+
+def _repack_tied_heads(model: nn.Module) -> None:
+    """On CPU a linear layer computes with a packed copy of its weight, which vLLM makes anew for each layer that got
+    tensors. A head that shares the embedding's weight gets none: without this it keeps the copy of the old weights."""
+    owner_of: dict[int, nn.Module] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or owner_of.setdefault(id(weight), module) is module:
+            continue
+        if hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
