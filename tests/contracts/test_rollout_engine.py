@@ -230,18 +230,29 @@ def test_new_weights_replace_all_old_ones(engine: RolloutEngine) -> None:
     assert done.weight_version == 2
 
 
-def test_failed_load_then_recovery(engine: RolloutEngine) -> None:
+@pytest.mark.parametrize("after", [0, 1, 3, 5, 12])
+def test_interrupted_load_then_recovery(engine: RolloutEngine, after: int) -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        for i, item in enumerate(state(MODEL).items()):
-            if i == 5:
+        for i, (name, tensor) in enumerate(state(tiny_model(seed=9)).items()):
+            if i == after:
                 raise OSError("the trainer died")
-            yield item
+            yield name, tensor
 
     with pytest.raises(OSError, match="trainer died"):
         engine.load_weights(broken(), 3)
     assert engine.weight_version is None
     with pytest.raises(RolloutError, match="no weights"):
         engine.generate(requests(1))
+    engine.load_weights(iter(state(MODEL).items()), 1)
+    request = requests(1)[0]
+    assert gap(request, engine.generate([request])[0]) < 1e-5
+
+
+def test_misshapen_weight_then_recovery(engine: RolloutEngine) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    with pytest.raises(Exception, match=r"."):
+        engine.load_weights(((n, t[:-1] if n == name else t) for n, t in state(MODEL).items()), 3)
+    assert engine.weight_version is None
     engine.load_weights(iter(state(MODEL).items()), 1)
     request = requests(1)[0]
     assert gap(request, engine.generate([request])[0]) < 1e-5

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
-from tests.unit.rollout.tiny import FakeTrainEngine, Items, build, log_probs, single_process, tiny_model
-from verl_like.config import RolloutConfig
+from tests.unit.rollout.tiny import (
+    TOKENIZER_SIZE,
+    FakeTrainEngine,
+    Items,
+    build,
+    free_port,
+    log_probs,
+    single_process,
+    tiny_model,
+)
+from verl_like.config import FSDPConfig, ModelConfig, RolloutConfig
+from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.protocol import TrainEngine
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.rollout.protocol import GenerationRequest, RolloutEngine, RolloutError, SamplingParams
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
@@ -180,3 +196,83 @@ def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: p
         assert (_sync(engine, rollout, process).sync(1).probe_gap or 0.0) < 1e-5
     finally:
         rollout.shutdown()
+
+
+def test_sharded_trainer_and_two_ranks(tmp_path: Path) -> None:
+    """FSDP2 over two ranks into a copy per rank (hf) and into one tensor-parallel replica (vllm): the gap is tiny, and
+    a fault on one rank stops both."""
+    names = ["hf", "vllm"] if importlib.util.find_spec("vllm") else ["hf"]
+    model = tiny_model(seed=3)
+    model.save_pretrained(tmp_path / "model")
+    for out in run_two_ranks(tmp_path, names):
+        for name in names:
+            assert out[name]["gap"] < 1e-5
+            assert "failed on ranks [1]. Rank 1: shape" in out[name]["error"]
+            assert out[name]["version_after_error"] is None
+            assert out[name]["recovered_gap"] < 1e-5
+            tokens = REQUEST.prompt_ids + out[name]["tokens"]
+            assert torch.allclose(torch.tensor(out[name]["log_probs"]), log_probs(model, tokens)[2:], atol=1e-5)
+
+
+def run_two_ranks(folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    """This file, run as a script on two ranks."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    args = [str(free_port()), str(folder), ",".join(names)]
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), *args], env=env, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=200)
+            assert rank.returncode == 0, errors.decode()[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
+    """One of two ranks: sync, a fault on rank 1 alone, recovery; for each engine."""
+    process = init_distributed(rank, 2, rank, 2, "127.0.0.1", port, "cpu")
+    engine = FSDPEngine(
+        kind="policy",
+        process=process,
+        model=ModelConfig(path=str(folder / "model")),
+        fsdp=FSDPConfig(),
+        optim=None,
+        grad_clip=None,
+        tokenizer_size=TOKENIZER_SIZE,
+    )
+    export = engine.export_weights
+    out = {}
+    for name in names:
+        rollout = build(name, folder / f"rollout{rank}", process, tensor_model_parallel_size=2 if name == "vllm" else 1)
+        sync = WeightSync(cast(TrainEngine, engine), rollout, RolloutConfig(), process)
+        gap = sync.sync(1).probe_gap
+        if rank == 1:
+            engine.export_weights = lambda dtype: _reshape(export(dtype))  # type: ignore[method-assign]
+        try:
+            sync.sync(2)
+            error = "none"
+        except WeightSyncError as caught:
+            error = str(caught)
+        version = rollout.weight_version
+        engine.export_weights = export  # type: ignore[method-assign]
+        recovered = sync.sync(3).probe_gap
+        done = rollout.generate([REQUEST])[0]
+        out[name] = {
+            "gap": gap,
+            "error": error,
+            "version_after_error": version,
+            "recovered_gap": recovered,
+            "tokens": done.token_ids,
+            "log_probs": done.log_probs,
+        }
+        rollout.shutdown()
+    shutdown_distributed()
+    (folder / f"rank{rank}.json").write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4].split(","))

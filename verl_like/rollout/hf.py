@@ -162,9 +162,13 @@ class HFRolloutEngine(BaseRolloutEngine):
 
     def _collect(self, batch: _Batch) -> list[Completion]:
         """Take the rows that have ended out of the batch."""
-        reasons = [row.end() for row in batch.rows]
-        done = [self._completion(row, r) for row, r in zip(batch.rows, reasons, strict=True) if r is not None]
-        going = [i for i, reason in enumerate(reasons) if reason is None]
+        done, going = [], []
+        for i, row in enumerate(batch.rows):
+            reason = row.end()
+            if reason is None:
+                going.append(i)
+            else:
+                done.append(self._completion(row, reason))
         if not going:
             self._batch = None
         elif done:

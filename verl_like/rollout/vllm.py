@@ -7,6 +7,7 @@ vllm_compat.py.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,8 +52,8 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         self._asleep = False
         kwargs = engine_arguments(rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode)
         with preserve_rng():
-            self._llm = compat.start(kwargs, device=process.device, run_id=run_id)
-        self._model = compat.model_of(self._llm)
+            self._llm: Any = compat.start(kwargs, device=process.device, run_id=run_id)
+        self._model: Any = compat.model_of(self._llm)
         if tokenizer_size < vocab_size:
             compat.mask_logits(self._model, tokenizer_size)
         self._tp = tp
@@ -72,15 +73,18 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         sampling, seed = request.sampling, request.seed
         if seed is None and self._tp > 1:  # ranks of a replica draw the same numbers only from a seed
             seed = request_seed(self._seed, 1, next(self._unseeded), 0)
-        params = compat.sampling_params(
-            max_tokens=sampling.max_tokens,
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            top_p=1.0 if sampling.greedy else sampling.top_p,
-            top_k=-1 if sampling.greedy else sampling.top_k,
-            stop_token_ids=() if sampling.ignore_eos else sampling.stop_token_ids,
-            seed=None if sampling.greedy else seed,
-        )
-        compat.add_request(self._llm, request.request_id, request.prompt_ids, params)
+        try:
+            params = compat.sampling_params(
+                max_tokens=sampling.max_tokens,
+                temperature=0.0 if sampling.greedy else sampling.temperature,
+                top_p=1.0 if sampling.greedy else sampling.top_p,
+                top_k=-1 if sampling.greedy else sampling.top_k,
+                stop_token_ids=() if sampling.ignore_eos else sampling.stop_token_ids,
+                seed=None if sampling.greedy else seed,
+            )
+            compat.add_request(self._llm, request.request_id, request.prompt_ids, params)
+        except compat.refusals() as error:
+            raise ValueError(f"request {request.request_id}: {error}") from error
         self._added[request.request_id] = request
 
     def step(self) -> list[Completion]:
@@ -191,7 +195,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` goes on top as it is (null values are left out)."""
     kwargs: dict[str, Any] = {
-        "model": model.path,
+        "model": os.path.expanduser(model.path),
         "skip_tokenizer_init": True,
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",  # sampling defaults and end tokens are ours, not the model folder's

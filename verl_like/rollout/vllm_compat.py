@@ -141,25 +141,35 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
     """Exchange all weights and drop everything computed with the old ones. RuntimeError if a cache could not be reset.
 
     vLLM's layer-wise reload lets each layer be processed (fused, packed for the kernel) as on a first load; the
-    model's own load_weights would fail on packed layers.
+    model's own load_weights would fail on packed layers. An error must not pass through it: layers caught half loaded
+    would stay so, and a later reload would fail or mix both streams. So an error of the stream ends the stream, vLLM
+    puts its layers in order, and then the error is raised.
     """
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-    _repack_tied_heads(model_of(llm))
+    failure: list[Exception] = []
+
+    def until_failure() -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from stream
+        except Exception as error:
+            failure.append(error)
+
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": until_failure()})
+    except Exception:
+        _finish_reload(llm)
+        raise
+    if failure:
+        raise failure[0]
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     llm.llm_engine.reset_mm_cache()
 
 
-def _repack_tied_heads(model: nn.Module) -> None:
-    """On CPU a linear layer computes with a packed copy of its weight, which vLLM makes anew for each layer that got
-    tensors. A head that shares the embedding's weight gets none: without this it keeps the copy of the old weights."""
-    owner_of: dict[int, nn.Module] = {}
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is None or owner_of.setdefault(id(weight), module) is module:
-            continue
-        if hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
+def _finish_reload(llm: Any) -> None:
+    """Let vLLM end a reload in which its own loader failed."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model_of(llm), llm.llm_engine.model_config)
 
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
