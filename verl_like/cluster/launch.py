@@ -174,7 +174,7 @@ def _check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> 
             f"ray_init.address={address}: Ray Client addresses are not supported, because the training loop must run "
             "inside the cluster. Start it on a node of the cluster with ray_init.address=auto or host:6379."
         )
-    for key, value in (("num_cpus", num_cpus), ("_temp_dir", temp_dir)):
+    for key, value in (("num_cpus", num_cpus), ("temp_dir", temp_dir)):
         if value is not None:
             raise ValueError(
                 f"ray_init.{key}={value} has no effect on the running cluster at ray_init.address={address}: "

@@ -49,7 +49,7 @@ def test_tail_of_a_log(tmp_path: Path) -> None:
     [
         ({"address": "ray://head:10001"}, "Ray Client addresses are not supported"),
         ({"address": "auto", "num_cpus": 4}, "ray_init.num_cpus=4 has no effect"),
-        ({"address": "10.0.0.1:6379", "temp_dir": "/x"}, "ray_init._temp_dir=/x has no effect"),
+        ({"address": "10.0.0.1:6379", "temp_dir": "/x"}, "ray_init.temp_dir=/x has no effect"),
     ],
 )
 def test_settings_that_cannot_hold_when_joining(settings: dict, message: str) -> None:
