@@ -37,7 +37,7 @@ class FSDPEngine:
 
     kind: "policy" (log-probs and entropy) or "value" (a value head instead of the language-model head).
     optim: None gives a forward-only engine, the reference; its shards are kept in the compute precision.
-    num_optimizer_steps: length of the learning-rate schedule; None lets `optim.total_training_steps` decide.
+    num_optimizer_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
     sync_every_micro_batch: reduce gradients after each micro-batch (least memory) or once at the last one, at the
     price of an unsharded float32 gradient on every rank.
@@ -67,17 +67,18 @@ class FSDPEngine:
         self._grad_clip, self._sync_every = grad_clip, sync_every_micro_batch
         self._packed = loading.uses_packing(model)
         self.hf_config = loading.load_hf_config(model)
+        self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self.model = self._build_model(tokenizer_size, seed, training=optim is not None)
         self.optimizer = None if optim is None else build_optimizer(self.model.parameters(), optim)
         self.schedule = None if optim is None else Schedule(optim, num_optimizer_steps)
         self._params_offloaded = self._optimizer_offloaded = False
         if self._packed:
-            selfcheck.check_packing(self.model, self.hf_config, self.device)
+            selfcheck.check_packing(self.model, self.hf_config, self.device, self._compute_dtype)
         if fsdp.param_offload:
             self.offload(params=True, optimizer=False)
 
     def _build_model(self, tokenizer_size: int | None, seed: int, *, training: bool) -> TokenModel:
-        compute = dtype_of(resolve_dtype(self._fsdp.dtype, self.device.type))
+        compute = self._compute_dtype
         stored = dtype_of(self._fsdp.model_dtype) if training else compute
         model = loading.build_token_model(
             self._model_config, self.hf_config, kind=self.kind, dtype=stored, vocab_size=tokenizer_size, seed=seed

@@ -26,11 +26,13 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> t
 
 
 class Schedule:
-    """Learning rate as a function of the optimizer steps done. One step of it = one call of `train_minibatch`."""
+    """Learning rate as a function of the optimizer steps done. One step of it = one call of `train_minibatch`.
+
+    Its length is `optim.total_training_steps` where set, else `num_optimizer_steps` (the batch plan's).
+    """
 
     def __init__(self, optim: OptimConfig, num_optimizer_steps: int | None) -> None:
-        total = optim.total_training_steps if num_optimizer_steps is None else num_optimizer_steps
-        self.total = None if total is None or total <= 0 else total
+        self.total = optim.total_training_steps if optim.total_training_steps > 0 else num_optimizer_steps
         self.optim = optim
         self.warmup = _warmup_steps(optim, self.total)
         self.steps_done = 0

@@ -17,7 +17,9 @@ _HALF_TOLERANCE = 0.3
 
 
 @torch.no_grad()
-def check_packing(model: TokenModel, hf_config: PretrainedConfig, device: torch.device) -> None:
+def check_packing(
+    model: TokenModel, hf_config: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
+) -> None:
     """Compare two random sequences packed together with each alone (collective). Raises ValueError on a difference."""
     model.eval()
     rows = _two_rows(hf_config.get_text_config().vocab_size, model)
@@ -26,8 +28,7 @@ def check_packing(model: TokenModel, hf_config: PretrainedConfig, device: torch.
     reshard(model)
     lengths = rows.response_length_B.tolist()
     gap = max(float((together[i, :n] - alone[i][0, :n]).abs().max()) for i, n in enumerate(lengths))
-    compute = next(model.parameters()).dtype if device.type == "cpu" else torch.bfloat16
-    limit = _TOLERANCE.get(compute, _HALF_TOLERANCE)
+    limit = _TOLERANCE.get(compute_dtype, _HALF_TOLERANCE)
     if not gap <= limit:
         raise ValueError(
             f"model type {hf_config.model_type!r} cannot be run without padding: two sequences packed together differ "

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from verl_like.models import attention
 from verl_like.models.heads import (
@@ -126,6 +127,7 @@ def _load_weights(
     model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype: torch.dtype, seed: int
 ) -> PreTrainedModel:
     attention.register()
+    transformers_logging.disable_progress_bar()  # one bar per rank and model would drown the run's own display
     path = os.path.expanduser(model.path)
     implementation = attention.ATTENTION_NAME if uses_packing(model) else "sdpa"
     with torch.random.fork_rng(devices=[]):

@@ -101,10 +101,18 @@ def hybrid_sharding(process: ProcessInfo, path: str) -> dict[str, Tensor]:
     return gradients(engine, my_rows(process, batch, "even"), batch)
 
 
+def tied_and_checkpointed(process: ProcessInfo, path: str) -> dict[str, Tensor]:
+    """Tied embeddings (one parameter of the root, used twice) under gradient checkpointing."""
+    model = {"override_config": {"tie_word_embeddings": True}, "enable_gradient_checkpointing": True}
+    engine, batch = build_engine(process, path, model=model), experience(9)
+    return gradients(engine, my_rows(process, batch, "even"), batch)
+
+
 def everything(process: ProcessInfo, path: str, save_to: str | None) -> dict[str, Any]:
     """All scenarios in one start of the processes."""
     return {
         "update": update(process, path, save_to),
         "non_finite": non_finite_on_last_rank(process, path),
         "hybrid": hybrid_sharding(process, path),
+        "tied": tied_and_checkpointed(process, path),
     }

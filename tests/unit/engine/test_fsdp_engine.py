@@ -14,6 +14,7 @@ from tests.unit.engine.scenarios import gradients
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
 from verl_like.batch import Experience
 from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
@@ -62,6 +63,18 @@ def test_reference_path_gives_the_same_update(process: ProcessInfo, path: str) -
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     for name, value in results[0][1].items():
         torch.testing.assert_close(value, results[1][1][name], rtol=0, atol=1e-5)
+
+
+def test_bfloat16_compute_keeps_float32_weights(process: ProcessInfo, path: str) -> None:
+    batch, want = experience(9), frozenset({"log_probs"})
+    half = build_engine(process, path, fsdp=FSDPConfig(dtype="bfloat16"))
+    exact = build_engine(process, path).forward(batch, want=want, rule=tiny.ONE_BATCH)["log_probs"]
+    gap = (half.forward(batch, want=want, rule=tiny.ONE_BATCH)["log_probs"] - exact).abs()
+    assert 0 < gap.mean() < 0.05
+    step(half, batch)
+    assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+    reference = build_engine(process, path, fsdp=FSDPConfig(dtype="bfloat16"), optim=None)
+    assert {p.dtype for p in reference.model.parameters()} == {torch.bfloat16}
 
 
 def test_training_lowers_the_loss_and_metrics_are_joined(process: ProcessInfo, path: str) -> None:

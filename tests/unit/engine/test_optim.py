@@ -46,3 +46,8 @@ def test_unknown_length_is_refused() -> None:
     for optim in (OptimConfig(warmup_style="cosine"), OptimConfig(lr_warmup_steps_ratio=0.1)):
         with pytest.raises(ValueError, match="total_training_steps"):
             Schedule(optim, None)
+
+
+def test_length_set_by_the_user_wins() -> None:
+    assert Schedule(OptimConfig(total_training_steps=7), 99).total == 7
+    assert Schedule(OptimConfig(), 99).total == 99

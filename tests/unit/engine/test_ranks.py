@@ -62,6 +62,11 @@ def test_replicated_sharding_gives_the_same_gradients(one: dict[str, Any], two: 
     assert_same(one["hybrid"], two[0]["hybrid"], 2e-6)
 
 
+def test_tied_embeddings_and_checkpointing(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    assert "hf.lm_head.weight" not in one["tied"]
+    assert_same(one["tied"], two[1]["tied"], 2e-6)
+
+
 def test_weights_after_steps_agree(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     assert_same(two[0]["update"]["weights"], two[1]["update"]["weights"], 0.0)
     assert_same(one["update"]["weights_1"], two[0]["update"]["weights_1"], 2e-6)

@@ -125,7 +125,7 @@ def free_port() -> int:
 
 
 def single_process() -> ProcessInfo:
-    return init_distributed(0, 1, 0, 1, "127.0.0.1", free_port(), "cpu", 60.0)
+    return init_distributed(0, 1, 0, 1, "127.0.0.1", free_port(), "cpu", 300.0)
 
 
 def spawn_ranks(world_size: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
@@ -139,6 +139,6 @@ def _rank_main(
     rank: int, world_size: int, port: int, function: Callable[..., Any], folder: str, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    process = init_distributed(rank, world_size, rank, world_size, "127.0.0.1", port, "cpu", 60.0)
+    process = init_distributed(rank, world_size, rank, world_size, "127.0.0.1", port, "cpu", 300.0)
     torch.save(function(process, *args), Path(folder) / f"result_{rank}.pt")
     shutdown_distributed()
