@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -17,6 +16,8 @@ import time
 from pathlib import Path
 
 from prepare import DATA_SOURCE, Recipe, prepare
+
+from verl_like.observe.trackers import read_metrics
 
 HERE = Path(__file__).resolve().parent
 METRIC = f"val-core/{DATA_SOURCE}/acc/mean@1"
@@ -32,25 +33,18 @@ def choose_rollout(wanted: str) -> str:
     return "hf"
 
 
-def read_accuracies(log_dir: Path) -> list[tuple[int, float]]:
-    """(step, greedy validation accuracy) of every validation in the newest jsonl metrics below `log_dir`."""
-    found = sorted(log_dir.rglob("*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in found:
-        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        values = [(record["step"], metrics[METRIC]) for record in records if METRIC in (metrics := flatten(record))]
-        if values:
-            return sorted(values)
-    raise FileNotFoundError(f"no jsonl file below {log_dir} holds the metric {METRIC}: did the training run finish?")
-
-
-def flatten(record: dict) -> dict[str, float]:
-    """A metrics record as one dictionary, whether the metrics are nested under a key or not."""
-    return {**record, **record.get("metrics", {})}
+def read_accuracies(metrics_file: Path) -> list[tuple[int, float]]:
+    """(step, greedy validation accuracy) of every validation of a run, in step order."""
+    steps = read_metrics(metrics_file)
+    accuracies = [(step, metrics[METRIC]) for step, metrics in steps.items() if METRIC in metrics]
+    if not accuracies:
+        raise ValueError(f"{metrics_file} does not hold {METRIC}: was validation switched off?")
+    return accuracies
 
 
 def report(output_dir: Path, accuracies: list[tuple[int, float]], seconds: float) -> None:
     (first_step, before), (last_step, after) = accuracies[0], accuracies[-1]
-    checkpoints = output_dir / "checkpoints"
+    checkpoints, command = output_dir / "checkpoints", f"bash {os.path.relpath(HERE / 'run.sh')}"
     print(
         f"""
 ------------------------------------------------------------------------------------------------
@@ -59,12 +53,12 @@ Greedy accuracy on {Recipe.num_validation_pairs} additions never seen in trainin
     step {last_step:>3} (GRPO)         {after:.3f}
 
 checkpoint   {checkpoints / f"global_step_{last_step}"}
-metrics      {checkpoints} (jsonl, one line a step)
+metrics      {checkpoints / "metrics.jsonl"}
 samples      {output_dir / "samples"} (jsonl: prompts, responses, scores)
 
 Next: the same run with PPO and a critic instead of GRPO, or with your own reward file:
-    OUT={output_dir} bash {os.path.relpath(HERE / "run.sh")} algorithm.adv_estimator=gae critic.model.path={output_dir}/model
-    OUT={output_dir} REWARD=my_reward.py bash {os.path.relpath(HERE / "run.sh")}
+    OUT={output_dir} {command} algorithm.adv_estimator=gae critic.model.path={output_dir}/model
+    OUT={output_dir} REWARD=my_reward.py {command}
 ------------------------------------------------------------------------------------------------"""
     )
 
@@ -81,7 +75,7 @@ def train(output_dir: Path, *, seed: int, rollout: str, reward: Path, overrides:
         "REWARD": str(reward),
     }
     subprocess.run(["bash", str(HERE / "run.sh"), *overrides], env=environment, check=True)
-    return read_accuracies(output_dir / "checkpoints")
+    return read_accuracies(output_dir / "checkpoints" / "metrics.jsonl")
 
 
 def main() -> None:

@@ -1,0 +1,67 @@
+"""Everything registered is documented, every yaml composes, every package has tests, versions agree."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import PACKAGE, ROOT, package_sources, parse
+from verl_like.algorithms.advantages import ADVANTAGES
+from verl_like.algorithms.policy_losses import POLICY_LOSSES
+from verl_like.trainer.compose import compose
+
+YAML_ROOT = PACKAGE / "trainer" / "config"
+GROUPS = [path.relative_to(YAML_ROOT) for path in sorted(YAML_ROOT.glob("*/*.yaml"))]
+HEAVY_NAMES = re.compile(r"^([A-Za-z0-9_.-]+)==", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [*ADVANTAGES.names(), *POLICY_LOSSES.names()])
+def test_registered_names_are_documented(name: str) -> None:
+    documented = re.findall(r"`([\w-]+)`", (ROOT / "docs" / "algorithms.md").read_text())
+    assert name in documented, f"docs/algorithms.md has no row for `{name}`"
+
+
+def test_the_main_yaml_composes() -> None:
+    assert compose(["data.train_files=a.parquet", "data.val_files=b.parquet"]).trainer.seed == 1
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_group_files_compose(group: Path) -> None:
+    choice = group.with_suffix("").name
+    package = {
+        "actor": "actor_rollout_ref.actor",
+        "ref": "actor_rollout_ref.ref",
+        "rollout": "actor_rollout_ref.rollout",
+    }
+    target = package.get(group.parts[0])
+    override = f"{group.parts[0]}@{target}={choice}" if target else f"{group.parts[0]}={choice}"
+    compose([override, "data.train_files=a.parquet", "data.val_files=b.parquet"])
+
+
+def test_every_package_has_unit_tests() -> None:
+    packages = {source.package for source in package_sources() if source.path.parent != PACKAGE}
+    missing = [name for name in sorted(packages) if not list((ROOT / "tests").glob(f"*/{name}/test_*.py"))]
+    assert not missing, f"no tests/unit/<package> for {missing}"
+
+
+def test_declared_dependencies_are_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = (
+        project["dependencies"] + project["optional-dependencies"]["dev"] + project["optional-dependencies"]["cpu"]
+    )
+    names = {normal(re.split(r"[<>=!~ ;\[]", requirement)[0]) for requirement in declared}
+    pinned = {normal(name) for name in HEAVY_NAMES.findall((ROOT / "constraints" / "cpu.txt").read_text())}
+    assert names <= pinned, f"constraints/cpu.txt lacks {sorted(names - pinned)}"
+    assert not pinned & {"torchvision", "torchaudio", "torchcodec"}, "they break transformers on the CPU build of torch"
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "recipes").rglob("*.py")), ids=lambda path: path.name)
+def test_recipes_parse(script: Path) -> None:
+    assert parse(script).tree.body

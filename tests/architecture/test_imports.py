@@ -1,0 +1,118 @@
+"""Imports go one way (CONTRIBUTING.md has the picture), and heavy packages stay in their own file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import ROOT, Source, package_sources, parse
+
+BASE = {"batch", "config"}
+ENGINE_LEVEL = BASE | {"models", "parallel"}
+ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
+SERVICES = {"cluster", "observe", "data", "rewards", "workers"}
+TRAINER_LEVEL = ROLE_LEVEL | SERVICES
+# package -> packages of ours that it may import (itself is always allowed)
+ALLOWED: dict[str, set[str]] = {
+    "__init__": set(),
+    "config": set(),
+    "batch": {"config"},
+    "algorithms": BASE,
+    "models": BASE | {"parallel"},
+    "parallel": BASE | {"models"},
+    "engine": ENGINE_LEVEL | {"checkpoint"},
+    "rollout": ENGINE_LEVEL,
+    "weight_sync": ENGINE_LEVEL | {"engine", "rollout"},
+    "checkpoint": ENGINE_LEVEL,
+    "data": ENGINE_LEVEL,
+    "rewards": ENGINE_LEVEL | {"data"},
+    "observe": ENGINE_LEVEL,
+    "cluster": BASE,
+    "workers": ROLE_LEVEL | {"cluster"},
+    "trainer": TRAINER_LEVEL,
+    "cli": TRAINER_LEVEL | {"trainer", "bench"},
+    "bench": TRAINER_LEVEL | {"trainer"},
+}
+# what a package may use beyond the standard library, where that is restricted
+THIRD_PARTY: dict[str, set[str]] = {"config": set(), "batch": {"torch"}, "algorithms": {"torch"}}
+# external package -> where it may be imported: folders end with a slash
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    "ray": ("verl_like/cluster/", "verl_like/trainer/main_ppo.py", "verl_like/cli/"),
+    "vllm": ("verl_like/rollout/vllm", "verl_like/cli/"),
+    "sglang": ("verl_like/rollout/sglang", "verl_like/cli/"),
+    "wandb": ("verl_like/observe/",),
+    "tensorboard": ("verl_like/observe/",),
+    "hydra": ("verl_like/trainer/",),
+    "omegaconf": ("verl_like/trainer/",),
+    "flash_attn": ("verl_like/models/",),
+    "liger_kernel": ("verl_like/models/",),
+}
+HEAVY = ("vllm", "sglang", "wandb", "tensorboard", "flash_attn", "liger_kernel")  # never at the top of a shared module
+
+
+def violations(source: Source) -> list[str]:
+    """What in this file breaks the tables above."""
+    found = []
+    for item in source.imports():
+        top, _, rest = item.module.partition(".")
+        where = f"{source.name}:{item.line} imports {item.module}"
+        if top == "verl_like":
+            target = rest.partition(".")[0]
+            if target and target != "__version__" and target not in ALLOWED[source.package] | {source.package}:
+                found.append(f"{where}: {source.package} may import {sorted(ALLOWED[source.package])}")
+        elif top not in sys.stdlib_module_names:
+            if source.package in THIRD_PARTY and top not in THIRD_PARTY[source.package]:
+                found.append(f"{where}: {source.package} may use {sorted(THIRD_PARTY[source.package])}")
+            if top in ONLY_IN and not source.name.startswith(ONLY_IN[top]) and not item.type_checking_only:
+                found.append(f"{where}: only {ONLY_IN[top]} may")
+    return found
+
+
+def test_every_package_has_a_rule() -> None:
+    assert {source.package for source in package_sources()} <= set(ALLOWED)
+
+
+def test_imports_go_one_way() -> None:
+    found = [line for source in package_sources() for line in violations(source)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("config/new.py", "import torch"),
+        ("config/new.py", "from verl_like import batch"),
+        ("algorithms/new.py", "import transformers"),
+        ("algorithms/new.py", "def f():\n    import ray"),
+        ("engine/new.py", "from verl_like.trainer.ppo import PPOTrainer"),
+        ("rollout/new.py", "from ..engine import fsdp"),
+        ("workers/new.py", "import vllm"),
+        ("engine/new.py", "import ray"),
+    ],
+)
+def test_a_planted_import_is_found(file: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = tmp_path / "verl_like" / file
+    planted.parent.mkdir(parents=True)
+    planted.write_text(code)
+    monkeypatch.setattr("tests.architecture.source.ROOT", tmp_path)
+    monkeypatch.setattr("tests.architecture.source.PACKAGE", tmp_path / "verl_like")
+    assert len(violations(parse(planted))) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("verl_like.config", ["torch", "ray", "vllm", "omegaconf", "hydra", "transformers", "numpy"]),
+        ("verl_like.algorithms.advantages", ["ray", "vllm", "transformers", "hydra", "torch.distributed.fsdp"]),
+        ("verl_like.trainer.main_ppo", list(HEAVY)),
+    ],
+)
+def test_importing_leaves_heavy_packages_out(module: str, absent: list[str]) -> None:
+    script = f"import sys, {module}; print([m for m in {absent!r} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]", textwrap.shorten(run.stdout, 200)
