@@ -166,10 +166,15 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _finish_reload(llm: Any) -> None:
-    """Let vLLM end a reload in which its own loader failed."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    """Put vLLM's layers in order after its own loader failed: forget what is half loaded, keep the old tensors."""
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 
-    finalize_layerwise_reload(model_of(llm), llm.llm_engine.model_config)
+    model = model_of(llm)
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.loaded_weights.clear()
+        info.load_numel = 0
+    finalize_layerwise_reload(model, llm.llm_engine.model_config)
 
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:

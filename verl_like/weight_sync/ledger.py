@@ -40,10 +40,13 @@ class WeightLedger:
                     self.checksums[name] = checksum(tensor)
                 yield name, tensor
 
-    def problems(self) -> list[str]:
-        """What was wrong with the stream; call after its end."""
-        missing = [f"missing: {name}" for name in self._expected if name not in self._seen]
-        return self._problems + missing
+    def faults(self) -> list[str]:
+        """What was wrong with tensors that came."""
+        return self._problems
+
+    def missing(self) -> list[str]:
+        """What did not come; call after the end of the stream."""
+        return [f"missing: {name}" for name in self._expected if name not in self._seen]
 
     def differences(self, held: dict[str, Tensor]) -> list[str]:
         """Names whose tensor, as the engine holds it, is not what was sent."""

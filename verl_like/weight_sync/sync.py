@@ -104,7 +104,7 @@ class WeightSync:
             problems.append(f"{type(error).__name__}: {error}")
         for _ in ledger.watch(exported):
             pass
-        return problems + ledger.problems()
+        return ledger.faults() + problems + ledger.missing()
 
     def _order(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """load_format: tensor by tensor, or (dummy_hf) the full state dict first: more memory, no half-loaded engine

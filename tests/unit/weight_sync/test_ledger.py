@@ -21,7 +21,7 @@ def _run(*items: tuple[str, torch.Tensor], dtype: torch.dtype = torch.float32) -
 def test_a_whole_stream_has_no_problem() -> None:
     ledger, passed = _run(("b", torch.ones(4)), ("a", torch.ones(2, 3)))
     assert passed == ["b", "a"]
-    assert ledger.problems() == []
+    assert ledger.faults() + ledger.missing() == []
     assert (ledger.num_tensors, ledger.num_bytes) == (2, 40)
 
 
@@ -34,7 +34,8 @@ def test_cast_to_the_rollout_dtype() -> None:
 def test_all_problems_are_listed_and_the_stream_is_read_to_its_end() -> None:
     ledger, passed = _run(("a", torch.ones(3, 2)), ("x", torch.ones(1)), ("b", torch.ones(4)), ("b", torch.ones(4)))
     assert passed == ["b"]
-    assert ledger.problems() == ["shape: a is (3, 2), not (2, 3)", "unexpected: x", "duplicate: b", "missing: a"]
+    assert ledger.faults() == ["shape: a is (3, 2), not (2, 3)", "unexpected: x", "duplicate: b"]
+    assert ledger.missing() == ["missing: a"]
 
 
 def test_differences_are_named() -> None:
