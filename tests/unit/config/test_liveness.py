@@ -1,7 +1,6 @@
 """Every key is alive: setting it changes the configuration, and some module reads it, or a table says why not."""
 
 import ast
-import copy
 import typing
 from enum import Enum
 from functools import cache
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl_like.config.aliases import Change
+from verl_like.config.aliases import DEPRECATED, Change
 from verl_like.config.availability import NO_EFFECT, NOT_YET, governed_keys
 from verl_like.config.readers import PACKAGE, _attribute_types, _Scope, _scopes, readers
 from verl_like.config.schema import Key, get_value, keys
@@ -61,30 +60,31 @@ def sample(key: Key) -> Any:
 ONLY_BELOW_ONE = ("gamma", "lam", "top_p")  # 1 is the largest value
 
 
-@pytest.fixture(scope="module")
-def default():
-    return to_config(base())
+ONLY_ALONE = set(DEPRECATED)  # a global size and its successor exclude each other
 
 
 @cache
-def base():
-    return _base([])
-
-
-def composed_with(path: str, value: Any):
-    """Compose as a user's file would: plain values, no quoting."""
-    tree = copy.deepcopy(base())
-    problem = _apply(tree, Change(path, value))
-    assert problem is None, problem
+def changed_config(alone: bool):
+    """All keys set at once (the deprecated ones in a run of their own), as a user's file would: no quoting."""
+    tree = _base([])
+    for path, key in keys().items():
+        if (path in ONLY_ALONE) == alone:
+            value = 0.5 if key.name in ONLY_BELOW_ONE else sample(key)
+            assert _apply(tree, Change(path, value)) is None, path
     return to_config(tree)
 
 
 @pytest.mark.parametrize("path", keys())
-def test_setting_a_key_changes_the_configuration(path, default):
-    key = keys()[path]
-    value = 0.5 if key.name in ONLY_BELOW_ONE else sample(key)
-    changed = composed_with(path, value)
-    assert get_value(changed, path) != get_value(default, path)
+def test_setting_a_key_changes_the_configuration(path):
+    assert get_value(changed_config(path in ONLY_ALONE), path) != keys()[path].default
+
+
+def test_setting_one_key_changes_that_key_alone():
+    """Guards the test above: what it sees comes from the key, not from its neighbours."""
+    tree = _base([])
+    assert _apply(tree, Change("trainer.seed", 7)) is None
+    changed, default = to_config(tree), to_config(_base([]))
+    assert [path for path in keys() if get_value(changed, path) != get_value(default, path)] == ["trainer.seed"]
 
 
 def legal_without_reader() -> set[str]:
@@ -129,3 +129,11 @@ def test_the_scan_follows_types(source, read):
 def test_the_scan_does_not_guess_from_names_alone():
     assert reads_of("def f(x): return x.lr, x.seed, x.trainer.seed") == set()
     assert ("OptimConfig", "eps") not in reads_of("def f(o: OptimConfig): return o.lr")
+
+
+def test_the_documentation_page_is_current():
+    """Names, meanings and defaults; who reads a key may change from commit to commit without a new page."""
+    text = (PACKAGE.parent / "docs" / "configuration.md").read_text()
+    missing = [path for path, key in keys().items() if key.doc.replace("|", "\\|") not in text]
+    assert missing == [], "run python -m verl_like.trainer.config_docs"
+    assert "**nobody**" not in text
