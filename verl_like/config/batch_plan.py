@@ -261,76 +261,81 @@ class _MicroKeys:
     total: int | None  # deprecated: over all processes
     per_gpu_key: str
     total_key: str
-    max_tokens_key: str
+
+
+_PPO_NAMES = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
+_LOG_PROB_NAMES = ("log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size")
+_FORWARD_NAMES = ("forward_micro_batch_size_per_gpu", "forward_micro_batch_size")
 
 
 def _micro_rules(
     problems: list[str], config: PPOConfig, data_parallel: int, with_critic: bool
 ) -> dict[str, MicroBatchRule]:
-    actor, ref, rollout = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.ref,
-        config.actor_rollout_ref.rollout,
-    )
-    critic, names = config.critic, ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
-    log_names = ("log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size")
+    update, log_prob, reference = _policy_keys(config)
+    critic_update, critic_forward = _critic_keys(config.critic)
+    critic_problems = problems if with_critic else []
+    actor_rule = _rule(problems, update, data_parallel, None)
+    critic_rule = _rule(critic_problems, critic_update, data_parallel, None)
+    return {
+        "actor_micro": actor_rule,
+        "log_prob_micro": _rule(problems, log_prob, data_parallel, actor_rule),
+        "ref_micro": _rule(problems, reference, data_parallel, actor_rule),
+        "critic_micro": critic_rule,
+        "critic_forward_micro": _rule(critic_problems, critic_forward, data_parallel, critic_rule),
+    }
+
+
+def _policy_keys(config: PPOConfig) -> tuple[_MicroKeys, _MicroKeys, _MicroKeys]:
+    """The actor's update, the old log-probs and the reference."""
+    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
     ulysses = actor.ulysses_sequence_parallel_size
-    actor_keys = _MicroKeys(
+    update = _MicroKeys(
         _ACTOR,
         actor.use_dynamic_bsz,
         actor.ppo_max_token_len_per_gpu * ulysses,
         actor.ppo_micro_batch_size_per_gpu,
         actor.ppo_micro_batch_size,
-        *names,
-        "ppo_max_token_len_per_gpu",
+        *_PPO_NAMES,
     )
-    log_prob_keys = _MicroKeys(
+    log_prob = _MicroKeys(
         _ROLLOUT,
         rollout.log_prob_use_dynamic_bsz,
         rollout.log_prob_max_token_len_per_gpu * ulysses,
         rollout.log_prob_micro_batch_size_per_gpu,
         rollout.log_prob_micro_batch_size,
-        *log_names,
-        "log_prob_max_token_len_per_gpu",
+        *_LOG_PROB_NAMES,
     )
-    ref_keys = _MicroKeys(
+    reference = _MicroKeys(
         _REF,
         ref.log_prob_use_dynamic_bsz,
         ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
         ref.log_prob_micro_batch_size_per_gpu,
         ref.log_prob_micro_batch_size,
-        *log_names,
-        "log_prob_max_token_len_per_gpu",
+        *_LOG_PROB_NAMES,
     )
-    critic_ulysses = critic.ulysses_sequence_parallel_size
-    critic_keys = _MicroKeys(
+    return update, log_prob, reference
+
+
+def _critic_keys(critic: CriticConfig) -> tuple[_MicroKeys, _MicroKeys]:
+    """The critic's update and its forward pass."""
+    ulysses = critic.ulysses_sequence_parallel_size
+    update = _MicroKeys(
         "critic",
         critic.use_dynamic_bsz,
-        critic.ppo_max_token_len_per_gpu * critic_ulysses,
+        critic.ppo_max_token_len_per_gpu * ulysses,
         critic.ppo_micro_batch_size_per_gpu,
         critic.ppo_micro_batch_size,
-        *names,
-        "ppo_max_token_len_per_gpu",
+        *_PPO_NAMES,
     )
-    forward_keys = _MicroKeys(
+    forward = _MicroKeys(
         "critic",
         critic.use_dynamic_bsz,
-        critic.forward_max_token_len_per_gpu * critic_ulysses,
+        critic.forward_max_token_len_per_gpu * ulysses,
         critic.forward_micro_batch_size_per_gpu,
         critic.forward_micro_batch_size,
-        "forward_micro_batch_size_per_gpu",
-        "forward_micro_batch_size",
-        "forward_max_token_len_per_gpu",
+        *_FORWARD_NAMES,
     )
-    actor_rule = _rule(problems, actor_keys, data_parallel, None)
-    critic_rule = _rule(problems if with_critic else [], critic_keys, data_parallel, None)
-    return {
-        "actor_micro": actor_rule,
-        "log_prob_micro": _rule(problems, log_prob_keys, data_parallel, actor_rule),
-        "ref_micro": _rule(problems, ref_keys, data_parallel, actor_rule),
-        "critic_micro": critic_rule,
-        "critic_forward_micro": _rule(problems if with_critic else [], forward_keys, data_parallel, critic_rule),
-    }
+    return update, forward
 
 
 def _rule(problems: list[str], keys: _MicroKeys, data_parallel: int, fallback: MicroBatchRule | None) -> MicroBatchRule:

@@ -135,8 +135,10 @@ def run_main(run: Callable[[PPOConfig], None], argv: Sequence[str] | None = None
     try:
         files = _user_files(arguments)
         if arguments.cfg:
-            tree, _, _ = compose_tree(arguments.overrides, files)
+            tree, _, warnings = compose_tree(arguments.overrides, files)
             to_config(tree)
+            for warning in warnings:
+                logger.warning("config: %s", warning)
             sys.stdout.write(OmegaConf.to_yaml(tree, resolve=arguments.resolve))
             return
         config = compose(arguments.overrides, files)
