@@ -108,11 +108,12 @@ def _segment_by_segment(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    outputs, start = [], 0
-    for length, same in groupby(segments.lengths):
-        count = len(list(same))
-        stop = start + count * length
-        q, k, v = (t[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1) for t in (query, key, value))
+    # one split for all groups: slicing would make the backward pass add up a full-size gradient per slice
+    groups = [(length, len(list(same))) for length, same in groupby(segments.lengths)]
+    pieces = (t[0].split([length * count for length, count in groups], dim=1) for t in (query, key, value))
+    outputs = []
+    for (length, count), *qkv in zip(groups, *pieces, strict=True):
+        q, k, v = (t.unflatten(1, (count, length)).transpose(0, 1) for t in qkv)
         band = None if window is None or window >= length else _band(length, window, query.device)
         attended = scaled_dot_product_attention(
             *(q, k, v),
@@ -123,7 +124,6 @@ def _segment_by_segment(
             enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
-        start = stop
     return torch.cat(outputs)
 
 
