@@ -160,6 +160,7 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
         raise
     if failure:
         raise failure[0]
+    _repack_tied_heads(model_of(llm))
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     llm.llm_engine.reset_mm_cache()
@@ -175,6 +176,19 @@ def _finish_reload(llm: Any) -> None:
         info.loaded_weights.clear()
         info.load_numel = 0
     finalize_layerwise_reload(model, llm.llm_engine.model_config)
+
+
+def _repack_tied_heads(model: nn.Module) -> None:
+    """On CPU a linear layer computes with a packed copy of its weight, which vLLM makes anew for each layer that got
+    tensors. A head that shares the embedding's weight gets none: without this it keeps the copy of the old weights."""
+    owner_of: dict[int, nn.Module] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or owner_of.setdefault(id(weight), module) is module:
+            continue
+        if hasattr(module, "cpu_linear"):
+            quant_method: Any = module.quant_method
+            quant_method.process_weights_after_loading(module)
 
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
