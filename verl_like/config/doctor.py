@@ -37,11 +37,6 @@ def _roles(config: PPOConfig) -> list[str]:
             "critic.enable=False with algorithm.adv_estimator=gae: gae needs values; "
             "set algorithm.adv_estimator=grpo or critic.enable=true"
         )
-    if algorithm.adv_estimator == "grpo" and policy.rollout.n == 1 and not config.trainer.val_only:
-        problems.append(
-            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator=grpo: a group of one has no advantage; "
-            f"set {_ROLLOUT}.n to 2 or more"
-        )
     if config.trainer.critic_warmup > 0 and not needs_critic(config.critic, algorithm):
         problems.append(
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic "
@@ -332,7 +327,13 @@ def risky(config: PPOConfig) -> list[str]:
     budgets = [(f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)]
     if not _no_critic(config):
         budgets.append(("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu))
-    return [
+    lines = []
+    if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
+        lines.append(
+            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator=grpo: a group of one has nothing to compare with; "
+            f"set {_ROLLOUT}.n to 2 or more"
+        )
+    return lines + [
         f"{key}={budget} is below data.max_prompt_length + data.max_response_length = {longest}: a longer sequence "
         f"makes a micro-batch of its own and takes more memory than planned; set {key}={longest} or more"
         for key, dynamic, budget in budgets

@@ -21,7 +21,7 @@ def overrides(script: Path) -> list[str]:
     """The arguments of the command, as the shell passes them."""
     command = script.read_text().split("verl_like.trainer.main_ppo", 1)[1]
     words = re.findall(r"^ {4}(\S+) \\$", command, re.MULTILINE)
-    return [word.replace("$HOME", "/home/user").replace("'", "") for word in words]
+    return [word.replace("$HOME", "/data").replace("'", "") for word in words]
 
 
 def test_there_are_about_twenty():
