@@ -39,7 +39,7 @@ class Recipe:
     forget_carry: float = 0.75  # how often the teacher of the warm start forgets a carry
     warm_start_steps: int = 400
     warm_start_batch: int = 256
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     hidden_size: int = 128
     num_layers: int = 3
 

