@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": ENGINE_LEVEL | {"data"},
     "observe": ENGINE_LEVEL,
     "cluster": BASE,
-    "workers": ROLE_LEVEL | {"cluster"},
+    "workers": ROLE_LEVEL | {"cluster", "observe"},
     "trainer": TRAINER_LEVEL,
     "cli": TRAINER_LEVEL | {"trainer", "bench"},
     "bench": TRAINER_LEVEL | {"trainer"},

@@ -116,7 +116,7 @@ def rollout_difference(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """|p_trainer - p_rollout| of the sampled tokens as (sums, maxima): above 0.005 on average the two engines disagree.
 
-    Tokens whose rollout log-prob is not finite are counted in rollout_log_probs_nonfinite and left out.
+    Tokens whose rollout log-prob is not finite are counted in training/rollout_log_probs_nonfinite and left out.
     """
     if rollout_log_probs_BR is None:
         return {}, {}
@@ -125,10 +125,10 @@ def rollout_difference(
     gap_BR = masked_fill_zero(gap_BR, finite_BR)
     largest = gap_BR.max() if gap_BR.numel() else gap_BR.sum()
     sums = {
-        "rollout_probs_diff_mean": gap_BR.sum() / max(denominators.num_tokens, 1),
-        "rollout_log_probs_nonfinite": (batch.mask_BR & ~finite_BR).sum(),
+        "training/rollout_probs_diff_mean": gap_BR.sum() / max(denominators.num_tokens, 1),
+        "training/rollout_log_probs_nonfinite": (batch.mask_BR & ~finite_BR).sum(),
     }
-    return sums, {"rollout_probs_diff_max": largest}
+    return sums, {"training/rollout_probs_diff_max": largest}
 
 
 def as_metrics(sums: dict[str, Tensor], maxima: dict[str, Tensor] | None = None) -> dict[str, Metric]:

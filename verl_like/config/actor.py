@@ -55,8 +55,8 @@ class ActorConfig(ConfigNode):
     """Lower side of the clip range. Null: clip_ratio."""
     clip_ratio_high: float | None = None
     """Upper side of the clip range. Null: clip_ratio."""
-    clip_ratio_c: float = 3.0
-    """Dual clip: for negative advantages the loss is capped at this ratio."""
+    clip_ratio_c: float | None = 3.0
+    """Dual clip: for negative advantages the loss is capped at this ratio. Null: no dual clip."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one number: token-mean, seq-mean-token-sum, seq-mean-token-mean,
     seq-mean-token-sum-norm."""

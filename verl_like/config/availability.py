@@ -59,10 +59,6 @@ NOT_YET: list[NotYet] = [
         NotYet(f"{section}.ulysses_sequence_parallel_size", _above(1), "set it to 1")
         for section in (_ACTOR, _REF, "critic", "reward_model")
     ],
-    *[
-        NotYet(f"{section}.fsdp_size", lambda v: v != -1, "set it to -1: all processes share one copy")
-        for section in _MODELS
-    ],
     *[row for section in _MODELS for row in _off(f"{section}.grad_offload", instead="use offload_policy")],
     *[
         NotYet(f"{section}.wrap_policy.min_num_params", _truthy, "leave it out, or use transformer_layer_cls_to_wrap")

@@ -36,7 +36,7 @@ class DataConfig(ConfigNode):
     use_shm: bool = False
     """Copy data files to shared memory before reading."""
     train_files: list[str] = field(default_factory=lambda: ["~/data/rlhf/gsm8k/train.parquet"])
-    """Training files (parquet, json, jsonl or csv); one path or a list."""
+    """Training files (parquet); one path or a list."""
     val_files: list[str] = field(default_factory=lambda: ["~/data/rlhf/gsm8k/test.parquet"])
     """Validation files; one path or a list. An empty list: no validation."""
     train_max_samples: int = -1

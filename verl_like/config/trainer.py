@@ -31,9 +31,9 @@ class TrainerConfig(ConfigNode):
     rpc_timeout: float = 3600.0
     """[s] Longest single call to a worker."""
     worker_start_timeout: float = 600.0
-    """[s] Longest start of the workers."""
+    """[s] Longest time from placing the workers until all of them are built."""
     ray_wait_register_center_timeout: int = 300
-    """[s] verl's start-up timeout; worker_start_timeout takes its place."""
+    """[s] Longest wait for the cluster to have room for the workers."""
     balance_batch: bool = True
     """Give every process about the same number of tokens."""
     total_epochs: int = 30
@@ -43,9 +43,9 @@ class TrainerConfig(ConfigNode):
     critic_warmup: int = 0
     """[steps] Steps that train the critic alone."""
     save_freq: int = -1
-    """[steps] Save a checkpoint every so many steps; -1: only when the run is interrupted."""
+    """[steps] Save a checkpoint every so many steps, and after the last; -1: only when the run is interrupted."""
     test_freq: int = -1
-    """[steps] Validate every so many steps; -1: only at the end."""
+    """[steps] Validate every so many steps, and after the last; -1: never during training."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False

@@ -37,7 +37,7 @@ class FSDPEngine:
 
     kind: "policy" (log-probs and entropy) or "value" (a value head instead of the language-model head).
     optim: None gives a forward-only engine, the reference; its shards are kept in the compute precision.
-    num_optimizer_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
+    num_schedule_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
     sync_every_micro_batch: reduce gradients after each micro-batch (least memory) or once at the last one, at the
     price of an unsharded float32 gradient on every rank.
@@ -52,7 +52,7 @@ class FSDPEngine:
         fsdp: FSDPConfig,
         optim: OptimConfig | None,
         grad_clip: float | None,
-        num_optimizer_steps: int | None = None,
+        num_schedule_steps: int | None = None,
         ulysses_size: int = 1,
         tokenizer_size: int | None = None,
         seed: int = 1,
@@ -70,7 +70,7 @@ class FSDPEngine:
         self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self.model = self._build_model(tokenizer_size, seed, training=optim is not None)
         self.optimizer = None if optim is None else build_optimizer(self.model.parameters(), optim)
-        self.schedule = None if optim is None else Schedule(optim, num_optimizer_steps)
+        self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
         self._params_offloaded = self._optimizer_offloaded = False
         if self._packed:
             selfcheck.check_packing(self.model, self.hf_config, self.device, self._compute_dtype)
@@ -170,6 +170,11 @@ class FSDPEngine:
         loss.backward()
         return metrics
 
+    def advance_schedule(self) -> None:
+        """See TrainEngine.advance_schedule."""
+        if self.schedule is not None:
+            self.schedule.steps_done += 1
+
     def _step(self) -> dict[str, Metric]:
         """Clip and step, unless the gradient is not finite: then no rank changes a weight."""
         assert self.optimizer is not None and self.schedule is not None
@@ -183,8 +188,9 @@ class FSDPEngine:
                 group["lr"] = rate
             self.optimizer.step()
         else:
-            log.warning("gradient norm %s at optimizer step %d: step skipped", float(norm), self.schedule.steps_done)
-        self.schedule.steps_done += 1
+            log.warning(
+                "gradient norm %s: optimizer step skipped (schedule step %d)", float(norm), self.schedule.steps_done
+            )
         skipped = float(not finite and self.process.rank == 0)  # counted once, not once per rank
         return {
             "grad_norm": Metric(value=float(norm)),
@@ -265,10 +271,10 @@ class FSDPEngine:
         if "extra" in contents:
             counters = state.load_extra(folder / "extra", self.process.rank)
             if self.schedule is not None:
-                self.schedule.steps_done = counters["optimizer_steps"]
+                self.schedule.steps_done = counters["schedule_steps"]
 
     def _counters(self) -> dict[str, int]:
-        return {"optimizer_steps": 0 if self.schedule is None else self.schedule.steps_done}
+        return {"schedule_steps": 0 if self.schedule is None else self.schedule.steps_done}
 
     def export_hf(self, path: str) -> None:
         """See TrainEngine.export_hf. Weights keep the precision of the shards."""

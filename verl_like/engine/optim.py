@@ -26,13 +26,13 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> t
 
 
 class Schedule:
-    """Learning rate as a function of the optimizer steps done. One step of it = one call of `train_minibatch`.
+    """Learning rate as a function of the training steps done: rollout batches, as in verl, not mini-batches.
 
-    Its length is `optim.total_training_steps` where set, else `num_optimizer_steps` (the batch plan's).
+    Its length is `optim.total_training_steps` where set, else `num_schedule_steps` (the batch plan's).
     """
 
-    def __init__(self, optim: OptimConfig, num_optimizer_steps: int | None) -> None:
-        self.total = optim.total_training_steps if optim.total_training_steps > 0 else num_optimizer_steps
+    def __init__(self, optim: OptimConfig, num_schedule_steps: int | None) -> None:
+        self.total = optim.total_training_steps if optim.total_training_steps > 0 else num_schedule_steps
         self.optim = optim
         self.warmup = _warmup_steps(optim, self.total)
         self.steps_done = 0
@@ -61,7 +61,7 @@ def cosine_factor(step: int, warmup: int, total: int, min_ratio: float, num_cycl
 
 
 def _warmup_steps(optim: OptimConfig, total: int | None) -> int:
-    """lr_warmup_steps counts optimizer steps; negative or none means lr_warmup_steps_ratio of all of them."""
+    """lr_warmup_steps counts training steps; negative or none means lr_warmup_steps_ratio of all of them."""
     if optim.lr_warmup_steps >= 0:
         return optim.lr_warmup_steps
     if not optim.lr_warmup_steps_ratio:

@@ -62,6 +62,11 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def advance_schedule(self) -> None:
+        """One step of the learning-rate schedule. It counts training steps (one rollout batch each), as verl's does:
+        call it once after all mini-batches of a batch."""
+        ...
+
     def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on this rank's device), one at a time, the same order on all ranks."""
         ...

@@ -1,11 +1,10 @@
-"""Logging of the driver and of worker processes: one format, one file, no line twice."""
+"""Logging of the driver: one format, one file, no line twice. Workers log to their own files (cluster/)."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -41,26 +40,6 @@ def setup_driver_logging(
         file_handler.setLevel(logging.DEBUG)
         handlers.append(file_handler)
     _install(handlers, min(handler.level for handler in handlers))
-
-
-def setup_worker_logging(rank: int, level: int | str = logging.INFO) -> None:
-    """In a worker process: stderr, every line marked with its rank, below WARNING from rank 0 only."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(message)s"))
-    handler.setLevel(level)
-    handler.addFilter(RankFilter(rank))
-    _install([handler], handler.level)
-
-
-class RankFilter(logging.Filter):
-    """Lets through everything on rank 0, and warnings or worse on the other ranks."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._rank == 0 or record.levelno >= logging.WARNING
 
 
 def _terminal_handler(console: Console) -> logging.Handler:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import KLController
 from verl_like.batch import Prompts
+from verl_like.checkpoint.layout import resolve_resume, step_of
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.protocol import WorkerGroup
 from verl_like.config import PPOConfig
@@ -79,31 +80,49 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
             rewards.check_data_sources(dataset.data_sources() if dataset else ())
         group = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
         stop = stack.enter_context(graceful_interrupt())
-        trainer = assemble(config, plan, inputs, rewards, group, stop)
-        stack.callback(trainer.report.close)
-        yield trainer
+        report = build_reporter(config, plan, inputs, group.world_size)
+        stack.callback(report.close)
+        yield assemble(config, plan, inputs, rewards, group, report, stop)
+
+
+def build_reporter(config: PPOConfig, plan: BatchPlan, inputs: Inputs, num_devices: int) -> Reporter:
+    """Trackers, live display and sample files of the run."""
+    settings = config.trainer
+    resumed = resolve_resume(settings)
+    progress = build_progress(
+        enabled="console" in settings.logger,
+        total_steps=plan.total_training_steps,
+        first_step=0 if resumed is None else step_of(resumed),
+    )
+    return Reporter(
+        settings,
+        build_trackers(settings, to_dict(config), log_dir(config)),
+        progress,
+        inputs.tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        steps_per_epoch=required(plan.steps_per_epoch),
+        num_devices=num_devices,
+    )
 
 
 def assemble(
-    config: PPOConfig, plan: BatchPlan, inputs: Inputs, rewards: RewardManager, group: WorkerGroup, stop: StopFlag
+    config: PPOConfig,
+    plan: BatchPlan,
+    inputs: Inputs,
+    rewards: RewardManager,
+    group: WorkerGroup,
+    report: Reporter,
+    stop: StopFlag,
 ) -> PPOTrainer:
     """Put the driver's parts around a worker group."""
     settings, rollout = config.trainer, config.actor_rollout_ref.rollout
     seed = settings.seed if rollout.seed_per_request else None
     shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
-    report = Reporter(
-        settings,
-        plan,
-        build_trackers(settings, to_dict(config), log_dir(config)),
-        build_progress(enabled="console" in settings.logger, total_steps=plan.total_training_steps),
-        inputs.tokenizer,
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
-        num_devices=group.world_size,
-    )
     return PPOTrainer(
         config=config,
         plan=plan,
+        total_steps=required(plan.total_training_steps),
         state=TrainState(step=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
         source=PlainSource(
             train_loader(config, inputs.train), train_sampling(rollout, inputs.eos_ids), n=rollout.n, seed=seed
@@ -129,9 +148,10 @@ def load_inputs(config: PPOConfig) -> Inputs:
     model, data = config.actor_rollout_ref.model, config.data
     tokenizer = load_tokenizer(data.tokenizer or model.path, model.trust_remote_code or data.trust_remote_code)
     hf_config = load_hf_config(model)
-    if len(tokenizer) > hf_config.vocab_size:
+    vocab_size = hf_config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"actor_rollout_ref.model.path={model.path}: its vocabulary has {hf_config.vocab_size} ids, but the tokenizer "
+            f"actor_rollout_ref.model.path={model.path}: its vocabulary has {vocab_size} ids, but the tokenizer "
             f"({data.tokenizer or model.path}) knows {len(tokenizer)}; set data.tokenizer to the model's own tokenizer"
         )
     seed = config.trainer.seed
@@ -163,7 +183,9 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfi
     for value in (tokenizer.eos_token_id, hf_config.eos_token_id):
         ids += value if isinstance(value, list) else [] if value is None else [value]
     if not ids:
-        raise ValueError("neither the tokenizer nor the model's config.json names an end-of-sequence token (eos_token_id)")
+        raise ValueError(
+            "neither the tokenizer nor the model's config.json names an end-of-sequence token (eos_token_id)"
+        )
     return tuple(dict.fromkeys(ids))
 
 
@@ -197,6 +219,12 @@ def resolve_world(config: PPOConfig) -> tuple[str, int]:
     if settings.n_gpus_per_node != "auto":
         return device, int(settings.n_gpus_per_node)
     return device, torch.cuda.device_count() if device == "cuda" else 1
+
+
+def required(steps: int | None) -> int:
+    """A length that the plan knows because it was built with the size of the training set."""
+    assert steps is not None
+    return steps
 
 
 def log_dir(config: PPOConfig) -> Path:

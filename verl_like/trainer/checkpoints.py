@@ -1,7 +1,7 @@
 """When to save, what belongs to a checkpoint, and how a run takes it up again.
 
-A checkpoint is `global_step_N/` with the actor, the critic and the loop's own state (step, KL coefficient, sampler). The
-file `latest_checkpointed_iteration.txt` is written last, so that a crash while saving leaves the previous one valid.
+A checkpoint is `global_step_N/` with the actor, the critic and the loop's own state (step, KL coefficient, sampler).
+The file `latest_checkpointed_iteration.txt` is written last: a crash while saving leaves the previous one valid.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.checkpoint.layout import (
-    write_latest,
     read_trainer_state,
     resolve_resume,
     rotate,
     step_dir,
+    write_latest,
     write_trainer_state,
 )
 from verl_like.config import TrainerConfig

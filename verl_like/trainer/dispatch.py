@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ def rows_per_rank(num_tokens: Sequence[int], num_ranks: int, *, balance: bool) -
     if balance:
         return balance_ranks([float(n) for n in num_tokens], num_ranks)
     bounds = [round(rank * len(num_tokens) / num_ranks) for rank in range(num_ranks + 1)]
-    return [list(range(start, stop)) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
 def split_rows(batch: Struct, shares: Sequence[Sequence[int]]) -> list[Struct]:
@@ -32,9 +33,6 @@ def join_rows(parts: Sequence[Struct], shares: Sequence[Sequence[int]], width: i
     joined = type(kept[0][0]).concat([part for part, _ in kept])
     order = torch.tensor([row for _, share in kept for row in share])
     joined = joined.select(torch.argsort(order))
-    widened = {
-        name: pad_to_width(value, width, "right", 0)
-        for name, value in joined.columns().items()
-        if isinstance(value, torch.Tensor) and value.ndim == 2
-    }
+    columns = {name: value for name, value in joined.columns().items() if isinstance(value, torch.Tensor)}
+    widened = {name: pad_to_width(value, width, "right", 0) for name, value in columns.items() if value.ndim == 2}
     return joined.replace(**widened)

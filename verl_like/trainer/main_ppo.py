@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from verl_like.cluster.protocol import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
+from verl_like.config.errors import ConfigError
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.trainer.build import WORKER, build_trainer, log_dir
 from verl_like.trainer.compose import run_main, save_resolved
@@ -27,8 +29,11 @@ def train(config: PPOConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     setup_driver_logging(folder)
     save_resolved(config, folder / "config.yaml")
-    with build_trainer(config, worker_group) as trainer:
-        trainer.fit()
+    try:
+        with build_trainer(config, worker_group) as trainer:
+            trainer.fit()
+    except ConfigError as error:  # sizes that only the data or the number of processes could show to be wrong
+        sys.exit(f"error: {error}")
 
 
 @contextmanager

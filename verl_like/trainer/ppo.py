@@ -33,6 +33,7 @@ class PPOTrainer:
     config: PPOConfig
     plan: BatchPlan
     state: TrainState
+    total_steps: int
     source: BatchSource
     policy: PolicyGroup
     critic: CriticGroup | None
@@ -74,7 +75,7 @@ class PPOTrainer:
 
     def done(self) -> bool:
         """All steps are made, only validation was asked for, or the user asked to stop."""
-        return self.config.trainer.val_only or self.stop.requested or self.state.step >= self.plan.total_training_steps
+        return self.config.trainer.val_only or self.stop.requested or self.state.step >= self.total_steps
 
     def begin_step(self) -> tuple[int, StepClock]:
         """Number of the step that begins, counted from 1, and its clock."""
@@ -173,15 +174,15 @@ class PPOTrainer:
 
     def _due(self, every: int) -> bool:
         step = self.state.step
-        return every > 0 and (step % every == 0 or step == self.plan.total_training_steps)
+        return every > 0 and (step % every == 0 or step == self.total_steps)
 
     def finish(self) -> None:
-        """Save what the last scheduled checkpoint does not hold yet, and close the books."""
+        """An interrupted run saves what its last scheduled checkpoint does not hold yet."""
         if self.stop.requested:
             logger.warning("stopping after step %d, as asked", self.state.step)
             self.checkpoints.save_unless_saved(self)
-        self.report.close()
 
 
 def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:
-    return {f"{role}/{name}": value for name, value in metrics.items()}
+    """Metrics of one role; a name that has a family of its own (training/..., perf/...) keeps it."""
+    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}

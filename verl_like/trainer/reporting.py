@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from verl_like.batch import Rollouts, Scores
 from verl_like.config import TrainerConfig
-from verl_like.config.batch_plan import BatchPlan
 from verl_like.observe.metrics import (
     perf_metrics,
     rollout_metrics,
@@ -26,17 +25,17 @@ class Reporter:
     def __init__(
         self,
         trainer: TrainerConfig,
-        plan: BatchPlan,
         trackers: Trackers,
         progress: Progress,
         tokenizer: Decoder,
         *,
         max_prompt_length: int,
         max_response_length: int,
+        steps_per_epoch: int,
         num_devices: int,
     ) -> None:
-        self.trainer, self.plan, self.trackers, self.progress = trainer, plan, trackers, progress
-        self.tokenizer, self.num_devices = tokenizer, num_devices
+        self.trainer, self.trackers, self.progress = trainer, trackers, progress
+        self.tokenizer, self.num_devices, self.steps_per_epoch = tokenizer, num_devices, steps_per_epoch
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
 
     def clock(self) -> StepClock:
@@ -50,7 +49,7 @@ class Reporter:
         num_tokens = rollouts.num_tokens_B()
         shares = rows_per_rank(num_tokens.tolist(), self.num_devices, balance=self.trainer.balance_batch)
         everything = {
-            **training_metrics(step, (step - 1) // max(self.plan.steps_per_epoch, 1)),
+            **training_metrics(step, (step - 1) // self.steps_per_epoch),
             **metrics,
             **rollout_metrics(rollouts, self.max_prompt_length, self.max_response_length),
             **sequence_balance_metrics(num_tokens.tolist(), shares),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
+
+from torch import Tensor
 
 from verl_like.algorithms.minibatch import cut_minibatches, denominators_of
 from verl_like.batch import (
@@ -28,7 +30,6 @@ from verl_like.trainer.dispatch import join_rows, rows_per_rank, split_rows
 from verl_like.weight_sync.sync import SyncReport
 
 Minibatches = list[tuple[Experience, Denominators]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,9 @@ class RoleGroup:
         steps_by_rank = self.wait(self.group.call(method, [(minibatches,) for minibatches in per_rank]))
         return average_steps([merge_metrics(parts) for parts in zip(*steps_by_rank, strict=True)])
 
-    def _append_minibatch(self, per_rank: list[Minibatches], experience: Experience, index, rules: UpdateRules) -> None:  # type: ignore[no-untyped-def]
+    def _append_minibatch(
+        self, per_rank: list[Minibatches], experience: Experience, index: Tensor, rules: UpdateRules
+    ) -> None:
         """Cut first, balance second: rows change ranks only inside their own mini-batch."""
         denominators = denominators_of(experience, index, rules.max_response_length)
         rows = experience.select(index)
@@ -79,7 +82,7 @@ class RoleGroup:
         for minibatches, part in zip(per_rank, split_rows(rows, shares), strict=True):
             minibatches.append((part, denominators))
 
-    def wait(self, pending: PendingResult) -> list:  # type: ignore[type-arg]
+    def wait(self, pending: PendingResult) -> list[Any]:
         return pending.wait(timeout=self.timeout_s)
 
 
@@ -88,16 +91,13 @@ class PolicyGroup(RoleGroup):
 
     def generate(self, prompts: Prompts, sampling: SamplingParams, *, n: int, seed: int | None, step: int) -> Rollouts:
         """n responses to each prompt; a prompt's n requests stay on one replica, which then shares its prefix."""
-        requests = build_requests(
-            prompts, n, sampling, seed=seed or 0, step=step, seed_per_request=seed is not None
-        )
+        requests = build_requests(prompts, n, sampling, seed=seed or 0, step=step, seed_per_request=seed is not None)
         replicas, ranks_each = self.plan.rollout_replicas, self.plan.tensor_parallel_size
-        cost = [float(length) for length in prompts.prompt_length_B.tolist()]
-        shares = rows_per_rank([int(c) + 1 for c in cost], replicas, balance=len(prompts) >= replicas)
+        shares = rows_per_rank(prompts.prompt_length_B.tolist(), replicas, balance=self.balance)
         by_replica = [[requests[p * n + i] for p in sorted(share) for i in range(n)] for share in shares]
         per_rank = [(by_replica[rank // ranks_each],) for rank in range(self.group.world_size)]
         results = self.wait(self.group.call("generate", per_rank))
-        first_ranks = [results[replica * ranks_each][0] for replica in range(replicas)]
+        first_ranks = [results[replica * ranks_each] for replica in range(replicas)]
         return assemble_rollouts(prompts, n, in_request_order(shares, first_ranks, n))
 
     def old_log_probs(self, rollouts: Rollouts) -> Evaluated:

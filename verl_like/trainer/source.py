@@ -6,7 +6,7 @@ other classes with the same method, never another loop.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from verl_like.batch import Rollouts
 from verl_like.data.loader import PromptLoader
@@ -19,9 +19,9 @@ class BatchSource(Protocol):
 
     def next_rollouts(self, policy: PolicyGroup, step: int) -> Rollouts: ...
 
-    def state_dict(self) -> dict: ...  # type: ignore[type-arg]
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict) -> None: ...  # type: ignore[type-arg]
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class PlainSource:
@@ -33,8 +33,8 @@ class PlainSource:
     def next_rollouts(self, policy: PolicyGroup, step: int) -> Rollouts:
         return policy.generate(self.loader.next(), self.sampling, n=self.n, seed=self.seed, step=step)
 
-    def state_dict(self) -> dict:  # type: ignore[type-arg]
+    def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
 
-    def load_state_dict(self, state: dict) -> None:  # type: ignore[type-arg]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state)

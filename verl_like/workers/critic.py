@@ -23,7 +23,7 @@ class CriticWorker:
             fsdp=critic.model.fsdp_config,
             optim=critic.optim,
             grad_clip=critic.grad_clip,
-            num_optimizer_steps=spec.plan.total_training_steps,
+            num_schedule_steps=spec.plan.total_training_steps,
             ulysses_size=critic.ulysses_sequence_parallel_size,
             tokenizer_size=None,
             seed=spec.config.trainer.seed,
@@ -40,7 +40,7 @@ class CriticWorker:
             self.engine.train_minibatch(rows, self.objective, denominators, rule=self.spec.plan.critic_micro)
             for rows, denominators in minibatches
         ]
-        # ADVANCE_SCHEDULE
+        self.engine.advance_schedule()
         return steps
 
     def save(self, path: str) -> None:

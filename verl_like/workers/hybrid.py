@@ -41,7 +41,7 @@ class HybridWorker:
     def sync_weights(self, version: int) -> SyncReport | None:
         return self.policy.sync_weights(version)
 
-    def generate(self, requests: list[GenerationRequest]) -> tuple[list[Completion], float]:
+    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         return self.policy.generate(requests)
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:

@@ -32,4 +32,4 @@ class PhaseSwitch:
     def require(self, phase: Phase, what: str) -> None:
         """Raise RuntimeError unless `phase` is the current one."""
         if phase is not self.phase:
-            raise RuntimeError(f"{what} needs the {phase.value} phase, but this worker is in the {self.phase.value} phase")
+            raise RuntimeError(f"{what} needs the {phase.value} phase, but this worker is in {self.phase.value}")

@@ -6,17 +6,19 @@ arrived. All methods are SPMD: every rank of the pool is called with its own sha
 
 from __future__ import annotations
 
-import time
+import torch
 
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
+from verl_like.config import resolve_dtype
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.protocol import TrainEngine
+from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config
+from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.build import build_rollout_engine
-from verl_like.rollout.protocol import Completion, GenerationRequest
-from verl_like.rollout.rng import preserve_rng
+from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutEngine
 from verl_like.weight_sync.sync import SyncReport, WeightSync
 from verl_like.workers.phase import Phase, PhaseSwitch
 from verl_like.workers.spec import WorkerSpec
@@ -32,7 +34,13 @@ class PolicyWorker:
         self.reference = self._build_reference() if spec.plan.needs_reference else None
         self.objective = PolicyObjective(spec.config.actor_rollout_ref.actor)
         self.rollout = self._build_rollout(run_id)
-        self.weight_sync = WeightSync(self.actor, self.rollout, spec.config.actor_rollout_ref.rollout, process)
+        self.weight_sync = WeightSync(
+            self.actor,
+            self.rollout,
+            spec.config.actor_rollout_ref.rollout,
+            process,
+            trainer_dtype=self._compute_dtype(),
+        )
         self.switch = PhaseSwitch(enter_train=self.rollout.sleep, enter_rollout=self._enter_rollout)
         self.rollout.sleep()
 
@@ -45,7 +53,7 @@ class PolicyWorker:
             fsdp=policy.actor.fsdp_config,
             optim=policy.actor.optim,
             grad_clip=policy.actor.grad_clip,
-            num_optimizer_steps=self.spec.plan.total_training_steps,
+            num_schedule_steps=self.spec.plan.total_training_steps,
             ulysses_size=policy.actor.ulysses_sequence_parallel_size,
             tokenizer_size=self.spec.tokenizer_size,
             seed=self.spec.config.trainer.seed,
@@ -60,26 +68,28 @@ class PolicyWorker:
             fsdp=policy.ref.fsdp_config,
             optim=None,
             grad_clip=None,
-            num_optimizer_steps=None,
+            num_schedule_steps=None,
             ulysses_size=policy.ref.ulysses_sequence_parallel_size,
             tokenizer_size=self.spec.tokenizer_size,
             seed=self.spec.config.trainer.seed,
         )
 
-    def _build_rollout(self, run_id: str):  # type: ignore[no-untyped-def]
+    def _compute_dtype(self) -> torch.dtype:
+        fsdp = self.spec.config.actor_rollout_ref.actor.fsdp_config
+        return dtype_of(resolve_dtype(fsdp.dtype, self.process.device.type))
+
+    def _build_rollout(self, run_id: str) -> RolloutEngine:
         policy = self.spec.config.actor_rollout_ref
-        with preserve_rng():
-            return build_rollout_engine(
-                policy.rollout,
-                policy.model,
-                process=self.process,
-                hf_config=load_hf_config(policy.model),
-                tokenizer_size=self.spec.tokenizer_size,
-                eos_ids=self.spec.eos_ids,
-                max_model_len=self.spec.max_model_len,
-                seed=self.spec.config.trainer.seed,
-                run_id=run_id,
-            )
+        return build_rollout_engine(
+            policy.rollout,
+            policy.model,
+            process=self.process,
+            hf_config=load_hf_config(policy.model),
+            tokenizer_size=self.spec.tokenizer_size,
+            max_model_len=self.spec.max_model_len,
+            seed=self.spec.config.trainer.seed,
+            run_id=run_id,
+        )
 
     def _enter_rollout(self) -> None:
         """The trainer's engines keep on the device only what their fsdp_config says; make sure of it, then wake."""
@@ -93,18 +103,14 @@ class PolicyWorker:
             return None
         self.switch.switch(Phase.train)
         self.rollout.wake()
-        with preserve_rng():
-            report = self.weight_sync.sync(version)
+        report = self.weight_sync.sync(version)
         self.switch.switch(Phase.rollout)
         return report
 
-    def generate(self, requests: list[GenerationRequest]) -> tuple[list[Completion], float]:
-        """Completions in the order of the requests, and the seconds they took on this rank."""
+    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """Completions in the order of the requests."""
         self.switch.require(Phase.rollout, "generate")
-        started = time.monotonic()
-        with preserve_rng():
-            completions = self.rollout.generate(requests)
-        return completions, time.monotonic() - started
+        return self.rollout.generate(requests)
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:
         """Log-probs and entropy of the current actor on this rank's rows (may be none)."""
@@ -138,8 +144,9 @@ class PolicyWorker:
             )
             for rows, denominators in minibatches
         ]
-        # ADVANCE_SCHEDULE
-        return steps
+        self.actor.advance_schedule()
+        memory = {name: Metric(value=value, reduction="max") for name, value in memory_metrics().items()}
+        return [*steps[:-1], steps[-1] | memory]
 
     def save(self, path: str) -> None:
         """Write the actor's checkpoint; a collective of all ranks."""

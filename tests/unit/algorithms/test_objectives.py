@@ -220,10 +220,10 @@ def test_metric_names_and_reductions() -> None:
     rows = experience(6)
     _, metrics = run(PolicyObjective(FULL), rows, outputs_for(rows))
     maxima = {name for name, metric in metrics.items() if metric.reduction == "max"}
-    assert maxima == {"rollout_probs_diff_max"}
+    assert maxima == {"training/rollout_probs_diff_max"}
     assert {name for name, metric in metrics.items() if metric.reduction == "sum"} == {
         *("pg_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "entropy", "kl_loss"),
-        *("rollout_probs_diff_mean", "rollout_log_probs_nonfinite"),
+        *("training/rollout_probs_diff_mean", "training/rollout_log_probs_nonfinite"),
     }
 
 
@@ -234,9 +234,9 @@ def test_rollout_difference_hand_values_and_nan() -> None:
     rollout = torch.tensor([[0.4, 0.25], [float("nan"), 1.0]]).log()
     rows = rows.replace(response_mask_BR=mask, old_log_probs_BR=old, rollout_log_probs_BR=rollout)
     loss, metrics = run(PolicyObjective(ActorConfig()), rows, outputs_for(rows))
-    assert metrics["rollout_probs_diff_mean"].value == pytest.approx(0.1 / 3)
-    assert metrics["rollout_probs_diff_max"].value == pytest.approx(0.1)
-    assert metrics["rollout_log_probs_nonfinite"].value == 1.0
+    assert metrics["training/rollout_probs_diff_mean"].value == pytest.approx(0.1 / 3)
+    assert metrics["training/rollout_probs_diff_max"].value == pytest.approx(0.1)
+    assert metrics["training/rollout_log_probs_nonfinite"].value == 1.0
     assert loss.isfinite()
 
 

@@ -60,6 +60,7 @@ def update(process: ProcessInfo, path: str, save_to: str | None = None) -> dict[
         metrics = engine.train_minibatch(
             my_rows(process, batch, share), PolicyLoss(), denominators(batch), rule=RULE, temperature=0.9
         )
+        engine.advance_schedule()
         result[f"grad_norm_{seed}"] = metrics["grad_norm"].value
         result.setdefault("weights_1", weights(engine))
     result["weights"] = weights(engine)

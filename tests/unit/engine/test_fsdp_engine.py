@@ -139,12 +139,13 @@ def test_rows_without_any_selected_token(process: ProcessInfo, path: str) -> Non
 def run_steps(engine: FSDPEngine, seeds: range) -> dict[str, Tensor]:
     for seed in seeds:
         step(engine, experience(5, seed=seed))
+        engine.advance_schedule()
     return weights(engine)
 
 
 def test_resume_equals_uninterrupted_bit_for_bit(process: ProcessInfo, path: str, tmp_path: Path) -> None:
     optim = OptimConfig(lr=1e-2, lr_warmup_steps=2, warmup_style="cosine")
-    settings = {"optim": optim, "num_optimizer_steps": 6, "model": {"override_config": {"attention_dropout": 0.2}}}
+    settings = {"optim": optim, "num_schedule_steps": 6, "model": {"override_config": {"attention_dropout": 0.2}}}
     contents = ["model", "optimizer", "extra"]
     engine = build_engine(process, path, **settings)
     run_steps(engine, range(3))

@@ -107,7 +107,7 @@ def build_engine(process: ProcessInfo, path: str, *, kind: str = "policy", **cha
         "fsdp": FSDPConfig(),
         "optim": OptimConfig(lr=1e-2, eps=1e-3),  # a large eps: rounding noise in zero gradients stays noise
         "grad_clip": 1.0,
-        "num_optimizer_steps": 10,
+        "num_schedule_steps": 10,
         "tokenizer_size": VOCAB,
         "seed": 3,
     }

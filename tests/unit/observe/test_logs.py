@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from verl_like.observe.logs import RankFilter, setup_driver_logging, setup_worker_logging
+from verl_like.observe.logs import setup_driver_logging
 
 
 @pytest.fixture(autouse=True)
@@ -52,18 +52,3 @@ def test_lines_do_not_reach_the_root_logger_that_hydra_configures(tmp_path: Path
     finally:
         logging.getLogger().removeHandler(handler)
     assert root_screen.getvalue() == ""
-
-
-def test_workers_mark_their_rank_and_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in (0, 1):
-        setup_worker_logging(rank)
-        logging.getLogger("verl_like.engine").info("loaded")
-        logging.getLogger("verl_like.engine").warning("slow disk")
-    lines = [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["INFO [rank 0] loaded", "WARNING [rank 0] slow disk", "WARNING [rank 1] slow disk"]
-
-
-def test_rank_filter() -> None:
-    info = logging.LogRecord("verl_like", logging.INFO, "", 0, "", (), None)
-    error = logging.LogRecord("verl_like", logging.ERROR, "", 0, "", (), None)
-    assert [RankFilter(r).filter(m) for r in (0, 1) for m in (info, error)] == [True, True, False, True]
