@@ -37,7 +37,7 @@ types: setup ## pyright
 	$(PY) -m pyright
 
 docs: setup ## regenerate docs/configuration.md from the config dataclasses
-	$(PY) -m verl_like.config.docs > docs/configuration.md
+	$(PY) -m verl_like.trainer.config_docs
 
 clean: ## remove caches and outputs (the virtual environment stays)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis outputs

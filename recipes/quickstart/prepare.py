@@ -3,7 +3,7 @@
     python recipes/quickstart/prepare.py --output-dir outputs/quickstart --seed 1
 
 writes OUTPUT/data/{train,val}.parquet and OUTPUT/model (a Hugging Face folder). The warm start is ordinary supervised
-learning from a sloppy teacher, who forgets to carry the one in most of the sums that need it (37+58=85). Those are 45%
+learning from a sloppy teacher, who forgets to carry the one in most of the sums that need it (37+58=085). Those are 45%
 of all sums, so the model ends up about half right, and reinforcement learning has something to mend. No validation
 pair, in either order, is seen by the warm start or by the later training.
 """
@@ -35,13 +35,13 @@ class Recipe:
     """Everything that decides what is prepared."""
 
     seed: int = 1
-    num_validation_pairs: int = 256
+    num_validation_pairs: int = 512
     forget_carry: float = 0.75  # how often the teacher of the warm start forgets a carry
-    warm_start_steps: int = 400
-    warm_start_batch: int = 256
-    learning_rate: float = 1e-3
+    warm_start_steps: int = 600
+    warm_start_batch: int = 128
+    learning_rate: float = 2e-3
     hidden_size: int = 128
-    num_layers: int = 3
+    num_layers: int = 2
 
 
 def split_pairs(seed: int, num_validation: int) -> tuple[list[Pair], list[Pair]]:
@@ -57,6 +57,11 @@ def question(pair: Pair) -> str:
     return f"{pair[0]}+{pair[1]}="
 
 
+def answer(number: int) -> str:
+    """Always three digits, so that every digit has its place: 37+58=095."""
+    return f"{number:03d}"
+
+
 def rows(pairs: list[Pair], split: str) -> list[dict]:
     """Rows of verl's parquet schema."""
     return [
@@ -64,7 +69,7 @@ def rows(pairs: list[Pair], split: str) -> list[dict]:
             "data_source": DATA_SOURCE,
             "prompt": [{"role": "user", "content": question(pair)}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(sum(pair))},
+            "reward_model": {"style": "rule", "ground_truth": answer(sum(pair))},
             "extra_info": {"split": split, "index": index},
         }
         for index, pair in enumerate(pairs)
@@ -77,16 +82,12 @@ def sloppy_sum(pair: Pair) -> int:
     return sum(pair) - 10 * carries
 
 
-def encode(pairs: list[Pair], answers: Iterable[int], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Token ids and labels [B, 10] of "37+58=95<eos>"; labels are -100 outside the answer and its end token."""
-    width = len("99+99=198") + 1
-    ids_BS = torch.full((len(pairs), width), tokenizer.pad_token_id)
-    labels_BS = torch.full((len(pairs), width), -100)
-    for row, (pair, number) in enumerate(zip(pairs, answers, strict=True)):
-        prompt = tokenizer.encode(question(pair))
-        answer = [*tokenizer.encode(str(number)), tokenizer.eos_token_id]
-        ids_BS[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        labels_BS[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+def encode(pairs: list[Pair], numbers: Iterable[int], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
+    """Token ids and labels [B, 10] of "37+58=095<eos>"; labels are -100 outside the answer and its end token."""
+    prompt_ids_BP = torch.tensor([tokenizer.encode(question(pair)) for pair in pairs])
+    answer_ids_BR = torch.tensor([[*tokenizer.encode(answer(n)), tokenizer.eos_token_id] for n in numbers])
+    ids_BS = torch.cat([prompt_ids_BP, answer_ids_BR], dim=1)
+    labels_BS = torch.cat([torch.full_like(prompt_ids_BP, -100), answer_ids_BR], dim=1)
     return ids_BS, labels_BS
 
 

@@ -42,8 +42,8 @@ exec "${PYTHON:-python}" -m verl_like.trainer.main_ppo \
     trainer.rollout_data_dir="$OUT/samples/train" \
     trainer.validation_data_dir="$OUT/samples/val" \
     trainer.val_before_train=True \
-    trainer.test_freq=20 \
-    trainer.save_freq=60 \
+    trainer.test_freq=25 \
+    trainer.save_freq=100 \
     trainer.resume_mode=disable \
-    trainer.total_training_steps=60 \
+    trainer.total_training_steps=100 \
     "$@"

@@ -41,6 +41,13 @@ def test_group_files_compose(group: Path) -> None:
     compose([override, "data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.rollout.n=2"])
 
 
+def test_the_map_of_the_documentation_is_complete() -> None:
+    linked = set(re.findall(r"\]\(([\w/.-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages <= linked, f"docs/index.md does not link {sorted(pages - linked)}"
+    assert all((ROOT / "docs" / page).exists() for page in linked)
+
+
 def test_every_package_is_tested() -> None:
     packages = {source.package for source in package_sources() if source.path.parent != PACKAGE}
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py") if "architecture" not in path.parts)

@@ -63,7 +63,7 @@ def test_prepare_writes_a_loadable_model_and_data(prepare: ModuleType, tmp_path:
     accuracy = prepare.prepare(tmp_path, recipe)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    validation = prepare.split_pairs(1, 256)[1]
+    validation = prepare.split_pairs(1, recipe.num_validation_pairs)[1]
     assert prepare.greedy_accuracy(model, tokenizer, validation) == accuracy
     assert tokenizer.chat_template and model.config.eos_token_id == tokenizer.eos_token_id
     row = pq.read_table(tmp_path / "data" / "val.parquet").to_pylist()[0]
