@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from verl_like.batch import TensorStruct, pad_to_width
 from verl_like.parallel.balance import balance_ranks
@@ -33,6 +34,9 @@ def join_rows(parts: Sequence[Struct], shares: Sequence[Sequence[int]], width: i
     joined = type(kept[0][0]).concat([part for part, _ in kept])
     order = torch.tensor([row for _, share in kept for row in share])
     joined = joined.select(torch.argsort(order))
-    columns = {name: value for name, value in joined.columns().items() if isinstance(value, torch.Tensor)}
-    widened = {name: pad_to_width(value, width, "right", 0) for name, value in columns.items() if value.ndim == 2}
+    widened: dict[str, Tensor] = {}
+    tensors = [(name, column) for name, column in joined.columns().items() if torch.is_tensor(column)]
+    for name, column in tensors:
+        if column.ndim == 2:
+            widened[name] = pad_to_width(column, width, "right", 0)
     return joined.replace(**widened)

@@ -1,0 +1,133 @@
+"""The loop in one process (trainer.launcher=local, hf rollout): what must hold of any run, checked number by number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import main_ppo, metrics_of, overrides, write_task
+
+from verl_like.trainer.compose import compose
+from verl_like.trainer.main_ppo import train
+
+# Clock and memory readings: everything else must be equal when two runs are.
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/seconds", "time")
+WITH_WEIGHTS = {"actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]"}
+
+
+def run(folder: Path, model: Path, name: str = "out", **settings: Any) -> list[dict[str, float]]:
+    """One whole run in this process; its metrics, step by step."""
+    train(compose(overrides(write_task(folder), model, folder / name, **settings)))
+    return metrics_of(folder / name)
+
+
+def facts(record: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if not name.startswith(MEASURED)}
+
+
+def weights_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"global_step_{step}" / "actor" / "huggingface" / "model.safetensors")
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, tiny_model: Path) -> None:
+    schedule = {"actor_rollout_ref.actor.optim.total_training_steps": 4}
+    settings = {
+        **WITH_WEIGHTS,
+        **schedule,
+        "actor_rollout_ref.actor.optim.warmup_style": "cosine",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.type": "adaptive",
+        "algorithm.kl_ctrl.horizon": 100,
+        "trainer.save_freq": 2,
+    }
+    whole = run(tmp_path, tiny_model, "whole", **settings)
+    run(tmp_path, tiny_model, "parts", **settings, **{"trainer.total_training_steps": 2})
+    parts = run(tmp_path, tiny_model, "parts", **settings)
+    assert len(whole) == len(parts) == 4
+    for expected, actual in zip(whole, parts, strict=True):
+        assert facts(actual) == facts(expected)
+    assert whole[0]["critic/kl_coeff"] != whole[3]["critic/kl_coeff"]  # the controller did move
+    expected_weights, actual_weights = weights_of(tmp_path / "whole", 4), weights_of(tmp_path / "parts", 4)
+    assert all(torch.equal(actual_weights[name], tensor) for name, tensor in expected_weights.items())
+
+
+def test_ppo_with_a_critic_learns_values(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {
+        "algorithm.adv_estimator": "gae",
+        "critic.ppo_mini_batch_size": 4,
+        "critic.optim.lr": 3e-3,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "trainer.critic_warmup": 4,
+        "trainer.total_training_steps": 12,
+    }
+    records = run(tmp_path, tiny_model, **settings)
+    assert "actor/pg_loss" not in records[3] and "actor/pg_loss" in records[4]  # the critic trains alone at first
+    assert records[11]["critic/vf_loss"] < 0.5 * records[0]["critic/vf_loss"]
+    assert records[11]["actor/kl_loss"] > records[4]["actor/kl_loss"]  # two updates a step move away from the start
+    early, late = (sum(r["critic/score/mean"] for r in part) / 4 for part in (records[:4], records[8:]))
+    assert late > early + 0.05
+
+
+def test_rows_whose_reward_fails_are_left_out_and_counted(tmp_path: Path, tiny_model: Path) -> None:
+    task = write_task(tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "import time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if extra_info['index'] % 8 == 0:\n        raise RuntimeError('no verdict')\n"
+        "    if extra_info['index'] % 8 == 1:\n        time.sleep(600)\n"
+        "    return 1.0 if '7' in solution_str else 0.5\n"
+    )
+    settings = {
+        "custom_reward_function.timeout": 0.3,
+        "data.shuffle": False,
+        "actor_rollout_ref.rollout.n": 2,
+        "trainer.total_training_steps": 1,
+    }
+    train(compose(overrides(task, tiny_model, tmp_path / "out", **settings)))
+    (record,) = metrics_of(tmp_path / "out")
+    assert record["reward/failures"] == 4 and record["reward/timeouts"] == 2
+    assert record["training/rows_without_reward"] == 4
+    assert record["critic/score/min"] >= 0.5  # a missing reward is not a 0
+
+
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, tiny_model: Path) -> None:
+    task = write_task(tmp_path)
+    arguments = overrides(task, tiny_model, tmp_path / "out", **{"actor_rollout_ref.rollout.temprature": 1.0})
+    result = main_ppo(arguments)
+    assert result.returncode != 0 and "actor_rollout_ref.rollout.temperature" in result.stdout
+    too_many = overrides(task, tiny_model, tmp_path / "out", **{"data.train_batch_size": 128})
+    result = main_ppo([*too_many, "actor_rollout_ref.actor.ppo_mini_batch_size=128"])
+    assert result.returncode != 0
+    assert "data.train_batch_size=128" in result.stdout and "64 training prompts" in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+def test_validation_only_trains_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {"trainer.val_only": True, "actor_rollout_ref.rollout.val_kwargs.n": 2}
+    settings["actor_rollout_ref.rollout.val_kwargs.do_sample"] = True
+    settings["actor_rollout_ref.rollout.val_kwargs.temperature"] = 1.0
+    (record,) = run(tmp_path, tiny_model, **settings)
+    assert "val-core/sevens/acc/mean@2" in record and "actor/pg_loss" not in record
+
+
+@pytest.mark.parametrize("rollout", ["hf"])
+def test_one_rank_and_two_make_the_same_run(tmp_path: Path, tiny_model: Path, rollout: str) -> None:
+    """Same rollouts (a seed per request), same denominators, same update: the metrics agree to rounding."""
+    settings = {
+        "actor_rollout_ref.rollout.name": rollout,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.actor.optim.eps": 1e-3,
+        "trainer.total_training_steps": 2,
+    }
+    one = run(tmp_path, tiny_model, "one", **settings)
+    on_ray = {"trainer.launcher": "ray", "trainer.n_gpus_per_node": 2}
+    result = main_ppo(overrides(write_task(tmp_path), tiny_model, tmp_path / "two", **settings, **on_ray))
+    assert result.returncode == 0, result.stdout
+    for single, double in zip(one, metrics_of(tmp_path / "two"), strict=True):
+        for name in ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm"):
+            assert double[name] == pytest.approx(single[name], rel=2e-4, abs=1e-6), name
