@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from support import ROOT, main_ppo, metrics_of, overrides, shm_entries, write_task  # noqa: E402
+from support import ROOT, main_ppo, metrics_of, overrides, shm_entries, write_task
 
 ON_RAY = {"trainer.launcher": "ray", "trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.name": "vllm"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ def join_rows(parts: Sequence[Struct], shares: Sequence[Sequence[int]], width: i
     order = torch.tensor([row for _, share in kept for row in share])
     joined = joined.select(torch.argsort(order))
     widened: dict[str, Tensor] = {}
-    tensors = [(name, column) for name, column in joined.columns().items() if torch.is_tensor(column)]
-    for name, column in tensors:
-        if column.ndim == 2:
+    column: Any
+    for name, column in joined.columns().items():
+        if torch.is_tensor(column) and column.ndim == 2:
             widened[name] = pad_to_width(column, width, "right", 0)
     return joined.replace(**widened)

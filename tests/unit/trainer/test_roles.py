@@ -1,0 +1,159 @@
+"""The driver's side of a call: who gets which rows, and how the answers come together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from verl_like.batch import Evaluated, Experience, Metric, PromptRow, Prompts
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.rollout.protocol import Completion, SamplingParams
+from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules, average_steps
+
+
+class Done:
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        return self.values
+
+
+class FakeGroup:
+    """Keeps what each rank was given, and lets `answer(method, rank, *args)` reply."""
+
+    def __init__(self, world_size: int, answer: Any) -> None:
+        self._world_size, self.answer = world_size, answer
+        self.given: list[tuple[str, list[tuple[Any, ...]]]] = []
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None) -> Done:
+        assert len(per_rank) == self._world_size
+        self.given.append((method, list(per_rank)))
+        return Done([self.answer(method, rank, *args) for rank, args in enumerate(per_rank)])
+
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> Done:
+        return self.call(method, [args] * self._world_size)
+
+    def shutdown(self) -> None: ...
+
+
+def plan(world_size: int, tensor_parallel: int = 1) -> BatchPlan:
+    config = PPOConfig()
+    config.data.train_batch_size = 4
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 4
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = tensor_parallel
+    config.critic.enable = False
+    return BatchPlan.build(config, world_size, 100)
+
+
+def prompts(lengths: list[int]) -> Prompts:
+    width = max(lengths)
+    return Prompts(
+        prompt_ids_BP=torch.stack([torch.tensor([0] * (width - n) + [i + 1] * n) for i, n in enumerate(lengths)]).int(),
+        prompt_length_B=torch.tensor(lengths),
+        group_B=torch.arange(len(lengths)) + 100,
+        rows=[PromptRow(index=i, data_source="x", messages=[]) for i in range(len(lengths))],
+    )
+
+
+def complete(method: str, rank: int, requests: list[Any]) -> list[Completion]:
+    """Answers name the prompt and the rank that answered, so that a mix-up shows."""
+    return [
+        Completion(
+            request_id=r.request_id,
+            token_ids=[r.prompt_ids[-1], rank],
+            log_probs=[-1.0, -2.0],
+            finish_reason="stop",
+            weight_version=3,
+        )
+        for r in requests
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "tensor_parallel"), [(1, 1), (3, 1), (4, 2)])
+def test_generate_returns_rollouts_in_prompt_order(world_size: int, tensor_parallel: int) -> None:
+    group = FakeGroup(world_size, complete)
+    policy = PolicyGroup(group, plan(world_size, tensor_parallel), balance=True, timeout_s=1)
+    rollouts = policy.generate(prompts([3, 1, 2, 5]), SamplingParams(max_tokens=4), n=2, seed=7, step=1)
+    assert rollouts.response_ids_BR[:, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert rollouts.group_B.tolist() == [100, 100, 101, 101, 102, 102, 103, 103]
+    ((_, per_rank),) = group.given
+    for rank, (requests,) in enumerate(per_rank):  # ranks of one replica are given the same
+        assert [r.request_id for r in requests] == [
+            r.request_id for r in per_rank[rank // tensor_parallel * tensor_parallel][0]
+        ]
+    answered_by = rollouts.response_ids_BR[:, 1]
+    assert set(answered_by.tolist()) <= set(range(0, world_size, tensor_parallel))
+    assert answered_by[::2].tolist() == answered_by[1::2].tolist()  # a prompt's responses share a replica
+
+
+def test_values_come_back_to_their_rows() -> None:
+    def values(method: str, rank: int, batch: Any) -> Evaluated:
+        return Evaluated(response_length_B=batch.response_length_B, values_BR=batch.response_ids_BR.float() + 0.5)
+
+    group = FakeGroup(2, complete)
+    rollouts = PolicyGroup(group, plan(2), balance=True, timeout_s=1).generate(
+        prompts([3, 1, 2, 5]), SamplingParams(max_tokens=4), n=2, seed=7, step=1
+    )
+    critic = CriticGroup(FakeGroup(2, values), plan(2), balance=True, timeout_s=1)
+    assert torch.equal(critic.values(rollouts).values_BR, rollouts.response_ids_BR + 0.5)
+
+
+def experience(num_groups: int, n: int) -> Experience:
+    rows = num_groups * n
+    lengths = torch.tensor([1 + i % 3 for i in range(rows)])
+    mask = torch.arange(3)[None, :] < lengths[:, None]
+    return Experience(
+        prompt_ids_BP=torch.ones(rows, 1, dtype=torch.int32),
+        prompt_length_B=torch.ones(rows, dtype=torch.long),
+        response_ids_BR=mask.int(),
+        response_length_B=lengths,
+        response_mask_BR=mask,
+        group_B=torch.arange(rows) // n,
+        advantages_BR=mask.float(),
+    )
+
+
+def test_update_cuts_minibatches_before_it_balances() -> None:
+    def train(method: str, rank: int, minibatches: list[Any]) -> list[dict[str, Metric]]:
+        return [
+            {"rows": Metric(value=len(rows), reduction="sum"), "rank": Metric(value=rank, reduction="max")}
+            for rows, _ in minibatches
+        ]
+
+    group = FakeGroup(2, train)
+    rules = UpdateRules(prompts_per_mini_batch=2, epochs=2, shuffle=False, seed=1, max_response_length=3)
+    metrics = PolicyGroup(group, plan(2), balance=True, timeout_s=1).update("update_actor", experience(4, 3), rules, 1)
+    assert metrics == {"rows": 6.0, "rank": 1.0}
+    ((method, per_rank),) = group.given
+    assert method == "update_actor"
+    for step in range(4):  # two mini-batches in each of two epochs
+        parts = [per_rank[rank][0][step] for rank in range(2)]
+        groups = sorted(g for rows, _ in parts for g in rows.group_B.tolist())
+        expected = [0, 0, 0, 1, 1, 1] if step % 2 == 0 else [2, 2, 2, 3, 3, 3]
+        assert groups == expected
+        tokens = sum(int(rows.response_mask_BR.sum()) for rows, _ in parts)
+        assert {(d.num_tokens, d.num_sequences) for _, d in parts} == {(tokens, 6)}
+
+
+def test_metrics_over_optimizer_steps() -> None:
+    steps = [
+        {
+            "pg_loss": Metric(value=loss, reduction="sum"),
+            "largest": Metric(value=loss, reduction="max"),
+            "skipped_steps": Metric(value=1.0, reduction="sum"),
+        }
+        for loss in (1.0, 3.0)
+    ]
+    assert average_steps(steps) == {"pg_loss": 2.0, "largest": 3.0, "skipped_steps": 2.0}

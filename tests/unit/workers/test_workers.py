@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_like.batch import Denominators, Experience
+from verl_like.cluster.local import LocalWorkerGroup
+from verl_like.cluster.protocol import WorkerError
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.rollout.protocol import GenerationRequest, SamplingParams
+from verl_like.trainer.compose import compose
+from verl_like.workers.phase import Phase, PhaseSwitch
+from verl_like.workers.spec import WorkerSpec
+
+REQUEST = GenerationRequest(
+    request_id="r", prompt_ids=[3, 4, 5], sampling=SamplingParams(max_tokens=4, stop_token_ids=(1,)), seed=11
+)
+
+
+def test_a_phase_is_entered_once_and_demanded_by_name() -> None:
+    entered: list[str] = []
+    switch = PhaseSwitch(enter_train=lambda: entered.append("train"), enter_rollout=lambda: entered.append("rollout"))
+    switch.switch(Phase.train)
+    switch.switch(Phase.rollout)
+    switch.switch(Phase.rollout)
+    switch.require(Phase.rollout, "generate")
+    switch.switch(Phase.train)
+    assert entered == ["rollout", "train"]
+    with pytest.raises(RuntimeError, match="generate needs the rollout phase"):
+        switch.require(Phase.rollout, "generate")
+
+
+def config_of(model: Path) -> PPOConfig:
+    return compose(
+        [
+            f"actor_rollout_ref.model.path={model}",
+            "algorithm.adv_estimator=gae",
+            "actor_rollout_ref.rollout.name=hf",
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            "actor_rollout_ref.actor.optim.lr=1e-2",
+            "data.train_batch_size=2",
+            "data.max_prompt_length=4",
+            "data.max_response_length=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "critic.ppo_mini_batch_size=2",
+        ]
+    )
+
+
+@pytest.fixture
+def group(tiny_model: Path) -> Iterator[LocalWorkerGroup]:
+    config = config_of(tiny_model)
+    plan = BatchPlan.build(config, 1, 100)
+    spec = WorkerSpec(config=config, plan=plan, tokenizer_size=18, eos_ids=(1,), max_model_len=8)
+    workers = LocalWorkerGroup("verl_like.workers.hybrid:HybridWorker", spec)
+    yield workers
+    workers.shutdown()
+
+
+def experience() -> Experience:
+    ids = torch.tensor([[6, 7, 1], [8, 9, 10]], dtype=torch.int32)
+    return Experience(
+        prompt_ids_BP=torch.tensor([[3, 4], [5, 6]], dtype=torch.int32),
+        prompt_length_B=torch.tensor([2, 2]),
+        response_ids_BR=ids,
+        response_length_B=torch.tensor([3, 3]),
+        response_mask_BR=torch.ones(2, 3, dtype=torch.bool),
+        group_B=torch.tensor([0, 1]),
+        advantages_BR=torch.tensor([[1.0], [-1.0]]).expand(2, 3).clone(),
+        ref_log_probs_BR=torch.full((2, 3), -3.0),
+        returns_BR=torch.ones(2, 3),
+        values_BR=torch.zeros(2, 3),
+    )
+
+
+def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
+    """Sync, sample, evaluate, update, sync again: the new weights arrive, the reference stays."""
+    rows, counts = experience(), Denominators(num_tokens=6, num_sequences=2, max_response_length=4)
+    (report,) = group.call_all("sync_weights", 0).wait()
+    assert report.probe_gap < 1e-5
+    assert group.call_all("sync_weights", 0).wait() == [None]  # it already holds that version
+    ((first,),) = group.call_all("generate", [REQUEST]).wait()
+    (old,) = group.call_all("old_log_probs", rows).wait()
+    (reference,) = group.call_all("ref_log_probs", rows).wait()
+    assert torch.allclose(old.old_log_probs_BR, reference.ref_log_probs_BR, atol=1e-6)
+    (values,) = group.call_all("values", rows).wait()
+    assert values.values_BR.shape == (2, 3)
+    ((critic,),) = group.call_all("update_critic", [(rows, counts)]).wait()
+    ((actor,),) = group.call_all("update_actor", [(rows, counts)]).wait()
+    assert critic["vf_loss"].value > 0 and actor["grad_norm"].value > 0
+    assert actor["perf/cpu_memory_used_gb"].reduction == "max"
+    group.call_all("sync_weights", 1).wait()
+    ((second,),) = group.call_all("generate", [REQUEST]).wait()
+    assert (first.weight_version, second.weight_version) == (0, 1)
+    assert first.log_probs != second.log_probs
+    (moved,) = group.call_all("old_log_probs", rows).wait()
+    assert not torch.allclose(moved.old_log_probs_BR, old.old_log_probs_BR, atol=1e-3)
+    (unmoved,) = group.call_all("ref_log_probs", rows).wait()
+    assert torch.equal(unmoved.ref_log_probs_BR, reference.ref_log_probs_BR)
+
+
+def test_generating_before_a_sync_is_refused(group: LocalWorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="generate needs the rollout phase"):
+        group.call_all("generate", [REQUEST]).wait()
