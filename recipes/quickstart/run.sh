@@ -20,7 +20,7 @@ exec "${PYTHON:-python}" -m verl_like.trainer.main_ppo \
     actor_rollout_ref.model.path="$OUT/model" \
     actor_rollout_ref.actor.ppo_mini_batch_size=128 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
-    actor_rollout_ref.actor.optim.lr=3e-4 \
+    actor_rollout_ref.actor.optim.lr=4e-4 \
     actor_rollout_ref.actor.optim.betas=[0.9,0.95] \
     actor_rollout_ref.actor.optim.weight_decay=0.0 \
     actor_rollout_ref.actor.optim.warmup_style=cosine \
@@ -42,8 +42,8 @@ exec "${PYTHON:-python}" -m verl_like.trainer.main_ppo \
     trainer.rollout_data_dir="$OUT/samples/train" \
     trainer.validation_data_dir="$OUT/samples/val" \
     trainer.val_before_train=True \
-    trainer.test_freq=25 \
-    trainer.save_freq=100 \
+    trainer.test_freq=20 \
+    trainer.save_freq=120 \
     trainer.resume_mode=disable \
-    trainer.total_training_steps=100 \
+    trainer.total_training_steps=120 \
     "$@"
