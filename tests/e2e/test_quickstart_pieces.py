@@ -50,7 +50,7 @@ def test_the_sloppy_teacher_forgets_the_carry(prepare: ModuleType, pair: tuple[i
 def test_tokens_and_labels(prepare: ModuleType) -> None:
     tokenizer = prepare.build_tokenizer()
     ids, labels = prepare.encode([(37, 58), (99, 99)], [95, 198], tokenizer)
-    assert tokenizer.decode(ids[0], skip_special_tokens=False) == "37+58=95<eos><pad>"
+    assert tokenizer.decode(ids[0], skip_special_tokens=False) == "37+58=095<eos>"
     assert tokenizer.decode(labels[1][labels[1] >= 0], skip_special_tokens=False) == "198<eos>"
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "37+58="}], add_generation_prompt=True)
     assert list(chat["input_ids"]) == ids[0, :6].tolist()
