@@ -53,6 +53,7 @@ Greedy accuracy on {Recipe.num_validation_pairs} additions never seen in trainin
     step {last_step:>3} (GRPO)         {after:.3f}
 
 checkpoint   {checkpoints / f"global_step_{last_step}"}
+model        {checkpoints / f"global_step_{last_step}" / "actor" / "huggingface"} (opens with transformers)
 metrics      {checkpoints / "metrics.jsonl"}
 samples      {output_dir / "samples"} (jsonl: prompts, responses, scores)
 

@@ -18,6 +18,8 @@ exec "${PYTHON:-python}" -m verl_like.trainer.main_ppo \
     data.seed="$SEED" \
     custom_reward_function.path="$REWARD" \
     actor_rollout_ref.model.path="$OUT/model" \
+    actor_rollout_ref.model.enable_gradient_checkpointing=False \
+    actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model] \
     actor_rollout_ref.actor.ppo_mini_batch_size=128 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
     actor_rollout_ref.actor.optim.lr=4e-4 \
@@ -42,8 +44,8 @@ exec "${PYTHON:-python}" -m verl_like.trainer.main_ppo \
     trainer.rollout_data_dir="$OUT/samples/train" \
     trainer.validation_data_dir="$OUT/samples/val" \
     trainer.val_before_train=True \
-    trainer.test_freq=20 \
-    trainer.save_freq=120 \
+    trainer.test_freq=25 \
+    trainer.save_freq=150 \
     trainer.resume_mode=disable \
-    trainer.total_training_steps=120 \
+    trainer.total_training_steps=150 \
     "$@"

@@ -89,6 +89,26 @@ def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(grpo_run: Pa
     assert [int(record["training/global_step"]) for record in metrics_of(grpo_run / "out")[-2:]] == [16, 17]
 
 
+def test_ppo_with_a_critic_and_tensor_parallel_vllm(tmp_path: Path, tiny_model: Path) -> None:
+    """One vLLM replica over both ranks, filled from a full state dict; the critic trains beside it."""
+    settings = {
+        **ON_RAY,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.rollout.load_format": "dummy_hf",
+        "algorithm.adv_estimator": "gae",
+        "algorithm.use_kl_in_reward": True,
+        "critic.ppo_mini_batch_size": 4,
+        "trainer.total_training_steps": 3,
+    }
+    result = main_ppo(overrides(write_task(tmp_path), tiny_model, tmp_path / "out", **settings))
+    assert result.returncode == 0, result.stdout
+    records = metrics_of(tmp_path / "out")
+    assert len(records) == 3
+    assert all(record["weight_sync/probe_gap"] < 1e-5 for record in records)
+    assert records[-1]["critic/vf_loss"] < records[0]["critic/vf_loss"]
+    assert records[0]["critic/kl"] == pytest.approx(0.0, abs=1e-6) and records[2]["critic/kl"] != 0.0
+
+
 def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, tiny_model: Path) -> None:
     before = shm_entries()
     settings = {**ON_RAY, "actor_rollout_ref.rollout.name": "hf", "trainer.total_training_steps": 5000}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from support import main_ppo, metrics_of, overrides, write_task
 
 from verl_like.cluster.launch import RaySession, connect
 from verl_like.cluster.protocol import WorkerDied
@@ -69,3 +70,19 @@ def test_same_order_of_nodes_every_time(session: RaySession) -> None:
         orders.append([node.node_id for node in allocation.nodes])
         allocation.release()
     assert orders[0] == orders[1]
+
+
+def test_the_main_job_on_both_nodes(session: RaySession, tmp_path: Path, tiny_model: Path) -> None:
+    """One rank on each node trains and generates; the driver joins the running cluster by its address."""
+    settings = {
+        "trainer.launcher": "ray",
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 1,
+        "ray_init.address": session.address,
+        "trainer.total_training_steps": 2,
+    }
+    result = main_ppo(overrides(write_task(tmp_path), tiny_model, tmp_path / "out", **settings))
+    assert result.returncode == 0, result.stdout
+    records = metrics_of(tmp_path / "out")
+    assert len(records) == 2 and all(record["actor/grad_norm"] > 0 for record in records)
+    assert "2 process(es)" in result.stdout

@@ -14,6 +14,7 @@ from verl_like.engine.protocol import LOG_PROBS, TrainEngine
 from verl_like.rollout.protocol import RolloutEngine
 
 _ROWS, _PROMPT, _RESPONSE = 4, 4, 60  # 240 compared tokens
+_FULL_WEIGHT_NATS = 16.0  # differences at log-probs below minus this count in proportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ class Probe:
     """Compares log-probs of random tokens after a sync, and remembers how large a difference is normal.
 
     The gap is the largest absolute difference in float32; where either side computes in a 16-bit format it is the mean
-    one, because the largest then says more about one unlikely token than about the weights.
+    one, because the largest then says more about one unlikely token than about the weights. Rounding grows with the
+    logits, and a trained model gives random tokens log-probs of -50 and less: beyond -16 nats a difference counts in
+    proportion (twice the log-prob, half the weight), so that the limit does not have to grow as training sharpens.
     """
 
     def __init__(self, rollout_dtype: torch.dtype, trainer_dtype: torch.dtype, tolerance: float | None) -> None:
@@ -60,7 +63,7 @@ class Probe:
 
     def gap(self, trained_BR: Tensor, scored_BR: Tensor) -> float:
         """The number that is compared with the tolerance; NaN when either side is not finite."""
-        difference_BR = (trained_BR - scored_BR).abs()
+        difference_BR = (trained_BR - scored_BR).abs() / (trained_BR.abs() / _FULL_WEIGHT_NATS).clamp(min=1.0)
         return float(difference_BR.max() if self._exact else difference_BR.mean())
 
     def problem(self, gap: float) -> str | None:

@@ -53,3 +53,12 @@ def test_probe_tokens_exist_fit_and_change_with_the_version() -> None:
     assert not torch.equal(first.response_ids_BR, second.response_ids_BR)
     assert int(first.num_tokens_B().max()) == 19
     assert int(first.response_ids_BR.max()) < 50
+
+
+def test_rounding_of_very_unlikely_tokens_counts_in_proportion() -> None:
+    probe = Probe(torch.float32, torch.float32, None)
+    trained_BR = torch.tensor([[-1.0, -16.0, -64.0]])
+    for column, expected in ((0, 0.5), (1, 0.5), (2, 0.125)):
+        scored_BR = trained_BR.clone()
+        scored_BR[0, column] -= 0.5
+        assert probe.gap(trained_BR, scored_BR) == pytest.approx(expected)
