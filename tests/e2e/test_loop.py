@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support import main_ppo, metrics_of, overrides, write_task
 
 from verl_like.trainer.compose import compose
-from verl_like.trainer.main_ppo import train
+from verl_like.trainer.run import run as train
 
 # Clock and memory readings: everything else must be equal when two runs are.
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/seconds", "time")

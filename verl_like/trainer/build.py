@@ -58,7 +58,7 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
     """A trainer whose processes live as long as the context.
 
     connect_workers(config, spec, device, ranks_per_node) is a context manager that gives the WorkerGroup: see
-    `trainer.main_ppo`, the one place that knows whether that is Ray.
+    `trainer.run`, the one place that knows whether that is Ray.
     """
     device, ranks_per_node = resolve_world(config)
     world_size = config.trainer.nnodes * ranks_per_node
