@@ -11,7 +11,7 @@ PYTHON=${PYTHON:-python}
 [ -f "$MODEL/config.json" ] || { echo "no model in $MODEL: set MODEL to the stories260k folder" >&2; exit 1; }
 "$PYTHON" "$HERE/prepare.py" --output-dir "$OUT"
 
-# The model has no chat template: this one only joins the message texts after the start token.
+# The tokenizer has no chat template: the text of each user message, after the start token, is the prompt as it is.
 exec "$PYTHON" -m verl_like.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="$OUT/data/train.parquet" \

@@ -89,7 +89,7 @@ def _lengths(config: PPOConfig) -> list[str]:
         if value != wanted:
             problems.append(
                 f"{_ROLLOUT}.{key}={value} with data.{source}={wanted}: one length has two values; "
-                f"set data.{source} only"
+                f"set data.{source} only, and leave {_ROLLOUT}.{key} out (a saved config.yaml holds it)"
             )
     longest = data.max_prompt_length + data.max_response_length
     if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest and rollout.name == "vllm":
@@ -332,6 +332,11 @@ def risky(config: PPOConfig) -> list[str]:
         lines.append(
             f"{_ROLLOUT}.n=1 with algorithm.adv_estimator=grpo: a group of one has nothing to compare with; "
             f"set {_ROLLOUT}.n to 2 or more"
+        )
+    if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:
+        lines.append(
+            f"{_ACTOR}.checkpoint.save_contents={actor.checkpoint.save_contents} leaves out model: a run cannot be "
+            "resumed from such checkpoints"
         )
     return lines + [
         f"{key}={budget} is below data.max_prompt_length + data.max_response_length = {longest}: a longer sequence "

@@ -93,11 +93,26 @@ def find_key(path: str) -> Key | None:
 
 def suggest(path: str) -> str:
     """The known key nearest to a misspelt one, as text for an error message; empty when nothing is near."""
+    nearest = _nearest(path)
+    return f"; did you mean {nearest}?" if nearest else "; docs/configuration.md lists all keys"
+
+
+def _nearest(path: str) -> str | None:
+    """Tried in order: the beginning was left out, a typo, a key of a subsection, part of a name, a key elsewhere."""
     known = [*keys(), *sections()]
-    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == path.rsplit(".", 1)[-1]]
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.8) or same_leaf[:1]
-    near = near or difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else "; docs/configuration.md lists all keys"
+    section, _, name = path.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    same_name = [key for key in keys() if key.rpartition(".")[2] == name]
+    found = (
+        [key for key in known if key.endswith("." + path)]
+        or [siblings[near] for near in difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7)]
+        or [key for key in same_name if key.startswith(section + ".")]
+        or [siblings[longer] for longer in siblings if len(name) > 3 and name in longer]
+        or same_name
+    )
+    if not found and section not in sections():  # the section is misspelt: inside a known one only its own keys count
+        found = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    return found[0] if found else None
 
 
 def get_value(config: PPOConfig, path: str) -> Any:

@@ -58,13 +58,7 @@ def build_trackers(
     ValueError if trainer.logger names one that does not exist or whose package is missing.
     """
     folder = Path(log_dir).expanduser()
-    names = list(dict.fromkeys(trainer.logger))
-    unknown = [name for name in names if name not in LOGGERS]
-    if unknown:
-        raise ValueError(
-            f"trainer.logger={names}: {', '.join(unknown)} not available yet. "
-            f"Available: {', '.join(LOGGERS)} (jsonl is always on)."
-        )
+    names = check_trackers(trainer)
     trackers: list[Tracker] = [JsonlTracker(folder)]
     if "console" in names:
         trackers.append(ConsoleTracker())
@@ -73,6 +67,24 @@ def build_trackers(
     if "wandb" in names:
         trackers.append(WandbTracker(trainer.project_name, trainer.experiment_name, resolved_config, folder))
     return Trackers(trackers)
+
+
+def check_trackers(trainer: TrainerConfig) -> list[str]:
+    """The names in trainer.logger, once each; ValueError for one that does not exist or whose package is missing.
+
+    Starts nothing, so that a run can ask before its processes start.
+    """
+    names = list(dict.fromkeys(trainer.logger))
+    unknown = [name for name in names if name not in LOGGERS]
+    if unknown:
+        raise ValueError(
+            f"trainer.logger={names}: {', '.join(unknown)} not available yet. "
+            f"Available: {', '.join(LOGGERS)} (jsonl is always on)."
+        )
+    for name in names:
+        if name in _PACKAGES:
+            _require(name)
+    return names
 
 
 class Trackers:
@@ -236,7 +248,7 @@ class TensorboardTracker:
     name = "tensorboard"
 
     def __init__(self, folder: Path) -> None:
-        module = _require("torch.utils.tensorboard", name="tensorboard")
+        module = _require("tensorboard")
         self._folder, self._writer_class = folder, module.SummaryWriter
         self._writer: Any = None
 
@@ -275,7 +287,7 @@ class WandbTracker:
     name = "wandb"
 
     def __init__(self, project: str, experiment: str, resolved_config: Mapping[str, Any], folder: Path) -> None:
-        wandb = _require("wandb", name="wandb")
+        wandb = _require("wandb")
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_run_id"
         try:
@@ -309,11 +321,14 @@ class WandbTracker:
         self._run.finish()
 
 
-def _require(module: str, *, name: str) -> Any:
+_PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # what a tracker imports
+
+
+def _require(name: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(_PACKAGES[name])
     except ImportError as error:
         raise ValueError(
             f"trainer.logger contains {name}, but its package cannot be imported ({error}). "
-            f"Install it with: pip install 'verl_like[{name}]'"
+            f"Install it with: pip install 'verl_like[{name}]', or take it out of trainer.logger"
         ) from error

@@ -30,7 +30,7 @@ _HEAD_CHARS = 200
 
 
 class RewardError(RuntimeError):
-    """No row of a batch could be scored."""
+    """No row of a batch, or of a whole validation, could be scored."""
 
 
 class PendingScores:
@@ -40,7 +40,7 @@ class PendingScores:
         self._calls, self._futures, self._rows, self._step = calls, futures, rows, step
 
     def result(self) -> Scores:
-        """Scores in the order of the rollouts. RewardError if every row failed."""
+        """Scores in the order of the rollouts, also if every row failed: see `require_any`."""
         outcomes = [future.result() for future in self._futures]
         scores = to_scores(outcomes, [call.data_source for call in self._calls])
         self._report(scores)
@@ -50,10 +50,9 @@ class PendingScores:
         failures = [failure for failure in scores.failures if failure is not None]
         if not failures:
             return
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(f.kind for f in failures).items())
         logger.warning(
-            "step %d: %d of %d rewards failed (%s); these rows are left out of training",
-            *(self._step, len(failures), len(scores), kinds),
+            "step %d: %d of %d rewards failed (%s); these rows are left out",
+            *(self._step, len(failures), len(scores), _kinds(failures)),
         )
         for failure in failures[:_LOGGED_FAILURES]:
             logger.warning(
@@ -61,12 +60,21 @@ class PendingScores:
                 *(failure.kind, failure.row, self._rows[failure.row].index, failure.data_source),
                 *(self._calls[failure.row].solution_str[:_HEAD_CHARS], failure.message),
             )
-        if len(failures) == len(scores):
-            first = failures[0]
-            raise RewardError(
-                f"step {self._step}: the reward of every response ({len(scores)}) failed ({kinds}). The first, row "
-                f"{first.row} of data_source {first.data_source}: {first.kind}: {first.message}"
-            )
+
+
+def require_any(batches: Sequence[Scores], *, step: int) -> None:
+    """RewardError, with the first failure, if there are rows and the reward of every one of them failed."""
+    failures = [failure for scores in batches for failure in scores.failures if failure is not None]
+    if failures and len(failures) == sum(len(scores) for scores in batches):
+        first = failures[0]
+        raise RewardError(
+            f"step {step}: the reward of every response ({len(failures)}) failed ({_kinds(failures)}). The first, row "
+            f"{first.row} of data_source {first.data_source}: {first.kind}: {first.message}"
+        )
+
+
+def _kinds(failures: Sequence[RewardFailure]) -> str:
+    return ", ".join(f"{count} x {kind}" for kind, count in Counter(f.kind for f in failures).items())
 
 
 class RewardManager:
@@ -111,12 +119,16 @@ class RewardManager:
         self.check_data_sources({call.data_source for call in calls})
         return PendingScores(calls, self._pool.submit(calls), rollouts.rows, step)
 
-    def score(self, rollouts: Rollouts, *, step: int) -> Scores:
+    def score(self, rollouts: Rollouts, *, step: int, may_all_fail: bool = False) -> Scores:
         """One reward per response. Rows that failed have score NaN, valid_B false and a RewardFailure.
 
-        Raises RewardError if every row failed, ValueError for a data source without a grader.
+        Raises RewardError if every row failed, unless `may_all_fail`: one batch of several, then `require_any` is due.
+        Raises ValueError for a data source without a grader.
         """
-        return self.submit(rollouts, step=step).result()
+        scores = self.submit(rollouts, step=step).result()
+        if not may_all_fail:
+            require_any([scores], step=step)
+        return scores
 
     def metrics(self, scores: Scores, rows: Sequence[PromptRow] | None = None) -> dict[str, float]:
         """reward/failures, reward/timeouts, reward/failure_fraction and the mean of each further numeric value.

@@ -24,7 +24,7 @@ from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.sampler import ResumableSampler
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.observe.progress import build_progress
-from verl_like.observe.trackers import build_trackers
+from verl_like.observe.trackers import build_trackers, check_trackers
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.checkpoints import Checkpoints
@@ -61,6 +61,7 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
     `trainer.run`, the one place that knows whether that is Ray.
     """
     device, ranks_per_node = resolve_world(config)
+    check_trackers(config.trainer)
     world_size = config.trainer.nnodes * ranks_per_node
     inputs = load_inputs(config)
     plan = BatchPlan.build(config, world_size, len(inputs.train))

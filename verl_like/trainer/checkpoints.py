@@ -41,6 +41,7 @@ class Checkpoints:
         path = resolve_resume(self.config)
         if path is None:
             return
+        _require_weights(run, path)
         logger.info("resuming from %s", path)
         saved = read_trainer_state(path)
         run.policy.load(str(path / "actor"))
@@ -49,6 +50,12 @@ class Checkpoints:
         run.source.load_state_dict(saved["source"])
         run.state = run.state.load_state_dict(saved["state"])
         self._saved_step = run.state.step
+        if run.state.step >= run.total_steps:
+            logger.warning(
+                "%s is at step %d of %d: nothing is left to train. Raise trainer.total_training_steps, "
+                "or start afresh: trainer.resume_mode=disable, or another trainer.default_local_dir",
+                *(path, run.state.step, run.total_steps),
+            )
 
     def save_unless_saved(self, run: PPOTrainer) -> None:
         """For an interrupted run: nothing is lost, nothing is written twice."""
@@ -69,3 +76,16 @@ class Checkpoints:
         self._saved_step = run.state.step
         rotate(self.root, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep)
         logger.info("saved checkpoint %s", path)
+
+
+def _require_weights(run: PPOTrainer, path: Path) -> None:
+    """ValueError when load_contents would leave the weights out: the step count would go on with untrained ones."""
+    sections = [("actor_rollout_ref.actor", run.config.actor_rollout_ref.actor.checkpoint)]
+    if run.critic is not None:
+        sections.append(("critic", run.config.critic.checkpoint))
+    for section, checkpoint in sections:
+        if "model" not in checkpoint.load_contents:
+            raise ValueError(
+                f"{section}.checkpoint.load_contents={checkpoint.load_contents} leaves out the weights of {path}: add "
+                "model to save_contents and load_contents, or set trainer.resume_mode=disable"
+            )

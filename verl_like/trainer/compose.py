@@ -180,7 +180,7 @@ def _user_files(arguments: argparse.Namespace) -> list[Path]:
         return []
     if name is None:
         raise ConfigError([f"--config-path={arguments.config_path}: give --config-name too"])
-    if name == CONFIG_NAME and arguments.config_path is None:
+    if name.removesuffix(".yaml") == CONFIG_NAME and arguments.config_path is None:
         return []
     return [_yaml_path(Path(arguments.config_path or "."), name)]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from verl_like.batch import Prompts, Rollouts, Scores
 from verl_like.observe.validation import validation_metrics
-from verl_like.rewards.manager import RewardManager
+from verl_like.rewards.manager import RewardManager, require_any
 from verl_like.rollout.protocol import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
 
@@ -30,10 +30,14 @@ class Validator:
         self.on_samples = on_samples
 
     def run(self, policy: PolicyGroup, rewards: RewardManager, step: int) -> dict[str, float]:
-        """val-core/* and val-aux/* of the weights that the rollout engine holds."""
+        """val-core/* and val-aux/* of the weights that the rollout engine holds.
+
+        A small batch may lose all its rewards (the last one may be a single prompt); RewardError if all batches do.
+        """
         answered: list[tuple[Rollouts, Scores]] = []
         for prompts in self.batches():
             rollouts = policy.generate(prompts, self.sampling, n=self.n, seed=self.seed, step=step + _SEED_OFFSET)
-            answered.append((rollouts, rewards.score(rollouts, step=step)))
+            answered.append((rollouts, rewards.score(rollouts, step=step, may_all_fail=True)))
+        require_any([scores for _, scores in answered], step=step)
         self.on_samples(step, answered)
         return validation_metrics(answered)

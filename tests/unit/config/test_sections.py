@@ -91,10 +91,26 @@ def test_defaults_that_depart_from_verl():
         ["console"], "auto", "auto")  # fmt: skip
 
 
-def test_did_you_mean():
-    assert "actor_rollout_ref.rollout.temperature" in suggest("actor_rollout_ref.rollout.temprature")
-    assert "actor_rollout_ref.rollout.gpu_memory_utilization" in suggest("rollout.gpu_memory_utilization")
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
+        ("actor_rollout_ref.rollout.N", "actor_rollout_ref.rollout.n"),
+        ("rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization"),
+        ("model.path", "actor_rollout_ref.model.path"),
+        ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("trainer.gpus", "trainer.n_gpus_per_node"),
+        ("data.kl_coef", "algorithm.kl_ctrl.kl_coef"),
+        ("actor_rolout_ref.rollout.temperatur", "actor_rollout_ref.rollout.temperature"),
+    ],
+)
+def test_did_you_mean(typed, meant):
+    assert suggest(typed) == f"; did you mean {meant}?"
+
+
+def test_nothing_near_points_to_the_list():
     assert "docs/configuration.md" in suggest("qqqqqq.zzzzzz")
+    assert "docs/configuration.md" in suggest("trainer.foo")  # `trainer` is right; saying it again would not help
 
 
 def test_auto_dtype():
