@@ -70,7 +70,7 @@ class PPOTrainer:
                 with clock("update_weights"):
                     metrics |= self.sync_weights()
                 metrics |= self.validate_if_due()
-            self.report.step(step, rollouts, scores, metrics | self.rewards.metrics(scores), clock)
+            self.report.step(step, rollouts, scores, metrics | self.rewards.metrics(scores, rollouts.rows), clock)
         self.finish()
 
     def done(self) -> bool:
