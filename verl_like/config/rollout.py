@@ -175,7 +175,7 @@ class RolloutConfig(ConfigNode):
     sync_probe: bool = True
     """After each weight sync compare log-probs of probe prompts between trainer and engine."""
     sync_probe_tolerance: float | None = None
-    """[nats] Largest difference of the probe. Null: 10x the first proved sync's, at least 1e-4 (float32) or
+    """[nats] Mean difference of the probe that passes. Null: 10x the first proved sync's, at least 1e-4 (float32) or
     2e-2 (bfloat16)."""
     engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
     """Arguments passed to the engine as they are."""

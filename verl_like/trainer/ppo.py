@@ -149,7 +149,9 @@ class PPOTrainer:
         if sync is None:
             return {}
         metrics = {"weight_sync/seconds": sync.seconds, "weight_sync/num_tensors": float(sync.num_tensors)}
-        return metrics if sync.probe_gap is None else metrics | {"weight_sync/probe_gap": sync.probe_gap}
+        if sync.probe_gap is not None and sync.probe_gap_mean is not None:
+            metrics |= {"weight_sync/probe_gap": sync.probe_gap, "weight_sync/probe_gap_mean": sync.probe_gap_mean}
+        return metrics
 
     def save_if_due(self) -> None:
         """Every trainer.save_freq steps, and after the last one."""

@@ -8,6 +8,7 @@ log-probs of probe tokens (probe). A sync that fails on any rank fails on all of
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from verl_like.engine.protocol import TrainEngine
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.protocol import RolloutEngine
 from verl_like.weight_sync.ledger import WeightLedger
-from verl_like.weight_sync.probe import Probe
+from verl_like.weight_sync.probe import Gap, Probe
 from verl_like.weight_sync.transport import InProcessTransport, Transport, in_buckets
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class SyncReport:
     bytes: int  # of full tensors, in the rollout dtype
     num_tensors: int
     num_read_back: int  # tensors whose checksum was compared inside the engine
-    probe_gap: float | None  # nats; None when rollout.sync_probe is off
+    probe_gap: float | None  # nats, the largest difference; None when rollout.sync_probe is off
+    probe_gap_mean: float | None
 
 
 class WeightSync:
@@ -86,7 +88,8 @@ class WeightSync:
             bytes=ledger.num_bytes,
             num_tensors=ledger.num_tensors,
             num_read_back=num_read_back,
-            probe_gap=gap,
+            probe_gap=None if gap is None else gap.largest,
+            probe_gap_mean=None if gap is None else gap.mean,
         )
         logger.debug("weight sync: %s", report)
         return report
@@ -111,8 +114,8 @@ class WeightSync:
         when the export fails."""
         return iter(list(stream)) if self._whole_first else iter(stream)
 
-    def _compare(self, version: int) -> float:
-        gap, problems = float("nan"), []
+    def _compare(self, version: int) -> Gap:
+        gap, problems = Gap(math.nan, math.nan), []
         try:
             gap = self._probe.measure(self._engine, self._rollout, version)
             problem = self._probe.problem(gap)
