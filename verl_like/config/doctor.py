@@ -333,6 +333,13 @@ def risky(config: PPOConfig) -> list[str]:
             f"{_ROLLOUT}.n=1 with algorithm.adv_estimator=grpo: a group of one has nothing to compare with; "
             f"set {_ROLLOUT}.n to 2 or more"
         )
+    rollout = config.actor_rollout_ref.rollout
+    if actor.old_log_probs == "rollout" and (rollout.top_p < 1 or rollout.top_k > 0):
+        lines.append(
+            f"{_ACTOR}.old_log_probs=rollout with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the "
+            f"sampler's log-probs are those of the cut distribution, the trainer's of the whole one, so ratios are not 1 "
+            f"before the first update; set top_p=1 and top_k=-1, or {_ACTOR}.old_log_probs=recompute"
+        )
     if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:
         lines.append(
             f"{_ACTOR}.checkpoint.save_contents={actor.checkpoint.save_contents} leaves out model: a run cannot be "

@@ -55,6 +55,7 @@ def test_all_problems_in_one_error():
         ([f"{A}.ppo_micro_batch_size_per_gpu=4"], f"{A}.use_dynamic_bsz=true cuts by tokens"),
         ([f"{A}.kl_loss_coef=0.1"], f"{A}.use_kl_loss is false"),
         ([f"{A}.checkpoint.save_contents=[hf_model]", "trainer.save_freq=5"], "a run cannot be resumed"),
+        ([f"{A}.old_log_probs=rollout", f"{R}.top_p=0.9"], "top_p=0.9, top_k=-1: the sampler's log-probs"),
         ([f"{F}.fsdp_config.param_offload=true"], "no KL term needs a reference"),
         (["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.use_kl_in_reward is false"),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=0.5"], "algorithm.kl_ctrl.type is fixed"),
