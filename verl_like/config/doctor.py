@@ -337,7 +337,7 @@ def risky(config: PPOConfig) -> list[str]:
     if actor.old_log_probs == "rollout" and (rollout.top_p < 1 or rollout.top_k > 0):
         lines.append(
             f"{_ACTOR}.old_log_probs=rollout with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the "
-            f"sampler's log-probs are those of the cut distribution, the trainer's of the whole one, so ratios are not 1 "
+            "sampler's log-probs are those of the cut distribution, the trainer's of the whole one: ratios are not 1 "
             f"before the first update; set top_p=1 and top_k=-1, or {_ACTOR}.old_log_probs=recompute"
         )
     if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:
