@@ -76,3 +76,28 @@ def test_manual_offload_frees_memory(process: ProcessInfo, path: str, tmp_path: 
     assert weights.keys() == engine.weight_names().keys()
     engine.onload()
     engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_an_offloaded_engine_saves_resumes_and_trains_on(
+    process: ProcessInfo, path: str, tmp_path: Path, steps_before: int
+) -> None:
+    """Optimizer states that a checkpoint makes or fills must be where the next step looks for them."""
+    offloaded = FSDPConfig(param_offload=True, optimizer_offload=True)
+    results = []
+    for fsdp in (FSDPConfig(), offloaded):
+        saved = tiny.build_engine(process, path, fsdp=fsdp, optim=OptimConfig(lr=1e-2, eps=1e-3))
+        for seed in range(steps_before):
+            batch = tiny.experience(9, seed=seed)
+            saved.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
+        folder = str(tmp_path / str(fsdp.param_offload))
+        saved.save(folder, contents=["model", "optimizer", "extra"])
+        resumed = tiny.build_engine(process, path, fsdp=fsdp, optim=OptimConfig(lr=1e-2, eps=1e-3))
+        resumed.load(folder, contents=["model", "optimizer", "extra"])
+        batch = tiny.experience(9, seed=5)
+        for engine in (saved, resumed):
+            engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
+            results.append({name: tensor.cpu() for name, tensor in engine.export_weights(torch.float32)})
+    for other in results[1:]:
+        for name in results[0]:
+            torch.testing.assert_close(results[0][name], other[name], rtol=0, atol=2e-3)

@@ -72,6 +72,7 @@ class FSDPEngine:
         self.optimizer = None if optim is None else build_optimizer(self.model.parameters(), optim)
         self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
         self._params_offloaded = self._optimizer_offloaded = False
+        self._weight_names: dict[str, torch.Size] | None = None
         if self._packed:
             selfcheck.check_packing(self.model, self.hf_config, self.device, self._compute_dtype)
         if fsdp.param_offload:
@@ -207,8 +208,11 @@ class FSDPEngine:
 
     def weight_names(self) -> dict[str, torch.Size]:
         """See TrainEngine.weight_names."""
-        full = loading.build_meta_model(self._model_config, self.hf_config, kind=self.kind)
-        return {name.removeprefix(HF_PREFIX): parameter.shape for name, parameter in full.named_parameters()}
+        if self._weight_names is None:  # the config does not change, and every weight sync asks
+            full = loading.build_meta_model(self._model_config, self.hf_config, kind=self.kind)
+            named = full.named_parameters()
+            self._weight_names = {name.removeprefix(HF_PREFIX): parameter.shape for name, parameter in named}
+        return dict(self._weight_names)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -255,7 +259,8 @@ class FSDPEngine:
         if "model" in contents:
             state.save_sharded(state.model_state(self.model), folder / "model")
         if self.optimizer is not None and "optimizer" in contents:
-            state.save_sharded(state.optimizer_state(self.model, self.optimizer), folder / "optimizer")
+            with self._resident(optimizer=True):  # states that do not exist yet are made beside their parameters
+                state.save_sharded(state.optimizer_state(self.model, self.optimizer), folder / "optimizer")
         if "extra" in contents:
             state.save_extra(folder / "extra", self.process.rank, self._counters())
         if "hf_model" in contents:
@@ -267,7 +272,8 @@ class FSDPEngine:
         if "model" in contents:
             state.load_sharded(state.model_state(self.model), folder / "model")
         if self.optimizer is not None and "optimizer" in contents:
-            state.load_sharded(state.optimizer_state(self.model, self.optimizer), folder / "optimizer")
+            with self._resident(optimizer=True):
+                state.load_sharded(state.optimizer_state(self.model, self.optimizer), folder / "optimizer")
         if "extra" in contents:
             counters = state.load_extra(folder / "extra", self.process.rank)
             if self.schedule is not None:

@@ -8,6 +8,7 @@ segment by segment, neighbours of equal length in one call. No mask is ever buil
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from itertools import groupby
 from typing import Any
 
@@ -89,12 +90,13 @@ def _varlen(
 
     if dropout:
         raise ValueError("attention dropout on packed sequences needs flash-attn: install it, or set dropout to 0")
-    output = varlen_attn(
-        *(q, k, v, bounds, bounds, longest, longest),
-        scale=scaling,
-        window_size=(left, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:  # earlier versions of torch
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    output = varlen_attn(*(q, k, v, bounds, bounds, longest, longest), **options)
     assert isinstance(output, Tensor)
     return output
 

@@ -48,13 +48,14 @@ def init_distributed(
     torch_device = torch.device("cpu")
     if device == "cuda":
         torch_device = torch.device("cuda", _cuda_index(local_rank))
-        torch.cuda.set_device(torch_device)
+        torch.cuda.set_device(torch_device)  # before nccl starts: it uses the current device
+    # The group is not bound to the device (device_id): torch would then have every rank outside a new group take part
+    # in an ncclCommSplit, gloo groups included, whose members never do; vLLM and the step loop make such groups.
     dist.init_process_group(
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=None if device == "cpu" else torch_device,
     )
     return ProcessInfo(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device)
 

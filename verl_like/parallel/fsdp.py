@@ -117,8 +117,7 @@ def move_params(model: nn.Module, device: torch.device) -> None:
     """Move all shards (and buffers) between host and device."""
     reshard(model)
     model.to(device)
-    if device.type == "cpu" and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    _release(device)
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -127,3 +126,10 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
         for key, value in state.items():
             if isinstance(value, Tensor) and key != "step":
                 state[key] = value.to(device)
+    _release(device)
+
+
+def _release(moved_to: torch.device) -> None:
+    """Give what a move to the host has freed back to the device, for users other than torch's allocator (vLLM)."""
+    if moved_to.type == "cpu" and torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -24,6 +24,7 @@ from verl_like.rollout.protocol import Completion, GenerationRequest, WeightLoad
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.step_loop import Lockstep, StepLoop
 
+_SLEEPERS = ("weights", "kv_cache")  # what vLLM can put to sleep, in the order it must come back for a weight load
 _FOLLOW_TIMEOUT_S = 600.0  # how long a rank waits for requests that its replica's first rank has already been given
 
 
@@ -49,7 +50,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         replica = process.rank // tp
         self._seed = request_seed(seed, 0, replica, 0) % 2**31
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
-        self._asleep = False
+        self._asleep: set[str] = set()
         kwargs = engine_arguments(rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode)
         with preserve_rng():
             self._llm: Any = compat.start(kwargs, device=process.device, run_id=run_id)
@@ -112,16 +113,13 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     # Weights, scoring, memory: with the engine idle.
 
     def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        if self._asleep:
-            self._llm.wake_up(tags=["weights"])
+        self._wake("weights")
         self._shapes = {}
         compat.reload(self._llm, self._remember_shapes(stream))
         meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
         if meta:
             raise WeightLoadError(f"vLLM got no weights for {meta[:8]}")
-        if self._asleep:
-            self._llm.wake_up(tags=["kv_cache"])
-            self._asleep = False
+        self._wake("kv_cache")  # not before: until now the trainer's full tensors needed the room
 
     def _remember_shapes(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:
@@ -157,13 +155,20 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         if self._sleep_mode and not self._asleep:
             with self._loop.exclusive():
                 self._llm.sleep(level=1)
-            self._asleep = True
+            self._asleep = set(_SLEEPERS)
 
     def wake(self) -> None:
         if self._asleep:
             with self._loop.exclusive():
-                self._llm.wake_up()
-            self._asleep = False
+                self._wake(*_SLEEPERS)
+
+    def _wake(self, *tags: str) -> None:
+        """Bring back those of `tags` that are asleep; after a load that broke off only the cache is."""
+        sleeping = [tag for tag in tags if tag in self._asleep]
+        if sleeping:
+            torch.cuda.empty_cache()  # vLLM maps this memory past torch's allocator, which must let go of it first
+            self._llm.wake_up(tags=sleeping)
+            self._asleep -= set(sleeping)
 
     def submit(self, request: GenerationRequest) -> Any:
         if self._asleep:

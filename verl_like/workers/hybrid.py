@@ -33,10 +33,14 @@ class HybridWorker:
             device=env.device,
             timeout_s=spec.config.trainer.rpc_timeout,
         )
-        _import_external(spec.config.actor_rollout_ref.model.external_lib)
-        # The critic goes first: the rollout engine then sizes its cache by what is left.
-        self.critic = CriticWorker(spec, self.process) if spec.plan.needs_critic else None
-        self.policy = PolicyWorker(spec, self.process, env.run_id)
+        try:
+            _import_external(spec.config.actor_rollout_ref.model.external_lib)
+            # The rollout engine comes last: at its start gpu_memory_utilization of the device must be free.
+            self.critic = CriticWorker(spec, self.process) if spec.plan.needs_critic else None
+            self.policy = PolicyWorker(spec, self.process, env.run_id)
+        except BaseException:
+            shutdown_distributed()  # in the driver's own process (trainer.launcher=local) another group may follow
+            raise
 
     def sync_weights(self, version: int) -> SyncReport | None:
         return self.policy.sync_weights(version)
@@ -73,12 +77,16 @@ class HybridWorker:
 
     def shutdown(self) -> None:
         """Stop the rollout engine before the process group: vLLM's exit handler still talks to its peers."""
-        self.policy.shutdown()
-        shutdown_distributed()
+        try:
+            self.policy.shutdown()
+        finally:
+            shutdown_distributed()
 
     def _critic(self) -> CriticWorker:
+        """The critic, with the rollout engine asleep: every call of it is one of the train phase."""
         if self.critic is None:
             raise RuntimeError("a critic method was called, but this run's plan has no critic")
+        self.policy.enter_train()
         return self.critic
 
 

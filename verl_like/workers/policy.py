@@ -101,11 +101,14 @@ class PolicyWorker:
         """Bring the rollout engine to `version` of the trained weights; None when it already holds it."""
         if self.switch.phase is Phase.rollout and self.rollout.weight_version == version:
             return None
-        self.switch.switch(Phase.train)
-        self.rollout.wake()
-        report = self.weight_sync.sync(version)
+        self.enter_train()
+        report = self.weight_sync.sync(version)  # wakes the engine's weights first, its cache when they are loaded
         self.switch.switch(Phase.rollout)
         return report
+
+    def enter_train(self) -> None:
+        """Give the device to the trainer's engines; the critic's too, which this worker does not own."""
+        self.switch.switch(Phase.train)
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Completions in the order of the requests."""
@@ -114,7 +117,7 @@ class PolicyWorker:
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:
         """Log-probs and entropy of the current actor on this rank's rows (may be none)."""
-        self.switch.switch(Phase.train)
+        self.enter_train()
         out = self.actor.forward(
             batch,
             want=frozenset({"log_probs", "entropy"}),
@@ -127,7 +130,7 @@ class PolicyWorker:
 
     def ref_log_probs(self, batch: Sequences) -> Evaluated:
         """Log-probs of the frozen reference on this rank's rows (may be none)."""
-        self.switch.switch(Phase.train)
+        self.enter_train()
         if self.reference is None:
             raise RuntimeError("ref_log_probs was called, but this run's plan has no reference model")
         out = self.reference.forward(
@@ -137,7 +140,7 @@ class PolicyWorker:
 
     def update_actor(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
         """One optimizer step per mini-batch on this rank's rows; the metrics of each step."""
-        self.switch.switch(Phase.train)
+        self.enter_train()
         steps = [
             self.actor.train_minibatch(
                 rows, self.objective, denominators, rule=self.spec.plan.actor_micro, temperature=self.temperature
@@ -150,12 +153,12 @@ class PolicyWorker:
 
     def save(self, path: str) -> None:
         """Write the actor's checkpoint; a collective of all ranks."""
-        self.switch.switch(Phase.train)
+        self.enter_train()
         self.actor.save(path, contents=self.spec.config.actor_rollout_ref.actor.checkpoint.save_contents)
 
     def load(self, path: str) -> None:
         """Restore the actor from a checkpoint; the rollout engine must be synced afterwards."""
-        self.switch.switch(Phase.train)
+        self.enter_train()
         self.actor.load(path, contents=self.spec.config.actor_rollout_ref.actor.checkpoint.load_contents)
 
     def shutdown(self) -> None:

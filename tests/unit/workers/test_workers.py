@@ -106,3 +106,14 @@ def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
 def test_generating_before_a_sync_is_refused(group: LocalWorkerGroup) -> None:
     with pytest.raises(WorkerError, match="generate needs the rollout phase"):
         group.call_all("generate", [REQUEST]).wait()
+
+
+def test_the_critic_works_while_the_rollout_engine_sleeps(group: LocalWorkerGroup) -> None:
+    """Without old log-probs and reference no actor call lies between sampling and the critic."""
+    rows, counts = experience(), Denominators(num_tokens=6, num_sequences=2, max_response_length=4)
+    worker = group._worker
+    for method, argument in (("values", rows), ("update_critic", [(rows, counts)])):
+        group.call_all("sync_weights", 0).wait()
+        assert worker.policy.switch.phase is Phase.rollout
+        group.call_all(method, argument).wait()
+        assert worker.policy.switch.phase is Phase.train

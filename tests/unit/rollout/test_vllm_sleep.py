@@ -1,0 +1,56 @@
+"""In which order vLLM's weights and cache come back, with vLLM itself replaced by a recorder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from verl_like.rollout import vllm_compat
+from verl_like.rollout.step_loop import StepLoop
+from verl_like.rollout.vllm import VLLMRolloutEngine
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def sleep(self, level: int) -> None:
+        self.events.append("sleep")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.events += tags
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMRolloutEngine:
+    made = VLLMRolloutEngine.__new__(VLLMRolloutEngine)
+    made._llm, made._model = Recorder(), torch.nn.Linear(1, 1)
+    made._sleep_mode, made._asleep, made._version, made._shapes = True, set(), None, {}
+    made._loop = StepLoop(made, device=torch.device("cpu"), follow_timeout_s=0.0)
+    monkeypatch.setattr(vllm_compat, "reload", lambda llm, stream: llm.events.append("reload"))
+    monkeypatch.setattr(vllm_compat, "stop", lambda llm: None)
+    return made
+
+
+def test_a_load_wakes_the_cache_only_after_the_weights_are_there(engine: VLLMRolloutEngine) -> None:
+    engine.sleep()
+    engine.load_weights([], version=1)
+    engine.wake()  # nothing is left to wake
+    assert engine._llm.events == ["sleep", "weights", "reload", "kv_cache"]
+    engine.shutdown()
+
+
+def test_nothing_is_woken_twice_after_a_failed_load(engine: VLLMRolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(llm: Any, stream: Any) -> None:
+        raise RuntimeError("planted")
+
+    engine.sleep()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="planted"):
+        patch.setattr(vllm_compat, "reload", fail)
+        engine.load_weights([], version=1)
+    assert engine.weight_version is None
+    engine.load_weights([], version=2)
+    assert engine._llm.events == ["sleep", "weights", "reload", "kv_cache"]
+    engine.shutdown()
