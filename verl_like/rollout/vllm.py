@@ -113,6 +113,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     # Weights, scoring, memory: with the engine idle.
 
     def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        compat.settle(self._llm)
         self._wake("weights")
         self._shapes = {}
         compat.reload(self._llm, self._remember_shapes(stream))
@@ -154,6 +155,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         """Free the KV cache and move the weights to host memory (CUDA with free_cache_engine; else nothing)."""
         if self._sleep_mode and not self._asleep:
             with self._loop.exclusive():
+                compat.settle(self._llm)
                 self._llm.sleep(level=1)
             self._asleep = set(_SLEEPERS)
 

@@ -119,6 +119,14 @@ def add_request(llm: Any, request_id: str, prompt_ids: list[int], params: Any) -
     llm.llm_engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt_ids), params)
 
 
+def settle(llm: Any) -> None:
+    """Take in the step that asynchronous scheduling (vLLM's default on CUDA) has launched ahead and that nobody waits
+    for any more once the last request has ended: until then its cache blocks may count as used."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    while getattr(core, "batch_queue", None):
+        llm.llm_engine.step()
+
+
 def model_of(llm: Any) -> nn.Module:
     """This rank's shard of the model."""
     return llm.llm_engine.apply_model(lambda model: model)[0]

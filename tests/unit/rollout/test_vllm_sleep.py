@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ from verl_like.rollout.vllm import VLLMRolloutEngine
 class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
+        core = SimpleNamespace(batch_queue=[])
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=self.step)
+
+    def step(self) -> None:
+        self.llm_engine.engine_core.engine_core.batch_queue.pop()
+        self.events.append("step")
 
     def sleep(self, level: int) -> None:
         self.events.append("sleep")
@@ -53,4 +60,15 @@ def test_nothing_is_woken_twice_after_a_failed_load(engine: VLLMRolloutEngine, m
     assert engine.weight_version is None
     engine.load_weights([], version=2)
     assert engine._llm.events == ["sleep", "weights", "reload", "kv_cache"]
+    engine.shutdown()
+
+
+def test_a_step_launched_ahead_is_taken_in_before_sleep_and_load(engine: VLLMRolloutEngine) -> None:
+    queue = engine._llm.llm_engine.engine_core.engine_core.batch_queue
+    queue.append("in flight")
+    engine.sleep()
+    assert engine._llm.events == ["step", "sleep"]
+    queue.append("in flight")
+    engine.load_weights([], version=1)
+    assert engine._llm.events[2:] == ["step", "weights", "reload", "kv_cache"]
     engine.shutdown()
