@@ -13,10 +13,10 @@ help: ## show this list
 setup: ## make the virtual environment (.venv) with everything in it; see scripts/setup_env.sh for its settings
 	@bash scripts/setup_env.sh
 
-quickstart: setup ## train a tiny model on additions with GRPO, no download: about 5 minutes on 2 cores
+quickstart: setup ## train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores
 	@$(PY) recipes/quickstart/run.py $(ARGS)
 
-test: setup ## the test suite: about 15 minutes on 2 cores
+test: setup ## the test suite: about 8 minutes on 2 cores
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart)

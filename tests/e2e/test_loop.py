@@ -104,7 +104,10 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, tiny_model
     result = main_ppo([*too_many, "actor_rollout_ref.actor.ppo_mini_batch_size=128"])
     assert result.returncode != 0
     assert "data.train_batch_size=128" in result.stdout and "64 training prompts" in result.stdout
-    assert "Traceback" not in result.stdout
+    missing = overrides(task, tiny_model, tmp_path / "out", **{"data.train_files": str(tmp_path / "absent.parquet")})
+    absent = main_ppo(missing)
+    assert absent.returncode != 0 and "data.train_files" in absent.stdout and "absent.parquet" in absent.stdout
+    assert "Traceback" not in result.stdout + absent.stdout
 
 
 def test_validation_only_trains_nothing(tmp_path: Path, tiny_model: Path) -> None:

@@ -45,6 +45,19 @@ def step_of(path: str | Path) -> int:
     return int(match[1])
 
 
+def prepare_step_dir(root: str | Path, step: int) -> Path:
+    """An empty folder for the checkpoint of `step`. What an earlier run left there goes, its completeness first: a
+    crash while saving must not leave a mixture of two checkpoints that looks whole."""
+    path, marker = step_dir(root, step), Path(root) / LATEST_FILE
+    if path.is_dir():
+        if marker.exists() and marker.read_text().strip() == str(step):
+            marker.unlink()
+        (path / STATE_FILE).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    return path
+
+
 def write_latest(root: str | Path, step: int) -> None:
     """Declare the checkpoint of `step` complete: call it after everything else was written."""
     _write_atomically(Path(root) / LATEST_FILE, str(step))
@@ -70,10 +83,10 @@ def resolve_resume(trainer: TrainerConfig) -> Path | None:
     if mode == "disable":
         return None
     if mode == "auto":
-        return find_latest(trainer.default_local_dir)
+        return find_latest(Path(trainer.default_local_dir).expanduser())
     if not trainer.resume_from_path:
         raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<folder>/global_step_<number>")
-    path = Path(trainer.resume_from_path)
+    path = Path(trainer.resume_from_path).expanduser()
     step_of(path)
     if not (path / STATE_FILE).exists():
         raise ValueError(
@@ -97,13 +110,14 @@ def read_trainer_state(path: str | Path) -> dict[str, Any]:
 def rotate(root: str | Path, keep_actor: int | None, keep_critic: int | None) -> list[Path]:
     """Delete the oldest actor and critic folders beyond the numbers to keep (None keeps all); what was deleted.
 
-    A step's folder goes when neither is left in it. The newest complete checkpoint is never touched.
+    A step's folder goes when neither is left in it. The newest complete checkpoint is never touched; a folder that a
+    crash left incomplete does not count among those to keep.
     """
     latest = find_latest(root)
     if latest is None:
         return []
     done = sorted((p for p in Path(root).iterdir() if _STEP_DIR.fullmatch(p.name)), key=step_of)
-    done = [path for path in done if step_of(path) <= step_of(latest)]
+    done = [path for path in done if step_of(path) <= step_of(latest) and (path / STATE_FILE).exists()]
     deleted = []
     for role, keep in ((ACTOR, keep_actor), (CRITIC, keep_critic)):
         holders = [path for path in done if (path / role).is_dir()]

@@ -61,6 +61,11 @@ NOT_YET: list[NotYet] = [
     ],
     *[row for section in _MODELS for row in _off(f"{section}.grad_offload", instead="use offload_policy")],
     *[
+        NotYet(f"{section}.{name}", _is("float16", "fp16"), "use bfloat16: there is no loss scaling")
+        for section in _MODELS
+        for name in ("dtype", "model_dtype")
+    ],
+    *[
         NotYet(f"{section}.wrap_policy.min_num_params", _truthy, "leave it out, or use transformer_layer_cls_to_wrap")
         for section in _MODELS
     ],

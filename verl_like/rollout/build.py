@@ -31,12 +31,11 @@ def build_rollout_engine(
     max_model_len: int,
     seed: int,
     run_id: str,
-    eos_ids: tuple[int, ...] = (),
 ) -> RolloutEngine:
     """The engine that `rollout.name` asks for, unloaded. Collective: every rank of the worker group calls it.
 
     max_model_len: most tokens of prompt + response. tokenizer_size: ids from here on are never sampled. run_id: names
-    shared memory, different for every run on this machine. eos_ids: unused here, end tokens travel with each request.
+    shared memory, different for every run on this machine.
     Raises ValueError for an engine or a combination that is not there.
     """
     tp = rollout.tensor_model_parallel_size

@@ -19,6 +19,7 @@ from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.protocol import WorkerGroup
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.errors import ConfigError
 from verl_like.data.dataset import PromptDataset, build_dataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.sampler import ResumableSampler
@@ -60,30 +61,40 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
     connect_workers(config, spec, device, ranks_per_node) is a context manager that gives the WorkerGroup: see
     `trainer.run`, the one place that knows whether that is Ray.
     """
-    device, ranks_per_node = resolve_world(config)
-    check_trackers(config.trainer)
-    world_size = config.trainer.nnodes * ranks_per_node
-    inputs = load_inputs(config)
-    plan = BatchPlan.build(config, world_size, len(inputs.train))
-    logger.info("%d process(es) on %s; %s", world_size, device, plan.table())
-    spec = WorkerSpec(
-        config=config,
-        plan=plan,
-        tokenizer_size=len(inputs.tokenizer),
-        eos_ids=inputs.eos_ids,
-        max_model_len=max_model_len(config, inputs.hf_config),
-    )
     with ExitStack() as stack:
-        rewards = stack.enter_context(
-            RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
-        )
-        for dataset in (inputs.train, inputs.val):
-            rewards.check_data_sources(dataset.data_sources() if dataset else ())
+        with input_errors():
+            device, ranks_per_node = resolve_world(config)
+            check_trackers(config.trainer)
+            world_size = config.trainer.nnodes * ranks_per_node
+            inputs = load_inputs(config)
+            plan = BatchPlan.build(config, world_size, len(inputs.train))
+            logger.info("%d process(es) on %s; %s", world_size, device, plan.table())
+            spec = WorkerSpec(
+                config=config,
+                plan=plan,
+                tokenizer_size=len(inputs.tokenizer),
+                max_model_len=max_model_len(config, inputs.hf_config),
+            )
+            rewards = stack.enter_context(
+                RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
+            )
+            for dataset in (inputs.train, inputs.val):
+                rewards.check_data_sources(dataset.data_sources() if dataset else ())
         group = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
         stop = stack.enter_context(graceful_interrupt())
         report = build_reporter(config, plan, inputs, group.world_size)
         stack.callback(report.close)
         yield assemble(config, plan, inputs, rewards, group, report, stop)
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """What is wrong with files and settings is for the user: the message alone. The traceback goes to the log file."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        logger.debug("the run's inputs are refused", exc_info=True)
+        raise error if isinstance(error, ConfigError) else ConfigError([str(error)]) from error
 
 
 def build_reporter(config: PPOConfig, plan: BatchPlan, inputs: Inputs, num_devices: int) -> Reporter:
@@ -124,7 +135,7 @@ def assemble(
         config=config,
         plan=plan,
         total_steps=required(plan.total_training_steps),
-        state=TrainState(step=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
+        state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
         source=PlainSource(
             train_loader(config, inputs.train), train_sampling(rollout, inputs.eos_ids), n=rollout.n, seed=seed
         ),

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.checkpoint.layout import (
+    prepare_step_dir,
     read_trainer_state,
     resolve_resume,
     rotate,
-    step_dir,
     write_latest,
     write_trainer_state,
 )
@@ -64,8 +64,7 @@ class Checkpoints:
 
     def save(self, run: PPOTrainer) -> None:
         """Write one whole checkpoint, then mark it as the latest, then drop old ones."""
-        path = step_dir(self.root, run.state.step)
-        path.mkdir(parents=True, exist_ok=True)
+        path = prepare_step_dir(self.root, run.state.step)
         run.policy.save(str(path / "actor"))
         if run.critic is not None:
             run.critic.save(str(path / "critic"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from verl_like.algorithms.experience import make_experience
 from verl_like.batch import Evaluated, Experience, Rollouts, Scores
 from verl_like.cluster.lifecycle import StopFlag
-from verl_like.config import PPOConfig
+from verl_like.config import ActorConfig, CriticConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.observe.timing import StepClock
 from verl_like.rewards.manager import RewardManager
@@ -62,10 +62,11 @@ class PPOTrainer:
                 if self.critic is not None:
                     with clock("update_critic"):
                         metrics |= self.update_critic(experience, step)
-                if step > self.config.trainer.critic_warmup:
+                actor_updates = step > self.config.trainer.critic_warmup
+                if actor_updates:
                     with clock("update_actor"):
                         metrics |= self.update_actor(experience, step)
-                self.state = self.state.advance(metrics, num_sequences=len(rollouts))
+                self.state = self.state.advance(metrics, num_sequences=len(rollouts), actor_updated=actor_updates)
                 self.save_if_due()
                 with clock("update_weights"):
                     metrics |= self.sync_weights()
@@ -120,28 +121,24 @@ class PPOTrainer:
 
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
         """All of this step's optimizer steps of the actor."""
-        actor = self.config.actor_rollout_ref.actor
-        rules = UpdateRules(
-            prompts_per_mini_batch=self.plan.actor_mini_batch_prompts,
-            epochs=actor.ppo_epochs,
-            shuffle=actor.shuffle,
-            seed=self.config.trainer.seed,
-            max_response_length=self.config.data.max_response_length,
-        )
+        rules = self.update_rules(self.config.actor_rollout_ref.actor, self.plan.actor_mini_batch_prompts)
         return _prefixed("actor", self.policy.update("update_actor", experience, rules, step))
 
     def update_critic(self, experience: Experience, step: int) -> dict[str, float]:
         """All of this step's optimizer steps of the critic."""
         assert self.critic is not None
-        critic = self.config.critic
-        rules = UpdateRules(
-            prompts_per_mini_batch=self.plan.critic_mini_batch_prompts,
-            epochs=critic.ppo_epochs,
-            shuffle=critic.shuffle,
+        rules = self.update_rules(self.config.critic, self.plan.critic_mini_batch_prompts)
+        return _prefixed("critic", self.critic.update("update_critic", experience, rules, step))
+
+    def update_rules(self, role: ActorConfig | CriticConfig, prompts_per_mini_batch: int) -> UpdateRules:
+        """How actor or critic walks over the experience."""
+        return UpdateRules(
+            prompts_per_mini_batch=prompts_per_mini_batch,
+            epochs=role.ppo_epochs,
+            shuffle=role.shuffle,
             seed=self.config.trainer.seed,
             max_response_length=self.config.data.max_response_length,
         )
-        return _prefixed("critic", self.critic.update("update_critic", experience, rules, step))
 
     def sync_weights(self) -> dict[str, float]:
         """Trained weights into the rollout engine, proved; a failed proof raises and stops the run."""

@@ -27,7 +27,7 @@ def run(config: PPOConfig) -> None:
     try:
         with build_trainer(config, worker_group) as trainer:
             trainer.fit()
-    except ConfigError as error:  # sizes that only the data or the number of processes could show to be wrong
+    except ConfigError as error:  # what only the files or the number of processes could show to be wrong
         sys.exit(f"error: {error}")
 
 

@@ -11,9 +11,10 @@ from verl_like.algorithms.kl import KLController
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """Step counter and KL controller. `advance` is the only place where either moves."""
+    """Step counter, version of the actor's weights and KL controller. `advance` is the only place where they move."""
 
     step: int  # finished steps
+    weight_version: int  # number of the last step that changed the actor; 0: as loaded
     kl: KLController
 
     @property
@@ -21,18 +22,17 @@ class TrainState:
         """Coefficient of the KL penalty in the reward (algorithm.kl_ctrl), as of before this step's update."""
         return self.kl.coef
 
-    @property
-    def weight_version(self) -> int:
-        """Version of the trained weights: the number of the step that made them."""
-        return self.step
-
-    def advance(self, metrics: dict[str, float], *, num_sequences: int) -> Self:
+    def advance(self, metrics: dict[str, float], *, num_sequences: int, actor_updated: bool) -> Self:
         """One step further; the adaptive controller sees the KL that make_experience measured."""
+        step = self.step + 1
         kl = self.kl.update(metrics["critic/kl"], num_sequences) if "critic/kl" in metrics else self.kl
-        return dataclasses.replace(self, step=self.step + 1, kl=kl)
+        return dataclasses.replace(
+            self, step=step, weight_version=step if actor_updated else self.weight_version, kl=kl
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "kl": self.kl.state_dict()}
+        return {"step": self.step, "weight_version": self.weight_version, "kl": self.kl.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> Self:
-        return dataclasses.replace(self, step=state["step"], kl=self.kl.load_state_dict(state["kl"]))
+        kl = self.kl.load_state_dict(state["kl"])
+        return dataclasses.replace(self, step=state["step"], weight_version=state["weight_version"], kl=kl)

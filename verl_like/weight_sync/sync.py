@@ -97,7 +97,8 @@ class WeightSync:
     def _send(self, ledger: WeightLedger, version: int) -> list[str]:
         """Stream all weights; the problems this rank saw. The stream is always read to its end: it is a collective."""
         self._transport.begin(version)
-        exported = iter(self._engine.export_weights(self._rollout.dtype))
+        export_errors: list[Exception] = []
+        exported = _recording(self._engine.export_weights(self._rollout.dtype), export_errors)
         problems: list[str] = []
         try:
             self._transport.send(in_buckets(self._order(ledger.watch(exported)), self._bucket_bytes))
@@ -105,6 +106,10 @@ class WeightSync:
         except Exception as error:
             logger.exception("loading weights into the rollout engine failed")
             problems.append(f"{type(error).__name__}: {error}")
+        if export_errors:
+            # The other ranks are left alone in a gather: only this process ending its call can free them.
+            self._rollout.unload()
+            raise WeightSyncError(f"exporting the trained weights failed: {export_errors[0]}") from export_errors[0]
         for _ in ledger.watch(exported):
             pass
         return ledger.faults() + problems + ledger.missing()
@@ -141,3 +146,12 @@ class WeightSync:
         more = len(found) - _MAX_LISTED
         listed = "; ".join(found[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
         raise WeightSyncError(f"weight sync failed on ranks {sorted(bad)}. Rank {rank}: {listed}")
+
+
+def _recording(stream: Iterable[tuple[str, Tensor]], errors: list[Exception]) -> Iterator[tuple[str, Tensor]]:
+    """The stream as it is; what it raises is kept in `errors` too, so that it can be told from a loader's error."""
+    try:
+        yield from stream
+    except Exception as error:
+        errors.append(error)
+        raise

@@ -99,7 +99,8 @@ class PolicyWorker:
 
     def sync_weights(self, version: int) -> SyncReport | None:
         """Bring the rollout engine to `version` of the trained weights; None when it already holds it."""
-        if self.switch.phase is Phase.rollout and self.rollout.weight_version == version:
+        if self.rollout.weight_version == version:
+            self.switch.switch(Phase.rollout)
             return None
         self.enter_train()
         report = self.weight_sync.sync(version)  # wakes the engine's weights first, its cache when they are loaded
@@ -159,6 +160,7 @@ class PolicyWorker:
     def load(self, path: str) -> None:
         """Restore the actor from a checkpoint; the rollout engine must be synced afterwards."""
         self.enter_train()
+        self.rollout.unload()  # whatever version it holds, it is not this one
         self.actor.load(path, contents=self.spec.config.actor_rollout_ref.actor.checkpoint.load_contents)
 
     def shutdown(self) -> None:

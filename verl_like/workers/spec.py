@@ -13,5 +13,4 @@ class WorkerSpec:
     config: PPOConfig
     plan: BatchPlan
     tokenizer_size: int  # ids from here on are padding of the vocabulary: masked out of every softmax
-    eos_ids: tuple[int, ...]  # a response ends with any of these
     max_model_len: int  # tokens, prompt plus response

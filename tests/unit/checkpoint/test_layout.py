@@ -81,3 +81,40 @@ def test_state_must_be_plain_json(tmp_path: Path) -> None:
         layout.write_trainer_state(tmp_path, {"kl_coef": float("nan")})
     layout.write_trainer_state(tmp_path, {"kl_coef": 0.1, "sampler": {"epoch": 1}})
     assert json.loads((tmp_path / "trainer_state.json").read_text())["sampler"] == {"epoch": 1}
+
+
+def test_a_step_that_is_saved_again_is_never_a_mixture(tmp_path: Path) -> None:
+    """Until the new checkpoint is whole, neither the marker nor the state file may call it complete."""
+    old = layout.prepare_step_dir(tmp_path, 20)
+    (old / "actor").mkdir()
+    (old / "actor" / "stale").write_text("of the run before")
+    layout.write_trainer_state(old, {"step": 20})
+    layout.write_latest(tmp_path, 20)
+    again = layout.prepare_step_dir(tmp_path, 20)
+    assert again == old and list(again.iterdir()) == []
+    assert layout.find_latest(tmp_path) is None
+    layout.write_latest(tmp_path, 10)
+    (tmp_path / "global_step_10").mkdir()
+    layout.prepare_step_dir(tmp_path, 20)
+    assert layout.find_latest(tmp_path) == tmp_path / "global_step_10"  # another step's marker stays
+
+
+def test_home_folders_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    layout.prepare_step_dir(tmp_path / "runs", 3)
+    layout.write_trainer_state(tmp_path / "runs" / "global_step_3", {"step": 3})
+    layout.write_latest(tmp_path / "runs", 3)
+    found = tmp_path / "runs" / "global_step_3"
+    assert layout.resolve_resume(TrainerConfig(default_local_dir="~/runs")) == found
+    by_path = TrainerConfig(**{"resume_mode": "resume_path", "resume_from_path": "~/runs/global_step_3"})  # type: ignore[arg-type]
+    assert layout.resolve_resume(by_path) == found
+
+
+def test_an_incomplete_folder_does_not_count_as_one_to_keep(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (layout.prepare_step_dir(tmp_path, step) / "actor").mkdir()
+        if step != 2:
+            layout.write_trainer_state(tmp_path / f"global_step_{step}", {"step": step})
+    layout.write_latest(tmp_path, 3)
+    layout.rotate(tmp_path, 2, None)
+    assert (tmp_path / "global_step_1").is_dir()

@@ -101,7 +101,6 @@ def build(name: str, folder: Path, process: ProcessInfo, **rollout: object) -> R
         process=process,
         hf_config=tiny_config(),
         tokenizer_size=TOKENIZER_SIZE,
-        eos_ids=(3, 5),
         max_model_len=MAX_LEN,
         seed=1,
         run_id=f"test-{os.getpid()}",

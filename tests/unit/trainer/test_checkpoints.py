@@ -27,10 +27,10 @@ class Nothing:
 def interrupted_run(folder: Path, step: int, total_steps: int) -> tuple[Checkpoints, Any]:
     config = PPOConfig()
     config.trainer.default_local_dir = str(folder)
-    state = TrainState(step=0, kl=KLController.from_config(config.algorithm.kl_ctrl))
+    state = TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl))
     path = step_dir(folder, step)
     path.mkdir()
-    write_trainer_state(path, {"state": {**state.state_dict(), "step": step}, "source": {}})
+    write_trainer_state(path, {"state": {**state.state_dict(), "step": step, "weight_version": step}, "source": {}})
     write_latest(folder, step)
     run = SimpleNamespace(
         config=config, state=state, total_steps=total_steps, policy=Nothing(), critic=None, source=Nothing()

@@ -55,7 +55,7 @@ def config_of(model: Path) -> PPOConfig:
 def group(tiny_model: Path) -> Iterator[LocalWorkerGroup]:
     config = config_of(tiny_model)
     plan = BatchPlan.build(config, 1, 100)
-    spec = WorkerSpec(config=config, plan=plan, tokenizer_size=18, eos_ids=(1,), max_model_len=8)
+    spec = WorkerSpec(config=config, plan=plan, tokenizer_size=18, max_model_len=8)
     workers = LocalWorkerGroup("verl_like.workers.hybrid:HybridWorker", spec)
     yield workers
     workers.shutdown()
