@@ -1,6 +1,7 @@
-"""Stories in short sentences: 1 for sentences of at most 4 words on average, falling to 0 at 16 words.
+"""Stories in short sentences: 1 for five words a sentence on average, falling to 0 at 13 words and towards none.
 
-Text without a full stop counts as one sentence, so that leaving them out does not pay; neither does an empty answer.
+Text without a full stop counts as one sentence, so that leaving them out does not pay; neither does an empty answer, nor
+repeating one sentence.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def compute_score(
     if not words:
         return {"score": 0.0, "words_per_sentence": 0.0, "distinct_words": 0.0}
     mean_length = len(words) / len(sentences)
-    brevity = min(1.0, max(0.0, (16 - mean_length) / 12))
-    variety = min(1.0, 2 * len(set(words)) / len(words))  # repeating one short sentence does not pay either
+    brevity = max(0.0, 1 - abs(mean_length - 5) / 8)
+    variety = min(1.0, 2 * len(set(words)) / len(words))
     return {
         "score": brevity * variety,
         "words_per_sentence": mean_length,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on the pre-trained stories260k model: it learns to write in short sentences. `hf` rollout, because its heads of
+# GRPO on the pre-trained stories260k model: it learns to write in sentences of five words. `hf` rollout, because its heads of
 # size 8 are too small for vLLM's CPU attention. Settings: MODEL (folder), OUT, SEED. More keys: as arguments.
 set -euo pipefail
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -24,7 +24,7 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     actor_rollout_ref.model.path="$MODEL" \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 \
-    actor_rollout_ref.actor.optim.lr=3e-4 \
+    actor_rollout_ref.actor.optim.lr=5e-5 \
     actor_rollout_ref.actor.optim.weight_decay=0.0 \
     actor_rollout_ref.actor.use_kl_loss=False \
     actor_rollout_ref.rollout.name=hf \
