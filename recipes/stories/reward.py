@@ -1,7 +1,7 @@
 """Stories in short sentences: 1 for five words a sentence on average, falling to 0 at 13 words and towards none.
 
-Text without a full stop counts as one sentence, so that leaving them out does not pay; neither does an empty answer, nor
-repeating one sentence.
+Text without a full stop counts as one sentence, so that leaving them out does not pay; neither does an empty answer,
+nor repeating one sentence.
 """
 
 from __future__ import annotations
