@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -51,21 +52,29 @@ class Tracker(Protocol):
 
 
 def build_trackers(
-    trainer: TrainerConfig, resolved_config: Mapping[str, Any], log_dir: str | os.PathLike[str]
+    trainer: TrainerConfig,
+    resolved_config: Mapping[str, Any],
+    log_dir: str | os.PathLike[str],
+    *,
+    resumed_at: int | None,
 ) -> Trackers:
     """All trackers of a run. `log_dir` gets metrics.jsonl, val_generations.jsonl, tensorboard/ and wandb/.
+
+    resumed_at: the last finished step of the run that is continued; None for a new run, which sets an older run's jsonl
+    files aside.
 
     ValueError if trainer.logger names one that does not exist or whose package is missing.
     """
     folder = Path(log_dir).expanduser()
     names = check_trackers(trainer)
-    trackers: list[Tracker] = [JsonlTracker(folder)]
+    trackers: list[Tracker] = [JsonlTracker(folder, new_run=resumed_at is None)]
     if "console" in names:
         trackers.append(ConsoleTracker())
     if "tensorboard" in names:
-        trackers.append(TensorboardTracker(folder / "tensorboard"))
+        trackers.append(TensorboardTracker(folder / "tensorboard", resumed_at))
     if "wandb" in names:
-        trackers.append(WandbTracker(trainer.project_name, trainer.experiment_name, resolved_config, folder))
+        names_of_run = (trainer.project_name, trainer.experiment_name)
+        trackers.append(WandbTracker(*names_of_run, resolved_config, folder, resumed=resumed_at is not None))
     return Trackers(trackers)
 
 
@@ -156,16 +165,19 @@ class JsonlTracker:
     """One JSON object a line: {"step", "time" (seconds since 1970), "data": {name: number or null}}.
 
     Each line is written at once, so a run that is killed loses nothing but the line it was writing. A resumed run
-    continues the file; if it repeats steps, the later line counts (`read_metrics`).
+    continues the file; if it repeats steps, the later line counts (`read_metrics`). A new run in an old folder begins
+    a file of its own: the old one becomes metrics.jsonl.1, .2, ...
     """
 
     name = "jsonl"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, new_run: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
         self._samples_path = folder / "val_generations.jsonl"
         for path in (self._path, self._samples_path):
+            if new_run:
+                _set_aside(path)
             _cut_unfinished_line(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -182,6 +194,14 @@ class JsonlTracker:
 def _append(path: Path, text: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
+
+
+def _set_aside(path: Path) -> None:
+    """Give a file of an earlier run the first free number, so that two runs do not mix."""
+    if path.exists():
+        free = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
+        path.rename(path.with_name(f"{path.name}.{free}"))
+        logger.info("%s of an earlier run is now %s.%d", path, path.name, free)
 
 
 def _cut_unfinished_line(path: Path) -> None:
@@ -247,9 +267,10 @@ class TensorboardTracker:
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         module = _require("tensorboard")
         self._folder, self._writer_class = folder, module.SummaryWriter
+        self._resumed_at = resumed_at
         self._writer: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -270,7 +291,8 @@ class TensorboardTracker:
 
     def _open(self, step: int) -> Any:
         if self._writer is None:
-            self._writer = self._writer_class(log_dir=str(self._folder), purge_step=step)
+            first = step if self._resumed_at is None else self._resumed_at + 1  # a validation may come before it
+            self._writer = self._writer_class(log_dir=str(self._folder), purge_step=first)
         return self._writer
 
 
@@ -286,7 +308,9 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(self, project: str, experiment: str, resolved_config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self, project: str, experiment: str, resolved_config: Mapping[str, Any], folder: Path, *, resumed: bool
+    ) -> None:
         wandb = _require("wandb")
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_run_id"
@@ -296,7 +320,7 @@ class WandbTracker:
                 name=experiment,
                 config=dict(resolved_config),
                 dir=str(folder),
-                id=id_file.read_text().strip() if id_file.exists() else None,
+                id=id_file.read_text().strip() if resumed and id_file.exists() else None,
                 resume="allow",
             )
         except Exception as error:

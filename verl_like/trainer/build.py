@@ -100,15 +100,16 @@ def input_errors() -> Iterator[None]:
 def build_reporter(config: PPOConfig, plan: BatchPlan, inputs: Inputs, num_devices: int) -> Reporter:
     """Trackers, live display and sample files of the run."""
     settings = config.trainer
-    resumed = resolve_resume(settings)
+    checkpoint = resolve_resume(settings)
+    resumed_at = None if checkpoint is None else step_of(checkpoint)
     progress = build_progress(
         enabled="console" in settings.logger,
         total_steps=plan.total_training_steps,
-        first_step=0 if resumed is None else step_of(resumed),
+        first_step=resumed_at or 0,
     )
     return Reporter(
         settings,
-        build_trackers(settings, to_dict(config), log_dir(config)),
+        build_trackers(settings, to_dict(config), log_dir(config), resumed_at=resumed_at),
         progress,
         inputs.tokenizer,
         max_prompt_length=config.data.max_prompt_length,

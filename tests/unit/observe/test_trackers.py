@@ -35,7 +35,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_jsonl_is_always_written_also_without_any_logger(tmp_path: Path) -> None:
-    trackers = build_trackers(TrainerConfig(logger=[]), {}, tmp_path)
+    trackers = build_trackers(TrainerConfig(logger=[]), {}, tmp_path, resumed_at=None)
     assert trackers.names == ["jsonl"]
     trackers.log(1, {"actor/pg_loss": 0.25, "n": np.int64(3), "t": torch.tensor(0.5)})
     # Read before finish: each line is on disk at once.
@@ -47,7 +47,7 @@ def test_jsonl_is_always_written_also_without_any_logger(tmp_path: Path) -> None
 def test_values_that_are_not_finite_become_null_and_are_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trackers = build_trackers(TrainerConfig(logger=[]), {}, tmp_path)
+    trackers = build_trackers(TrainerConfig(logger=[]), {}, tmp_path, resumed_at=None)
     for step in (1, 2):
         trackers.log(step, {"actor/grad_norm": float("inf"), "critic/kl": float("nan"), "fine": 1.0})
     raw = (tmp_path / "metrics.jsonl").read_text()
@@ -73,6 +73,16 @@ def test_resume_continues_the_file_and_mends_a_line_that_was_cut_off(tmp_path: P
     assert read_metrics(path) == {1: {"x": 1.0}, 2: {"x": 2.0}, 3: {"x": 30.0}, 4: {"x": 40.0}}
 
 
+def test_a_new_run_sets_the_files_of_an_old_one_aside(tmp_path: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        build_trackers(TrainerConfig(logger=[]), {}, tmp_path, resumed_at=None).log(1, {"x": value})
+    names = ["metrics.jsonl", "metrics.jsonl.1", "metrics.jsonl.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert [read_metrics(tmp_path / name)[1]["x"] for name in names] == [3.0, 1.0, 2.0]
+    build_trackers(TrainerConfig(logger=[]), {}, tmp_path, resumed_at=1).log(2, {"x": 4.0})
+    assert read_metrics(tmp_path / "metrics.jsonl") == {1: {"x": 3.0}, 2: {"x": 4.0}}
+
+
 def test_read_metrics_joins_a_step_and_its_validation(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path)
     tracker.log(1, {"x": 1.0, "y": 2.0})
@@ -89,7 +99,7 @@ def test_read_metrics_ignores_the_line_being_written(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
-    trackers = build_trackers(TrainerConfig(logger=[]), {}, tmp_path)
+    trackers = build_trackers(TrainerConfig(logger=[]), {}, tmp_path, resumed_at=None)
     with pytest.raises(TypeError, match="actor/lr must be one number, got str"):
         trackers.log(1, {"actor/lr": "1e-6"})
     with pytest.raises(TypeError, match="got Tensor"):
@@ -101,7 +111,7 @@ def test_other_trackers_of_verl_are_refused_by_name(name: str, tmp_path: Path) -
     trainer = TrainerConfig()
     trainer.logger = ["console", name]  # past the dataclass's own check
     with pytest.raises(ValueError, match=rf"trainer\.logger=.*{name} not available yet.*console, jsonl"):
-        build_trackers(trainer, {}, tmp_path)
+        build_trackers(trainer, {}, tmp_path, resumed_at=None)
 
 
 @pytest.mark.parametrize(("logger", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
@@ -110,12 +120,12 @@ def test_missing_package_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # what an uninstalled package looks like to import
     with pytest.raises(ValueError, match=rf"trainer\.logger contains {logger}.*pip install 'verl_like\[{logger}\]'"):
-        build_trackers(TrainerConfig(logger=[logger]), {}, tmp_path)
+        build_trackers(TrainerConfig(logger=[logger]), {}, tmp_path, resumed_at=None)
 
 
 def test_tensorboard_event_file_is_read_back(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trackers = build_trackers(TrainerConfig(logger=["tensorboard"]), {}, tmp_path)
+    trackers = build_trackers(TrainerConfig(logger=["tensorboard"]), {}, tmp_path, resumed_at=None)
     trackers.log(1, {"critic/score/mean": 0.25})
     trackers.log(2, {"critic/score/mean": 0.5, "actor/grad_norm": float("nan")})
     trackers.log_samples(2, [{"input": "1|1", "output": "2\n", "gts": "2", "score": 1.0}])
@@ -159,7 +169,7 @@ def test_wandb_gets_names_config_steps_and_continues_after_a_resume(
     fake_wandb: SimpleNamespace, tmp_path: Path
 ) -> None:
     trainer = TrainerConfig(logger=["wandb"], project_name="mine", experiment_name="first")
-    trackers = build_trackers(trainer, {"data": {"train_batch_size": 8}}, tmp_path)
+    trackers = build_trackers(trainer, {"data": {"train_batch_size": 8}}, tmp_path, resumed_at=None)
     trackers.log(5, {"actor/lr": 0.5})
     trackers.log_samples(5, [{"input": "q", "output": "a", "gts": "t", "score": 1.0}])
     trackers.finish()
@@ -172,8 +182,10 @@ def test_wandb_gets_names_config_steps_and_continues_after_a_resume(
         "table", ["step", "input", "output", "gts", "score"], [[5, "q", "a", "t", "1.0"]],
     )  # fmt: skip
     assert run.finished and run.kwargs["id"] is None
-    build_trackers(trainer, {}, tmp_path)
+    build_trackers(trainer, {}, tmp_path, resumed_at=5)
     assert fake_wandb.runs[1].kwargs["id"] == "abc123"
+    build_trackers(trainer, {}, tmp_path, resumed_at=None)
+    assert fake_wandb.runs[2].kwargs["id"] is None  # a new run in an old folder
 
 
 def test_wandb_that_cannot_start_says_what_to_do(
@@ -184,7 +196,7 @@ def test_wandb_that_cannot_start_says_what_to_do(
 
     monkeypatch.setattr(fake_wandb, "init", init)
     with pytest.raises(ValueError, match=r"no API key.*WANDB_MODE=offline"):
-        WandbTracker("p", "e", {}, tmp_path)
+        WandbTracker("p", "e", {}, tmp_path, resumed=False)
 
 
 class Flaky:
