@@ -125,7 +125,8 @@ def test_recipe_command_lines_compose(script: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "low", "high"),
     [
-        ("Tom ran. Tom sat. He was sad. The sun set.", 0.9, 1.0),
+        ("Tom ran to the park. Mia saw a big dog. They played all day long.", 1.0, 1.0),
+        ("Tom ran. Tom sat.", 0.625, 0.625),  # two words a sentence are too few
         ("He was sad. " * 10, 0.0, 0.3),  # repetition does not pay
         ("and then they all went together to the very big and very green park to play and sing all day", 0.0, 0.05),
         ("", 0.0, 0.0),
