@@ -211,7 +211,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmCo
 
 
 def discounted_returns(inputs: AdvantageInputs, gamma: float) -> Tensor:
-    """G_t = r_t + gamma * G of the next sampled token (tool text is stepped over): float32 [B, R], 0 outside the mask."""
+    """G_t = r_t + gamma * G of the next sampled token, over tool text: float32 [B, R], 0 outside the mask."""
     rewards, mask = inputs.token_rewards_BR, inputs.response_mask_BR
     following_B = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
     backwards: list[Tensor] = []

@@ -79,10 +79,9 @@ def naive(name: str, i: int, rewards: list[float], groups: list[int], lengths: l
     if name == "opo":
         return reward - sum(lengths[k] * rewards[k] for k in mates) / sum(lengths[k] for k in mates)
     if name == "gpg":
-        informative = [
-            k for k in range(len(rewards)) if len({r for r, g in zip(rewards, groups) if g == groups[k]}) > 1
-        ]
-        return (reward - mean) * len(rewards) / max(len(informative), 1)
+        rewards_of = {g: {rewards[k] for k in range(len(rewards)) if groups[k] == g} for g in groups}
+        informative = sum(len(rewards_of[g]) > 1 for g in groups)
+        return (reward - mean) * len(rewards) / max(informative, 1)
     if name == "grpo_passk":
         ordered = sorted(group)
         gap = ordered[-1] - ordered[-2] if reward == ordered[-1] else 0.0

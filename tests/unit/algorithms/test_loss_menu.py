@@ -1,4 +1,4 @@
-"""Hand values, naive loops and gradients of the losses other than vanilla (test_policy_losses.py tests what all share)."""
+"""Hand values, naive loops and gradients of the losses other than vanilla; test_policy_losses.py has what all share."""
 
 from __future__ import annotations
 
