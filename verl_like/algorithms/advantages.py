@@ -136,11 +136,9 @@ def rloo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
 def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """reward - length-weighted mean reward of the group (OPO's optimal baseline, Hao et al. 2025, arXiv 2505.23585)."""
     reward_B, length_B = inputs.reward_B().double(), inputs.response_mask_BR.sum(dim=1).double()
-    weighted = group_statistics(reward_B * length_B, inputs.group_B)
-    lengths = group_statistics(length_B, inputs.group_B)
-    lengths_G = lengths.mean_G * lengths.size_G
-    baseline_G = weighted.mean_G * weighted.size_G / lengths_G.clamp(min=1)
-    return on_all_tokens(reward_B - weighted.of_rows(baseline_G), inputs)
+    groups = group_statistics(reward_B, inputs.group_B)
+    baseline_G = groups.sums_of(reward_B * length_B) / groups.sums_of(length_B).clamp(min=1)
+    return on_all_tokens(reward_B - groups.of_rows(baseline_G), inputs)
 
 
 @register_advantage("gpg")
@@ -175,7 +173,7 @@ def grpo_passk(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantage
 
 @register_advantage("maxrl")
 def maxrl(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
-    """(reward - group mean) / (group mean + 1e-6) (MaxRL, maximum likelihood reinforcement learning, 2026).
+    """(reward - group mean) / (group mean + 1e-6) (MaxRL, Tajwar et al. 2026, arXiv 2602.02710).
 
     For rewards that are 0 or more, such as 0/1 correctness: a negative one, of the score or of the KL penalty, would
     turn the sign of a whole group and is an error.

@@ -43,6 +43,11 @@ def _roles(config: PPOConfig) -> list[str]:
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic "
             f"(algorithm.adv_estimator={algorithm.adv_estimator}): nothing would be trained; set it to 0"
         )
+    if algorithm.adv_estimator == "maxrl" and algorithm.use_kl_in_reward:
+        problems.append(
+            "algorithm.use_kl_in_reward=True with algorithm.adv_estimator=maxrl: maxrl needs rewards of 0 or more; "
+            f"use {_ACTOR}.use_kl_loss=true instead"
+        )
     if not policy.rollout.do_sample and policy.rollout.n > 1:
         problems.append(
             f"{_ROLLOUT}.do_sample=False with {_ROLLOUT}.n={policy.rollout.n}: all responses would be "

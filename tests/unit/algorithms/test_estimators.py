@@ -120,6 +120,14 @@ def test_a_group_of_one_and_equal_rewards_give_exactly_zero(name: str) -> None:
     assert (found == 0).all()
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1e6])
+def test_opo_gives_equal_rewards_exactly_zero_at_any_lengths(reward: float) -> None:
+    for seed in range(20):
+        mask = torch.rand(7, 50, generator=torch.Generator().manual_seed(seed)) > 0.4
+        mask[:, 0] = True
+        assert (advantages("opo", outcome_inputs([reward] * 7, [0] * 7, mask)) == 0).all()
+
+
 @pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name != "gae"])
 def test_empty_rows_and_empty_batches(name: str) -> None:
     mask = torch.tensor([[True, True, False], [False, False, False], [True, False, False]])

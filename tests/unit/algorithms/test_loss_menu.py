@@ -188,6 +188,18 @@ def test_gspo_and_gspo_token_agree_where_a_row_has_one_advantage(seed: int) -> N
     assert torch.allclose(gradient("gspo"), gradient("gspo_token"))
 
 
+@pytest.mark.parametrize("name", LOSS_MODES)
+@pytest.mark.parametrize("gap", [1e3, -1e3, 88.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_a_row_that_went_far_on_one_side_stays_finite(name: str, gap: float, advantage: float) -> None:
+    log_probs = torch.full((2, 3), gap, requires_grad=True)
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    columns = {"old_log_probs_BR": torch.zeros(2, 3), "advantages_BR": torch.full((2, 3), advantage), "mask_BR": mask}
+    out = run(name, PolicyBatch(log_probs_BR=log_probs, **columns))
+    (gradient,) = torch.autograd.grad(out.loss_BR[mask].sum(), log_probs)
+    assert out.loss_BR[mask].isfinite().all() and gradient.isfinite().all() and (gradient[~mask] == 0).all()
+
+
 def test_every_knob_moves_its_loss_and_no_other() -> None:
     rows = experience(6)
     log_probs = outputs_for(rows, 7)["log_probs"].detach()

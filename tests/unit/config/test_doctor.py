@@ -24,6 +24,7 @@ def test_the_default_configuration_is_quiet():
     [
         (["critic.enable=false"], "critic.enable=False with algorithm.adv_estimator=gae"),
         (["algorithm=grpo", f"{R}.n=4", "trainer.critic_warmup=2"], "trainer.critic_warmup=2 without a critic"),
+        (["algorithm.adv_estimator=maxrl", "algorithm.use_kl_in_reward=true"], "maxrl needs rewards of 0 or more"),
         ([f"{R}.do_sample=false", f"{R}.n=2"], f"{R}.do_sample=False with {R}.n=2"),
         ([f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2"], "the hf engine has no tensor parallelism"),
         ([f"{R}.val_kwargs.do_sample=true"], f"{R}.val_kwargs.do_sample=True with temperature=0.0"),
