@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.groups import group_statistics
+from verl_like.algorithms.groups import GroupStatistics, group_statistics
 from verl_like.algorithms.masked import masked_fill_zero, masked_sum, masked_whiten
 from verl_like.algorithms.registry import Registry
 from verl_like.config import AlgorithmConfig
@@ -100,3 +100,136 @@ def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
         advantage_B = advantage_B / (groups.of_rows(groups.std_G) + GRPO_EPS)
     advantages_BR = over_tokens(advantage_B, inputs.response_mask_BR)
     return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+
+
+# ---- one advantage per response, from the rewards of its group. A group of one has nothing to be compared with: 0.
+
+
+def on_all_tokens(advantage_B: Tensor, inputs: AdvantageInputs) -> AdvantageOutputs:
+    """The row's advantage on each of its sampled tokens, as returns too."""
+    advantages_BR = over_tokens(advantage_B, inputs.response_mask_BR)
+    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+
+
+def above_group_mean(inputs: AdvantageInputs) -> tuple[Tensor, GroupStatistics]:
+    """reward - group mean (float64 [B]), and the statistics of the groups' rewards."""
+    reward_B = inputs.reward_B()
+    groups = group_statistics(reward_B, inputs.group_B)
+    return reward_B.double() - groups.of_rows(groups.mean_G), groups
+
+
+@register_advantage("dr_grpo")
+def dr_grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """reward - group mean: grpo without the division, whatever norm_adv_by_std_in_grpo says (arXiv 2503.20783)."""
+    return on_all_tokens(above_group_mean(inputs)[0], inputs)
+
+
+@register_advantage("rloo")
+def rloo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """reward - mean reward of the others in the group (RLOO, Ahmadian et al. 2024, arXiv 2402.14740)."""
+    difference_B, groups = above_group_mean(inputs)
+    size_B = groups.of_rows(groups.size_G)
+    return on_all_tokens(difference_B * size_B / (size_B - 1).clamp(min=1), inputs)
+
+
+@register_advantage("opo")
+def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """reward - length-weighted mean reward of the group (OPO's optimal baseline, Hao et al. 2025, arXiv 2505.23585)."""
+    reward_B, length_B = inputs.reward_B().double(), inputs.response_mask_BR.sum(dim=1).double()
+    groups = group_statistics(reward_B, inputs.group_B)
+    baseline_G = groups.sums_of(reward_B * length_B) / groups.sums_of(length_B).clamp(min=1)
+    return on_all_tokens(reward_B - groups.of_rows(baseline_G), inputs)
+
+
+@register_advantage("gpg")
+def gpg(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """alpha * (reward - group mean), alpha = rows / rows of groups whose rewards differ (GPG, arXiv 2504.02546).
+
+    alpha makes up for groups without a signal. (verl counts rows with a non-zero reward instead, which depends on where
+    the zero of the reward is.)
+    """
+    difference_B, groups = above_group_mean(inputs)
+    with_signal = (groups.of_rows(groups.std_G) > 0).sum().clamp(min=1)
+    return on_all_tokens(difference_B * len(difference_B) / with_signal, inputs)
+
+
+@register_advantage("grpo_passk")
+def grpo_passk(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """Best reward - second best on the group's best row, 0 on the others (pass@k, Tang et al. 2025, arXiv 2503.19595).
+
+    Divided by (group std + 1e-6) unless norm_adv_by_std_in_grpo is false. A tie for the best gives 0.
+    """
+    reward_B = inputs.reward_B().double()
+    groups = group_statistics(reward_B, inputs.group_B)
+    advantage_B = torch.zeros_like(reward_B)
+    for group in (groups.size_G > 1).nonzero().flatten():
+        rows = (groups.row_group_B == group).nonzero().flatten()
+        (best, second), index = reward_B[rows].topk(2)
+        advantage_B[rows[index[0]]] = best - second
+    if algorithm.norm_adv_by_std_in_grpo:
+        advantage_B = advantage_B / (groups.of_rows(groups.std_G) + GRPO_EPS)
+    return on_all_tokens(advantage_B, inputs)
+
+
+@register_advantage("maxrl")
+def maxrl(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """(reward - group mean) / (group mean + 1e-6) (MaxRL, Tajwar et al. 2026, arXiv 2602.02710).
+
+    For rewards that are 0 or more, such as 0/1 correctness: a negative one, of the score or of the KL penalty, would
+    turn the sign of a whole group and is an error.
+    """
+    difference_B, groups = above_group_mean(inputs)
+    lowest = inputs.reward_B().min().item() if len(difference_B) else 0.0
+    if lowest < 0:
+        raise ValueError(
+            f"algorithm.adv_estimator='maxrl' needs rewards of 0 or more, but one is {lowest:g}; "
+            "use 'grpo', or rewards in [0, 1] and use_kl_in_reward=false"
+        )
+    return on_all_tokens(difference_B / (groups.of_rows(groups.mean_G) + GRPO_EPS), inputs)
+
+
+@register_advantage("lite_ppo")
+def lite_ppo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """(reward - group mean) / (std of the batch's rewards + 1e-6) (Lite PPO, Liu et al. 2025, arXiv 2508.08221)."""
+    difference_B, _ = above_group_mean(inputs)
+    batch = group_statistics(inputs.reward_B(), torch.zeros_like(inputs.group_B))
+    return on_all_tokens(difference_B / (batch.of_rows(batch.std_G) + GRPO_EPS), inputs)
+
+
+@register_advantage("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """reward - group mean, whitened over all sampled tokens (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    mask_BR = inputs.response_mask_BR
+    raw_BR = above_group_mean(inputs)[0][:, None] * mask_BR
+    advantages_BR = masked_whiten(raw_BR, mask_BR).float()
+    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+
+
+# ---- from discounted returns, token by token
+
+
+def discounted_returns(inputs: AdvantageInputs, gamma: float) -> Tensor:
+    """G_t = r_t + gamma * G of the next sampled token, over tool text: float32 [B, R], 0 outside the mask."""
+    rewards, mask = inputs.token_rewards_BR, inputs.response_mask_BR
+    following_B = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
+    backwards: list[Tensor] = []
+    for t in reversed(range(rewards.shape[1])):
+        following_B = torch.where(mask[:, t], rewards[:, t] + gamma * following_B, following_B)
+        backwards.append(following_B)
+    returns_BR = torch.stack(backwards[::-1], dim=1) if backwards else rewards
+    return masked_fill_zero(returns_BR, mask).float()
+
+
+@register_advantage("reinforce")
+def reinforce(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """The discounted return itself, without a baseline (Williams 1992)."""
+    returns_BR = discounted_returns(inputs, algorithm.gamma)
+    return AdvantageOutputs(advantages_BR=returns_BR, returns_BR=returns_BR)
+
+
+@register_advantage("reinforce_plus_plus")
+def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """The discounted return, whitened over all sampled tokens (REINFORCE++, Hu et al. 2025, arXiv 2501.03262)."""
+    returns_BR = discounted_returns(inputs, algorithm.gamma)
+    advantages_BR = masked_whiten(returns_BR, inputs.response_mask_BR)
+    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=returns_BR)

@@ -25,6 +25,10 @@ class GroupStatistics:
         """The group's value for each row [B]."""
         return values_G[self.row_group_B]
 
+    def sums_of(self, values_B: Tensor) -> Tensor:
+        """Sum of other values over each group: float64 [G]."""
+        return torch.zeros_like(self.mean_G).index_add(0, self.row_group_B, values_B.double())
+
 
 def group_statistics(values_B: Tensor, group_B: Tensor) -> GroupStatistics:
     """Size, mean and unbiased standard deviation of `values_B` in each group."""

@@ -1,7 +1,8 @@
 """KL divergence of the policy from the reference: per-token estimators, and the penalty's coefficient in the reward.
 
 Estimators follow John Schulman, "Approximating KL divergence" (2020), with d = log_prob - ref_log_prob of the sampled
-token. Chosen by algorithm.kl_penalty (in the reward) and actor.kl_loss_type (in the loss).
+token. Chosen by algorithm.kl_penalty (in the reward) and actor.kl_loss_type (in the loss). A name that ends in "+" has
+the value of the estimator and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -46,6 +47,22 @@ def k3(difference: Tensor) -> Tensor:
     """exp(-d) + d - 1, with d clamped to +-20 and the result to +-10: unbiased, never negative."""
     reverse = (-difference).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
     return (torch.expm1(reverse) - reverse).clamp(-K3_LIMIT, K3_LIMIT)
+
+
+def straight_through(base: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The value of `base` with the gradient of k2, which is the gradient of the KL divergence on on-policy data."""
+
+    def estimate(difference: Tensor) -> Tensor:
+        slope = k2(difference)
+        return base(difference).detach() + (slope - slope.detach())
+
+    return estimate
+
+
+KL_ESTIMATORS.register("kl+", "k1+")(straight_through(k1))
+KL_ESTIMATORS.register("abs+")(straight_through(absolute))
+KL_ESTIMATORS.register("mse+", "k2+")(straight_through(k2))
+KL_ESTIMATORS.register("low_var_kl+", "k3+")(straight_through(k3))
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:

@@ -14,7 +14,7 @@ class PolicyLossConfig(ConfigNode):
     """`actor.policy_loss.*`."""
 
     loss_mode: str = "vanilla"
-    """Name of the policy loss; vanilla is PPO's clipped one."""
+    """Policy loss: vanilla (PPO's clipped one), gspo, gspo_token, cispo, geo_mean, sapo, dro, gpg, policy_gradient."""
     clip_cov_ratio: float = 0.0002
     """[share of tokens] clip_cov: tokens whose gradient is detached."""
     clip_cov_lb: float = 1.0
@@ -25,8 +25,11 @@ class PolicyLossConfig(ConfigNode):
     """[share of tokens] kl_cov: tokens that get a KL penalty."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of that penalty."""
+    dro_beta: float = 0.1
+    """dro: weight of the squared distance from the old log-probs."""
 
     def check(self) -> None:
+        above(self, 0, "dro_beta")
         between(self, 0, 1, "clip_cov_ratio", "kl_cov_ratio")
         at_least(self, 0, "ppo_kl_coef")
 
@@ -57,6 +60,10 @@ class ActorConfig(ConfigNode):
     """Upper side of the clip range. Null: clip_ratio."""
     clip_ratio_c: float | None = 3.0
     """Dual clip: for negative advantages the loss is capped at this ratio. Null: no dual clip."""
+    tau_pos: float = 1.0
+    """sapo: steepness of the gate where the advantage is positive."""
+    tau_neg: float = 1.05
+    """sapo: steepness of the gate elsewhere."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one number: token-mean, seq-mean-token-sum, seq-mean-token-mean,
     seq-mean-token-sum-norm."""
@@ -69,7 +76,7 @@ class ActorConfig(ConfigNode):
     kl_loss_coef: float = 0.001
     """Weight of that KL term."""
     kl_loss_type: KLKind = KLKind.low_var_kl
-    """Estimator of that KL term: kl, abs, mse, low_var_kl."""
+    """Estimator of that KL term: kl (k1), abs, mse (k2), low_var_kl (k3); with + its value and the gradient of k2."""
     use_torch_compile: bool = False
     """Compile the log-prob and entropy function."""
     ppo_epochs: int = 1
@@ -101,7 +108,7 @@ class ActorConfig(ConfigNode):
     def check(self) -> None:
         at_least(self, 1, "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
         at_least(self, 1, "ppo_max_token_len_per_gpu", "ppo_epochs", "ulysses_sequence_parallel_size")
-        above(self, 0, "grad_clip", "loss_scale_factor")
+        above(self, 0, "grad_clip", "loss_scale_factor", "tau_pos", "tau_neg")
         at_least(self, 0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
         above(self, 1, "clip_ratio_c")
         one_of(self, "loss_agg_mode", LOSS_AGG_MODES)

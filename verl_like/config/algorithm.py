@@ -55,17 +55,18 @@ class AlgorithmConfig(ConfigNode):
     """`algorithm.*`."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator: gae (with a critic) or grpo."""
+    """Advantage estimator: gae (with a critic), reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo,
+    dr_grpo, grpo_passk, rloo, opo, gpg, maxrl, lite_ppo."""
     gamma: float = 1.0
     """Discount of future rewards, per token."""
     lam: float = 1.0
     """Trade between bias and variance in gae."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide grpo's advantages by the group's standard deviation (false: Dr. GRPO)."""
+    """grpo, grpo_passk: divide advantages by the group's standard deviation (false: Dr. GRPO)."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference from the token rewards."""
     kl_penalty: KLKind = KLKind.kl
-    """Estimator of that penalty: kl, abs, mse, low_var_kl."""
+    """Estimator of that penalty: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     """Coefficient of that penalty."""
     use_pf_ppo: bool = False

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from verl_like.config.enums import ADV_ESTIMATORS, LOSS_MODES
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.schema import get_value, keys
 
@@ -96,11 +97,19 @@ NOT_YET: list[NotYet] = [
     ),
     *_off(f"{_ACTOR}.checkpoint.async_save", "critic.checkpoint.async_save"),
     # The policy's update
-    NotYet(f"{_ACTOR}.policy_loss.loss_mode", _is_not("vanilla"), "use vanilla", (f"{_ACTOR}.policy_loss.",)),
+    NotYet(
+        f"{_ACTOR}.policy_loss.loss_mode",
+        _is_not(*LOSS_MODES),
+        f"use one of {', '.join(LOSS_MODES)}",
+        tuple(
+            f"{_ACTOR}.policy_loss.{name}"
+            for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+        ),
+    ),
     NotYet(f"{_ACTOR}.tis_imp_ratio_cap", _above(0), "set it to -1"),
     NotYet(f"{_ACTOR}.kl_loss_type", _is("full"), "use low_var_kl"),
     NotYet("algorithm.kl_penalty", _is("full"), "use kl or low_var_kl"),
-    NotYet("algorithm.adv_estimator", _is_not("gae", "grpo"), "use gae or grpo"),
+    NotYet("algorithm.adv_estimator", _is_not(*ADV_ESTIMATORS), f"use one of {', '.join(ADV_ESTIMATORS)}"),
     NotYet("algorithm.use_pf_ppo", _truthy, "set it to false", ("algorithm.pf_ppo.",)),
     NotYet(
         "algorithm.filter_groups.enable",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from verl_like.config.availability import not_available, without_effect
 from verl_like.config.batch_plan import needs_critic, needs_reference
+from verl_like.config.enums import GROUP_ESTIMATORS, RATIO_CLIPPING_LOSSES
 from verl_like.config.errors import raise_if_any
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.schema import keys
@@ -41,6 +42,11 @@ def _roles(config: PPOConfig) -> list[str]:
         problems.append(
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic "
             f"(algorithm.adv_estimator={algorithm.adv_estimator}): nothing would be trained; set it to 0"
+        )
+    if algorithm.adv_estimator == "maxrl" and algorithm.use_kl_in_reward:
+        problems.append(
+            "algorithm.use_kl_in_reward=True with algorithm.adv_estimator=maxrl: maxrl needs rewards of 0 or more; "
+            f"use {_ACTOR}.use_kl_loss=true instead"
         )
     if not policy.rollout.do_sample and policy.rollout.n > 1:
         problems.append(
@@ -143,6 +149,10 @@ def _no_critic(config: PPOConfig) -> bool:
     return not needs_critic(config.critic, config.algorithm)
 
 
+def _loss(config: PPOConfig) -> str:
+    return config.actor_rollout_ref.actor.policy_loss.loss_mode
+
+
 _VLLM_ONLY = tuple(
     f"{_ROLLOUT}.{name}"
     for name in (
@@ -225,19 +235,43 @@ IDLE: tuple[Idle, ...] = (
         "algorithm.kl_ctrl.type is fixed",
     ),
     Idle(
-        ("algorithm.lam", "algorithm.gamma"),
-        lambda c: c.algorithm.adv_estimator == "grpo",
-        "grpo gives all tokens of a response one advantage",
+        ("algorithm.gamma",),
+        lambda c: c.algorithm.adv_estimator in GROUP_ESTIMATORS,
+        "algorithm.adv_estimator gives all tokens of a response one advantage",
     ),
+    Idle(("algorithm.lam",), lambda c: c.algorithm.adv_estimator != "gae", "algorithm.adv_estimator is not gae"),
     Idle(
         ("algorithm.norm_adv_by_std_in_grpo",),
-        lambda c: c.algorithm.adv_estimator != "grpo",
-        "algorithm.adv_estimator is not grpo",
+        lambda c: c.algorithm.adv_estimator not in ("grpo", "grpo_passk"),
+        "algorithm.adv_estimator is not grpo or grpo_passk",
     ),
     Idle(
         (f"{_ACTOR}.clip_ratio",),
-        lambda c: None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high),
+        lambda c: (
+            _loss(c) in RATIO_CLIPPING_LOSSES
+            and None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high)
+        ),
         "clip_ratio_low and clip_ratio_high are both set",
+    ),
+    Idle(
+        tuple(f"{_ACTOR}.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
+        lambda c: _loss(c) not in RATIO_CLIPPING_LOSSES,
+        f"{_ACTOR}.policy_loss.loss_mode clips no ratio",
+    ),
+    Idle(
+        (f"{_ACTOR}.clip_ratio_c",),
+        lambda c: _loss(c) != "vanilla",
+        f"{_ACTOR}.policy_loss.loss_mode is not vanilla",
+    ),
+    Idle(
+        (f"{_ACTOR}.tau_pos", f"{_ACTOR}.tau_neg"),
+        lambda c: _loss(c) != "sapo",
+        f"{_ACTOR}.policy_loss.loss_mode is not sapo",
+    ),
+    Idle(
+        (f"{_ACTOR}.policy_loss.dro_beta",),
+        lambda c: _loss(c) != "dro",
+        f"{_ACTOR}.policy_loss.loss_mode is not dro",
     ),
     Idle(
         (f"{_ACTOR}.loss_scale_factor",),
@@ -328,9 +362,10 @@ def risky(config: PPOConfig) -> list[str]:
     if not _no_critic(config):
         budgets.append(("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu))
     lines = []
-    if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
+    estimator = config.algorithm.adv_estimator
+    if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
         lines.append(
-            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator=grpo: a group of one has nothing to compare with; "
+            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={estimator}: a group of one has nothing to compare with; "
             f"set {_ROLLOUT}.n to 2 or more"
         )
     rollout = config.actor_rollout_ref.rollout

@@ -51,13 +51,23 @@ class KLControlType(StrEnum):
 
 
 class KLKind(StrEnum):
-    """Per-token estimator of KL(policy || reference)."""
+    """Per-token estimator of KL(policy || reference). "+": that value with the gradient of k2."""
 
     kl = "kl"
+    k1 = "k1"
     abs = "abs"
     mse = "mse"
+    k2 = "k2"
     low_var_kl = "low_var_kl"
+    k3 = "k3"
     full = "full"
+    locals()["kl+"] = "kl+"  # a member whose name is no identifier
+    locals()["k1+"] = "k1+"
+    locals()["abs+"] = "abs+"
+    locals()["mse+"] = "mse+"
+    locals()["k2+"] = "k2+"
+    locals()["low_var_kl+"] = "low_var_kl+"
+    locals()["k3+"] = "k3+"
 
 
 class WarmupStyle(StrEnum):
@@ -106,6 +116,21 @@ class ReweightMethod(StrEnum):
     max_random = "max_random"
 
 
+DISCOUNTING_ESTIMATORS = ("gae", "reinforce", "reinforce_plus_plus")  # read algorithm.gamma; the others compare a group
+GROUP_ESTIMATORS = (
+    "grpo",
+    "dr_grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "maxrl",
+    "lite_ppo",
+    "reinforce_plus_plus_baseline",
+)
+ADV_ESTIMATORS = (*DISCOUNTING_ESTIMATORS, *GROUP_ESTIMATORS)
+RATIO_CLIPPING_LOSSES = ("vanilla", "gspo", "gspo_token", "cispo", "geo_mean")  # read clip_ratio, _low, _high
+LOSS_MODES = (*RATIO_CLIPPING_LOSSES, "sapo", "dro", "gpg", "policy_gradient")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ROLLOUT_MODES = ("sync", "async")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -32,12 +32,30 @@ def test_config_names_are_served() -> None:
             assert kl_penalty(torch.zeros(2), torch.zeros(2), kind).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+@pytest.mark.parametrize("name", [name for name in KL_ESTIMATORS.names() if not name.endswith("+")])
 def test_gradients(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     log_probs = torch.randn(3, 4, generator=generator, dtype=torch.float64).requires_grad_()
     reference = torch.randn(3, 4, generator=generator, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: kl_penalty(x, reference, name), (log_probs,))
+
+
+PLUS = [name for name in KL_ESTIMATORS.names() if name.endswith("+")]
+
+
+def test_every_estimator_has_a_straight_through_form() -> None:
+    assert {name.removesuffix("+") for name in PLUS} == set(KL_ESTIMATORS.names()) - set(PLUS)
+    assert set(KL_ESTIMATORS.names()) == {str(kind) for kind in KLKind} - {"full"}
+
+
+@pytest.mark.parametrize("name", PLUS)
+def test_plus_has_the_value_of_the_base_and_the_gradient_of_k2(name: str) -> None:
+    log_probs = torch.tensor([-2.5, -1.0, 30.0, -1e3], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-2.0, -1.0, 0.0, 0.0], dtype=torch.float64)
+    value = kl_penalty(log_probs, reference, name)
+    assert torch.equal(value, kl_penalty(log_probs, reference, name.removesuffix("+")))
+    (gradient,) = torch.autograd.grad(value.sum(), log_probs)
+    assert gradient.tolist() == [-0.5, 0.0, 30.0, -1e3]  # d, whatever the base
 
 
 @pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
