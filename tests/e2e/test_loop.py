@@ -134,3 +134,30 @@ def test_one_rank_and_two_make_the_same_run(tmp_path: Path, tiny_model: Path, ro
     for single, double in zip(one, metrics_of(tmp_path / "two"), strict=True):
         for name in ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm"):
             assert double[name] == pytest.approx(single[name], rel=2e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss"),
+    [
+        ("rloo", "cispo"),
+        ("dr_grpo", "gspo"),
+        ("opo", "gspo_token"),
+        ("lite_ppo", "geo_mean"),
+        ("maxrl", "sapo"),
+        ("grpo_passk", "policy_gradient"),
+        ("gpg", "gpg"),
+        ("reinforce", "dro"),
+        ("reinforce_plus_plus", "vanilla"),
+        ("reinforce_plus_plus_baseline", "vanilla"),
+    ],
+)
+def test_the_menu_trains(tmp_path: Path, tiny_model: Path, estimator: str, loss: str) -> None:
+    settings = {
+        "algorithm.adv_estimator": estimator,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": loss,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "trainer.total_training_steps": 2,
+    }
+    records = run(tmp_path, tiny_model, **settings)
+    assert len(records) == 2
+    assert all(record["actor/grad_norm"] > 0 and record["actor/skipped_steps"] == 0 for record in records)
