@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
 THIRD_PARTY: dict[str, set[str]] = {"config": set(), "batch": {"torch"}, "algorithms": {"torch"}}
 # external package -> where it may be imported: folders end with a slash
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "ray": ("verl_like/cluster/", "verl_like/trainer/main_ppo.py", "verl_like/cli/"),
+    "ray": ("verl_like/cluster/",),
     "vllm": ("verl_like/rollout/vllm", "verl_like/cli/"),
     "sglang": ("verl_like/rollout/sglang", "verl_like/cli/"),
     "wandb": ("verl_like/observe/",),
