@@ -191,6 +191,7 @@ class PromptRow:
     ground_truth: Any = None
     ability: str = ""
     extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    style: str = ""  # reward_model.style: "rule", "model", or the name of a built-in grader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -333,6 +333,11 @@ IDLE: tuple[Idle, ...] = (
         "custom_reward_function.path is not set",
     ),
     Idle(
+        ("reward_model.rule", "reward_model.rule_by_source", "reward_model.rule_kwargs"),
+        lambda c: c.custom_reward_function.path is not None,
+        "custom_reward_function.path grades all rows",
+    ),
+    Idle(
         ("custom_reward_function.reward_kwargs",),
         lambda c: c.custom_reward_function.path is None,
         "custom_reward_function.path is not set",

@@ -114,6 +114,12 @@ class RewardModelConfig(ConfigNode):
     """[processes] Processes that share one sequence."""
     reward_manager: str = "naive"
     """How rule-based rewards are computed: naive."""
+    rule: str | None = None
+    """Built-in grader of every row, by name ([rewards](rewards.md)). Null: by data_source."""
+    rule_by_source: dict[str, Any] = field(default_factory=dict)
+    """Built-in graders by data_source: {name or pattern with *: grader}. Comes before `rule`."""
+    rule_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of `rule`; under a grader's name, a dictionary with options of that grader."""
     launch_reward_fn_async: bool = False
     """Grade while log-probs are computed."""
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)

@@ -18,7 +18,16 @@ import pyarrow.compute as pc
 from verl_like.batch import PromptRow
 from verl_like.config import DataConfig
 from verl_like.data.chat import PromptEncoder, encode_all, truncate
-from verl_like.data.reading import UNKNOWN_SOURCE, DataFile, ground_truth_of, read_files, read_row, to_messages
+from verl_like.data.reading import (
+    UNKNOWN_SOURCE,
+    DataFile,
+    ground_truth_of,
+    read_files,
+    read_row,
+    reward_styles,
+    style_of,
+    to_messages,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +88,7 @@ class PromptDataset:
             ground_truth=ground_truth_of(row, place),
             ability=str(row.get("ability") or ""),
             extra_info=row.get("extra_info") or {},
+            style=style_of(row),
         )
 
     def messages(self, row: dict[str, Any], place: str) -> list[dict[str, Any]]:
@@ -95,6 +105,10 @@ class PromptDataset:
             else:
                 found.add(UNKNOWN_SOURCE)
         return sorted(found)
+
+    def reward_styles(self) -> list[tuple[str, str]]:
+        """All different (data_source, reward_model.style) of the files, sorted: what must have a grader."""
+        return sorted({pair for file in self.files for pair in reward_styles(file.table, self.data.reward_fn_key)})
 
     def identity(self) -> dict[str, Any]:
         """What a saved sampler position refers to: the files' content and the rows kept of it. JSON-able."""

@@ -146,6 +146,26 @@ def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
     return messages
 
 
+def style_of(row: dict[str, Any]) -> str:
+    """reward_model.style, or an empty string."""
+    return str((row.get("reward_model") or {}).get("style") or "")
+
+
+def reward_styles(table: pa.Table, reward_fn_key: str) -> set[tuple[str, str]]:
+    """The different pairs of data source and reward_model.style of a table."""
+    if reward_fn_key in table.column_names:
+        sources = pc.cast(table.column(reward_fn_key), pa.string())
+    else:
+        sources = pa.repeat(pa.scalar(UNKNOWN_SOURCE), table.num_rows)
+    styles = pa.nulls(table.num_rows, pa.string())
+    if "reward_model" in table.column_names:
+        kind = table.schema.field("reward_model").type
+        if pa.types.is_struct(kind) and kind.get_field_index("style") >= 0:
+            styles = pc.cast(pc.struct_field(table.column("reward_model"), "style"), pa.string())
+    pairs = pa.table({"source": sources, "style": styles}).group_by(["source", "style"]).aggregate([]).to_pylist()
+    return {(str(pair["source"]), pair["style"] or "") for pair in pairs}
+
+
 def ground_truth_of(row: dict[str, Any], place: str) -> Any:
     """reward_model.ground_truth, or None without that column."""
     reward_model = row.get("reward_model")

@@ -1,49 +1,151 @@
-"""The built-in graders, by data source.
+"""The built-in graders: by name, and which one grades a row.
 
-A grader has verl's signature: grader(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with
-"score". To add one: a file with a function, one line in GRADERS, a test, a row in docs/rewards.md.
+A grader has verl's signature: compute_score(data_source, solution_str, ground_truth, extra_info=None, **options) and
+gives a float or a dict with "score"; the dict's "pred" is what it extracted. To add one: a file with a `compute_score`,
+a line in GRADERS (and in ROUTES, if a data source belongs to it), a test, a row in docs/rewards.md.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Iterable
-from functools import cache
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 Grader = Callable[..., Any]
 
-# data source -> module with a compute_score. Modules are imported when first used, so that a worker which never sees
-# a data source does not pay for its grader's imports.
-GRADERS: dict[str, str] = {
-    "openai/gsm8k": "verl_like.rewards.gsm8k",
-    "gsm8k": "verl_like.rewards.gsm8k",
-    "countdown": "verl_like.rewards.countdown",
-    "game24": "verl_like.rewards.countdown",
-    "arithmetic": "verl_like.rewards.arithmetic",
+_NO_OPTIONS: Mapping[str, Any] = {}  # never written to
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+@dataclass(frozen=True, slots=True)
+class GraderEntry:
+    """Where a grader lives, and the options its name stands for."""
+
+    module: str  # has a compute_score
+    preset: Mapping[str, Any] = field(default_factory=lambda: _NO_OPTIONS)
+
+
+# Modules are imported when first used, so that a worker which never sees a grader does not pay for its imports.
+GRADERS: dict[str, GraderEntry] = {
+    "gsm8k": GraderEntry("verl_like.rewards.gsm8k"),
+    "gsm8k_flexible": GraderEntry("verl_like.rewards.gsm8k", {"method": "flexible"}),
+    "countdown": GraderEntry("verl_like.rewards.countdown"),
+    "arithmetic": GraderEntry("verl_like.rewards.arithmetic"),
+}
+
+# data_source, or a pattern of names with * -> grader. Exact names are looked up first, then patterns from the top.
+ROUTES: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "gsm8k": "gsm8k",
+    "countdown": "countdown",
+    "game24": "countdown",
+    "arithmetic": "arithmetic",
 }
 
 
-@cache
-def grader_of(data_source: str) -> Grader:
-    """The grader of a data source. ValueError naming the known ones if there is none."""
-    check_data_sources([data_source])
-    return importlib.import_module(GRADERS[data_source]).compute_score
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraderChoice:
+    """Which grader grades which row: the user's choices, then the row's own, then ROUTES.
+
+    by_source: data_source or pattern -> grader name. rule: grader of all other rows. options: grader name -> keyword
+    arguments. Make one with `choose`, which checks it.
+    """
+
+    rule: str | None = None
+    by_source: Mapping[str, str] = field(default_factory=lambda: _NO_OPTIONS)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _NO_OPTIONS)
+
+    def grader_of_row(self, data_source: str, style: str = "") -> str | None:
+        """Name of the grader of a row, or None. `style` is the row's reward_model.style: it may name a grader."""
+        chosen = _lookup(self.by_source, data_source) or self.rule
+        return chosen or (style if style in GRADERS else _lookup(ROUTES, data_source))
+
+    def check_rows(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Raise ValueError unless every (data_source, style) has a grader."""
+        unknown = sorted({source for source, style in rows if self.grader_of_row(source, style) is None})
+        if unknown:
+            raise ValueError(
+                f"no built-in grader for data_source {', '.join(map(repr, unknown))} (built in: "
+                f"{', '.join(sorted(ROUTES))}). Choose a grader by name with reward_model.rule or "
+                f"reward_model.rule_by_source (graders: {', '.join(GRADERS)}), set custom_reward_function.path to a "
+                "file with a compute_score function, or data.reward_fn_key to the column that names the data source."
+            )
 
 
-def check_data_sources(data_sources: Iterable[str]) -> None:
-    """Raise ValueError unless every data source has a built-in grader."""
-    unknown = sorted({name for name in data_sources if name not in GRADERS})
-    if unknown:
-        raise ValueError(
-            f"no built-in grader for data_source {', '.join(map(repr, unknown))} (built in: "
-            f"{', '.join(sorted(GRADERS))}). Set custom_reward_function.path to a file with a compute_score function, "
-            "or data.reward_fn_key to the column that names the data source."
-        )
+def choose(
+    rule: str | None = None,
+    by_source: Mapping[str, str] | None = None,
+    rule_kwargs: Mapping[str, Any] | None = None,
+) -> GraderChoice:
+    """A GraderChoice from reward_model.{rule, rule_by_source, rule_kwargs}. ValueError that names the key to change.
+
+    rule_kwargs holds options of `rule`, and under a grader's name a dictionary with options of that grader.
+    """
+    by_source = dict(by_source or {})
+    named = {"reward_model.rule": rule} | {f"reward_model.rule_by_source.{s}": name for s, name in by_source.items()}
+    for key, name in named.items():
+        if name is not None and name not in GRADERS:
+            raise ValueError(f"{key}={name}: there is no such grader; choose one of {', '.join(GRADERS)}")
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in (rule_kwargs or {}).items():
+        if key in GRADERS and isinstance(value, Mapping):
+            options.setdefault(key, {}).update(value)
+        elif rule is not None:
+            options.setdefault(rule, {})[key] = value
+        else:
+            raise ValueError(
+                f"reward_model.rule_kwargs.{key}={value!r}: whose option is it? Set reward_model.rule, or write "
+                f"reward_model.rule_kwargs.<grader>.{key} (graders: {', '.join(GRADERS)})"
+            )
+    for name, chosen in options.items():
+        _check_options(name, chosen)
+    return GraderChoice(rule=rule, by_source=by_source, options=options)
+
+
+@functools.cache
+def grader_by_name(name: str) -> Grader:
+    """The grader of that name. ValueError naming the known ones if there is none."""
+    if name not in GRADERS:
+        raise ValueError(f"there is no grader {name!r}; choose one of {', '.join(GRADERS)}")
+    entry = GRADERS[name]
+    function = importlib.import_module(entry.module).compute_score
+    return functools.partial(function, **entry.preset) if entry.preset else function
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    grader: str | None = None,
+    options: Mapping[str, Mapping[str, Any]] = _NO_OPTIONS,
 ) -> Any:
-    """Score with the grader of `data_source`: what runs when no custom_reward_function.path is set."""
-    return grader_of(data_source)(data_source, solution_str, ground_truth, extra_info)
+    """Score with the grader of that name, or that of `data_source`: what runs without custom_reward_function.path."""
+    if grader is None:
+        choice = GraderChoice()
+        choice.check_rows([(data_source, "")])
+        grader = choice.grader_of_row(data_source)
+    assert grader is not None
+    function = grader_by_name(grader)
+    return function(data_source, solution_str, ground_truth, extra_info, **options.get(grader, _NO_OPTIONS))
+
+
+def _lookup(routes: Mapping[str, str], data_source: str) -> str | None:
+    if data_source in routes:
+        return routes[data_source]
+    return next((name for pattern, name in routes.items() if fnmatchcase(data_source, pattern)), None)
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(grader_by_name(name)).parameters
+    known = [key for key in parameters if key not in _ARGUMENTS]
+    for key in options:
+        if key not in known:
+            raise ValueError(
+                f"reward_model.rule_kwargs: grader {name} has no option {key!r} (it has: {', '.join(known) or 'none'})"
+            )

@@ -92,13 +92,14 @@ class RewardManager:
         tokenizer: Any,
     ) -> None:
         _check_supported(custom, reward_model)
+        self._choice = graders.choose(reward_model.rule, reward_model.rule_by_source, reward_model.rule_kwargs)
         self._tokenizer = tokenizer
         self._reward_fn_key = data.reward_fn_key
         self._custom = custom.path is not None
         spec = ScorerSpec(
             path=None if custom.path is None else resolve_path(custom.path),
             name=custom.name,
-            kwargs=dict(custom.reward_kwargs) if self._custom else {},
+            kwargs=dict(custom.reward_kwargs) if self._custom else {"options": self._choice.options},
             timeout=float(custom.timeout),
         )
         self._pool = WorkerPool(spec, num_workers=custom.num_workers)
@@ -108,15 +109,15 @@ class RewardManager:
             self._pool.close()
             raise
 
-    def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """ValueError if a data source can have no reward. Call it with the data set's sources before training."""
+    def check_rows(self, rows: Iterable[tuple[str, str]]) -> None:
+        """ValueError if there is no reward for a (data_source, style). Call it with the data set's before training."""
         if not self._custom:
-            graders.check_data_sources(data_sources)
+            self._choice.check_rows(rows)
 
     def submit(self, rollouts: Rollouts, *, step: int) -> PendingScores:
         """Start scoring and return at once."""
         calls = self._calls(rollouts)
-        self.check_data_sources({call.data_source for call in calls})
+        self.check_rows((row.data_source, row.style) for row in rollouts.rows)
         return PendingScores(calls, self._pool.submit(calls), rollouts.rows, step)
 
     def score(self, rollouts: Rollouts, *, step: int, may_all_fail: bool = False) -> Scores:
@@ -161,6 +162,7 @@ class RewardManager:
                 solution_str=text,
                 ground_truth=row.ground_truth,
                 extra_info=row.extra_info,
+                grader=None if self._custom else self._choice.grader_of_row(row.data_source, row.style),
             )
             for row, text in zip(rollouts.rows, texts, strict=True)
         ]
@@ -214,6 +216,6 @@ def _check_supported(custom: CustomRewardFunctionConfig, reward_model: RewardMod
         )
     if custom.path is None and custom.reward_kwargs:
         logger.warning(
-            "custom_reward_function.reward_kwargs has no effect: custom_reward_function.path is not set, and the "
-            "built-in graders take no arguments"
+            "custom_reward_function.reward_kwargs has no effect: custom_reward_function.path is not set; options of "
+            "built-in graders go to reward_model.rule_kwargs"
         )

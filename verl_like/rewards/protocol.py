@@ -25,6 +25,7 @@ class RewardCall:
     solution_str: str
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+    grader: str | None = None  # built-in grader by name; None where the user's own function scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,8 @@ def _plain(value: Any) -> Any:
 
 
 def _arguments(call: RewardCall) -> dict[str, Any]:
-    return {
+    chosen = {} if call.grader is None else {"grader": call.grader}
+    return chosen | {
         "data_source": call.data_source,
         "solution_str": call.solution_str,
         "ground_truth": call.ground_truth,

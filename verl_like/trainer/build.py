@@ -79,7 +79,7 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
                 RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
             )
             for dataset in (inputs.train, inputs.val):
-                rewards.check_data_sources(dataset.data_sources() if dataset else ())
+                rewards.check_rows(dataset.reward_styles() if dataset else ())
         group = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
         stop = stack.enter_context(graceful_interrupt())
         report = build_reporter(config, plan, inputs, group.world_size)

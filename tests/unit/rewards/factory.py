@@ -22,7 +22,11 @@ class CharTokenizer:
 
 
 def make_rollouts(
-    texts: list[str], *, data_source: str | list[str] = "arithmetic", ground_truths: list[Any] | None = None
+    texts: list[str],
+    *,
+    data_source: str | list[str] = "arithmetic",
+    ground_truths: list[Any] | None = None,
+    style: str = "rule",
 ) -> Rollouts:
     sources = [data_source] * len(texts) if isinstance(data_source, str) else data_source
     truths = ground_truths if ground_truths is not None else ["5"] * len(texts)
@@ -40,7 +44,12 @@ def make_rollouts(
         finish_reasons=["stop"] * count,
         rows=[
             PromptRow(
-                index=i, data_source=source, messages=[], ground_truth=truth, extra_info={"index": i, "split": "train"}
+                index=i,
+                data_source=source,
+                messages=[],
+                ground_truth=truth,
+                extra_info={"index": i, "split": "train"},
+                style=style,
             )
             for i, (source, truth) in enumerate(zip(sources, truths, strict=True))
         ],

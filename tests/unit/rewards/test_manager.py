@@ -84,7 +84,7 @@ def test_unknown_data_source_stops_the_run() -> None:
         with pytest.raises(ValueError, match=r"'mystery'.*built in: .*openai/gsm8k.*custom_reward_function\.path"):
             manager.score(make_rollouts(["5"], data_source="mystery"), step=1)
         with pytest.raises(ValueError, match="mystery"):
-            manager.check_data_sources(["arithmetic", "mystery"])
+            manager.check_rows([("arithmetic", "rule"), ("mystery", "rule")])
 
 
 def test_each_kind_of_failure_is_typed_and_costs_its_own_row_only(
