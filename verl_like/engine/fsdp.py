@@ -16,7 +16,7 @@ from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_m
 from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import microbatch, selfcheck, state
 from verl_like.engine.optim import Schedule, build_optimizer
-from verl_like.engine.protocol import ENTROPY, LOG_PROBS, VALUES, LossFn
+from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
 from verl_like.models import loading, packing
 from verl_like.models.heads import HF_PREFIX, PolicyModel, TokenModel, dtype_of
 from verl_like.models.loading import Kind
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY}), "value": frozenset({VALUES})}
+_OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED}), "value": frozenset({VALUES})}
 
 
 class FSDPEngine:

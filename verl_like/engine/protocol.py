@@ -17,7 +17,7 @@ from verl_like.batch import Denominators, Experience, Metric, Sequences
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
 
-LOG_PROBS, ENTROPY, VALUES = "log_probs", "entropy", "values"
+LOG_PROBS, ENTROPY, SUM_PI_SQUARED, VALUES = "log_probs", "entropy", "sum_pi_squared", "values"
 
 
 class LossFn(Protocol):
@@ -43,7 +43,8 @@ class TrainEngine(Protocol):
     ) -> dict[str, Tensor]:
         """Per-token outputs without gradients, float32 CPU [B, R], aligned with the response tokens.
 
-        want: "log_probs" and "entropy" of a policy, under logits / temperature, at response_mask (0 elsewhere);
+        want: "log_probs", "entropy" and "sum_pi_squared" (sum over the vocabulary of squared probabilities) of a
+        policy, under logits / temperature, at response_mask (0 elsewhere);
         "values" of a value model inside response_length: entry t predicts the state BEFORE response token t.
         """
         ...

@@ -1,131 +1,248 @@
-"""Log-prob and entropy of given tokens straight from hidden states and the head's weight, without a [T, V] tensor.
+"""Per-token numbers (log-prob, entropy ...) straight from hidden states and the head's weight, without a [N, V] tensor.
 
-For logits z = h W^T / temperature over V entries and target y:
-    log_prob = z_y - logsumexp(z),            d log_prob / dz = onehot(y) - p
-    entropy  = logsumexp(z) - sum_j p_j z_j,  d entropy / dz_j = -p_j (log p_j + entropy)
-Both are computed in chunks of tokens; the backward pass computes a chunk's logits again. The softmax and the sum over
-chunks of the weight's gradient are float32 (float64 for float64 inputs).
+For z = cap(scale * (h W^T + bias)) / temperature over V entries, p = softmax(z) and a target y, the value and the
+gradient in z_j of each reduction are
+    log_probs       log p_y                             onehot(y)_j - p_j
+    entropy         H = -sum_j p_j log p_j              -p_j (log p_j + H)
+    sum_pi_squared  S = sum_j p_j^2                     2 p_j (p_j - S)
+    full_kl         K = sum_j p_j (log p_j - log q_j)   p_j (log p_j - log q_j - K); q, the reference's, is held fixed
+so any mixture of them is p_j times a linear form: one pass over a chunk of logits (fused_chunks.py).
+
+Work: the head's product once forward and three times backward (logits again, hidden states, weight). Where all logits
+are few (`KEEP_ELEMENTS`) they are kept, and the second computation falls away. Tokens go in chunks; at most three
+copies of a chunk live at a time. Softmax, reductions and the sum of the weight's gradient over chunks are float32
+(float64 for float64 inputs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl_like.models import fused_chunks
+from verl_like.models.fused_chunks import ENTROPY, FULL_KL, LOG_PROBS, REDUCTIONS, SUM_PI_SQUARED, LogitRule
+
 CHUNK_ELEMENTS = 2**26  # logits of one chunk: 256 MB in float32
+KEEP_ELEMENTS = 2**22  # up to so many logits (16 MB in float32) are kept for the backward pass
+_SLAB_ELEMENTS = 2**24  # of the weight's gradient, where a chunk's share needs a temporary of lower precision
+
+Backend = Literal["torch", "triton"]
 
 
-def linear_log_prob(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    targets_N: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    with_entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob [N] of the targets and, if asked for, entropy [N]; float32, differentiable in hidden and weight.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Head:
+    """A language-model head: logits = cap(scale * (h W^T + bias)) over the first `vocab_size` rows of the weight.
 
-    `vocab_size`: the softmax runs over the first so many rows of the weight (a vocabulary padded beyond the tokenizer).
+    `vocab_size`: fewer than the weight's rows where the vocabulary is padded beyond the tokenizer; None: all rows.
+    `softcap`: c of cap(x) = c * tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2), applied before the temperature.
     """
-    vocab = weight_VH.shape[0] if vocab_size is None else min(vocab_size, weight_VH.shape[0])
-    chunk = max(1, chunk_elements // vocab)
-    log_prob, entropy = _LinearLogProb.apply(
-        hidden_NH, weight_VH, targets_N, 1.0 / temperature, vocab, with_entropy, chunk
-    )
-    return log_prob, entropy if with_entropy else None
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    vocab_size: int | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def rows(self) -> int:
+        """Number of logits."""
+        rows = self.weight_VH.shape[0]
+        return rows if self.vocab_size is None else min(self.vocab_size, rows)
+
+    def logits(self, hidden_cH: Tensor) -> Tensor:
+        """h W^T + bias, [c, V] in float32: a new tensor."""
+        logits = _matmul(hidden_cH, self.weight_VH[: self.rows()].t(), compute_dtype(hidden_cH))
+        return logits if self.bias_V is None else logits.add_(self.bias_V[: self.rows()])
+
+    def rule(self, temperature: float) -> LogitRule:
+        """What happens to the logits before the softmax."""
+        return LogitRule(scale=self.scale, softcap=self.softcap, temperature=temperature)
 
 
-def full_logits_log_prob(
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reference:
+    """The other distribution of `full_kl`: hidden states of the same tokens, and their head. No gradient enters it."""
+
+    hidden_NH: Tensor
+    head: Head
+
+
+def fused_reductions(
     hidden_NH: Tensor,
-    weight_VH: Tensor,
+    head: Head,
     targets_N: Tensor,
+    want: frozenset[str],
     *,
     temperature: float = 1.0,
-    vocab_size: int | None = None,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    reference: Reference | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> dict[str, Tensor]:
+    """{name: [N]} in float32 for every name of `want` (see REDUCTIONS); differentiable in hidden, weight and bias.
+
+    Raises ValueError for an unknown name, and for full_kl without a reference of the same vocabulary.
+    """
+    names = _checked(want, head, reference)
+    call = _Call(
+        names=names,
+        head=head,
+        temperature=temperature,
+        reference=reference if FULL_KL in names else None,
+        chunk=max(1, chunk_elements // head.rows()),
+        keep=hidden_NH.shape[0] * head.rows() <= min(KEEP_ELEMENTS, chunk_elements),
+    )
+    values = _FusedReductions.apply(hidden_NH, head.weight_VH, head.bias_V, targets_N, call)
+    return dict(zip(names, values, strict=True))
+
+
+def full_logits_reductions(
+    hidden_NH: Tensor,
+    head: Head,
+    targets_N: Tensor,
+    want: frozenset[str],
+    *,
+    temperature: float = 1.0,
+    reference: Reference | None = None,
+) -> dict[str, Tensor]:
     """The same through a full [N, V] logits tensor and autograd: the reference that the fused function must equal."""
-    logits = (hidden_NH @ weight_VH[:vocab_size].t()).to(_compute_dtype(hidden_NH)) / temperature
-    log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else None
-    return log_p.gather(1, targets_N[:, None])[:, 0], entropy
+    log_p, values = _plain_log_softmax(hidden_NH, head, temperature), {}
+    for name in _checked(want, head, reference):
+        if name == LOG_PROBS:
+            values[name] = log_p.gather(1, targets_N[:, None])[:, 0]
+        elif name == ENTROPY:
+            values[name] = -(log_p.exp() * log_p).sum(-1)
+        elif name == SUM_PI_SQUARED:
+            values[name] = log_p.exp().square().sum(-1)
+        elif reference is not None:
+            log_q = _plain_log_softmax(reference.hidden_NH, reference.head, temperature).detach()
+            values[name] = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return values
 
 
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """What softmax and sums are computed in: float32, or float64 for float64."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _chunks(total: int, size: int) -> Iterator[slice]:
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
+def _checked(want: frozenset[str], head: Head, reference: Reference | None) -> tuple[str, ...]:
+    if not want <= set(REDUCTIONS):
+        raise ValueError(f"unknown reductions {sorted(want - set(REDUCTIONS))}: use {', '.join(REDUCTIONS)}")
+    if FULL_KL in want:
+        if reference is None:
+            raise ValueError("full_kl needs the reference model's hidden states and head")
+        if reference.head.rows() != head.rows():
+            raise ValueError(
+                f"full_kl compares distributions over one vocabulary, but the policy has {head.rows()} logits "
+                f"and the reference {reference.head.rows()}"
+            )
+    return tuple(name for name in REDUCTIONS if name in want)
 
 
-class _LinearLogProb(torch.autograd.Function):
+def _plain_log_softmax(hidden: Tensor, head: Head, temperature: float) -> Tensor:
+    logits = (hidden @ head.weight_VH[: head.rows()].t()).to(compute_dtype(hidden))
+    if head.bias_V is not None:
+        logits = logits + head.bias_V[: head.rows()].to(logits.dtype)
+    logits = logits * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return (logits / temperature).log_softmax(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Call:
+    """What one call computes. `chunk`: tokens at a time; `keep`: log-probs of all V stay for the backward pass."""
+
+    names: tuple[str, ...]
+    head: Head
+    temperature: float
+    reference: Reference | None
+    chunk: int
+    keep: bool
+
+    def chunks(self, total: int) -> Iterator[slice]:
+        for start in range(0, total, self.chunk):
+            yield slice(start, min(start + self.chunk, total))
+
+    def gap(self, log_p_cV: Tensor, part: slice) -> Tensor | None:
+        """log p - log q of a chunk, [c, V]."""
+        if self.reference is None:
+            return None
+        other = self.reference.head
+        z = other.rule(self.temperature).apply_(other.logits(self.reference.hidden_NH[part].detach()))
+        return fused_chunks.log_softmax_(z)[0].neg_().add_(log_p_cV)
+
+
+class _FusedReductions(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        inverse_temperature: float,
-        vocab: int,
-        with_entropy: bool,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        lse = hidden.new_empty(len(hidden), dtype=_compute_dtype(hidden))
-        log_prob, entropy = torch.empty_like(lse), torch.zeros_like(lse)
-        rows = weight[:vocab]
-        for part in _chunks(len(hidden), chunk):
-            logits = _logits(hidden[part], rows, inverse_temperature)
-            lse[part] = torch.logsumexp(logits, -1)
-            log_prob[part] = logits.gather(1, targets[part, None])[:, 0] - lse[part]
-            if with_entropy:
-                p = (logits - lse[part, None]).exp_()
-                entropy[part] = lse[part] - p.mul_(logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.settings = (inverse_temperature, vocab, with_entropy, chunk)
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        return log_prob, entropy
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, call: _Call
+    ) -> tuple[Tensor, ...]:
+        lse = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden))
+        values = {name: torch.empty_like(lse) for name in call.names}
+        rule, kept = call.head.rule(call.temperature), []
+        for part in call.chunks(len(hidden)):
+            log_p, lse[part] = fused_chunks.log_softmax_(rule.apply_(call.head.logits(hidden[part])))
+            gap = call.gap(log_p, part)
+            for name, value in fused_chunks.reduce_chunk(log_p, gap, targets[part], call.names).items():
+                values[name][part] = value
+            if call.keep and any(ctx.needs_input_grad):
+                kept = [log_p, gap]
+            del log_p, gap
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, *values.values(), *kept)
+        ctx.call = call
+        return tuple(values.values())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        inverse_temperature, vocab, with_entropy, chunk = ctx.settings
-        rows = weight[:vocab]
-        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=_compute_dtype(weight)) if ctx.needs_input_grad[1] else None
-        for part in _chunks(len(hidden), chunk):
-            centred = _logits(hidden[part], rows, inverse_temperature).sub_(lse[part, None])
-            p = centred.exp()
-            if with_entropy:
-                centred.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                centred.add_(grad_log_prob[part, None]).mul_(p).neg_()
-            else:
-                centred = p.mul_(-grad_log_prob[part, None])
-            centred.scatter_add_(1, targets[part, None], grad_log_prob[part, None].to(centred.dtype))
-            grad_logits = centred.mul_(inverse_temperature).to(hidden.dtype)
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        call: _Call = ctx.call
+        hidden, weight, bias, targets, lse, *rest = ctx.saved_tensors
+        call = replace(call, head=replace(call.head, weight_VH=weight, bias_V=bias))
+        values, kept = dict(zip(call.names, rest, strict=False)), rest[len(call.names) :]
+        at = fused_chunks.coefficients(dict(zip(call.names, upstream, strict=True)), values)
+        rule, rows = call.head.rule(call.temperature), weight[: call.head.rows()]
+        wants = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if wants[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight)) if wants[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=compute_dtype(bias)) if bias is not None and wants[2] else None
+        for part in call.chunks(len(hidden)):
+            log_p, gap = kept or _recompute(call, hidden, lse, part)
+            slope = fused_chunks.slope_chunk(log_p, gap, lse[part], targets[part], at.of(part), rule, reuse=not kept)
+            del log_p, gap  # nothing of a chunk may live on while the next one's logits are computed
+            if grad_bias is not None:
+                grad_bias[: len(rows)] += slope.sum(0)
+            grad_logits = slope.to(hidden.dtype)
+            del slope
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ rows
             if grad_weight is not None:
-                _accumulate(grad_weight[:vocab], grad_logits, hidden[part])
-        return grad_hidden, grad_weight, None, None, None, None, None
+                _accumulate(grad_weight[: len(rows)], grad_logits, hidden[part])
+            del grad_logits
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _logits(hidden: Tensor, rows: Tensor, inverse_temperature: float) -> Tensor:
-    logits = (hidden @ rows.t()).to(_compute_dtype(hidden))
-    return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
+def _recompute(call: _Call, hidden: Tensor, lse: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+    z = call.head.rule(call.temperature).apply_(call.head.logits(hidden[part]))
+    log_p = z.sub_(lse[part, None])
+    return log_p, call.gap(log_p, part)
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in `dtype`; where the device can, a half-precision product is never rounded to half precision."""
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
 
 
 def _accumulate(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """total [V, H] += grad_logits^T hidden; through slabs of rows where the product has another precision."""
     if total.dtype == hidden.dtype:
         total.addmm_(grad_logits.t(), hidden)
-    else:
-        total.add_(grad_logits.t() @ hidden)
+        return
+    slab = max(1, _SLAB_ELEMENTS // hidden.shape[1])
+    for start in range(0, len(total), slab):
+        part = slice(start, start + slab)
+        total[part].add_(_matmul(grad_logits[:, part].t(), hidden, total.dtype))

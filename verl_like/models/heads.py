@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from verl_like.models.fused_linear import full_logits_log_prob, linear_log_prob
+from verl_like.models.fused_linear import Head, full_logits_reductions, fused_reductions
 from verl_like.models.packing import ModelInput
 
 HF_PREFIX = "hf."  # `TokenModel.hf` holds the Hugging Face model: the rest of a parameter's name is Hugging Face's
@@ -30,24 +30,28 @@ class TokenModel(nn.Module):
 
 
 class PolicyModel(TokenModel):
-    """Causal language model -> log-prob and entropy of the wanted tokens."""
+    """Causal language model -> log-prob, entropy and other reductions of the wanted tokens' distributions."""
 
     def __init__(self, hf: PreTrainedModel, *, vocab_size: int | None, fused: bool) -> None:
         super().__init__(hf)
         self.vocab_size = vocab_size  # ids from here on are unknown to the tokenizer: masked out of the softmax
-        self.log_prob = linear_log_prob if fused else full_logits_log_prob
+        self.reduce = fused_reductions if fused else full_logits_reductions
+        self.logit_scale, self.softcap = logit_rule(hf)
+
+    def head(self) -> Head:
+        """The output head; inside the root module's forward its weight is the gathered one."""
+        output = self.hf.get_output_embeddings()
+        return Head(
+            weight_VH=output.weight,
+            bias_V=output.bias,
+            vocab_size=self.vocab_size,
+            scale=self.logit_scale,
+            softcap=self.softcap,
+        )
 
     def forward(self, inputs: ModelInput, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
-        """{"log_probs": [N], "entropy": [N]} float32, under logits / temperature."""
-        log_prob, entropy = self.log_prob(
-            self.hidden_states(inputs),
-            self.hf.get_output_embeddings().weight,
-            inputs.targets_N,
-            temperature=temperature,
-            vocab_size=self.vocab_size,
-            with_entropy="entropy" in want,
-        )
-        return {"log_probs": log_prob} if entropy is None else {"log_probs": log_prob, "entropy": entropy}
+        """{name of `want`: [N]} float32, under logits / temperature; the names are those of `fused_linear`."""
+        return self.reduce(self.hidden_states(inputs), self.head(), inputs.targets_N, want, temperature=temperature)
 
 
 class ValueModel(TokenModel):
@@ -80,15 +84,18 @@ def attach_value_head(hf: PreTrainedModel, weight_1H: Tensor | None) -> None:
     hf.config.num_labels = 1
 
 
-def no_head_surprises(hf: PreTrainedModel) -> None:
-    """Refuse models whose logits are more than a matrix product."""
+def logit_rule(hf: PreTrainedModel) -> tuple[float, float | None]:
+    """(scale, softcap) that the model applies to its logits; refuses heads that are no linear layer.
+
+    Granite divides by logits_scaling, Cohere multiplies by logit_scale, Gemma 2 soft-caps.
+    """
     config, name = hf.config.get_text_config(), hf.config.model_type
-    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if key in config and getattr(config, key) not in (None, 1.0):
-            raise ValueError(f"model type {name!r} with {key}={getattr(config, key)} is not available yet")
-    head = hf.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError(f"model type {name!r}: an output head that is not a plain linear layer is not available yet")
+    if not isinstance(hf.get_output_embeddings(), nn.Linear):
+        raise ValueError(f"model type {name!r}: an output head that is not a linear layer is not available")
+    numbers = {key: getattr(config, key) for key in ("logits_scaling", "logit_scale") if key in config}
+    scale = (numbers.get("logit_scale") or 1.0) / (numbers.get("logits_scaling") or 1.0)
+    softcap = config.final_logit_softcapping if "final_logit_softcapping" in config else None
+    return float(scale), None if softcap is None else float(softcap)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -26,7 +26,6 @@ from verl_like.models.heads import (
     TokenModel,
     ValueModel,
     attach_value_head,
-    no_head_surprises,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +118,6 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
 def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int | None) -> TokenModel:
     if kind == "value":
         return ValueModel(hf)
-    no_head_surprises(hf)
     return PolicyModel(hf, vocab_size=vocab_size, fused=model.use_fused_kernels)
 
 

@@ -1,113 +1,189 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_like.models.fused_linear import full_logits_log_prob, linear_log_prob
+from tests.unit.models.memory import PeakBytes
+from verl_like.models import fused_linear
+from verl_like.models.fused_linear import Head, Reference, full_logits_reductions, fused_reductions
+
+ALL = frozenset(fused_linear.REDUCTIONS)
+BOTH = frozenset({"log_probs", "entropy"})
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def inputs(n: int, v: int, h: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(n: int, v: int, h: int, dtype: torch.dtype = torch.float64) -> Inputs:
+    """(hidden, weight, bias, targets)"""
     g = torch.Generator().manual_seed(n + v)
-    hidden = torch.randn(n, h, generator=g, dtype=dtype, requires_grad=True)
-    weight = torch.randn(v, h, generator=g, dtype=dtype, requires_grad=True)
-    return hidden, weight, torch.randint(v, (n,), generator=g)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=g, dtype=dtype, requires_grad=True) for shape in ((n, h), (v, h), (v,))
+    )
+    return hidden, weight, bias, torch.randint(v, (n,), generator=g)
+
+
+def reference(n: int, v: int, h: int, dtype: torch.dtype = torch.float64, **head: Any) -> Reference:
+    g = torch.Generator().manual_seed(99)
+    weight = torch.randn(v, h, generator=g, dtype=dtype)
+    return Reference(hidden_NH=torch.randn(n, h, generator=g, dtype=dtype), head=Head(weight_VH=weight, **head))
 
 
 def test_hand_values() -> None:
     """Logits 0, log 3 at temperature 1 are probabilities 1/4, 3/4; at temperature 0.5 they are 1/10, 9/10."""
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
+    even = Reference(hidden_NH=torch.ones(2, 1), head=Head(weight_VH=torch.zeros(2, 1)))
     for temperature, p in ((1.0, 0.75), (0.5, 0.9)):
-        log_prob, entropy = linear_log_prob(
-            hidden, weight, torch.tensor([1, 0]), temperature=temperature, with_entropy=True
+        out = fused_reductions(
+            hidden, Head(weight_VH=weight), torch.tensor([1, 0]), ALL, temperature=temperature, reference=even
         )
-        assert log_prob.tolist() == pytest.approx([math.log(p), math.log(1 - p)])
-        assert entropy is not None
-        assert entropy.tolist() == pytest.approx([-p * math.log(p) - (1 - p) * math.log(1 - p)] * 2)
+        entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
+        assert out["log_probs"].tolist() == pytest.approx([math.log(p), math.log(1 - p)])
+        assert out["entropy"].tolist() == pytest.approx([entropy] * 2)
+        assert out["sum_pi_squared"].tolist() == pytest.approx([p * p + (1 - p) * (1 - p)] * 2)
+        assert out["full_kl"].tolist() == pytest.approx([math.log(2) - entropy] * 2)
 
 
-@settings(max_examples=25, deadline=None)
+def test_hand_values_of_a_soft_cap() -> None:
+    """cap(x) = c tanh(x / c) with c = 2 before the temperature: logits 0 and 5 become 0 and 2 tanh(2.5)."""
+    z = 2 * math.tanh(2.5) / 0.5
+    head = Head(weight_VH=torch.tensor([[0.0], [2.0]]), bias_V=torch.tensor([0.0, 0.5]), scale=2.0, softcap=2.0)
+    out = fused_reductions(torch.ones(1, 1), head, torch.tensor([1]), frozenset({"log_probs"}), temperature=0.5)
+    assert out["log_probs"].item() == pytest.approx(z - math.log(1 + math.exp(z)), rel=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(0, 9),
     v=st.integers(2, 40),
     cut=st.integers(0, 3),
     chunk=st.integers(1, 200),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
-    with_entropy=st.booleans(),
+    want=st.sets(st.sampled_from(sorted(ALL)), min_size=1),
+    head=st.fixed_dictionaries({"softcap": st.sampled_from([None, 3.0]), "scale": st.sampled_from([1.0, 0.4])}),
+    with_bias=st.booleans(),
+    kept=st.booleans(),
 )
-def test_equals_full_logits(n: int, v: int, cut: int, chunk: int, temperature: float, with_entropy: bool) -> None:
+def test_equals_full_logits(
+    n: int,
+    v: int,
+    cut: int,
+    chunk: int,
+    temperature: float,
+    want: set[str],
+    head: dict[str, Any],
+    with_bias: bool,
+    kept: bool,
+) -> None:
+    """Values and gradients of every mixture of reductions, with the logits kept for the backward pass and not."""
     vocab = max(1, v - cut)
-    hidden, weight, targets = inputs(n, v, 5, torch.float64)
-    targets = targets.clamp(max=vocab - 1)
-    gradients = []
-    for function, extra in ((linear_log_prob, {"chunk_elements": chunk}), (full_logits_log_prob, {})):
-        log_prob, entropy = function(
-            hidden, weight, targets, temperature=temperature, vocab_size=vocab, with_entropy=with_entropy, **extra
-        )
+    hidden, weight, bias, targets = inputs(n, v, 5)
+    other = reference(n, v, 3, vocab_size=vocab, **head)
+    ours = Head(weight_VH=weight, bias_V=bias if with_bias else None, vocab_size=vocab, **head)
+    settings_ = {"temperature": temperature, "reference": other}
+    results = []
+    for function, extra in ((fused_reductions, {"chunk_elements": chunk}), (full_logits_reductions, {})):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fused_linear, "KEEP_ELEMENTS", 2**20 if kept else 0)
+            out = function(hidden, ours, targets.clamp(max=vocab - 1), frozenset(want), **settings_, **extra)
         g = torch.Generator().manual_seed(7)
-        total = (log_prob * torch.randn(n, generator=g)).sum()
-        if entropy is not None:
-            total = total + (entropy * torch.randn(n, generator=g)).sum()
-        gradients.append((log_prob, *torch.autograd.grad(total, [hidden, weight])))
-    for ours, reference in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
+        total = sum((out[name] * torch.randn(n, generator=g, dtype=torch.float64)).sum() for name in sorted(want))
+        leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
+        results.append([*(out[name] for name in sorted(want)), *torch.autograd.grad(total, leaves)])  # type: ignore[arg-type]
+    for fused, naive in zip(*results, strict=True):
+        torch.testing.assert_close(fused, naive, rtol=1e-10, atol=1e-11)
 
 
-def test_gradcheck() -> None:
-    hidden, weight, targets = inputs(5, 7, 3, torch.float64)
+@pytest.mark.parametrize("keep", [0, 2**20])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, keep: int, softcap: float | None) -> None:
+    """Against finite differences, all reductions at once."""
+    monkeypatch.setattr(fused_linear, "KEEP_ELEMENTS", keep)
+    hidden, weight, bias, targets = inputs(5, 7, 3)
+    other = reference(5, 7, 2)
 
-    def function(h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        log_prob, entropy = linear_log_prob(h, w, targets, temperature=0.8, with_entropy=True, chunk_elements=14)
-        assert entropy is not None
-        return log_prob, entropy
+    def function(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        head = Head(weight_VH=w, bias_V=b, scale=0.7, softcap=softcap)
+        options: dict[str, Any] = {"chunk_elements": 14 if keep == 0 else 100}
+        return tuple(fused_reductions(h, head, targets, ALL, temperature=0.8, reference=other, **options).values())
 
-    assert torch.autograd.gradcheck(function, (hidden, weight))
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("keep", [0, 2**20])
+def test_a_graph_can_be_walked_twice(monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+    """What is kept for the backward pass is not overwritten by it."""
+    monkeypatch.setattr(fused_linear, "KEEP_ELEMENTS", keep)
+    hidden, weight, _, targets = inputs(5, 7, 3)
+    out = fused_reductions(hidden, Head(weight_VH=weight), targets, ALL, reference=reference(5, 7, 2))
+    total = sum(value.sum() for value in out.values())
+    first, second = (torch.autograd.grad(total, [hidden, weight], retain_graph=True) for _ in range(2))  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_kl_to_itself_is_zero_and_no_gradient_enters_the_reference() -> None:
+    hidden, weight, _, targets = inputs(6, 50, 8, torch.float32)
+    same = Reference(hidden_NH=hidden, head=Head(weight_VH=weight))
+    kl = fused_reductions(hidden, Head(weight_VH=weight), targets, frozenset({"full_kl"}), reference=same)["full_kl"]
+    assert not kl.any()
+    for gradient in torch.autograd.grad(kl.sum(), [hidden, weight]):
+        assert gradient.abs().max() < 1e-6
 
 
 def test_bfloat16_is_close_and_accumulates_in_float32() -> None:
     """Many chunks of tiny gradient: summed in bfloat16 they would be lost."""
-    hidden, weight, targets = inputs(4096, 16, 8)
+    hidden, weight, _, targets = inputs(4096, 16, 8, torch.float32)
     half = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
     exact = [t.detach().float().requires_grad_() for t in half]
     grads = []
     for (h, w), chunk in ((half, 16), (exact, 2**20)):
-        log_prob, _ = linear_log_prob(h, w, targets, chunk_elements=chunk)
-        assert log_prob.dtype == torch.float32
-        grads.append(torch.autograd.grad(log_prob.sum(), [w])[0].float())
+        out = fused_reductions(h, Head(weight_VH=w), targets, frozenset({"log_probs"}), chunk_elements=chunk)
+        assert out["log_probs"].dtype == torch.float32
+        grads.append(torch.autograd.grad(out["log_probs"].sum(), [w])[0].float())
     error = (grads[0] - grads[1]).norm() / grads[1].norm()
     assert error < 0.01
 
 
-class LargestTensor(TorchDispatchMode):
-    """Number of elements of the largest tensor any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, Tensor):
-                self.largest = max(self.largest, t.numel())
-        return out
+def test_refusals() -> None:
+    hidden, weight, _, targets = inputs(3, 7, 2)
+    head = Head(weight_VH=weight)
+    with pytest.raises(ValueError, match=r"unknown reductions \['perplexity'\]"):
+        fused_reductions(hidden, head, targets, frozenset({"perplexity"}))
+    with pytest.raises(ValueError, match="needs the reference model's"):
+        fused_reductions(hidden, head, targets, frozenset({"full_kl"}))
+    with pytest.raises(ValueError, match="7 logits and the reference 6"):
+        fused_reductions(hidden, head, targets, frozenset({"full_kl"}), reference=reference(3, 6, 2))
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_no_logits_tensor(fused: bool) -> None:
-    """Forward and backward hold no tensor of tokens x vocabulary; the reference path shows that the probe sees one."""
-    n, v, h = 300, 500, 4
-    hidden, weight, targets = inputs(n, v, h)
-    with LargestTensor() as probe:
-        if fused:
-            log_prob, entropy = linear_log_prob(hidden, weight, targets, with_entropy=True, chunk_elements=10 * v)
+def peak(n: int, v: int, h: int, dtype: torch.dtype, want: frozenset[str], chunk: int | None) -> int:
+    """Largest number of bytes that forward and backward hold beyond their inputs; chunk None: full logits."""
+    hidden, weight, _, targets = inputs(n, v, h, dtype)
+    other = reference(n, v, h, dtype) if "full_kl" in want else None
+    with PeakBytes() as probe:
+        if chunk is None:
+            out = full_logits_reductions(hidden, Head(weight_VH=weight), targets, want, reference=other)
         else:
-            log_prob, entropy = full_logits_log_prob(hidden, weight, targets, with_entropy=True)
-        assert entropy is not None
-        (log_prob.sum() + entropy.sum()).backward()
-    assert (probe.largest <= 10 * v) if fused else (probe.largest >= n * v)
+            out = fused_reductions(hidden, Head(weight_VH=weight), targets, want, reference=other, chunk_elements=chunk)
+        torch.stack([value.sum() for value in out.values()]).sum().backward()
+        del out
+    return probe.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("want", [BOTH, ALL])
+def test_peak_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, want: frozenset[str]) -> None:
+    """16k tokens x 152k vocabulary x hidden 1,536 with its chunk of 2^26 logits, every side divided by 16.
+
+    Allowed: under 2 GB / 256 in all, the weight's gradient in float32 (0.93 GB / 256) included. That gradient and the
+    chunks scale with 1/256, the hidden states' gradient too. The full logits need ten times as much.
+    """
+    monkeypatch.setattr(fused_linear, "KEEP_ELEMENTS", 0)
+    monkeypatch.setattr(fused_linear, "_SLAB_ELEMENTS", 2**24 // 256)
+    n, v, h = 16_384 // 16, 151_936 // 16, 1536 // 16
+    limit = 2_000_000_000 // 256
+    assert peak(n, v, h, dtype, want, chunk=2**26 // 256) < limit
+    assert peak(n, v, h, dtype, want, chunk=None) > 5 * limit

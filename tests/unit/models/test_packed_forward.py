@@ -21,7 +21,7 @@ ARCHITECTURES = [
     ("llama", {"tie_word_embeddings": True}),
     ("mistral", {"sliding_window": 5}),
 ]
-WANT = frozenset({"log_probs", "entropy"})
+WANT = frozenset({"log_probs", "entropy", "sum_pi_squared"})
 
 
 def build(path: str, *, packed: bool, kind: str = "policy", vocab_size: int | None = tiny.VOCAB) -> TokenModel:

@@ -1,0 +1,144 @@
+"""One chunk of logits -> per-token numbers, and back to the gradient of the logits, in plain torch operations.
+
+Notation and formulas: verl_like/models/fused_linear.py. A chunk's logits arrive as h W^T + bias in float32 and are
+overwritten. `fused_triton.py` has the same two functions as kernels that touch each logit once.
+Letters: c tokens of the chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG_PROBS, ENTROPY, SUM_PI_SQUARED, FULL_KL = "log_probs", "entropy", "sum_pi_squared", "full_kl"
+REDUCTIONS = (LOG_PROBS, ENTROPY, SUM_PI_SQUARED, FULL_KL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitRule:
+    """z = cap(scale * logits) / temperature with cap(x) = softcap * tanh(x / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def apply_(self, logits_cV: Tensor) -> Tensor:
+        """z, in place."""
+        if self.scale != 1.0:
+            logits_cV.mul_(self.scale)
+        if self.softcap is not None:
+            logits_cV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_cV if self.temperature == 1.0 else logits_cV.div_(self.temperature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Coefficients:
+    """Gradient of the loss in log p_j (per token): p_j (a log p_j + b p_j + d (log p_j - log q_j) + constant).
+
+    At the target `label` is added. What no wanted reduction has is None.
+    """
+
+    label: Tensor | None
+    log_p: Tensor | None
+    p: Tensor | None
+    gap: Tensor | None
+    constant: Tensor
+
+    def of(self, part: slice) -> Coefficients:
+        """Those of a chunk's tokens."""
+        cut = {name: None if (t := getattr(self, name)) is None else t[part] for name in self.__slots__}
+        return Coefficients(**cut)
+
+
+def coefficients(upstream: dict[str, Tensor], values: dict[str, Tensor]) -> Coefficients:
+    """Join the gradients of all reductions, given each one's upstream gradient and value."""
+    constant = torch.zeros_like(next(iter(values.values())))
+    if LOG_PROBS in upstream:
+        constant = constant - upstream[LOG_PROBS]
+    if ENTROPY in upstream:
+        constant = constant - upstream[ENTROPY] * values[ENTROPY]
+    if SUM_PI_SQUARED in upstream:
+        constant = constant - 2.0 * upstream[SUM_PI_SQUARED] * values[SUM_PI_SQUARED]
+    if FULL_KL in upstream:
+        constant = constant - upstream[FULL_KL] * values[FULL_KL]
+    return Coefficients(
+        label=upstream.get(LOG_PROBS),
+        log_p=-upstream[ENTROPY] if ENTROPY in upstream else None,
+        p=2.0 * upstream[SUM_PI_SQUARED] if SUM_PI_SQUARED in upstream else None,
+        gap=upstream.get(FULL_KL),
+        constant=constant,
+    )
+
+
+def reduce_chunk(
+    log_p_cV: Tensor, gap_cV: Tensor | None, targets_c: Tensor, names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """{name: [c]}; `gap`: log p - log q, for full_kl."""
+    values, p_cV = {}, None
+    for name in names:
+        if name == LOG_PROBS:
+            values[name] = log_p_cV.gather(1, targets_c[:, None])[:, 0]
+            continue
+        p_cV = log_p_cV.exp() if p_cV is None else p_cV
+        if name == ENTROPY:
+            values[name] = -_dot(p_cV, log_p_cV)
+        elif name == SUM_PI_SQUARED:
+            values[name] = _dot(p_cV, p_cV)
+        else:
+            assert gap_cV is not None
+            values[name] = _dot(p_cV, gap_cV)
+    return values
+
+
+def log_softmax_(z_cV: Tensor) -> tuple[Tensor, Tensor]:
+    """(log p in place of z, logsumexp [c])."""
+    lse_c = torch.logsumexp(z_cV, -1)
+    return z_cV.sub_(lse_c[:, None]), lse_c
+
+
+def slope_chunk(
+    log_p_cV: Tensor,
+    gap_cV: Tensor | None,
+    lse_c: Tensor,
+    targets_c: Tensor,
+    at: Coefficients,
+    rule: LogitRule,
+    *,
+    reuse: bool,
+) -> Tensor:
+    """Gradient of the loss in h W^T + bias, [c, V]. `reuse`: log p may be overwritten."""
+    inner = None
+    if rule.softcap is not None:  # d cap(x) / d x = 1 - (cap(x) / softcap)^2, and cap(x) = temperature * (log p + lse)
+        inner = (log_p_cV + lse_c[:, None]).mul_(rule.temperature / rule.softcap).square_().neg_().add_(1.0)
+    if at.log_p is None and at.p is None and at.gap is None:
+        slope = (log_p_cV.exp_() if reuse else log_p_cV.exp()).mul_(at.constant[:, None])
+    else:
+        slope = _mixture(log_p_cV, gap_cV, at, reuse=reuse)
+    if at.label is not None:
+        slope.scatter_add_(1, targets_c[:, None], at.label[:, None].to(slope.dtype))
+    if inner is not None:
+        slope.mul_(inner)
+    factor = rule.scale / rule.temperature
+    return slope if factor == 1.0 else slope.mul_(factor)
+
+
+def _mixture(log_p: Tensor, gap: Tensor | None, at: Coefficients, *, reuse: bool) -> Tensor:
+    p = log_p.exp()
+    slope = log_p if reuse else log_p.clone()
+    if at.log_p is not None:
+        slope.mul_(at.log_p[:, None]).add_(at.constant[:, None])
+    else:
+        slope.copy_(at.constant[:, None].expand_as(slope))
+    if at.p is not None:
+        slope.addcmul_(p, at.p[:, None])
+    if at.gap is not None:
+        assert gap is not None
+        slope.addcmul_(gap, at.gap[:, None])
+    return slope.mul_(p)
+
+
+def _dot(a_cV: Tensor, b_cV: Tensor) -> Tensor:
+    """Row-wise sum of products, without a tensor of products."""
+    return torch.bmm(a_cV[:, None, :], b_cV[:, :, None])[:, 0, 0]
