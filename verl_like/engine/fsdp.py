@@ -153,7 +153,7 @@ class FSDPEngine:
             for i, part in enumerate(parts):
                 sharding.set_gradient_sync(self.model, self._sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature))
-            metrics.append(self._step())
+            metrics += [self._step(), microbatch.fill_metrics(parts, rule)]
             self.optimizer.zero_grad(set_to_none=True)
         return merge_metrics(metrics)
 

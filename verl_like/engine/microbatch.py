@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from verl_like.batch import Sequences
+from verl_like.batch import Metric, Sequences
 from verl_like.parallel.balance import micro_batches
 from verl_like.parallel.dist import all_reduce_max
 
@@ -23,3 +24,13 @@ def cut(batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | No
     count = all_reduce_max(len(index))
     parts: list[tuple[list[int], Batch] | None] = [(rows, batch.select(rows).trim()) for rows in index]
     return parts + [None] * (count - len(parts))
+
+
+def fill_metrics(parts: Sequence[tuple[list[int], Sequences] | None], rule: MicroBatchRule) -> dict[str, Metric]:
+    """perf/micro_batches (of the rank with most) and, under a token budget, the share of it that they use."""
+    tokens = [int(part[1].num_tokens_B().sum()) for part in parts if part is not None]
+    metrics = {"perf/micro_batches": Metric(value=float(len(parts)), reduction="max")}
+    if rule.max_tokens is not None and tokens:
+        used = sum(min(count, rule.max_tokens) for count in tokens)
+        metrics["perf/micro_batch_fill"] = Metric(value=used / (len(tokens) * rule.max_tokens), weight=len(tokens))
+    return metrics

@@ -63,16 +63,21 @@ def memory_metrics() -> dict[str, float]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / _GIB
         metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / _GIB
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        metrics["perf/memory_used_fraction"] = torch.cuda.max_memory_reserved() / total
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        metrics["perf/cpu_memory_used_gb"] = memory_used_gib(meminfo.read_text())
+        used, total = memory_gib(meminfo.read_text())
+        metrics["perf/cpu_memory_used_gb"] = used
+        metrics.setdefault("perf/memory_used_fraction", used / total)
     return metrics
 
 
-def memory_used_gib(meminfo: str) -> float:
-    """GiB in use on the machine (total minus available) from the text of Linux's /proc/meminfo."""
+def memory_gib(meminfo: str) -> tuple[float, float]:
+    """(in use, total) GiB of the machine from the text of Linux's /proc/meminfo; in use: total minus available."""
     kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo.splitlines() if ":" in line}
-    return (kib["MemTotal"] - kib["MemAvailable"]) * 1024 / _GIB
+    used = kib["MemTotal"] - kib["MemAvailable"]
+    return used * 1024 / _GIB, kib["MemTotal"] * 1024 / _GIB
 
 
 def sequence_balance_metrics(num_tokens: Sequence[int], rank_rows: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -34,6 +34,7 @@ from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import CriticGroup, PolicyGroup
 from verl_like.trainer.source import PlainSource
+from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
 from verl_like.workers.spec import WorkerSpec
@@ -69,6 +70,7 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
             inputs = load_inputs(config)
             plan = BatchPlan.build(config, world_size, len(inputs.train))
             logger.info("%d process(es) on %s; %s", world_size, device, plan.table())
+            costs = ModelCosts.of(config, plan)
             spec = WorkerSpec(
                 config=config,
                 plan=plan,
@@ -82,7 +84,9 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
                 rewards.check_rows(dataset.reward_styles() if dataset else ())
         group = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
         stop = stack.enter_context(graceful_interrupt())
-        report = build_reporter(config, plan, inputs, group.world_size)
+        peaks = group.call_all("device_peak").wait(timeout=config.trainer.rpc_timeout)
+        speed = SpeedReport.of(config, plan, costs, peaks, device)
+        report = build_reporter(config, plan, inputs, group.world_size, speed)
         stack.callback(report.close)
         yield assemble(config, plan, inputs, rewards, group, report, stop)
 
@@ -97,7 +101,9 @@ def input_errors() -> Iterator[None]:
         raise error if isinstance(error, ConfigError) else ConfigError([str(error)]) from error
 
 
-def build_reporter(config: PPOConfig, plan: BatchPlan, inputs: Inputs, num_devices: int) -> Reporter:
+def build_reporter(
+    config: PPOConfig, plan: BatchPlan, inputs: Inputs, num_devices: int, speed: SpeedReport
+) -> Reporter:
     """Trackers, live display and sample files of the run."""
     settings = config.trainer
     checkpoint = resolve_resume(settings)
@@ -116,6 +122,7 @@ def build_reporter(config: PPOConfig, plan: BatchPlan, inputs: Inputs, num_devic
         max_response_length=config.data.max_response_length,
         steps_per_epoch=required(plan.steps_per_epoch),
         num_devices=num_devices,
+        speed=speed,
     )
 
 

@@ -17,6 +17,7 @@ from verl_like.observe.samples import Decoder, dump_samples, make_samples, pick_
 from verl_like.observe.timing import StepClock, timing_per_token_metrics
 from verl_like.observe.trackers import Trackers
 from verl_like.trainer.dispatch import rows_per_rank
+from verl_like.trainer.speed import SpeedReport
 
 
 class Reporter:
@@ -33,8 +34,9 @@ class Reporter:
         max_response_length: int,
         steps_per_epoch: int,
         num_devices: int,
+        speed: SpeedReport,
     ) -> None:
-        self.trainer, self.trackers, self.progress = trainer, trackers, progress
+        self.trainer, self.trackers, self.progress, self.speed = trainer, trackers, progress, speed
         self.tokenizer, self.num_devices, self.steps_per_epoch = tokenizer, num_devices, steps_per_epoch
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
 
@@ -60,9 +62,11 @@ class Reporter:
                 total_tokens=int(num_tokens.sum()),
             ),
             **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.num_devices),
+            **self.speed.metrics(rollouts, clock.seconds),
         }
         self.trackers.log(step, everything)
         self.progress.step_finished(step, everything)
+        self.speed.log(clock.seconds, everything)
         if self.trainer.rollout_data_dir:
             samples = make_samples(rollouts, scores, self.tokenizer, step)
             dump_samples(self.trainer.rollout_data_dir, step, samples)

@@ -9,6 +9,7 @@ import logging
 
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.cluster.protocol import RankEnv
+from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.rollout.protocol import Completion, GenerationRequest
 from verl_like.weight_sync.sync import SyncReport
@@ -44,6 +45,10 @@ class HybridWorker:
 
     def sync_weights(self, version: int) -> SyncReport | None:
         return self.policy.sync_weights(version)
+
+    def device_peak(self) -> DevicePeak:
+        """What this rank's device can do at most, in the actor's compute precision."""
+        return device_peak(self.process.device, self.policy.compute_dtype())
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         return self.policy.generate(requests)

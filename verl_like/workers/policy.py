@@ -39,7 +39,7 @@ class PolicyWorker:
             self.rollout,
             spec.config.actor_rollout_ref.rollout,
             process,
-            trainer_dtype=self._compute_dtype(),
+            trainer_dtype=self.compute_dtype(),
         )
         self.switch = PhaseSwitch(enter_train=self.rollout.sleep, enter_rollout=self._enter_rollout)
         self.rollout.sleep()
@@ -74,7 +74,8 @@ class PolicyWorker:
             seed=self.spec.config.trainer.seed,
         )
 
-    def _compute_dtype(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
+        """Precision of the actor's forward and backward passes."""
         fsdp = self.spec.config.actor_rollout_ref.actor.fsdp_config
         return dtype_of(resolve_dtype(fsdp.dtype, self.process.device.type))
 

@@ -8,8 +8,8 @@ import torch
 
 from tests.unit.observe import factory
 from verl_like.observe.metrics import (
+    memory_gib,
     memory_metrics,
-    memory_used_gib,
     numeric_extras,
     perf_metrics,
     rollout_metrics,
@@ -54,7 +54,7 @@ def test_perf_metrics_are_per_device_and_second() -> None:
 
 def test_memory_of_the_machine_is_total_minus_available() -> None:
     text = "MemTotal:       8388608 kB\nMemAvailable:    6291456 kB\nHugePages_Total: 0\n"
-    assert memory_used_gib(text) == 2.0
+    assert memory_gib(text) == (2.0, 8.0)
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux only")

@@ -1,0 +1,71 @@
+"""Advice: each rule speaks in its own situation, the costliest cause wins, and silence where nothing is to gain."""
+
+import pytest
+
+from verl_like.observe.advice import Settings, advise
+
+GOOD = Settings(
+    token_budget=1000,
+    balance_batch=True,
+    old_log_probs="detach",
+    optimizer_steps_per_rollout=1,
+    gradient_checkpointing=False,
+    async_reward=True,
+    filter_groups=True,
+    num_ranks=2,
+)
+SECONDS = {"step": 10.0, "gen": 4.0, "update_actor": 4.0, "reward": 1.0, "old_log_prob": 1.0}
+
+
+def settings(**changes):
+    return Settings(**({name: getattr(GOOD, name) for name in GOOD.__slots__} | changes))
+
+
+def test_nothing_to_say():
+    assert advise(SECONDS, {}, GOOD) is None
+
+
+@pytest.mark.parametrize(
+    "changes, metrics, words",
+    [
+        ({}, {"perf/micro_batch_fill": 0.62, "perf/micro_batches": 4}, "leaves 38% of each micro-batch empty"),
+        ({}, {"global_seqlen/mean": 100, "global_seqlen/balanced_max": 150}, "50% more tokens"),
+        (
+            {"balance_batch": False},
+            {"global_seqlen/mean": 100, "global_seqlen/balanced_max": 150},
+            "balance_batch=True",
+        ),
+        ({}, {"response_length/mean": 100, "response_length/max": 800}, "8.0 times the mean"),
+        ({"filter_groups": False}, {"critic/group_zero_std_fraction": 0.4}, "40% of the groups"),
+        ({"async_reward": False}, {}, "launch_reward_fn_async"),
+        ({"old_log_probs": "recompute"}, {}, "old_log_probs=auto"),
+        ({"gradient_checkpointing": True}, {"perf/memory_used_fraction": 0.2}, "enable_gradient_checkpointing=False"),
+    ],
+)
+def test_each_cause_has_its_sentence(changes, metrics, words):
+    sentence = advise(SECONDS, metrics, settings(**changes))
+    assert sentence is not None and words in sentence
+
+
+@pytest.mark.parametrize(
+    "changes, metrics",
+    [
+        ({}, {"perf/micro_batch_fill": 0.62, "perf/micro_batches": 1}),  # one micro-batch: nothing to merge
+        ({"num_ranks": 1}, {"global_seqlen/mean": 100, "global_seqlen/balanced_max": 150}),
+        ({"old_log_probs": "recompute", "optimizer_steps_per_rollout": 2}, {}),
+        ({"gradient_checkpointing": True}, {"perf/memory_used_fraction": 0.9}),
+    ],
+)
+def test_no_cause_no_sentence(changes, metrics):
+    assert advise(SECONDS, metrics, settings(**changes)) is None
+
+
+def test_the_costliest_cause_wins():
+    metrics = {"critic/group_zero_std_fraction": 0.9, "perf/micro_batch_fill": 0.62, "perf/micro_batches": 4}
+    assert "90% of the groups" in advise(SECONDS, metrics, settings(filter_groups=False))
+
+
+def test_housekeeping_is_named_by_its_key():
+    assert "trainer.save_freq" in advise({**SECONDS, "save_checkpoint": 5.0}, {}, GOOD)
+    assert "trainer.test_freq" in advise({**SECONDS, "testing": 5.0}, {}, GOOD)
+    assert "weight sync takes 30%" in advise({**SECONDS, "update_weights": 3.0}, {}, GOOD)

@@ -1,0 +1,119 @@
+"""What a model costs, from its own shape: floating-point operations, bytes of weights and cache.
+
+Counted are matrix products and attention, a multiply and an add as two operations. Norms, rotary embedding, softmax and
+element-wise work are left out, as in published figures of model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B).
+A backward pass costs twice its forward pass; activations computed twice (checkpointing) are not counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+BACKWARD = 2.0  # of a forward pass
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCost:
+    """Shape of a decoder-only model, as far as its cost depends on it."""
+
+    body_weights: int  # numbers in the matrices that every token is multiplied with
+    head_weights: int  # numbers in the output head, which only predicted tokens meet
+    all_weights: int  # numbers in the whole model, embedding included, tied ones once
+    attention_width: int  # query heads x head size
+    cache_width: int  # numbers that one token leaves in the key-value cache of one layer
+    windows: tuple[int | None, ...]  # per attention layer: how many tokens back it looks, None for all
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, *, trust_remote_code: bool = False) -> ModelCost:
+        """Count the weights of the model that this Hugging Face config describes; no memory is used for them."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return cls.count(model)
+
+    @classmethod
+    def count(cls, model: PreTrainedModel) -> ModelCost:
+        """The same for a model that is there already (weights may be on any device)."""
+        config = model.config.get_text_config()
+        head = model.get_output_embeddings()
+        head_weights = head.weight.numel() if head is not None else 0
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(
+            body_weights=round(_body_weights(model, head)),
+            head_weights=head_weights,
+            all_weights=sum(parameter.numel() for parameter in model.parameters()),
+            attention_width=heads * head_size,
+            cache_width=2 * kv_heads * head_size,
+            windows=_windows(config),
+        )
+
+    def with_value_head(self) -> ModelCost:
+        """The critic built on this model: a head with one output."""
+        return ModelCost(
+            body_weights=self.body_weights,
+            head_weights=0,
+            all_weights=self.all_weights,
+            attention_width=self.attention_width,
+            cache_width=self.cache_width,
+            windows=self.windows,
+        )
+
+    def forward_flops(self, num_tokens: Sequence[int], num_predicted: int) -> float:
+        """One forward pass over sequences of these lengths, of which `num_predicted` tokens pass the head."""
+        dense = 2.0 * (self.body_weights * sum(num_tokens) + self.head_weights * num_predicted)
+        return dense + sum(self.attention_flops(length) for length in num_tokens)
+
+    def attention_flops(self, length: int) -> float:
+        """Scores and weighted values of one sequence over all layers: 4 x width for each (query, visible key) pair."""
+        return 4.0 * self.attention_width * sum(_visible_pairs(length, window) for window in self.windows)
+
+    def row_costs(self, prompt_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[float]:
+        """What to balance rows over ranks by: the forward operations of each."""
+        return [
+            self.forward_flops([prompt + response], response)
+            for prompt, response in zip(prompt_lengths, response_lengths, strict=True)
+        ]
+
+    def cache_reads(self, prompt_length: int, response_length: int) -> float:
+        """Numbers that decoding one response reads from the key-value cache, over all layers."""
+        total = prompt_length + response_length
+        pairs = sum(_visible_pairs(total, w) - _visible_pairs(prompt_length, w) for w in self.windows)
+        return self.cache_width * pairs
+
+
+def _visible_pairs(length: int, window: int | None) -> float:
+    """(query, key) pairs of causal attention, each query seeing at most `window` keys (itself included)."""
+    if window is None or length <= window:
+        return length * (length + 1) / 2
+    return window * (window + 1) / 2 + float(length - window) * window
+
+
+def _body_weights(model: PreTrainedModel, head: nn.Module | None) -> float:
+    """Matrices of the blocks, whatever kind of module holds them; of stacked experts the share one token visits."""
+    config = model.config.get_text_config()
+    experts = next((getattr(config, key) for key in _EXPERT_COUNTS if getattr(config, key, None)), None)
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or module is head:
+            continue
+        for weight in module.parameters(recurse=False):
+            if weight.ndim == 2:
+                total += weight.numel()
+            elif experts and weight.ndim == 3 and weight.shape[0] == experts:
+                total += weight.numel() * config.num_experts_per_tok / experts
+    return total
+
+
+def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds if "attention" in kind)

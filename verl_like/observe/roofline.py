@@ -1,0 +1,111 @@
+"""How far each phase of a step is from what the hardware allows, and what to change first.
+
+A floor is the time that the unavoidable work would take at the device's peak: operations of the forward and backward
+passes, weights and cache that decoding must read, bytes that a weight sync must move. Nothing can be faster; a phase
+at 1.5x its floor is very good, one at 20x has something to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from verl_like.models.cost import BACKWARD, ModelCost
+from verl_like.parallel.device_peak import DevicePeak
+
+# Phase of the step -> verl's name of its model FLOPs utilisation.
+_MFU_NAMES = {
+    "update_actor": "actor",
+    "old_log_prob": "actor_infer",
+    "ref": "ref",
+    "update_critic": "critic",
+    "values": "critic_infer",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """What the floors need to know of a run besides the lengths of its rows."""
+
+    actor: ModelCost
+    critic: ModelCost | None
+    peak: DevicePeak  # of all devices together
+    weight_bytes: int  # of one number in the rollout engine's weights and cache
+    responses_per_prompt: int
+    rollout_replicas: int
+    actor_epochs: int
+    critic_epochs: int
+
+
+def phase_flops(shape: RunShape, prompts: Sequence[int], responses: Sequence[int]) -> dict[str, float]:
+    """Operations that each training pass over these rows must make (lengths in tokens, one entry a row)."""
+    totals = [p + r for p, r in zip(prompts, responses, strict=True)]
+    forward = shape.actor.forward_flops(totals, sum(responses))
+    flops = {
+        "old_log_prob": forward,
+        "ref": forward,
+        "update_actor": (1 + BACKWARD) * shape.actor_epochs * forward,
+    }
+    if shape.critic is not None:
+        critic = shape.critic.forward_flops(totals, 0)
+        flops |= {"values": critic, "update_critic": (1 + BACKWARD) * shape.critic_epochs * critic}
+    return flops
+
+
+def generation_floor(shape: RunShape, prompts: Sequence[int], responses: Sequence[int]) -> float:
+    """Seconds that sampling must take: each prompt read once, then decoding, bound by operations or by memory.
+
+    Memory: every step of a replica reads its weights once (there are at least as many steps as the longest response has
+    tokens), and each new token reads its row's cache.
+    """
+    model, n = shape.actor, shape.responses_per_prompt
+    once = list(prompts[::n])
+    prefill = model.forward_flops(once, len(once)) / shape.peak.flops
+    decode_flops = sum(
+        model.forward_flops([p + r], r) - model.forward_flops([p], 0) for p, r in zip(prompts, responses, strict=True)
+    )
+    weights = shape.rollout_replicas * max(responses, default=0) * (model.body_weights + model.head_weights)
+    cache = sum(model.cache_reads(p, r) for p, r in zip(prompts, responses, strict=True))
+    decode_bytes = (weights + cache) * shape.weight_bytes
+    return prefill + max(decode_flops / shape.peak.flops, decode_bytes / shape.peak.bandwidth)
+
+
+def sync_floor(shape: RunShape) -> float:
+    """Seconds to read the trained weights once and to write them once per replica."""
+    moved = 2 * shape.rollout_replicas * shape.actor.all_weights * shape.weight_bytes
+    return moved / shape.peak.bandwidth
+
+
+def speed_metrics(
+    shape: RunShape, seconds: Mapping[str, float], prompts: Sequence[int], responses: Sequence[int]
+) -> dict[str, float]:
+    """perf/mfu/<role> (share of the peak that useful operations reached) and perf/floor_ratio/<phase> (time / floor).
+
+    seconds: wall clock per phase, as `StepClock.seconds`; phases that did not run get no metric.
+    """
+    flops = phase_flops(shape, prompts, responses)
+    ran = {name: seconds[name] for name in flops if seconds.get(name, 0.0) > 0}
+    metrics = {f"perf/mfu/{_MFU_NAMES[name]}": flops[name] / (taken * shape.peak.flops) for name, taken in ran.items()}
+    floors = {name: flops[name] / shape.peak.flops for name in ran}
+    floors["gen"] = generation_floor(shape, prompts, responses)
+    floors["update_weights"] = sync_floor(shape)
+    ratios = {
+        f"perf/floor_ratio/{name}": seconds[name] / floor
+        for name, floor in floors.items()
+        if seconds.get(name, 0.0) > 0 and floor > 0
+    }
+    return metrics | ratios
+
+
+def speed_line(seconds: Mapping[str, float], metrics: Mapping[str, float]) -> str:
+    """One line: the step's phases, largest first, each with its distance from the floor."""
+    phases = {name: value for name, value in seconds.items() if name != "step"}
+    parts = []
+    for name, value in sorted(phases.items(), key=lambda item: -item[1])[:6]:
+        ratio = metrics.get(f"perf/floor_ratio/{name}")
+        parts.append(f"{name} {_seconds(value)}" + (f" ({ratio:.1f}x floor)" if ratio is not None else ""))
+    return f"step {_seconds(seconds.get('step', 0.0))}: " + ", ".join(parts)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value < 0.1 else f"{value:.2f} s" if value < 10 else f"{value:.0f} s"

@@ -1,0 +1,104 @@
+"""The speed report of a run: floors and utilisation of each step, and one sentence of advice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from verl_like.batch import Rollouts
+from verl_like.config import PPOConfig, resolve_dtype
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.models.cost import ModelCost
+from verl_like.models.heads import dtype_of
+from verl_like.models.loading import load_hf_config
+from verl_like.observe.advice import Settings, advise
+from verl_like.observe.roofline import RunShape, speed_line, speed_metrics
+from verl_like.parallel.device_peak import DevicePeak
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """What the run's trained models cost; also what rows are balanced over ranks by."""
+
+    actor: ModelCost
+    critic: ModelCost | None
+
+    @classmethod
+    def of(cls, config: PPOConfig, plan: BatchPlan) -> ModelCosts:
+        """Counted from the models' configs; no memory is used for weights."""
+        critic = config.critic.model
+        return cls(
+            actor=ModelCost.of(load_hf_config(config.actor_rollout_ref.model)),
+            critic=ModelCost.of(load_hf_config(critic)).with_value_head() if plan.needs_critic else None,
+        )
+
+
+class SpeedReport:
+    """Turns a step's seconds into perf/mfu/*, perf/floor_ratio/* and a log line."""
+
+    def __init__(self, shape: RunShape, settings: Settings) -> None:
+        self.shape, self.settings = shape, settings
+
+    @classmethod
+    def of(
+        cls, config: PPOConfig, plan: BatchPlan, costs: ModelCosts, peaks: list[DevicePeak], device: str
+    ) -> SpeedReport:
+        """peaks: one for each rank, as the workers measured or looked them up."""
+        total = DevicePeak(
+            flops=sum(peak.flops for peak in peaks),
+            bandwidth=sum(peak.bandwidth for peak in peaks),
+            source=peaks[0].source,
+        )
+        logger.info(
+            "device peak (%s): %.4g TFLOP/s and %.4g GB/s over %d rank(s)",
+            total.source,
+            total.flops / 1e12,
+            total.bandwidth / 1e9,
+            len(peaks),
+        )
+        policy = config.actor_rollout_ref
+        shape = RunShape(
+            actor=costs.actor,
+            critic=costs.critic,
+            peak=total,
+            weight_bytes=_element_size(resolve_dtype(policy.rollout.dtype, device)),
+            responses_per_prompt=policy.rollout.n,
+            rollout_replicas=plan.rollout_replicas,
+            actor_epochs=policy.actor.ppo_epochs,
+            critic_epochs=config.critic.ppo_epochs,
+        )
+        return cls(shape, settings_of(config, plan))
+
+    def metrics(self, rollouts: Rollouts, seconds: Mapping[str, float]) -> dict[str, float]:
+        """perf/mfu/* and perf/floor_ratio/* of one step."""
+        return speed_metrics(
+            self.shape, seconds, rollouts.prompt_length_B.tolist(), rollouts.response_length_B.tolist()
+        )
+
+    def log(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+        """The step's phases against their floors, and the advice where there is any."""
+        advice = advise(seconds, metrics, self.settings)
+        logger.info("%s%s", speed_line(seconds, metrics), f"; advice: {advice}" if advice else "")
+
+
+def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
+    """The choices of this run that advice speaks about."""
+    return Settings(
+        token_budget=plan.actor_micro.max_tokens,
+        balance_batch=config.trainer.balance_batch,
+        old_log_probs=plan.old_log_probs,
+        optimizer_steps_per_rollout=plan.optimizer_steps_per_rollout,
+        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        async_reward=config.reward_model.launch_reward_fn_async,
+        filter_groups=config.algorithm.filter_groups.enable,
+        num_ranks=plan.world_size,
+    )
+
+
+def _element_size(dtype_name: str) -> int:
+    return torch.empty(0, dtype=dtype_of(dtype_name)).element_size()
