@@ -111,6 +111,18 @@ def test_ends(engine: RolloutEngine) -> None:
         assert whole.token_ids[: len(stopped.token_ids)] == stopped.token_ids
 
 
+def test_stream_gives_each_response_as_it_ends(engine: RolloutEngine) -> None:
+    short, long = dataclasses.replace(SAMPLING, max_tokens=1), dataclasses.replace(SAMPLING, ignore_eos=True)
+    asked = [*requests(1, long), *requests(3, short, first=1)]
+    lists = list(engine.stream(asked))
+    ended = [completion.request_id for completions in lists for completion in completions]
+    assert sorted(ended) == ["r0", "r1", "r2", "r3"]
+    assert ended[-1] == "r0"  # asked for first, ended last
+    alone = {c.request_id: c.token_ids for c in engine.generate(asked)}
+    assert {c.request_id: c.token_ids for completions in lists for c in completions} == alone
+    assert list(engine.stream([])) == []
+
+
 def test_tokens_do_not_depend_on_the_batch(engine: RolloutEngine) -> None:
     together = {c.request_id: c.token_ids for c in engine.generate(requests(40))}  # more than max_num_seqs
     for request in (*requests(2), *requests(1, first=39)):

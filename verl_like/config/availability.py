@@ -158,7 +158,6 @@ NOT_YET: list[NotYet] = [
         ),
     ),
     NotYet("reward_model.reward_manager", _is_not("naive"), "use naive", ("reward_model.reward_kwargs",)),
-    *_off("reward_model.launch_reward_fn_async"),
     NotYet("reward_model.sandbox_fusion.url", _truthy, "leave it out", ("reward_model.sandbox_fusion.",)),
     NotYet("reward_model.overlong_buffer.enable", _truthy, "set it to false", ("reward_model.overlong_buffer.",)),
     # The run

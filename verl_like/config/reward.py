@@ -121,7 +121,8 @@ class RewardModelConfig(ConfigNode):
     rule_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of `rule`; under a grader's name, a dictionary with options of that grader."""
     launch_reward_fn_async: bool = False
-    """Grade while log-probs are computed."""
+    """Do not wait for the last rewards before log-probs and values are computed, only before advantages are. Grading
+    starts as each response ends either way."""
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
     """Remote execution of generated programs."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)

@@ -8,73 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
-import torch
-
-from verl_like.batch import PromptRow, RewardFailure, Rollouts, Scores
+from verl_like.batch import PromptRow, Prompts, Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.rewards import graders
+from verl_like.rewards.grading import Grading
 from verl_like.rewards.loading import resolve_path
 from verl_like.rewards.pool import WorkerPool
-from verl_like.rewards.protocol import RewardCall, RewardOutcome, ScorerSpec
+from verl_like.rewards.protocol import ScorerSpec
 
 logger = logging.getLogger(__name__)
 
 _MANAGERS = ("naive",)
-_LOGGED_FAILURES = 3  # rows shown in full per batch
-_HEAD_CHARS = 200
-
-
-class RewardError(RuntimeError):
-    """No row of a batch, or of a whole validation, could be scored."""
-
-
-class PendingScores:
-    """Scores on their way: `RewardManager.submit` returns one, `result` waits for all rows."""
-
-    def __init__(self, calls: list[RewardCall], futures: list[Future[RewardOutcome]], rows: list[PromptRow], step: int):
-        self._calls, self._futures, self._rows, self._step = calls, futures, rows, step
-
-    def result(self) -> Scores:
-        """Scores in the order of the rollouts, also if every row failed: see `require_any`."""
-        outcomes = [future.result() for future in self._futures]
-        scores = to_scores(outcomes, [call.data_source for call in self._calls])
-        self._report(scores)
-        return scores
-
-    def _report(self, scores: Scores) -> None:
-        failures = [failure for failure in scores.failures if failure is not None]
-        if not failures:
-            return
-        logger.warning(
-            "step %d: %d of %d rewards failed (%s); these rows are left out",
-            *(self._step, len(failures), len(scores), _kinds(failures)),
-        )
-        for failure in failures[:_LOGGED_FAILURES]:
-            logger.warning(
-                "reward %s: row %d (dataset index %d, data_source %s), response %r:\n%s",
-                *(failure.kind, failure.row, self._rows[failure.row].index, failure.data_source),
-                *(self._calls[failure.row].solution_str[:_HEAD_CHARS], failure.message),
-            )
-
-
-def require_any(batches: Sequence[Scores], *, step: int) -> None:
-    """RewardError, with the first failure, if there are rows and the reward of every one of them failed."""
-    failures = [failure for scores in batches for failure in scores.failures if failure is not None]
-    if failures and len(failures) == sum(len(scores) for scores in batches):
-        first = failures[0]
-        raise RewardError(
-            f"step {step}: the reward of every response ({len(failures)}) failed ({_kinds(failures)}). The first, row "
-            f"{first.row} of data_source {first.data_source}: {first.kind}: {first.message}"
-        )
-
-
-def _kinds(failures: Sequence[RewardFailure]) -> str:
-    return ", ".join(f"{count} x {kind}" for kind, count in Counter(f.kind for f in failures).items())
 
 
 class RewardManager:
@@ -114,22 +61,37 @@ class RewardManager:
         if not self._custom:
             self._choice.check_rows(rows)
 
-    def submit(self, rollouts: Rollouts, *, step: int) -> PendingScores:
-        """Start scoring and return at once."""
-        calls = self._calls(rollouts)
-        self.check_rows((row.data_source, row.style) for row in rollouts.rows)
-        return PendingScores(calls, self._pool.submit(calls), rollouts.rows, step)
+    def begin(self, prompts: Prompts, *, n: int, step: int, may_all_fail: bool = False) -> Grading:
+        """Grading of n responses to each prompt, which are yet to come. ValueError for a data source without a grader.
 
-    def score(self, rollouts: Rollouts, *, step: int, may_all_fail: bool = False) -> Scores:
-        """One reward per response. Rows that failed have score NaN, valid_B false and a RewardFailure.
-
-        Raises RewardError if every row failed, unless `may_all_fail`: one batch of several, then `require_any` is due.
-        Raises ValueError for a data source without a grader.
+        may_all_fail: this is one batch of several, so that its `result` need not hold a score.
         """
-        scores = self.submit(rollouts, step=step).result()
-        if not may_all_fail:
-            require_any([scores], step=step)
-        return scores
+        return self._grading([row for row in prompts.rows for _ in range(n)], step=step, may_all_fail=may_all_fail)
+
+    def score(self, rollouts: Rollouts, *, step: int) -> Scores:
+        """One reward per response of rollouts that are complete: `begin` and `Grading.result` in one."""
+        grading = self._grading(rollouts.rows, step=step)
+        lengths = rollouts.response_length_B.tolist()
+        for row, (ids, length) in enumerate(zip(rollouts.response_ids_BR, lengths, strict=True)):
+            grading.add_tokens(row, ids[:length].tolist())
+        return grading.result()
+
+    def _grading(self, rows: Sequence[PromptRow], *, step: int, may_all_fail: bool = False) -> Grading:
+        self.check_rows((row.data_source, row.style) for row in rows)
+        return Grading(
+            rows,
+            step=step,
+            decode=self._decode,
+            grader_of=self._grader_of,
+            submit=self._pool.submit,
+            may_all_fail=may_all_fail,
+        )
+
+    def _grader_of(self, row: PromptRow) -> str | None:
+        return None if self._custom else self._choice.grader_of_row(row.data_source, row.style)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def metrics(self, scores: Scores, rows: Sequence[PromptRow] | None = None) -> dict[str, float]:
         """reward/failures, reward/timeouts, reward/failure_fraction and the mean of each further numeric value.
@@ -151,38 +113,6 @@ class RewardManager:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _calls(self, rollouts: Rollouts) -> list[RewardCall]:
-        lengths = rollouts.response_length_B.tolist()
-        tokens = [ids[:length].tolist() for ids, length in zip(rollouts.response_ids_BR, lengths, strict=True)]
-        texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
-        return [
-            RewardCall(
-                data_source=row.data_source,
-                solution_str=text,
-                ground_truth=row.ground_truth,
-                extra_info=row.extra_info,
-                grader=None if self._custom else self._choice.grader_of_row(row.data_source, row.style),
-            )
-            for row, text in zip(rollouts.rows, texts, strict=True)
-        ]
-
-
-def to_scores(outcomes: Sequence[RewardOutcome], data_sources: Sequence[str]) -> Scores:
-    """Outcomes of a batch, in order, as the struct that training uses."""
-    failures = [
-        None
-        if outcome.kind is None
-        else RewardFailure(row=row, data_source=source, kind=outcome.kind, message=outcome.message)
-        for row, (outcome, source) in enumerate(zip(outcomes, data_sources, strict=True))
-    ]
-    values = [math.nan if outcome.score is None else outcome.score for outcome in outcomes]
-    return Scores(
-        score_B=torch.tensor(values, dtype=torch.float32),
-        valid_B=torch.tensor([failure is None for failure in failures], dtype=torch.bool),
-        extras=[dict(outcome.extras) for outcome in outcomes],
-        failures=failures,
-    )
 
 
 def reward_metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> dict[str, float]:

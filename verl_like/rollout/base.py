@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
+from time import monotonic, sleep
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutError
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.step_loop import StepLoop
+
+STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
 
 
 class BaseRolloutEngine:
@@ -43,6 +47,18 @@ class BaseRolloutEngine:
         with preserve_rng():
             futures = [self.submit(request) for request in requests]
             return [future.result() for future in futures]
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
+        self._require_weights()
+        with preserve_rng():
+            ended: SimpleQueue[Future[Completion]] = SimpleQueue()
+            for request in requests:
+                self.submit(request).add_done_callback(ended.put)
+            missing = len(requests)
+            while missing:
+                futures = _gather(ended, missing)
+                missing -= len(futures)
+                yield [future.result() for future in futures]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._require_weights()
@@ -86,6 +102,18 @@ class BaseRolloutEngine:
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         raise NotImplementedError
+
+
+def _gather(ended: SimpleQueue[Future[Completion]], most: int) -> list[Future[Completion]]:
+    """Wait for the next to end, and take along what ends within STREAM_INTERVAL_S of it."""
+    futures = [ended.get()]
+    deadline = monotonic() + STREAM_INTERVAL_S
+    while len(futures) < most and (not ended.empty() or monotonic() < deadline):
+        if ended.empty():
+            sleep(STREAM_INTERVAL_S / 10)
+        else:
+            futures.append(ended.get())
+    return futures
 
 
 def _no_grad(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

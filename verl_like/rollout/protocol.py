@@ -7,7 +7,7 @@ replica's first rank count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -85,6 +85,10 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Completions in the order of the requests."""
+        ...
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
+        """Completions as they end, those that end close together in one list; read it to its end."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

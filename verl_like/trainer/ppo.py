@@ -53,10 +53,13 @@ class PPOTrainer:
             step, clock = self.begin_step()
             with clock("step"):
                 with clock("gen"):
-                    rollouts = self.source.next_rollouts(self.policy, step)
-                with clock("reward"):
-                    scores = self.rewards.score(rollouts, step=step)
+                    rollouts, grading = self.source.next_rollouts(self.policy, self.rewards, step)
+                if not self.config.reward_model.launch_reward_fn_async:
+                    with clock("reward"):
+                        grading.wait()
                 evaluated = self.evaluate(rollouts)
+                with clock("reward"):
+                    scores = grading.result()
                 with clock("adv"):
                     experience, metrics = self.make_experience(rollouts, scores, evaluated)
                 if self.critic is not None:

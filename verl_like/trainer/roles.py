@@ -5,7 +5,7 @@ Each method splits its struct over the data-parallel ranks, calls, waits and joi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from verl_like.rollout.protocol import Completion, SamplingParams
 from verl_like.trainer.dispatch import join_rows, rows_per_rank, split_rows
 from verl_like.weight_sync.sync import SyncReport
 
+ResponseReader = Callable[[int, Completion], None]  # row of the batch, its response
 Minibatches = list[tuple[Experience, Denominators]]
 
 
@@ -89,16 +90,37 @@ class RoleGroup:
 class PolicyGroup(RoleGroup):
     """Actor, reference and rollout of the pool."""
 
-    def generate(self, prompts: Prompts, sampling: SamplingParams, *, n: int, seed: int | None, step: int) -> Rollouts:
-        """n responses to each prompt; a prompt's n requests stay on one replica, which then shares its prefix."""
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams,
+        *,
+        n: int,
+        seed: int | None,
+        step: int,
+        on_response: ResponseReader | None = None,
+    ) -> Rollouts:
+        """n responses to each prompt; a prompt's n requests stay on one replica, which then shares its prefix.
+
+        `on_response` is called with every response as it ends, in whatever order, while others are still decoded.
+        """
         requests = build_requests(prompts, n, sampling, seed=seed or 0, step=step, seed_per_request=seed is not None)
         replicas, ranks_each = self.plan.rollout_replicas, self.plan.tensor_parallel_size
         shares = rows_per_rank(prompts.prompt_length_B.tolist(), replicas, balance=self.balance)
         by_replica = [[requests[p * n + i] for p in sorted(share) for i in range(n)] for share in shares]
         per_rank = [(by_replica[rank // ranks_each],) for rank in range(self.group.world_size)]
-        results = self.wait(self.group.call("generate", per_rank))
-        first_ranks = [results[replica * ranks_each] for replica in range(replicas)]
-        return assemble_rollouts(prompts, n, in_request_order(shares, first_ranks, n))
+        row_of = {request.request_id: row for row, request in enumerate(requests)}
+        responses: dict[int, Completion] = {}
+
+        def read(rank: int, ended: list[Completion]) -> None:
+            for completion in ended:
+                row = row_of[completion.request_id]
+                responses[row] = completion
+                if on_response is not None:
+                    on_response(row, completion)
+
+        self.wait(self.group.stream("generate", per_rank, read))
+        return assemble_rollouts(prompts, n, [responses[row] for row in sorted(responses)])
 
     def old_log_probs(self, rollouts: Rollouts) -> Evaluated:
         return self.evaluate("old_log_probs", rollouts)
@@ -140,17 +162,6 @@ def as_sequences(batch: Sequences) -> Sequences:
         response_length_B=batch.response_length_B,
         response_mask_BR=batch.response_mask_BR,
     )
-
-
-def in_request_order(
-    shares: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]], n: int
-) -> list[Completion]:
-    """Completions of all replicas in prompt-major request order."""
-    by_prompt: dict[int, Sequence[Completion]] = {}
-    for share, done in zip(shares, completions, strict=True):
-        for place, prompt in enumerate(sorted(share)):
-            by_prompt[prompt] = done[place * n : (place + 1) * n]
-    return [completion for prompt in sorted(by_prompt) for completion in by_prompt[prompt]]
 
 
 def average_steps(steps: Sequence[dict[str, Metric]]) -> dict[str, float]:

@@ -10,14 +10,19 @@ from typing import Any, Protocol
 
 from verl_like.batch import Rollouts
 from verl_like.data.loader import PromptLoader
+from verl_like.rewards.grading import Grading
+from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.protocol import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
 
 
 class BatchSource(Protocol):
-    """Gives one step's rollouts, and remembers where in the data it is."""
+    """Gives one step's rollouts and their scores, and remembers where in the data it is.
 
-    def next_rollouts(self, policy: PolicyGroup, step: int) -> Rollouts: ...
+    Grading starts as each response ends; the scores may still be on their way when the rollouts are returned.
+    """
+
+    def next_rollouts(self, policy: PolicyGroup, rewards: RewardManager, step: int) -> tuple[Rollouts, Grading]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -30,8 +35,11 @@ class PlainSource:
     def __init__(self, loader: PromptLoader, sampling: SamplingParams, *, n: int, seed: int | None) -> None:
         self.loader, self.sampling, self.n, self.seed = loader, sampling, n, seed
 
-    def next_rollouts(self, policy: PolicyGroup, step: int) -> Rollouts:
-        return policy.generate(self.loader.next(), self.sampling, n=self.n, seed=self.seed, step=step)
+    def next_rollouts(self, policy: PolicyGroup, rewards: RewardManager, step: int) -> tuple[Rollouts, Grading]:
+        prompts = self.loader.next()
+        grading = rewards.begin(prompts, n=self.n, step=step)
+        rollouts = policy.generate(prompts, self.sampling, n=self.n, seed=self.seed, step=step, on_response=grading.add)
+        return rollouts, grading
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()

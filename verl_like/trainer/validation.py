@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 from verl_like.batch import Prompts, Rollouts, Scores
 from verl_like.observe.validation import validation_metrics
-from verl_like.rewards.manager import RewardManager, require_any
+from verl_like.rewards.grading import Grading, require_any
+from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.protocol import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
 
@@ -34,10 +35,19 @@ class Validator:
 
         A small batch may lose all its rewards (the last one may be a single prompt); RewardError if all batches do.
         """
-        answered: list[tuple[Rollouts, Scores]] = []
+        batches: list[tuple[Rollouts, Grading]] = []
         for prompts in self.batches():
-            rollouts = policy.generate(prompts, self.sampling, n=self.n, seed=self.seed, step=step + _SEED_OFFSET)
-            answered.append((rollouts, rewards.score(rollouts, step=step, may_all_fail=True)))
+            grading = rewards.begin(prompts, n=self.n, step=step, may_all_fail=True)
+            rollouts = policy.generate(
+                prompts,
+                self.sampling,
+                n=self.n,
+                seed=self.seed,
+                step=step + _SEED_OFFSET,
+                on_response=grading.add,
+            )
+            batches.append((rollouts, grading))
+        answered = [(rollouts, grading.result()) for rollouts, grading in batches]
         require_any([scores for _, scores in answered], step=step)
         self.on_samples(step, answered)
         return validation_metrics(answered)

@@ -6,6 +6,7 @@ The driver calls these methods by name on all ranks at once (`WorkerGroup.call`)
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.cluster.protocol import RankEnv
@@ -50,7 +51,7 @@ class HybridWorker:
         """What this rank's device can do at most, in the actor's compute precision."""
         return device_peak(self.process.device, self.policy.compute_dtype())
 
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+    def generate(self, requests: list[GenerationRequest]) -> Iterator[list[Completion]]:
         return self.policy.generate(requests)
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:

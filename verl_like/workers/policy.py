@@ -6,6 +6,8 @@ arrived. All methods are SPMD: every rank of the pool is called with its own sha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from verl_like.algorithms.objectives import PolicyObjective
@@ -112,10 +114,13 @@ class PolicyWorker:
         """Give the device to the trainer's engines; the critic's too, which this worker does not own."""
         self.switch.switch(Phase.train)
 
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Completions in the order of the requests."""
+    def generate(self, requests: list[GenerationRequest]) -> Iterator[list[Completion]]:
+        """Completions as they end. Of a tensor-parallel replica the first rank reports them."""
         self.switch.require(Phase.rollout, "generate")
-        return self.rollout.generate(requests)
+        reports = self.process.rank % self.spec.plan.tensor_parallel_size == 0
+        for completions in self.rollout.stream(requests):
+            if reports:
+                yield completions
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:
         """Log-probs and entropy of the current actor on this rank's rows (may be none)."""

@@ -16,7 +16,8 @@ import pytest
 from tests.unit.rewards.factory import make_manager, make_rollouts
 from verl_like.batch import Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
-from verl_like.rewards.manager import RewardError, RewardManager
+from verl_like.rewards.grading import RewardError
+from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.protocol import RewardFunctionError
 
 pytestmark = pytest.mark.timeout(60)

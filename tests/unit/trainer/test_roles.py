@@ -29,8 +29,8 @@ class Done:
 class FakeGroup:
     """Keeps what each rank was given, and lets `answer(method, rank, *args)` reply."""
 
-    def __init__(self, world_size: int, answer: Any) -> None:
-        self._world_size, self.answer = world_size, answer
+    def __init__(self, world_size: int, answer: Any, ranks_each: int = 1) -> None:
+        self._world_size, self.answer, self.ranks_each = world_size, answer, ranks_each
         self.given: list[tuple[str, list[tuple[Any, ...]]]] = []
 
     @property
@@ -41,6 +41,13 @@ class FakeGroup:
         assert len(per_rank) == self._world_size
         self.given.append((method, list(per_rank)))
         return Done([self.answer(method, rank, *args) for rank, args in enumerate(per_rank)])
+
+    def stream(self, method: str, per_rank: Sequence[tuple[Any, ...]], on_item: Any) -> Done:
+        """Only a replica's first rank reports; responses end one by one, the last request first."""
+        for rank, completions in enumerate(self.call(method, per_rank).values):
+            for completion in reversed(completions) if rank % self.ranks_each == 0 else ():
+                on_item(rank, [completion])
+        return Done([None] * self._world_size)
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> Done:
         return self.call(method, [args] * self._world_size)
@@ -83,9 +90,19 @@ def complete(method: str, rank: int, requests: list[Any]) -> list[Completion]:
 
 @pytest.mark.parametrize(("world_size", "tensor_parallel"), [(1, 1), (3, 1), (4, 2)])
 def test_generate_returns_rollouts_in_prompt_order(world_size: int, tensor_parallel: int) -> None:
-    group = FakeGroup(world_size, complete)
+    group = FakeGroup(world_size, complete, tensor_parallel)
     policy = PolicyGroup(group, plan(world_size, tensor_parallel), balance=True, timeout_s=1)
-    rollouts = policy.generate(prompts([3, 1, 2, 5]), SamplingParams(max_tokens=4), n=2, seed=7, step=1)
+    heard: list[tuple[int, list[int]]] = []
+    rollouts = policy.generate(
+        prompts([3, 1, 2, 5]),
+        SamplingParams(max_tokens=4),
+        n=2,
+        seed=7,
+        step=1,
+        on_response=lambda row, completion: heard.append((row, completion.token_ids)),
+    )
+    assert [row for row, _ in heard] != list(range(8))  # each as it ended ...
+    assert [ids for _, ids in sorted(heard)] == rollouts.response_ids_BR.tolist()  # ... under its own row
     assert rollouts.response_ids_BR[:, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
     assert rollouts.group_B.tolist() == [100, 100, 101, 101, 102, 102, 103, 103]
     ((_, per_rank),) = group.given

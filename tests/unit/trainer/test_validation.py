@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from tests.unit.rewards.factory import make_rollouts
-from verl_like.batch import Rollouts, Scores
-from verl_like.rewards.manager import RewardError, require_any, to_scores
-from verl_like.rewards.protocol import RewardOutcome
-from verl_like.rollout.protocol import SamplingParams
+from verl_like.batch import Rollouts
+from verl_like.rewards.grading import Grading, RewardError
+from verl_like.rewards.protocol import RewardCall, RewardOutcome
+from verl_like.rollout.protocol import Completion, SamplingParams
 from verl_like.trainer.validation import Validator
 
 
 class Policy:
-    """Answers each batch with the batch itself."""
+    """Answers each batch with the batch itself, the last row first."""
 
-    def generate(self, prompts: Rollouts, sampling: SamplingParams, **kwargs: Any) -> Rollouts:
+    def generate(self, prompts: Rollouts, sampling: SamplingParams, *, on_response: Any, **kwargs: Any) -> Rollouts:
+        for row in reversed(range(len(prompts))):
+            ids = [i for i in prompts.response_ids_BR[row].tolist() if i > 1]
+            on_response(
+                row,
+                Completion(request_id=str(row), token_ids=ids, log_probs=[], finish_reason="stop", weight_version=0),
+            )
         return prompts
 
 
 class Rewards:
     """The response is its reward; anything that is no number fails."""
 
-    def score(self, rollouts: Rollouts, *, step: int, may_all_fail: bool = False) -> Scores:
-        texts = ["".join(chr(i) for i in row.tolist() if i > 1) for row in rollouts.response_ids_BR]
-        outcomes = [
-            RewardOutcome(score=float(text)) if text.isdigit() else RewardOutcome(kind="timeout", message="too slow")
-            for text in texts
-        ]
-        scores = to_scores(outcomes, ["arithmetic"] * len(texts))
-        if not may_all_fail:
-            require_any([scores], step=step)
-        return scores
+    def begin(self, prompts: Rollouts, *, n: int, step: int, may_all_fail: bool) -> Grading:
+        return Grading(
+            prompts.rows,
+            step=step,
+            decode=lambda ids: "".join(map(chr, ids)),
+            grader_of=lambda row: None,
+            submit=lambda calls: [self.grade(call) for call in calls],
+            may_all_fail=may_all_fail,
+        )
+
+    def grade(self, call: RewardCall) -> Future[RewardOutcome]:
+        future: Future[RewardOutcome] = Future()
+        text = call.solution_str
+        timeout = RewardOutcome(kind="timeout", message="too slow")
+        future.set_result(RewardOutcome(score=float(text)) if text.isdigit() else timeout)
+        return future
 
 
 def validate(*batches: list[str]) -> dict[str, float]:
