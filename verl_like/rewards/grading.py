@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from typing import Protocol
 
 import torch
 
 from verl_like.batch import PromptRow, RewardFailure, Scores
 from verl_like.rewards.protocol import RewardCall, RewardOutcome
-from verl_like.rollout.protocol import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,13 @@ _LOGGED_FAILURES = 3  # rows shown in full per batch
 _HEAD_CHARS = 200
 
 Submit = Callable[[Sequence[RewardCall]], list[Future[RewardOutcome]]]
+
+
+class Response(Protocol):
+    """What grading needs of a completion of the rollout engine."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
 
 
 class RewardError(RuntimeError):
@@ -50,7 +57,7 @@ class Grading:
         self._futures: dict[int, Future[RewardOutcome]] = {}
         self._scores: Scores | None = None
 
-    def add(self, row: int, response: Completion) -> None:
+    def add(self, row: int, response: Response) -> None:
         """Start grading the response of one row."""
         self.add_tokens(row, response.token_ids)
 
