@@ -41,6 +41,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, tiny_model: 
         "algorithm.use_kl_in_reward": True,
         "algorithm.kl_ctrl.type": "adaptive",
         "algorithm.kl_ctrl.horizon": 100,
+        "algorithm.reward_norm.kind": "running",
         "trainer.save_freq": 2,
     }
     whole = run(tmp_path, tiny_model, "whole", **settings)
@@ -50,6 +51,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, tiny_model: 
     for expected, actual in zip(whole, parts, strict=True):
         assert facts(actual) == facts(expected)
     assert whole[0]["critic/kl_coeff"] != whole[3]["critic/kl_coeff"]  # the controller did move
+    assert whole[0]["critic/running_reward/mean"] != whole[3]["critic/running_reward/mean"]
     expected_weights, actual_weights = weights_of(tmp_path / "whole", 4), weights_of(tmp_path / "parts", 4)
     assert all(torch.equal(actual_weights[name], tensor) for name, tensor in expected_weights.items())
 

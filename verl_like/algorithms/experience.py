@@ -1,7 +1,8 @@
 """Credit: from scored rollouts to what an update needs. Pure, on the driver, where the whole batch is.
 
-Order: rows without a reward are dropped -> the score goes on the last sampled token -> KL penalty per token ->
-advantages -> metrics. Every statistic is one of the whole batch; nothing here is computed per mini- or micro-batch.
+Order: rows without a reward are dropped -> the response's reward (shaped: reward_shaping.py) goes on the last sampled
+token -> KL penalty per token -> token shaping -> advantages, shaped -> metrics -> resampling (PF-PPO). Every statistic
+is one of the whole batch; nothing here is computed per mini- or micro-batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from verl_like.algorithms.advantages import AdvantageInputs, AdvantageOutputs, c
 from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.kl import kl_penalty, mean_sequence_kl
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var
+from verl_like.algorithms.reward_shaping import pf_ppo_rows, shape_advantages, shape_token_rewards, trainable_B
 from verl_like.batch import Evaluated, Experience, Rollouts, Scores
 from verl_like.config import ActorConfig, AlgorithmConfig
 
@@ -28,22 +30,28 @@ def make_experience(
     scores: Scores,
     evaluated: Evaluated,
     kl_coef: float,
+    *,
+    reward_B: Tensor | None = None,
+    seed: int = 0,
 ) -> tuple[Experience, dict[str, float]]:
     """Rewards and advantages of a batch of responses, and metrics under verl's names.
 
     Rows whose reward failed (valid_B false) and rows in which the policy sampled no token are left out before any
-    statistic, and counted; the rest keeps its order. `kl_coef` is the coefficient before this step's update. Without
+    statistic, and counted; the rest keeps its order. `kl_coef` is the coefficient before this step's update. `reward_B`
+    (`shape_rewards`) takes the place of the scores as reward; `seed` draws the rows of PF-PPO. Without
     `evaluated.old_log_probs_BR` the update takes its own log-probs as the old ones (detach).
     Raises ValueError when no row is left, a score is not finite, or something the configuration needs is missing.
     """
     kept_B, metrics = trainable_rows(rollouts, scores)
+    reward_B = (scores.score_B if reward_B is None else reward_B)[kept_B]
     rollouts, scores, evaluated = rollouts.select(kept_B), scores.select(kept_B), evaluated.select(kept_B)
     check_inputs(algorithm, actor, rollouts, scores, evaluated)
     mask_BR = rollouts.response_mask_BR
-    token_rewards_BR = place_on_last_token(scores.score_B, mask_BR)
+    token_rewards_BR = place_on_last_token(reward_B, mask_BR)
     if algorithm.use_kl_in_reward:
         token_rewards_BR, kl_metrics = subtract_kl(token_rewards_BR, mask_BR, evaluated, algorithm, kl_coef)
         metrics |= kl_metrics
+    token_rewards_BR, shaping_metrics = shape_token_rewards(algorithm, token_rewards_BR, mask_BR)
     inputs = AdvantageInputs(
         token_rewards_BR=token_rewards_BR,
         response_mask_BR=mask_BR,
@@ -52,7 +60,9 @@ def make_experience(
         old_log_probs_BR=evaluated.old_log_probs_BR,
     )
     outputs = compute_advantages(inputs, algorithm)
-    metrics |= reward_metrics(scores.score_B, inputs) | credit_metrics(inputs, outputs) | outputs.metrics
+    advantages_BR, advantage_metrics = shape_advantages(algorithm, outputs.advantages_BR, mask_BR)
+    metrics |= shaping_metrics | advantage_metrics | outputs.metrics
+    metrics |= reward_metrics(scores.score_B, inputs) | credit_metrics(inputs, outputs, advantages_BR)
     if evaluated.entropy_BR is not None:
         metrics["actor/entropy"] = masked_mean(evaluated.entropy_BR, mask_BR).item()
     experience = Experience(
@@ -62,7 +72,7 @@ def make_experience(
         response_length_B=rollouts.response_length_B,
         response_mask_BR=mask_BR,
         group_B=rollouts.group_B,
-        advantages_BR=outputs.advantages_BR,
+        advantages_BR=advantages_BR,
         returns_BR=None if evaluated.values_BR is None else outputs.returns_BR,
         old_log_probs_BR=evaluated.old_log_probs_BR,
         ref_log_probs_BR=evaluated.ref_log_probs_BR if actor.use_kl_loss else None,
@@ -70,14 +80,16 @@ def make_experience(
         values_BR=evaluated.values_BR,
     )
     experience.check()
+    if algorithm.use_pf_ppo:
+        rows_B, resampling_metrics = pf_ppo_rows(scores.score_B, algorithm.pf_ppo, seed)
+        experience, metrics = experience.select(rows_B), metrics | resampling_metrics
     return experience.trim(), metrics
 
 
 def trainable_rows(rollouts: Rollouts, scores: Scores) -> tuple[Tensor, dict[str, float]]:
     """Which rows to train on (bool [B]), and how many were left out for which reason."""
-    sampled_B = rollouts.response_mask_BR.any(dim=1)
-    kept_B = scores.valid_B & sampled_B
-    num_failed, num_empty = int((~scores.valid_B).sum()), int((scores.valid_B & ~sampled_B).sum())
+    kept_B = trainable_B(rollouts, scores)
+    num_failed, num_empty = int((~scores.valid_B).sum()), int((scores.valid_B & ~kept_B).sum())
     if not kept_B.any():
         failure = next((failure for failure in scores.failures if failure is not None), None)
         cause = f"; first failure: {failure.kind} ({failure.data_source}): {failure.message}" if failure else ""
@@ -147,7 +159,7 @@ def subtract_kl(
 
 
 def reward_metrics(score_B: Tensor, inputs: AdvantageInputs) -> dict[str, float]:
-    """Per response: critic/score (as graded), critic/rewards (after the KL penalty); groups without a signal."""
+    """Per response: critic/score (as graded), critic/rewards (what the estimator saw); groups without a signal."""
     return {
         **_spread("critic/score", score_B),
         **_spread("critic/rewards", inputs.reward_B()),
@@ -155,13 +167,18 @@ def reward_metrics(score_B: Tensor, inputs: AdvantageInputs) -> dict[str, float]
     }
 
 
-def credit_metrics(inputs: AdvantageInputs, outputs: AdvantageOutputs) -> dict[str, float]:
-    """critic/advantages, returns, values over sampled tokens, and how much of the returns the critic explains."""
+def credit_metrics(inputs: AdvantageInputs, outputs: AdvantageOutputs, advantages_BR: Tensor) -> dict[str, float]:
+    """critic/advantages, returns, values over sampled tokens, and how much of the returns the critic explains.
+
+    critic/raw_advantages is there when shaping (whiten_advantages, advantage_clip) made `advantages_BR` others.
+    """
     mask_BR = inputs.response_mask_BR
     metrics = {
-        **_spread("critic/advantages", outputs.advantages_BR[mask_BR]),
+        **_spread("critic/advantages", advantages_BR[mask_BR]),
         **_spread("critic/returns", outputs.returns_BR[mask_BR]),
     }
+    if not torch.equal(advantages_BR, outputs.advantages_BR):
+        metrics |= _spread("critic/raw_advantages", outputs.advantages_BR[mask_BR])
     if inputs.values_BR is not None:
         residual_BR = outputs.returns_BR - inputs.values_BR
         unexplained = masked_var(residual_BR, mask_BR) / (masked_var(outputs.returns_BR, mask_BR) + 1e-5)

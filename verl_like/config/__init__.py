@@ -1,11 +1,12 @@
 """Typed configuration. Each default lives in its dataclass; see docs/configuration.md for every key."""
 
 from verl_like.config.actor import ActorConfig, PolicyLossConfig, RefConfig
-from verl_like.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PFPPOConfig
+from verl_like.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
 from verl_like.config.base import ConfigNode
 from verl_like.config.critic import CriticConfig
 from verl_like.config.data import CustomClassConfig, DataConfig, SamplerConfig
 from verl_like.config.enums import (
+    AgentNormMethod,
     Device,
     FusedBackend,
     KLControlType,
@@ -17,6 +18,7 @@ from verl_like.config.enums import (
     ReweightMethod,
     RolloutName,
     Strategy,
+    TruncatedRows,
     Truncation,
     WarmupStyle,
 )
@@ -27,7 +29,6 @@ from verl_like.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
 from verl_like.config.reward import (
     CustomRewardFunctionConfig,
-    OverlongBufferConfig,
     RewardModelConfig,
     RewardNetworkConfig,
     SandboxFusionConfig,
@@ -39,12 +40,22 @@ from verl_like.config.rollout import (
     RolloutConfig,
     ValKwargsConfig,
 )
+from verl_like.config.shaping import (
+    AgentRewardNormConfig,
+    LengthRewardConfig,
+    OverlongBufferConfig,
+    PFPPOConfig,
+    RewardNormConfig,
+    RewardScalingConfig,
+)
 from verl_like.config.trainer import RayInitConfig, TrainerConfig
 
 __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AgentConfig",
+    "AgentNormMethod",
+    "AgentRewardNormConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "ConfigNode",
@@ -63,6 +74,7 @@ __all__ = [
     "KLControlType",
     "KLKind",
     "Launcher",
+    "LengthRewardConfig",
     "LoadFormat",
     "ModelConfig",
     "MultiTurnConfig",
@@ -78,6 +90,8 @@ __all__ = [
     "ResumeMode",
     "RewardModelConfig",
     "RewardNetworkConfig",
+    "RewardNormConfig",
+    "RewardScalingConfig",
     "ReweightMethod",
     "RolloutConfig",
     "RolloutName",
@@ -85,6 +99,7 @@ __all__ = [
     "SandboxFusionConfig",
     "Strategy",
     "TrainerConfig",
+    "TruncatedRows",
     "Truncation",
     "ValKwargsConfig",
     "WarmupStyle",

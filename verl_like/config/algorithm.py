@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from verl_like.config.base import ConfigNode, above, at_least, between
-from verl_like.config.enums import KLControlType, KLKind, ReweightMethod
+from verl_like.config.enums import KLControlType, KLKind
+from verl_like.config.shaping import AgentRewardNormConfig, PFPPOConfig, RewardNormConfig, RewardScalingConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,16 +24,6 @@ class KLControlConfig(ConfigNode):
         at_least(self, 0, "kl_coef")
         at_least(self, 1, "horizon")
         above(self, 0, "target_kl")
-
-
-@dataclass(kw_only=True, slots=True)
-class PFPPOConfig(ConfigNode):
-    """`algorithm.pf_ppo.*`: resampling of responses by reward."""
-
-    reweight_method: ReweightMethod = ReweightMethod.pow
-    """pow, max_min or max_random."""
-    weight_pow: float = 2.0
-    """Exponent of pow."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,8 +60,24 @@ class AlgorithmConfig(ConfigNode):
     """Estimator of that penalty: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     """Coefficient of that penalty."""
+    reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
+    """Normalisation of the rewards of responses."""
+    reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
+    """Short forms of reward_norm over all steps."""
+    agent_reward_norm: AgentRewardNormConfig = field(default_factory=AgentRewardNormConfig)
+    """Normalisation over groups of one's choice, in place of reward_norm."""
+    reward_clip: float | None = None
+    """Clip the reward of a response to +- this, after normalisation. Null or 0: off."""
+    token_reward_clip: float | None = None
+    """Clip the reward of each token to +- this, after the KL penalty. Null or 0: off."""
+    whiten_rewards: bool = False
+    """Whiten token rewards over all sampled tokens, before advantages: tokens without a reward get one too."""
+    whiten_advantages: bool = False
+    """Whiten advantages over all sampled tokens."""
+    advantage_clip: float | None = None
+    """Clip advantages to +- this, after whitening. Null or 0: off."""
     use_pf_ppo: bool = False
-    """Resample responses by reward (PF-PPO)."""
+    """Resample responses by score, after advantages (PF-PPO)."""
     pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
     """Options of PF-PPO."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
@@ -78,3 +85,4 @@ class AlgorithmConfig(ConfigNode):
 
     def check(self) -> None:
         between(self, 0, 1, "gamma", "lam")
+        at_least(self, 0, "reward_clip", "token_reward_clip", "advantage_clip")

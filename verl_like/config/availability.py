@@ -110,7 +110,6 @@ NOT_YET: list[NotYet] = [
     NotYet(f"{_ACTOR}.kl_loss_type", _is("full"), "use low_var_kl"),
     NotYet("algorithm.kl_penalty", _is("full"), "use kl or low_var_kl"),
     NotYet("algorithm.adv_estimator", _is_not(*ADV_ESTIMATORS), f"use one of {', '.join(ADV_ESTIMATORS)}"),
-    NotYet("algorithm.use_pf_ppo", _truthy, "set it to false", ("algorithm.pf_ppo.",)),
     NotYet(
         "algorithm.filter_groups.enable",
         _truthy,
@@ -159,7 +158,6 @@ NOT_YET: list[NotYet] = [
     ),
     NotYet("reward_model.reward_manager", _is_not("naive"), "use naive", ("reward_model.reward_kwargs",)),
     NotYet("reward_model.sandbox_fusion.url", _truthy, "leave it out", ("reward_model.sandbox_fusion.",)),
-    NotYet("reward_model.overlong_buffer.enable", _truthy, "set it to false", ("reward_model.overlong_buffer.",)),
     # The run
     NotYet(
         "trainer.profile_steps",

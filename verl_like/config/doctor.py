@@ -1,12 +1,11 @@
 """Checks across sections: combinations that cannot work, and settings that can have no effect in this run."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from verl_like.config.availability import not_available, without_effect
 from verl_like.config.batch_plan import needs_critic, needs_reference
+from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards
 from verl_like.config.enums import GROUP_ESTIMATORS, RATIO_CLIPPING_LOSSES
 from verl_like.config.errors import raise_if_any
+from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.schema import keys
 
@@ -27,7 +26,7 @@ def check(config: PPOConfig, set_keys: frozenset[str] = frozenset()) -> list[str
 
 def impossible(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
-    return _roles(config) + _lengths(config) + _run(config)
+    return _roles(config) + _lengths(config) + _run(config) + impossible_rewards(config)
 
 
 def _roles(config: PPOConfig) -> list[str]:
@@ -134,15 +133,6 @@ def _run(config: PPOConfig) -> list[str]:
                 f"save_contents={checkpoint.save_contents} leaves out: a resume would fail; set them equal"
             )
     return problems
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Keys (or sections ending in ".") that can have no effect while the condition holds, and why."""
-
-    keys: tuple[str, ...]
-    when: Callable[[PPOConfig], bool]
-    why: str
 
 
 def _no_critic(config: PPOConfig) -> bool:
@@ -342,6 +332,7 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.custom_reward_function.path is None,
         "custom_reward_function.path is not set",
     ),
+    *REWARD_IDLE,
 )
 
 

@@ -116,6 +116,24 @@ class ReweightMethod(StrEnum):
     max_random = "max_random"
 
 
+class AgentNormMethod(StrEnum):
+    """How algorithm.agent_reward_norm changes the rewards of a group."""
+
+    identity = "identity"
+    mean = "mean"
+    mean_std = "mean_std"
+    asym_clip = "asym_clip"
+
+
+class TruncatedRows(StrEnum):
+    """What the overlong buffer does with responses that the budget cut off."""
+
+    penalise = "penalise"
+    zero = "zero"
+    keep = "keep"
+
+
+NORM_SCOPES = ("batch", "group", "running")  # algorithm.reward_norm
 DISCOUNTING_ESTIMATORS = ("gae", "reinforce", "reinforce_plus_plus")  # read algorithm.gamma; the others compare a group
 GROUP_ESTIMATORS = (
     "grpo",
@@ -128,6 +146,7 @@ GROUP_ESTIMATORS = (
     "lite_ppo",
     "reinforce_plus_plus_baseline",
 )
+WHITENING_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 ADV_ESTIMATORS = (*DISCOUNTING_ESTIMATORS, *GROUP_ESTIMATORS)
 RATIO_CLIPPING_LOSSES = ("vanilla", "gspo", "gspo_token", "cispo", "geo_mean")  # read clip_ratio, _low, _high
 LOSS_MODES = (*RATIO_CLIPPING_LOSSES, "sapo", "dro", "gpg", "policy_gradient")

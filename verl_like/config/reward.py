@@ -8,6 +8,7 @@ from verl_like.config.base import ConfigNode, above, at_least
 from verl_like.config.enums import Strategy
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.profiler import ProfilerConfig
+from verl_like.config.shaping import LengthRewardConfig, OverlongBufferConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,23 +44,6 @@ class SandboxFusionConfig(ConfigNode):
 
     def check(self) -> None:
         at_least(self, 1, "max_concurrent", "memory_limit_mb")
-
-
-@dataclass(kw_only=True, slots=True)
-class OverlongBufferConfig(ConfigNode):
-    """`reward_model.overlong_buffer.*`: soft punishment of long responses (DAPO)."""
-
-    enable: bool = False
-    """Punish responses that end in the last `len` tokens of the budget."""
-    len: int = 0
-    """[tokens] Width of the punished zone."""
-    penalty_factor: float = 0.0
-    """Punishment at the end of the zone."""
-    log: bool = False
-    """Report the punishment as a metric."""
-
-    def check(self) -> None:
-        at_least(self, 0, "len", "penalty_factor")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,6 +111,8 @@ class RewardModelConfig(ConfigNode):
     """Remote execution of generated programs."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     """Soft punishment of long responses."""
+    length_reward: LengthRewardConfig = field(default_factory=LengthRewardConfig)
+    """Reward for length."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward manager."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 
 from verl_like.algorithms.experience import make_experience
+from verl_like.algorithms.reward_shaping import shape_rewards
 from verl_like.batch import Evaluated, Experience, Rollouts, Scores
 from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import ActorConfig, CriticConfig, PPOConfig
@@ -113,14 +114,27 @@ class PPOTrainer:
         self, rollouts: Rollouts, scores: Scores, evaluated: Evaluated
     ) -> tuple[Experience, dict[str, float]]:
         """Rewards and advantages: pure, on the driver, where the whole batch is."""
-        return make_experience(
-            self.config.algorithm,
-            self.config.actor_rollout_ref.actor,
+        config = self.config
+        shaped = shape_rewards(
+            config.algorithm,
+            config.reward_model,
+            rollouts,
+            scores,
+            self.state.reward_moments,
+            config.data.max_response_length,
+        )
+        self.state = self.state.with_reward_moments(shaped.moments)
+        experience, metrics = make_experience(
+            config.algorithm,
+            config.actor_rollout_ref.actor,
             rollouts,
             scores,
             evaluated,
             kl_coef=self.state.kl_coef,
+            reward_B=shaped.reward_B,
+            seed=config.trainer.seed + self.state.step,
         )
+        return experience, shaped.metrics | metrics
 
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
         """All of this step's optimizer steps of the actor."""

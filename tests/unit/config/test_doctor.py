@@ -75,7 +75,7 @@ def test_all_problems_in_one_error():
         (["rollout=hf", f"{R}.gpu_memory_utilization=0.9"], f"{R}.name is hf"),
         (["trainer.total_training_steps=5", "trainer.total_epochs=2"], "sets the length of the run"),
         ([f"{R}.mode=async"], "the engine always works request by request"),
-        (["algorithm.pf_ppo.weight_pow=3"], "it belongs to algorithm.use_pf_ppo, which is not in use"),
+        (["algorithm.pf_ppo.weight_pow=3"], "algorithm.use_pf_ppo is false"),
         (["trainer.worker_nsight_options.kill=all"], "it belongs to trainer.profile_steps"),
         ([f"{A}.ppo_max_token_len_per_gpu=100"], "is below data.max_prompt_length + data.max_response_length = 1024"),
     ],

@@ -1,0 +1,70 @@
+"""The doctor about reward shaping and dynamic sampling: what cannot work, what can have no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_like.trainer.compose import compose_with_warnings
+
+R, G = "actor_rollout_ref.rollout", "algorithm=grpo"
+GRPO = [G, f"{R}.n=4"]
+BUFFER = "reward_model.overlong_buffer"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.reward_norm.kind=batch", "algorithm.reward_norm.std=group"], "kind is short for both"),
+        (["algorithm.reward_norm.kind=batch", "algorithm.reward_scaling.enable=true"], "reward_norm and algorithm.rew"),
+        (["algorithm.reward_norm.mean=group", "algorithm.agent_reward_norm.method=mean"], "keep one of them"),
+        (["algorithm.agent_reward_norm.method=mean"], f"{R}.n=1: every group is one response"),
+        ([f"{BUFFER}.enable=true"], f"{BUFFER}.len=0 with enable=True: must be 1 to data.max_response_length=512"),
+        ([f"{BUFFER}.enable=true", f"{BUFFER}.len=513"], f"{BUFFER}.len=513"),
+        (["algorithm.reward_norm.mean=all"], "choose one of batch, group, running"),
+        (["algorithm.agent_reward_norm.clip=[3,-1]"], "the lower one first"),
+        (["algorithm.agent_reward_norm.method=std"], "one of [identity, mean, mean_std, asym_clip]"),
+        ([f"{BUFFER}.truncated=drop"], "one of [penalise, zero, keep]"),
+        (["algorithm.reward_clip=-1"], "must be at least 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        compose_with_warnings(overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.reward_norm.shift=true"], "algorithm.reward_norm.kind is null"),
+        ([f"algorithm.reward_norm.{k}" for k in ("kind=batch", "shift=true", "scale=true")], "shift wins over it"),
+        (["algorithm.reward_scaling.center=true"], "centring belongs to scaling"),
+        (["algorithm.agent_reward_norm.grouping=batch"], "method is identity"),
+        (["algorithm.agent_reward_norm.clip=[-2,2]"], "method is not asym_clip"),
+        (["algorithm.reward_clip=0"], "0 means off"),
+        (["algorithm.whiten_advantages=true"], "whitens its advantages anyway"),
+        (["algorithm.use_pf_ppo=true", "algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3"],
+         "reweight_method is not pow"),
+        (["reward_model.length_reward.coef=1"], "length_reward.enable is false"),
+        ([f"{BUFFER}.penalty_factor=1"], "overlong_buffer.enable is false"),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_said(overrides: list[str], message: str) -> None:
+    _, warnings = compose_with_warnings(overrides)
+    assert any(message in warning for warning in warnings), warnings
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.reward_norm.mean=group", "algorithm.reward_norm.std=batch"],
+        ["algorithm.reward_scaling.enable=true", "algorithm.reward_scaling.center=true"],
+        ["algorithm.agent_reward_norm.method=asym_clip", "algorithm.agent_reward_norm.clip=[-1,2]"],
+        ["algorithm.whiten_advantages=true", "algorithm.advantage_clip=5"],
+        [f"{BUFFER}.enable=true", f"{BUFFER}.len=128", f"{BUFFER}.penalty_factor=1", f"{BUFFER}.log=true"],
+        ["reward_model.reward_kwargs.overlong_buffer_cfg.enable=true", f"{BUFFER}.len=8"],
+    ],
+)
+def test_what_works_passes_in_silence(overrides: list[str]) -> None:
+    _, warnings = compose_with_warnings([*GRPO, *overrides])
+    assert [w for w in warnings if "has no effect" in w] == []

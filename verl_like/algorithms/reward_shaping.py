@@ -1,0 +1,276 @@
+"""From what the reward function gave to the reward that advantages are computed from, and what is done to advantages.
+
+Order, each step off by default (docs/algorithms.md has the picture):
+  per response   length reward -> overlong buffer -> reward_norm or agent_reward_norm -> reward_clip
+  per token      (score on the last sampled token, minus KL) -> token_reward_clip -> whiten_rewards
+  after credit   whiten_advantages -> advantage_clip -> PF-PPO resampling
+Every statistic is one of the whole rollout batch, in float64; only rows that are trained on enter it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.algorithms.groups import group_statistics
+from verl_like.algorithms.masked import masked_fill_zero, masked_whiten
+from verl_like.algorithms.moments import RunningMoments
+from verl_like.batch import PromptRow, Rollouts, Scores
+from verl_like.config import (
+    AgentRewardNormConfig,
+    AlgorithmConfig,
+    LengthRewardConfig,
+    OverlongBufferConfig,
+    PFPPOConfig,
+    RewardModelConfig,
+)
+
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapedRewards:
+    """What `shape_rewards` returns."""
+
+    reward_B: Tensor  # float32: reward of each response; NaN where the row cannot be trained on
+    moments: RunningMoments  # including this batch
+    metrics: dict[str, float]
+
+
+def trainable_B(rollouts: Rollouts, scores: Scores) -> Tensor:
+    """Rows with a reward in which the policy sampled a token: bool [B]."""
+    return scores.valid_B & rollouts.response_mask_BR.any(dim=1)
+
+
+def shape_rewards(
+    algorithm: AlgorithmConfig,
+    reward_model: RewardModelConfig,
+    rollouts: Rollouts,
+    scores: Scores,
+    moments: RunningMoments,
+    max_response_length: int,
+) -> ShapedRewards:
+    """The per-response part of the order above: rewards [B], the running moments after this batch, and metrics.
+
+    `moments` are those before this step; they move only where a scope is "running". Rows that cannot be trained on are
+    in no statistic. Raises ValueError when a column that the configuration names is missing in the data.
+    """
+    kept_B = trainable_B(rollouts, scores)
+    rewards, metrics = response_rewards(
+        reward_model, rollouts.select(kept_B), scores.select(kept_B), max_response_length
+    )
+    agent = algorithm.agent_reward_norm
+    if agent.method != "identity":
+        rewards = agent_norm(rewards, row_groups(rollouts.select(kept_B), agent.grouping), agent)
+    rewards, moments, norm_metrics = reward_norm(algorithm, rewards, rollouts.group_B[kept_B], moments)
+    rewards, clip_metrics = clip(rewards, algorithm.reward_clip, "critic/reward_clip_frac")
+    reward_B = torch.full((len(kept_B),), float("nan"), dtype=torch.float32)
+    reward_B[kept_B] = rewards.float()
+    return ShapedRewards(reward_B=reward_B, moments=moments, metrics=metrics | norm_metrics | clip_metrics)
+
+
+# ---- terms that are added to a response's score
+
+
+def response_rewards(
+    reward_model: RewardModelConfig, rollouts: Rollouts, scores: Scores, max_response_length: int
+) -> tuple[Tensor, dict[str, float]]:
+    """Score plus length reward plus overlong punishment of each row (float64 [B]), and metrics. Row by row."""
+    rewards, metrics = scores.score_B.double(), {}
+    if reward_model.length_reward.enable:
+        rewards = rewards + length_reward(reward_model.length_reward, rollouts.response_length_B, max_response_length)
+    if reward_model.overlong_buffer.enable:
+        rewards, metrics = overlong(reward_model.overlong_buffer, rewards, rollouts, scores, max_response_length)
+    return rewards, metrics
+
+
+def length_reward(config: LengthRewardConfig, length_B: Tensor, max_response_length: int) -> Tensor:
+    """coef * response tokens / max_response_length: float64 [B]. (ROLL declares add_len_reward and never reads it.)"""
+    return config.coef * length_B.double() / max_response_length
+
+
+def overlong(
+    config: OverlongBufferConfig, rewards_B: Tensor, rollouts: Rollouts, scores: Scores, max_response_length: int
+) -> tuple[Tensor, dict[str, float]]:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), and Colossal-RL's treatment of cut-off rows.
+
+    A response of l tokens with budget L and buffer C loses penalty_factor * (l - (L - C)) / C, if that is positive.
+    What happens to rows with finish reason "length" is `truncated`'s choice; `only_key` leaves other rows alone.
+    """
+    beyond_B = rollouts.response_length_B.double() - (max_response_length - config.len)
+    punished_B = (beyond_B > 0) & _chosen(config.only_key, scores)
+    cut_B = torch.tensor([reason == "length" for reason in rollouts.finish_reasons], dtype=torch.bool)
+    if config.truncated != "penalise":
+        punished_B &= ~cut_B
+    penalty_B = torch.where(punished_B, -config.penalty_factor * beyond_B / config.len, 0.0)
+    rewards_B = rewards_B + penalty_B
+    if config.truncated == "zero":
+        rewards_B = torch.where(cut_B, 0.0, rewards_B)
+    if not config.log or not len(penalty_B):
+        return rewards_B, {}
+    return rewards_B, {
+        "reward/overlong_reward/mean": penalty_B.mean().item(),
+        "reward/overlong/mean": punished_B.double().mean().item(),
+    }
+
+
+def _chosen(key: str | None, scores: Scores) -> Tensor:
+    """Rows whose reward function returned something true under `key`; all rows without a key: bool [B]."""
+    if key is None:
+        return torch.ones(len(scores), dtype=torch.bool)
+    return torch.tensor(
+        [bool(value) for value in extra_values(scores, key, "reward_model.overlong_buffer.only_key")], dtype=torch.bool
+    )
+
+
+def extra_values(scores: Scores, name: str, config_key: str) -> list[Any]:
+    """What the reward function returned under `name`, row by row; ValueError naming the key where a row has none."""
+    for row, extras in enumerate(scores.extras):
+        if name not in extras:
+            raise ValueError(
+                f"{config_key}={name}: the reward function returned no {name!r} for row {row}; it returned "
+                f"{', '.join(sorted(extras)) or 'a score alone'}. Name one of these, or return it"
+            )
+    return [extras[name] for extras in scores.extras]
+
+
+# ---- normalisation of responses' rewards
+
+
+def norm_scopes(algorithm: AlgorithmConfig) -> tuple[str | None, str | None]:
+    """Scopes of the mean and of the standard deviation, with the short forms written out.
+
+    reward_scaling is running; reward_norm.kind is both, the mean alone with shift, the deviation alone with scale.
+    """
+    norm, scaling = algorithm.reward_norm, algorithm.reward_scaling
+    if scaling.enable:
+        return "running" if scaling.center else None, "running"
+    if norm.kind is None:
+        return norm.mean, norm.std
+    if norm.shift:
+        return norm.kind, None
+    return (None if norm.scale else norm.kind), norm.kind
+
+
+def reward_norm(
+    algorithm: AlgorithmConfig, rewards_B: Tensor, group_B: Tensor, moments: RunningMoments
+) -> tuple[Tensor, RunningMoments, dict[str, float]]:
+    """(reward - mean) / (std + 1e-6), both over batch, group or all steps: algorithm.reward_norm (ROLL).
+
+    Running moments take this batch in first, then they are used. Standard deviations are unbiased. Where one is 0 (one
+    row, equal rewards) nothing is divided: 1e-6 alone would blow the rewards up a million times.
+    """
+    mean_scope, std_scope = norm_scopes(algorithm)
+    metrics: dict[str, float] = {}
+    if "running" in (mean_scope, std_scope):
+        moments = moments.update(rewards_B)
+        metrics = {"critic/running_reward/mean": moments.mean, "critic/running_reward/std": moments.std}
+    centred_B = rewards_B
+    if mean_scope is not None:
+        centred_B = rewards_B - _statistics(mean_scope, rewards_B, group_B, moments)[0]
+    if std_scope is None:
+        return centred_B, moments, metrics
+    std_B = _statistics(std_scope, rewards_B, group_B, moments)[1]
+    return torch.where(std_B > 0, centred_B / (std_B + NORM_EPS), centred_B), moments, metrics
+
+
+def _statistics(scope: str, rewards_B: Tensor, group_B: Tensor, moments: RunningMoments) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation that a scope gives each row: two float64 [B]."""
+    if scope == "running":
+        return torch.full_like(rewards_B, moments.mean), torch.full_like(rewards_B, moments.std)
+    groups = group_statistics(rewards_B, group_B if scope == "group" else torch.zeros_like(group_B))
+    return groups.of_rows(groups.mean_G), groups.of_rows(groups.std_G)
+
+
+def agent_norm(rewards_B: Tensor, group_B: Tensor, config: AgentRewardNormConfig) -> Tensor:
+    """algorithm.agent_reward_norm over the groups given (RAGEN, arXiv 2504.20073; ROLL's agentic pipeline).
+
+    mean: x - mean. mean_std: (x - mean) / (std + 1e-6), 0 in a group of one or without spread. asym_clip: mean_std,
+    then clipped to [clip[0], clip[1]].
+    """
+    groups = group_statistics(rewards_B, group_B)
+    centred_B, std_B = rewards_B - groups.of_rows(groups.mean_G), groups.of_rows(groups.std_G)
+    if config.method == "mean":
+        return centred_B
+    scaled_B = torch.where(std_B > NORM_EPS, centred_B / (std_B + NORM_EPS), 0.0)
+    return scaled_B.clamp(*config.clip) if config.method == "asym_clip" else scaled_B
+
+
+def row_groups(rollouts: Rollouts, grouping: str) -> Tensor:
+    """Integer id [B] of the rows that algorithm.agent_reward_norm.grouping compares with each other."""
+    if grouping == "state":
+        return rollouts.group_B
+    if grouping == "batch":
+        return torch.zeros_like(rollouts.group_B)
+    column = "data_source" if grouping == "inductive" else grouping
+    values = [_column_value(row, column) for row in rollouts.rows]
+    ids = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return torch.tensor([ids[value] for value in values], dtype=torch.int64)
+
+
+def _column_value(row: PromptRow, column: str) -> str:
+    own: dict[str, Any] = {"data_source": row.data_source, "ability": row.ability, "index": row.index}
+    if column not in own and column not in row.extra_info:
+        raise ValueError(
+            f"algorithm.agent_reward_norm.grouping={column}: dataset row {row.index} has no such extra_info column; "
+            f"choose state, inductive, batch, {', '.join(own)} or one of {sorted(row.extra_info)}"
+        )
+    return repr(own[column] if column in own else row.extra_info[column])
+
+
+# ---- per token
+
+
+def clip(
+    values: Tensor, bound: float | None, metric: str, mask: Tensor | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    """Values within +-bound, and the share of them (where `mask`) that lay outside. No bound, or 0: nothing."""
+    if not bound:
+        return values, {}
+    outside = values.abs() > bound
+    considered = outside if mask is None else outside[mask]
+    share = considered.double().mean().item() if considered.numel() else 0.0
+    return values.clamp(-bound, bound), {metric: share}
+
+
+def shape_token_rewards(
+    algorithm: AlgorithmConfig, token_rewards_BR: Tensor, mask_BR: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """token_reward_clip, then whiten_rewards: what estimators see as reward of each token, and metrics."""
+    rewards_BR, metrics = clip(token_rewards_BR, algorithm.token_reward_clip, "critic/token_reward_clip_frac", mask_BR)
+    return (masked_whiten(rewards_BR, mask_BR) if algorithm.whiten_rewards else rewards_BR), metrics
+
+
+def shape_advantages(
+    algorithm: AlgorithmConfig, advantages_BR: Tensor, mask_BR: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """whiten_advantages, then advantage_clip; 0 outside the mask."""
+    if algorithm.whiten_advantages:
+        advantages_BR = masked_whiten(advantages_BR, mask_BR)
+    clipped_BR, metrics = clip(advantages_BR, algorithm.advantage_clip, "critic/advantage_clip_frac", mask_BR)
+    return masked_fill_zero(clipped_BR, mask_BR), metrics
+
+
+# ---- resampling
+
+
+def pf_ppo_weights(score_B: Tensor, config: PFPPOConfig) -> Tensor:
+    """How likely each row is to be drawn, not normalised: float64 [B], positive (PF-PPO, arXiv 2409.06957; verl)."""
+    score_B = score_B.double()
+    if config.reweight_method == "pow":
+        weight_B = score_B.abs() ** config.weight_pow
+    elif config.reweight_method == "max_min":
+        weight_B = ((score_B == score_B.max()) | (score_B == score_B.min())).double()
+    else:
+        weight_B = torch.where(score_B == score_B.max(), 0.4, 0.1).double()
+    return weight_B.clamp(min=1e-8)  # all scores 0: every row is as likely
+
+
+def pf_ppo_rows(score_B: Tensor, config: PFPPOConfig, seed: int) -> tuple[Tensor, dict[str, float]]:
+    """Positions of B rows drawn with replacement by score, the same for the same seed, and metrics."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    rows_B = torch.multinomial(pf_ppo_weights(score_B, config), len(score_B), replacement=True, generator=generator)
+    return rows_B, {"training/pf_ppo_distinct_rows": len(rows_B.unique()) / len(rows_B)}

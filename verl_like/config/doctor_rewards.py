@@ -1,0 +1,110 @@
+"""The doctor's checks of everything between a score and an advantage: reward shaping, dynamic sampling."""
+
+from verl_like.config.enums import WHITENING_ESTIMATORS
+from verl_like.config.idle import Idle
+from verl_like.config.ppo import PPOConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def impossible_rewards(config: PPOConfig) -> list[str]:
+    """Combinations that cannot work: keys, values, fix."""
+    return _normalisation(config) + _overlong(config)
+
+
+def _normalisation(config: PPOConfig) -> list[str]:
+    algorithm, problems = config.algorithm, []
+    norm, agent = algorithm.reward_norm, algorithm.agent_reward_norm
+    if norm.kind is not None and (norm.mean, norm.std) != (None, None):
+        problems.append(
+            f"algorithm.reward_norm.kind={norm.kind} with mean={norm.mean}, std={norm.std}: kind is short for both; "
+            "leave kind null, or mean and std"
+        )
+    on = [
+        key
+        for key, is_on in (
+            ("algorithm.reward_norm", (norm.kind, norm.mean, norm.std) != (None, None, None)),
+            ("algorithm.reward_scaling.enable", algorithm.reward_scaling.enable),
+            ("algorithm.agent_reward_norm.method", agent.method != "identity"),
+        )
+        if is_on
+    ]
+    if len(on) > 1:
+        problems.append(f"{' and '.join(on)} are both set: rewards can be normalised in one way; keep one of them")
+    if agent.method != "identity" and agent.grouping == "state" and config.actor_rollout_ref.rollout.n == 1:
+        problems.append(
+            f"algorithm.agent_reward_norm.method={agent.method} with grouping=state and {_ROLLOUT}.n=1: every group is "
+            f"one response, so that all rewards become 0; set {_ROLLOUT}.n to 2 or more, or grouping=batch"
+        )
+    return problems
+
+
+def _overlong(config: PPOConfig) -> list[str]:
+    buffer, longest = config.reward_model.overlong_buffer, config.data.max_response_length
+    if not buffer.enable:
+        return []
+    if not 0 < buffer.len <= longest:
+        return [
+            f"reward_model.overlong_buffer.len={buffer.len} with enable=True: must be 1 to data.max_response_length="
+            f"{longest}"
+        ]
+    return []
+
+
+def _no_norm(config: PPOConfig) -> bool:
+    return config.algorithm.reward_norm.kind is None
+
+
+REWARD_IDLE: tuple[Idle, ...] = (
+    Idle(
+        ("algorithm.reward_norm.shift", "algorithm.reward_norm.scale"),
+        _no_norm,
+        "algorithm.reward_norm.kind is null",
+    ),
+    Idle(
+        ("algorithm.reward_norm.scale",),
+        lambda c: not _no_norm(c) and c.algorithm.reward_norm.shift,
+        "algorithm.reward_norm.shift wins over it",
+    ),
+    Idle(
+        ("algorithm.reward_scaling.center",),
+        lambda c: not c.algorithm.reward_scaling.enable,
+        "algorithm.reward_scaling.enable is false: centring belongs to scaling",
+    ),
+    Idle(
+        ("algorithm.agent_reward_norm.grouping",),
+        lambda c: c.algorithm.agent_reward_norm.method == "identity",
+        "algorithm.agent_reward_norm.method is identity",
+    ),
+    Idle(
+        ("algorithm.agent_reward_norm.clip",),
+        lambda c: c.algorithm.agent_reward_norm.method != "asym_clip",
+        "algorithm.agent_reward_norm.method is not asym_clip",
+    ),
+    Idle(("algorithm.reward_clip",), lambda c: not c.algorithm.reward_clip, "0 means off"),
+    Idle(("algorithm.token_reward_clip",), lambda c: not c.algorithm.token_reward_clip, "0 means off"),
+    Idle(("algorithm.advantage_clip",), lambda c: not c.algorithm.advantage_clip, "0 means off"),
+    Idle(
+        ("algorithm.whiten_advantages",),
+        lambda c: c.algorithm.adv_estimator in WHITENING_ESTIMATORS,
+        "algorithm.adv_estimator whitens its advantages anyway",
+    ),
+    Idle(("algorithm.pf_ppo.",), lambda c: not c.algorithm.use_pf_ppo, "algorithm.use_pf_ppo is false"),
+    Idle(
+        ("algorithm.pf_ppo.weight_pow",),
+        lambda c: c.algorithm.use_pf_ppo and c.algorithm.pf_ppo.reweight_method != "pow",
+        "algorithm.pf_ppo.reweight_method is not pow",
+    ),
+    Idle(
+        ("reward_model.length_reward.coef",),
+        lambda c: not c.reward_model.length_reward.enable,
+        "reward_model.length_reward.enable is false",
+    ),
+    Idle(
+        tuple(
+            f"reward_model.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log", "truncated", "only_key")
+        ),
+        lambda c: not c.reward_model.overlong_buffer.enable,
+        "reward_model.overlong_buffer.enable is false",
+    ),
+)

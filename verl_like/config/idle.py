@@ -1,0 +1,15 @@
+"""A row of the tables that say which settings can have no effect in a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from verl_like.config.ppo import PPOConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Keys (or sections ending in ".") that can have no effect while the condition holds, and why."""
+
+    keys: tuple[str, ...]
+    when: Callable[[PPOConfig], bool]
+    why: str
