@@ -279,6 +279,11 @@ class Experience(Sequences):
     ref_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
     rollout_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
     values_BR: Tensor | None = _padded(_RIGHT, default=None)
+    selected_BR: Tensor | None = _padded(_RIGHT, default=None)  # bool: tokens chosen over the mini-batch (clip_cov ...)
+    score_B: Tensor | None = None  # float32: as graded
+    truncated_B: Tensor | None = None  # bool: the response hit its length limit
+    difficulty_B: Tensor | None = None  # float32: of the dataset row
+    sample_weight_B: Tensor | None = None  # float32: weight of the row in the policy loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

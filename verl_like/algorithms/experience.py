@@ -17,6 +17,7 @@ from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.kl import kl_penalty, mean_sequence_kl
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var
 from verl_like.algorithms.reward_shaping import pf_ppo_rows, shape_advantages, shape_token_rewards, trainable_B
+from verl_like.algorithms.sample_weights import difficulties
 from verl_like.batch import Evaluated, Experience, Rollouts, Scores
 from verl_like.config import ActorConfig, AlgorithmConfig
 
@@ -78,6 +79,9 @@ def make_experience(
         ref_log_probs_BR=evaluated.ref_log_probs_BR if actor.use_kl_loss else None,
         rollout_log_probs_BR=rollouts.rollout_log_probs_BR,
         values_BR=evaluated.values_BR,
+        score_B=scores.score_B,
+        truncated_B=torch.tensor([reason == "length" for reason in rollouts.finish_reasons]),
+        difficulty_B=difficulties(rollouts, actor.sample_weight),
     )
     experience.check()
     if algorithm.use_pf_ppo:

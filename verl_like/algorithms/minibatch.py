@@ -40,11 +40,11 @@ def cut_minibatches(
     ]
 
 
-def denominators_of(experience: Experience, index: Tensor, max_response_length: int) -> Denominators:
-    """What the losses of the mini-batch made of the rows at `index` are divided by, on every rank."""
+def denominators_of(rows: Experience, max_response_length: int) -> Denominators:
+    """What the losses of the mini-batch made of these rows are divided by, on every rank."""
     return Denominators(
-        num_tokens=int(experience.response_mask_BR[index].sum()),
-        num_sequences=len(index),
+        num_tokens=int(rows.response_mask_BR.sum()),
+        num_sequences=len(rows),
         max_response_length=max_response_length,
     )
 

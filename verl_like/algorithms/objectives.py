@@ -11,15 +11,15 @@ from torch import Tensor
 
 from verl_like.algorithms.aggregate import AGGREGATIONS, aggregate
 from verl_like.algorithms.kl import KL_ESTIMATORS, kl_penalty
-from verl_like.algorithms.masked import masked_fill_zero, masked_sum
-from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
+from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss, log_ratio, token_ratio
 from verl_like.algorithms.value_losses import clipped_value_loss
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.config import ActorConfig, CriticConfig
 
 
 class PolicyObjective:
-    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference.
+    """rl_loss_coef * (policy loss + kl_loss_coef * KL) - entropy_coeff * entropy + sft_loss_coef * imitation.
 
     Raises ValueError on an unknown loss, aggregation or KL name. The entropy is always wanted: without a coefficient it
     is a metric, which the engine's fused function computes next to the log-probs.
@@ -40,43 +40,81 @@ class PolicyObjective:
         self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
         """The micro-batch's share of the loss, and of the metrics."""
-        log_probs_BR, mask_BR = outputs["log_probs"], experience.response_mask_BR
-        old_BR = experience.old_log_probs_BR
-        batch = PolicyBatch(
-            log_probs_BR=log_probs_BR,
-            old_log_probs_BR=log_probs_BR.detach() if old_BR is None else old_BR,
-            advantages_BR=experience.advantages_BR,
-            mask_BR=mask_BR,
-        )
+        batch = policy_batch(outputs["log_probs"], experience)
+        kept_BR, sums = self._kept_tokens(batch, denominators)
         token_loss = self.policy_loss.function(batch, self.actor)
-        loss = pg_loss = self._aggregate(token_loss.loss_BR, mask_BR, self.aggregation, denominators)
-        sums = {"pg_loss": pg_loss, **token_means(token_loss, mask_BR, denominators)}
-        entropy_BR = outputs["entropy"]
-        if self.actor.entropy_coeff != 0:
-            entropy_loss = self._aggregate(entropy_BR, mask_BR, self.actor.loss_agg_mode, denominators)
-            loss = loss - self.actor.entropy_coeff * entropy_loss
-        sums["entropy"] = masked_sum(entropy_BR.detach(), mask_BR) / max(denominators.num_tokens, 1)
+        sums |= token_means(token_loss, batch.mask_BR, denominators)
+        sums["ppo_kl"] = masked_sum(-log_ratio(batch).detach(), batch.mask_BR) / max(denominators.num_tokens, 1)
+        loss = sums["pg_loss"] = self._policy_term(token_loss.loss_BR, kept_BR, experience, denominators)
         if self.actor.use_kl_loss:
-            kl_loss = self._kl_loss(log_probs_BR, experience, denominators)
-            loss = loss + self.actor.kl_loss_coef * kl_loss
-            sums["kl_loss"] = kl_loss
+            sums["kl_loss"] = self._aggregate(self._kl(batch, experience), kept_BR, denominators)
+            loss = loss + self.actor.kl_loss_coef * sums["kl_loss"]
+        loss = self.actor.rl_loss_coef * loss
+        entropy_BR = outputs["entropy"]
+        sums["entropy"] = masked_sum(entropy_BR.detach(), batch.mask_BR) / max(denominators.num_tokens, 1)
+        if self.actor.entropy_coeff != 0:
+            loss = loss - self.actor.entropy_coeff * self._aggregate(entropy_BR, kept_BR, denominators)
+        if self.actor.sft_loss_coef != 0:
+            sums["sft_loss"] = self._imitation(batch, kept_BR, denominators)
+            loss = loss + self.actor.sft_loss_coef * sums["sft_loss"]
         differences, maxima = rollout_difference(batch, experience.rollout_log_probs_BR, denominators)
         return loss, as_metrics({**sums, **differences}, maxima)
 
-    def _aggregate(self, loss_BR: Tensor, mask_BR: Tensor, mode: str, denominators: Denominators) -> Tensor:
-        return aggregate(loss_BR, mask_BR, mode, denominators, self.actor.loss_scale_factor)
+    def _aggregate(self, loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators) -> Tensor:
+        return aggregate(loss_BR, mask_BR, self.actor.loss_agg_mode, denominators, self.actor.loss_scale_factor)
 
-    def _kl_loss(self, log_probs_BR: Tensor, experience: Experience, denominators: Denominators) -> Tensor:
+    def _policy_term(
+        self, loss_BR: Tensor, kept_BR: Tensor, experience: Experience, denominators: Denominators
+    ) -> Tensor:
+        """The policy loss under its aggregation and the rows' weights (which the driver normalised)."""
+        if experience.sample_weight_B is not None:
+            loss_BR = loss_BR * experience.sample_weight_B.to(loss_BR.dtype)[:, None]
+        return aggregate(loss_BR, kept_BR, self.aggregation, denominators, self.actor.loss_scale_factor)
+
+    def _kept_tokens(self, batch: PolicyBatch, denominators: Denominators) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mask without rows whose mean ratio is above ratio_skip_threshold; they stay in the denominators.
+
+        Known only after the forward pass, so no denominator can leave them out without depending on the micro-batches.
+        """
+        if self.actor.ratio_skip_threshold is None:
+            return batch.mask_BR, {}
+        mean_ratio_B = masked_mean(token_ratio(batch).detach(), batch.mask_BR, dim=1)
+        skipped_B = mean_ratio_B > self.actor.ratio_skip_threshold
+        skip_ratio = skipped_B.sum() / max(denominators.num_sequences, 1)
+        return batch.mask_BR & ~skipped_B[:, None], {"skip_ratio": skip_ratio}
+
+    def _kl(self, batch: PolicyBatch, experience: Experience) -> Tensor:
+        """KL to the reference per token; use_unbiased_kl carries it over from the policy that sampled by the ratio."""
         if experience.ref_log_probs_BR is None:
             raise ValueError(
                 "actor_rollout_ref.actor.use_kl_loss=True needs reference log-probs, but the batch has none"
             )
-        mask_BR = experience.response_mask_BR
         # Filled first: a NaN in padding would come back through the gradient of a masked product.
-        current_BR = masked_fill_zero(log_probs_BR, mask_BR)
-        reference_BR = masked_fill_zero(experience.ref_log_probs_BR, mask_BR)
+        current_BR = masked_fill_zero(batch.log_probs_BR, batch.mask_BR)
+        reference_BR = masked_fill_zero(experience.ref_log_probs_BR, batch.mask_BR)
         kl_BR = kl_penalty(current_BR, reference_BR, self.actor.kl_loss_type)
-        return self._aggregate(kl_BR, mask_BR, self.actor.loss_agg_mode, denominators)
+        return kl_BR * token_ratio(batch) if self.actor.use_unbiased_kl else kl_BR
+
+    def _imitation(self, batch: PolicyBatch, kept_BR: Tensor, denominators: Denominators) -> Tensor:
+        """-log_prob of rows with a score above 0; the others add 0 and stay in the denominators."""
+        if batch.score_B is None:
+            raise ValueError(
+                "actor_rollout_ref.actor.sft_loss_coef needs the scores of the rows, but the batch has none"
+            )
+        return self._aggregate(-batch.log_probs_BR, kept_BR & (batch.score_B > 0)[:, None], denominators)
+
+
+def policy_batch(log_probs_BR: Tensor, experience: Experience) -> PolicyBatch:
+    """What a policy loss sees. Without old log-probs the update's own, detached, take their place: ratios are 1."""
+    old_BR = experience.old_log_probs_BR
+    return PolicyBatch(
+        log_probs_BR=log_probs_BR,
+        old_log_probs_BR=log_probs_BR.detach() if old_BR is None else old_BR,
+        advantages_BR=experience.advantages_BR,
+        mask_BR=experience.response_mask_BR,
+        selected_BR=experience.selected_BR,
+        score_B=experience.score_B,
+    )
 
 
 class ValueObjective:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.policy_losses import TokenLoss
+from verl_like.algorithms.losses.base import TokenLoss
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> TokenLoss:

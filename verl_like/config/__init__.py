@@ -1,6 +1,6 @@
 """Typed configuration. Each default lives in its dataclass; see docs/configuration.md for every key."""
 
-from verl_like.config.actor import ActorConfig, PolicyLossConfig, RefConfig
+from verl_like.config.actor import ActorConfig, PolicyLossConfig, RefConfig, SampleWeightConfig, ToprConfig
 from verl_like.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
 from verl_like.config.base import ConfigNode
 from verl_like.config.critic import CriticConfig
@@ -95,9 +95,11 @@ __all__ = [
     "ReweightMethod",
     "RolloutConfig",
     "RolloutName",
+    "SampleWeightConfig",
     "SamplerConfig",
     "SandboxFusionConfig",
     "Strategy",
+    "ToprConfig",
     "TrainerConfig",
     "TruncatedRows",
     "Truncation",

@@ -3,10 +3,42 @@
 from dataclasses import dataclass, field
 
 from verl_like.config.base import ConfigNode, above, at_least, between, one_of, require
-from verl_like.config.enums import LOSS_AGG_MODES, KLKind, OldLogProbs, Strategy
+from verl_like.config.enums import LOSS_AGG_MODES, KLKind, OldLogProbs, RatioLevel, RewardSource, Strategy, WeightScope
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class ToprConfig(ConfigNode):
+    """`actor.policy_loss.topr.*`."""
+
+    positive_weight: float = 1.0
+    """Weight of rows (or tokens) with a reward of 0 or more."""
+    negative_weight: float = 1.0
+    """Weight of the others, times their ratio cut at 1."""
+    ratio_level: RatioLevel = RatioLevel.seq
+    """seq: one ratio and one sign for the row, as published; token: each token its own."""
+    reward_source: RewardSource = RewardSource.advantage
+    """advantage: of adv_estimator; score: the row's score as graded, without baseline."""
+
+    def check(self) -> None:
+        at_least(self, 0, "positive_weight", "negative_weight")
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleWeightConfig(ConfigNode):
+    """`actor.sample_weight.*`: weights of rows in the policy loss; their mean over the scope is 1."""
+
+    difficulty: bool = False
+    """Weight 0.5 + 1.5 x difficulty, the row's difficulty cut to [0, 1]."""
+    length: bool = False
+    """Weight from 1.5 for the shortest response down to 0.5 for the longest."""
+    difficulty_key: str = "difficulty"
+    """Name of the number in a dataset row's extra_info that says how difficult it is."""
+    scope: WeightScope = WeightScope.mini_batch
+    """Rows over which lengths are compared and weights normalised: mini_batch (one optimizer step) or batch (the whole
+    rollout batch)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -14,22 +46,38 @@ class PolicyLossConfig(ConfigNode):
     """`actor.policy_loss.*`."""
 
     loss_mode: str = "vanilla"
-    """Policy loss: vanilla (PPO's clipped one), gspo, gspo_token, cispo, geo_mean, sapo, dro, gpg, policy_gradient."""
+    """Policy loss: vanilla (PPO's clipped one), gspo, gspo_token, luspo, geo_mean, clip_cov, kl_cov, cispo, topr,
+    vespo, dppo_tv, dppo_kl, sapo, dro, kimi, gpg, policy_gradient."""
     clip_cov_ratio: float = 0.0002
-    """[share of tokens] clip_cov: tokens whose gradient is detached."""
+    """[share of tokens] clip_cov: tokens of a mini-batch whose gradient is detached, at least one; 0: none."""
     clip_cov_lb: float = 1.0
     """clip_cov: lower bound of the covariance window."""
     clip_cov_ub: float = 5.0
     """clip_cov: upper bound of the covariance window."""
     kl_cov_ratio: float = 0.0002
-    """[share of tokens] kl_cov: tokens that get a KL penalty."""
+    """[share of tokens] kl_cov: tokens of a mini-batch that get a KL penalty, at least one; 0: none."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of that penalty."""
     dro_beta: float = 0.1
     """dro: weight of the squared distance from the old log-probs."""
+    kimi_tau: float = 0.1
+    """kimi: weight of the squared distance of a row's log-prob from the old one."""
+    vespo_k_pos: float = 2.0
+    """vespo: exponent of the row's ratio where the advantage is 0 or more."""
+    vespo_lambda_pos: float = 3.0
+    """vespo: decay with the row's ratio where the advantage is 0 or more."""
+    vespo_k_neg: float = 3.0
+    """vespo: exponent elsewhere."""
+    vespo_lambda_neg: float = 2.0
+    """vespo: decay elsewhere."""
+    topr: ToprConfig = field(default_factory=ToprConfig)
+    """Options of topr."""
 
     def check(self) -> None:
-        above(self, 0, "dro_beta")
+        above(self, 0, "dro_beta", "kimi_tau")
+        at_least(self, 0, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        lb, ub = self.clip_cov_lb, self.clip_cov_ub
+        require(lb < ub, "clip_cov_lb", lb, f"must be below clip_cov_ub={ub!r}")
         between(self, 0, 1, "clip_cov_ratio", "kl_cov_ratio")
         at_least(self, 0, "ppo_kl_coef")
 
@@ -65,7 +113,7 @@ class ActorConfig(ConfigNode):
     tau_neg: float = 1.05
     """sapo: steepness of the gate elsewhere."""
     loss_agg_mode: str = "token-mean"
-    """How token losses become one number: token-mean, seq-mean-token-sum, seq-mean-token-mean,
+    """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean,
     seq-mean-token-sum-norm."""
     loss_scale_factor: float | None = None
     """[tokens] Divisor of seq-mean-token-sum-norm. Null: data.max_response_length."""
@@ -77,6 +125,19 @@ class ActorConfig(ConfigNode):
     """Weight of that KL term."""
     kl_loss_type: KLKind = KLKind.low_var_kl
     """Estimator of that KL term: kl (k1), abs, mse (k2), low_var_kl (k3); with + its value and the gradient of k2."""
+    use_unbiased_kl: bool = False
+    """Multiply that KL term by the probability ratio: value and gradient then hold for off-policy rows too. With
+    kl (k1) and low_var_kl (k3) only."""
+    rl_loss_coef: float = 1.0
+    """Weight of policy loss and KL term together; entropy and sft terms keep their own."""
+    sft_loss_coef: float = 0.0
+    """Weight of -log_prob on rows with a score above 0 (imitation of good responses); 0: off."""
+    sample_weight: SampleWeightConfig = field(default_factory=SampleWeightConfig)
+    """Weights of rows in the policy loss."""
+    ratio_skip_threshold: float | None = None
+    """[ratio] Rows whose mean token ratio is above it add nothing to the loss. Null: none is skipped."""
+    mask_truncated: bool = False
+    """Leave responses that hit the length limit out of the actor's update; their scores still count in the baseline."""
     use_torch_compile: bool = False
     """Compile the log-prob and entropy function."""
     ppo_epochs: int = 1
@@ -108,7 +169,8 @@ class ActorConfig(ConfigNode):
     def check(self) -> None:
         at_least(self, 1, "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
         at_least(self, 1, "ppo_max_token_len_per_gpu", "ppo_epochs", "ulysses_sequence_parallel_size")
-        above(self, 0, "grad_clip", "loss_scale_factor", "tau_pos", "tau_neg")
+        above(self, 0, "grad_clip", "loss_scale_factor", "tau_pos", "tau_neg", "ratio_skip_threshold")
+        at_least(self, 0, "rl_loss_coef", "sft_loss_coef")
         at_least(self, 0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
         above(self, 1, "clip_ratio_c")
         one_of(self, "loss_agg_mode", LOSS_AGG_MODES)

@@ -101,10 +101,6 @@ NOT_YET: list[NotYet] = [
         f"{_ACTOR}.policy_loss.loss_mode",
         _is_not(*LOSS_MODES),
         f"use one of {', '.join(LOSS_MODES)}",
-        tuple(
-            f"{_ACTOR}.policy_loss.{name}"
-            for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
-        ),
     ),
     NotYet(f"{_ACTOR}.tis_imp_ratio_cap", _above(0), "set it to -1"),
     NotYet(f"{_ACTOR}.kl_loss_type", _is("full"), "use low_var_kl"),

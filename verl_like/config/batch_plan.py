@@ -13,6 +13,7 @@ from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.critic import CriticConfig
 from verl_like.config.enums import OldLogProbs
 from verl_like.config.errors import raise_if_any
+from verl_like.config.loss_knobs import SELECTING_LOSSES
 from verl_like.config.ppo import PPOConfig
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -240,13 +241,17 @@ def _lengths(problems: list[str], config: PPOConfig, num_train_prompts: int | No
 def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
     """Resolve auto; refuse detach where it would be wrong."""
     choice, key = config.actor_rollout_ref.actor.old_log_probs, f"{_ACTOR}.old_log_probs"
-    kl_in_reward = config.algorithm.use_kl_in_reward
+    kl_in_reward, loss = config.algorithm.use_kl_in_reward, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    early = kl_in_reward or loss in SELECTING_LOSSES  # the driver computes with them
     if choice == OldLogProbs.auto:
-        return str(OldLogProbs.detach if updates == 1 and not kl_in_reward else OldLogProbs.recompute)
+        return str(OldLogProbs.detach if updates == 1 and not early else OldLogProbs.recompute)
     if choice == OldLogProbs.detach and updates > 1:
         problems.append(f"{key}=detach: holds for one update per step, here are {updates}; use recompute or rollout")
     if choice == OldLogProbs.detach and kl_in_reward:
         problems.append(f"{key}=detach: algorithm.use_kl_in_reward=true needs them earlier; use recompute or rollout")
+    if choice == OldLogProbs.detach and loss in SELECTING_LOSSES:
+        why = f"{_ACTOR}.policy_loss.loss_mode={loss} selects tokens by them before the update"
+        problems.append(f"{key}=detach: {why}; use recompute or rollout")
     return str(choice)
 
 

@@ -2,8 +2,9 @@
 
 from verl_like.config.availability import not_available, without_effect
 from verl_like.config.batch_plan import needs_critic, needs_reference
+from verl_like.config.doctor_losses import LOSS_IDLE, impossible_losses, two_decays
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards
-from verl_like.config.enums import GROUP_ESTIMATORS, RATIO_CLIPPING_LOSSES
+from verl_like.config.enums import GROUP_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
@@ -26,7 +27,13 @@ def check(config: PPOConfig, set_keys: frozenset[str] = frozenset()) -> list[str
 
 def impossible(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
-    return _roles(config) + _lengths(config) + _run(config) + impossible_rewards(config)
+    return (
+        _roles(config)
+        + impossible_losses(config.actor_rollout_ref.actor)
+        + _lengths(config)
+        + _run(config)
+        + impossible_rewards(config)
+    )
 
 
 def _roles(config: PPOConfig) -> list[str]:
@@ -139,10 +146,6 @@ def _no_critic(config: PPOConfig) -> bool:
     return not needs_critic(config.critic, config.algorithm)
 
 
-def _loss(config: PPOConfig) -> str:
-    return config.actor_rollout_ref.actor.policy_loss.loss_mode
-
-
 _VLLM_ONLY = tuple(
     f"{_ROLLOUT}.{name}"
     for name in (
@@ -235,34 +238,7 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.algorithm.adv_estimator not in ("grpo", "grpo_passk"),
         "algorithm.adv_estimator is not grpo or grpo_passk",
     ),
-    Idle(
-        (f"{_ACTOR}.clip_ratio",),
-        lambda c: (
-            _loss(c) in RATIO_CLIPPING_LOSSES
-            and None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high)
-        ),
-        "clip_ratio_low and clip_ratio_high are both set",
-    ),
-    Idle(
-        tuple(f"{_ACTOR}.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
-        lambda c: _loss(c) not in RATIO_CLIPPING_LOSSES,
-        f"{_ACTOR}.policy_loss.loss_mode clips no ratio",
-    ),
-    Idle(
-        (f"{_ACTOR}.clip_ratio_c",),
-        lambda c: _loss(c) != "vanilla",
-        f"{_ACTOR}.policy_loss.loss_mode is not vanilla",
-    ),
-    Idle(
-        (f"{_ACTOR}.tau_pos", f"{_ACTOR}.tau_neg"),
-        lambda c: _loss(c) != "sapo",
-        f"{_ACTOR}.policy_loss.loss_mode is not sapo",
-    ),
-    Idle(
-        (f"{_ACTOR}.policy_loss.dro_beta",),
-        lambda c: _loss(c) != "dro",
-        f"{_ACTOR}.policy_loss.loss_mode is not dro",
-    ),
+    *LOSS_IDLE,
     Idle(
         (f"{_ACTOR}.loss_scale_factor",),
         lambda c: c.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
@@ -371,6 +347,7 @@ def risky(config: PPOConfig) -> list[str]:
             "sampler's log-probs are those of the cut distribution, the trainer's of the whole one: ratios are not 1 "
             f"before the first update; set top_p=1 and top_k=-1, or {_ACTOR}.old_log_probs=recompute"
         )
+    lines += two_decays(config)
     if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:
         lines.append(
             f"{_ACTOR}.checkpoint.save_contents={actor.checkpoint.save_contents} leaves out model: a run cannot be "

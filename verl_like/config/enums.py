@@ -70,6 +70,27 @@ class KLKind(StrEnum):
     locals()["k3+"] = "k3+"
 
 
+class RatioLevel(StrEnum):
+    """What a probability ratio is taken of: a whole row, or each token."""
+
+    seq = "seq"
+    token = "token"
+
+
+class RewardSource(StrEnum):
+    """What topr takes as the reward of a row."""
+
+    advantage = "advantage"
+    score = "score"
+
+
+class WeightScope(StrEnum):
+    """Over which rows sample weights are computed and normalised."""
+
+    mini_batch = "mini_batch"
+    batch = "batch"
+
+
 class WarmupStyle(StrEnum):
     """Learning-rate schedule after the linear warm-up."""
 
@@ -148,9 +169,32 @@ GROUP_ESTIMATORS = (
 )
 WHITENING_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 ADV_ESTIMATORS = (*DISCOUNTING_ESTIMATORS, *GROUP_ESTIMATORS)
-RATIO_CLIPPING_LOSSES = ("vanilla", "gspo", "gspo_token", "cispo", "geo_mean")  # read clip_ratio, _low, _high
-LOSS_MODES = (*RATIO_CLIPPING_LOSSES, "sapo", "dro", "gpg", "policy_gradient")
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_MODES = (
+    "vanilla",
+    "gspo",
+    "gspo_token",
+    "luspo",
+    "geo_mean",
+    "clip_cov",
+    "kl_cov",
+    "cispo",
+    "topr",
+    "vespo",
+    "dppo_tv",
+    "dppo_kl",
+    "sapo",
+    "dro",
+    "kimi",
+    "gpg",
+    "policy_gradient",
+)
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 ROLLOUT_MODES = ("sync", "async")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")

@@ -27,13 +27,15 @@ class OptimConfig(ConfigNode):
     """[cosine periods] 0.5 goes from lr down to the floor once."""
     weight_decay: float = 0.01
     """AdamW weight decay."""
+    l2_coeff: float = 0.0
+    """Coupled L2: l2_coeff x weight is added to the gradient before clipping, so that Adam scales it; 0: off."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW averaging factors of the gradient and its square."""
     eps: float = 1e-8
     """AdamW denominator constant."""
 
     def check(self) -> None:
-        at_least(self, 0, "lr", "weight_decay", "num_cycles")
+        at_least(self, 0, "lr", "weight_decay", "num_cycles", "l2_coeff")
         above(self, 0, "eps")
         at_least(self, -1, "lr_warmup_steps")
         between(self, 0, 1, "lr_warmup_steps_ratio", "min_lr_ratio")

@@ -71,6 +71,7 @@ class FSDPEngine:
         self.model = self._build_model(tokenizer_size, seed, training=optim is not None)
         self.optimizer = None if optim is None else build_optimizer(self.model.parameters(), optim)
         self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
+        self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
         self._params_offloaded = self._optimizer_offloaded = False
         self._weight_names: dict[str, torch.Size] | None = None
         if self._packed:
@@ -180,6 +181,7 @@ class FSDPEngine:
         """Clip and step, unless the gradient is not finite: then no rank changes a weight."""
         assert self.optimizer is not None and self.schedule is not None
         parameters = list(self.model.parameters())
+        sharding.add_l2_gradient(parameters, self._l2_coeff)
         norm, rate = sharding.gradient_norm(parameters), self.schedule.rate()
         finite = math.isfinite(float(norm))
         if finite:

@@ -82,6 +82,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def add_l2_gradient(parameters: Iterable[nn.Parameter], coefficient: float) -> None:
+    """Add coefficient * weight to each gradient: that of coefficient / 2 * |weights|^2, shard by shard."""
+    if coefficient == 0:
+        return
+    for p in parameters:
+        if p.grad is not None:
+            local_tensor(p.grad).add_(local_tensor(p.detach()).to(p.grad.dtype), alpha=coefficient)
+
+
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """2-norm of the whole gradient, the same on every rank (collective)."""
     grads = [p.grad for p in parameters if p.grad is not None]

@@ -155,6 +155,7 @@ class PPOTrainer:
             shuffle=role.shuffle,
             seed=self.config.trainer.seed,
             max_response_length=self.config.data.max_response_length,
+            actor=role if isinstance(role, ActorConfig) else None,
         )
 
     def sync_weights(self) -> dict[str, float]:

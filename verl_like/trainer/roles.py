@@ -5,13 +5,12 @@ Each method splits its struct over the data-parallel ranks, calls, waits and joi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from verl_like.algorithms.minibatch import cut_minibatches, denominators_of
+from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import (
     Denominators,
     Evaluated,
@@ -23,6 +22,7 @@ from verl_like.batch import (
     merge_metrics,
 )
 from verl_like.cluster.protocol import PendingResult, WorkerGroup
+from verl_like.config import ActorConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.rollout.assemble import assemble_rollouts, build_requests
 from verl_like.rollout.protocol import Completion, SamplingParams
@@ -42,6 +42,7 @@ class UpdateRules:
     shuffle: bool
     seed: int
     max_response_length: int
+    actor: ActorConfig | None = None  # its options that act on whole mini-batches; None: the critic's update
 
 
 class RoleGroup:
@@ -61,24 +62,35 @@ class RoleGroup:
     def update(self, method: str, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
         """All optimizer steps of one role in one call; metrics joined over ranks, then over optimizer steps."""
         per_rank: list[Minibatches] = [[] for _ in range(self.group.world_size)]
+        num_empty = 0
+        for rows in self._minibatches(experience, rules, step):
+            if len(rows):
+                self._append_minibatch(per_rank, rows, rules)
+            else:
+                num_empty += 1
+        steps_by_rank = self.wait(self.group.call(method, [(minibatches,) for minibatches in per_rank]))
+        metrics = average_steps([merge_metrics(parts) for parts in zip(*steps_by_rank, strict=True)])
+        return metrics | {"empty_minibatches": float(num_empty)} if num_empty else metrics
+
+    def _minibatches(self, experience: Experience, rules: UpdateRules, step: int) -> Iterator[Experience]:
+        """Rows of each optimizer step, with what the actor's options compute over the rows of one step."""
+        if rules.actor is not None:
+            experience = prepare_batch(experience, rules.actor)
         for epoch in range(rules.epochs):
-            for index in cut_minibatches(
+            indices = cut_minibatches(
                 experience.group_B,
                 prompts_per_mini_batch=rules.prompts_per_mini_batch,
                 shuffle=rules.shuffle,
                 seed=rules.seed + step,
                 epoch=epoch,
-            ):
-                self._append_minibatch(per_rank, experience, index, rules)
-        steps_by_rank = self.wait(self.group.call(method, [(minibatches,) for minibatches in per_rank]))
-        return average_steps([merge_metrics(parts) for parts in zip(*steps_by_rank, strict=True)])
+            )
+            for number, index in enumerate(indices):
+                rows, seed = experience.select(index), (rules.seed, step, epoch, number)
+                yield rows if rules.actor is None else prepare_minibatch(rows, rules.actor, seed)
 
-    def _append_minibatch(
-        self, per_rank: list[Minibatches], experience: Experience, index: Tensor, rules: UpdateRules
-    ) -> None:
+    def _append_minibatch(self, per_rank: list[Minibatches], rows: Experience, rules: UpdateRules) -> None:
         """Cut first, balance second: rows change ranks only inside their own mini-batch."""
-        denominators = denominators_of(experience, index, rules.max_response_length)
-        rows = experience.select(index)
+        denominators = denominators_of(rows, rules.max_response_length)
         shares = rows_per_rank(rows.num_tokens_B().tolist(), self.group.world_size, balance=self.balance)
         for minibatches, part in zip(per_rank, split_rows(rows, shares), strict=True):
             minibatches.append((part, denominators))

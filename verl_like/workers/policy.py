@@ -156,7 +156,7 @@ class PolicyWorker:
         ]
         self.actor.advance_schedule()
         memory = {name: Metric(value=value, reduction="max") for name, value in memory_metrics().items()}
-        return [*steps[:-1], steps[-1] | memory]
+        return [*steps[:-1], steps[-1] | memory] if steps else []
 
     def save(self, path: str) -> None:
         """Write the actor's checkpoint; a collective of all ranks."""

@@ -21,7 +21,7 @@ def random_mask(generator: torch.Generator, lengths: list[int], width: int) -> T
 def experience(
     seed: int = 0, lengths: tuple[int, ...] = (5, 3, 6, 1, 4, 2), width: int = 8, dtype: torch.dtype = torch.float64
 ) -> Experience:
-    """Rows of the given response lengths; all optional columns present; two rows to a group."""
+    """Rows of the given response lengths; all optional columns present but sample weights; two rows to a group."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(lengths)
     mask = random_mask(generator, list(lengths), width)
@@ -42,6 +42,10 @@ def experience(
         ref_log_probs_BR=column(0.6, -1.5),
         rollout_log_probs_BR=column(0.6, -1.5),
         values_BR=column(),
+        selected_BR=mask & (torch.rand(rows, width, generator=generator) < 0.3),
+        score_B=torch.randint(-1, 2, (rows,), generator=generator).float(),
+        truncated_B=torch.rand(rows, generator=generator) < 0.3,
+        difficulty_B=torch.rand(rows, generator=generator),
     )
 
 

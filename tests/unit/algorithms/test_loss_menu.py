@@ -13,11 +13,17 @@ from tests.unit.algorithms.builders import denominators, experience, outputs_for
 from tests.unit.algorithms.test_policy_losses import batch_of, policy_batch
 from verl_like.algorithms.aggregate import aggregate
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss
-from verl_like.config import ActorConfig, PolicyLossConfig
+from verl_like.batch import Experience
+from verl_like.config import ActorConfig, PolicyLossConfig, ToprConfig
 from verl_like.config.enums import LOSS_MODES
+from verl_like.config.loss_knobs import FIXED_AGGREGATION
 
 ACTOR = ActorConfig(
-    clip_ratio_low=0.1, clip_ratio_high=0.3, tau_pos=0.8, tau_neg=1.3, policy_loss=PolicyLossConfig(dro_beta=0.4)
+    clip_ratio_low=0.1,
+    clip_ratio_high=0.3,
+    tau_pos=0.8,
+    tau_neg=1.3,
+    policy_loss=PolicyLossConfig(dro_beta=0.4, kimi_tau=0.6, ppo_kl_coef=0.2, topr=ToprConfig(negative_weight=0.5)),
 )
 
 
@@ -34,9 +40,9 @@ def test_configuration_offers_the_menu() -> None:
     assert sorted(LOSS_MODES) == POLICY_LOSSES.names()
 
 
-def test_sequence_losses_prescribe_their_aggregation() -> None:
-    fixed = {name for name in LOSS_MODES if POLICY_LOSSES.lookup(name).aggregation == "seq-mean-token-mean"}
-    assert fixed == {"gspo", "gspo_token", "sapo", "geo_mean"}
+def test_configuration_knows_which_losses_prescribe_their_aggregation() -> None:
+    entries = {name: POLICY_LOSSES.lookup(name).aggregation for name in LOSS_MODES}
+    assert {name: mode for name, mode in entries.items() if mode is not None} == FIXED_AGGREGATION
 
 
 def sigmoid(x: float) -> float:
@@ -63,6 +69,28 @@ HAND = [
     ("geo_mean", 2.0, -1.0, 2.0, 2.0),
     ("geo_mean", 0.5, -1.0, math.exp(-0.1), 0.0),
     ("geo_mean", 0.5, 3.0, -1.5, -1.5),
+    ("luspo", 2.0, 3.0, -3.9, 0.0),
+    ("luspo", 2.0, -1.0, 2.0, 2.0),
+    ("clip_cov", 2.0, 3.0, -3.9, 0.0),
+    ("clip_cov", 5.0, -1.0, 5.0, 5.0),  # no dual clip
+    ("kl_cov", 2.0, 3.0, -6.0, -6.0),  # no clip at all
+    ("topr", 2.0, 3.0, -3 * LP, -3.0),  # good responses: plain policy gradient
+    ("topr", 2.0, -1.0, 0.5 * LP, 0.5),  # bad ones: the ratio, at most 1, times negative_weight
+    ("topr", 0.4, -1.0, 0.2 * (math.log(0.4) - 1), 0.2),
+    ("vespo", 2.0, 3.0, -(2**2) * math.exp(-3) * 3 * LP, -(2**2) * math.exp(-3) * 3),
+    ("vespo", 2.0, -1.0, 2**3 * math.exp(-2) * LP, 2**3 * math.exp(-2)),
+    # old probability 1/e = 0.368: a ratio of 2 adds 0.368 (bound 0.3 above), 0.4 takes 0.22 away (bound 0.1 below)
+    ("dppo_tv", 2.0, 3.0, 0.0, 0.0),
+    ("dppo_tv", 1.5, 3.0, -1.5 * 3 * (math.log(1.5) - 1), -4.5),  # adds 0.184
+    ("dppo_tv", 2.0, -1.0, 2 * LP, 2.0),
+    ("dppo_tv", 0.4, -1.0, 0.0, 0.0),
+    ("dppo_tv", 0.4, 3.0, -0.4 * 3 * (math.log(0.4) - 1), -1.2),
+    # binary KL of 0.368 from 0.736: 0.297; from 0.884: 0.749; from 0.147: 0.148
+    ("dppo_kl", 2.4, 3.0, 0.0, 0.0),
+    ("dppo_kl", 2.0, 3.0, -2 * 3 * LP, -6.0),
+    ("dppo_kl", 2.0, -1.0, 2 * LP, 2.0),  # outside 0.1, but the gradient leads back
+    ("dppo_kl", 0.4, -1.0, 0.0, 0.0),
+    ("kimi", 2.0, 3.0, -3 * LP + 0.3 * math.log(2) ** 2, -3 + 0.6 * math.log(2)),
 ]
 
 
@@ -101,30 +129,67 @@ def test_gspo_token_keeps_credit_on_its_token() -> None:
     assert gradient_of("gspo", batch) == pytest.approx([1.0, 1.0])  # the mean of the row's advantages, on each
 
 
-# ---- naive loops: a row is a list of (log_prob, old, advantage)
+# ---- naive loops: a row is a list of (log_prob, old, advantage, selected)
 
-Row = list[tuple[float, float, float]]
+Row = list[tuple[float, float, float, bool]]
 
 
 def mean_log_ratio(row: Row) -> float:
-    return sum(lp - old for lp, old, _ in row) / len(row)
+    return sum(lp - old for lp, old, *_ in row) / len(row)
 
 
 def naive_gspo(row: Row) -> list[float]:
     ratio = math.exp(mean_log_ratio(row))
-    return [-min(ratio * a, min(max(ratio, 0.9), 1.3) * a) for _, _, a in row]
+    return [-min(ratio * a, min(max(ratio, 0.9), 1.3) * a) for _, _, a, _ in row]
 
 
 def naive_geo_mean(row: Row) -> list[float]:
     total = 0.0
-    for lp, old, a in row:
+    for lp, old, a, _ in row:
         total += min(lp - old, 0.3) if a > 0 else max(lp - old, -0.1)
-    return [-sum(a for _, _, a in row) / len(row) * math.exp(total / len(row))] * len(row)
+    return [-sum(a for _, _, a, _ in row) / len(row) * math.exp(total / len(row))] * len(row)
 
 
 def naive_sapo(row: Row) -> list[float]:
-    taus = [0.8 if a > 0 else 1.3 for _, _, a in row]
-    return [-a * sigmoid(t * (math.exp(lp - old) - 1)) * 4 / t for (lp, old, a), t in zip(row, taus, strict=True)]
+    taus = [0.8 if a > 0 else 1.3 for _, _, a, _ in row]
+    return [-a * sigmoid(t * (math.exp(lp - old) - 1)) * 4 / t for (lp, old, a, _), t in zip(row, taus, strict=True)]
+
+
+def naive_clip_cov(row: Row) -> list[float]:
+    losses = []
+    for lp, old, a, selected in row:
+        ratio = math.exp(lp - old)
+        losses.append(0.0 if selected else -min(ratio * a, min(max(ratio, 0.9), 1.3) * a))
+    return losses
+
+
+def naive_topr(row: Row) -> list[float]:
+    bad = sum(a for _, _, a, _ in row) < 0
+    ratio = math.prod(math.exp(lp - old) for lp, old, *_ in row)
+    weight = 0.5 * min(ratio, 1.0) if bad else 1.0
+    return [-weight * a * lp for lp, _, a, _ in row]
+
+
+def naive_vespo(row: Row) -> list[float]:
+    w = math.prod(math.exp(lp - old) for lp, old, *_ in row)
+    kernels = [w**2 * math.exp(3 * (1 - w)) if a >= 0 else w**3 * math.exp(2 * (1 - w)) for _, _, a, _ in row]
+    return [-phi * a * lp for phi, (lp, _, a, _) in zip(kernels, row, strict=True)]
+
+
+def naive_dppo(row: Row, *, kl: bool) -> list[float]:
+    losses = []
+    for lp, old, a, _ in row:
+        p, q = math.exp(lp), math.exp(old)
+        distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) if kl else abs(p - q)
+        away = (p > q) if a > 0 else (p < q)
+        inside = distance <= (0.3 if a > 0 else 0.1) or not away
+        losses.append(-min(p / q, 3.0) * a * lp if inside else 0.0)
+    return losses
+
+
+def naive_kimi(row: Row) -> list[float]:
+    total = sum(lp - old for lp, old, *_ in row)
+    return [-a * lp + 0.3 * total**2 / len(row) for lp, _, a, _ in row]
 
 
 NAIVE: dict[str, Callable[[Row], list[float]]] = {
@@ -132,22 +197,36 @@ NAIVE: dict[str, Callable[[Row], list[float]]] = {
     "gspo_token": naive_gspo,
     "geo_mean": naive_geo_mean,
     "sapo": naive_sapo,
-    "cispo": lambda row: [-min(max(math.exp(lp - old), 0.9), 1.3) * a * lp for lp, old, a in row],
-    "dro": lambda row: [-(lp * a - 0.2 * (lp - old) ** 2) for lp, old, a in row],
-    "gpg": lambda row: [-lp * a for lp, _, a in row],
-    "policy_gradient": lambda row: [-lp * a for lp, _, a in row],
+    "luspo": naive_gspo,
+    "clip_cov": naive_clip_cov,
+    "kl_cov": lambda row: [-a * math.exp(lp - old) + 0.2 * abs(lp - old) * chosen for lp, old, a, chosen in row],
+    "topr": naive_topr,
+    "vespo": naive_vespo,
+    "dppo_tv": lambda row: naive_dppo(row, kl=False),
+    "dppo_kl": lambda row: naive_dppo(row, kl=True),
+    "kimi": naive_kimi,
+    "cispo": lambda row: [-min(max(math.exp(lp - old), 0.9), 1.3) * a * lp for lp, old, a, _ in row],
+    "dro": lambda row: [-(lp * a - 0.2 * (lp - old) ** 2) for lp, old, a, _ in row],
+    "gpg": lambda row: [-lp * a for lp, _, a, _ in row],
+    "policy_gradient": lambda row: [-lp * a for lp, _, a, _ in row],
 }
+
+
+def as_log_probs(rows: Experience) -> Experience:
+    """The builder's old log-probs are merely near a typical log-prob; these are negative, as real ones."""
+    assert rows.old_log_probs_BR is not None
+    return rows.replace(old_log_probs_BR=-rows.old_log_probs_BR.abs())
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", NAIVE)
 def test_losses_equal_a_naive_loop(name: str, seed: int) -> None:
-    rows = experience(seed)
-    log_probs = outputs_for(rows, seed + 100)["log_probs"]
-    assert rows.old_log_probs_BR is not None
+    rows = as_log_probs(experience(seed))
+    log_probs = -outputs_for(rows, seed + 100)["log_probs"].abs()
+    assert rows.old_log_probs_BR is not None and rows.selected_BR is not None
     loss_BR = run(name, policy_batch(rows, log_probs)).loss_BR
     for i, mask in enumerate(rows.response_mask_BR):
-        columns = (log_probs[i], rows.old_log_probs_BR[i], rows.advantages_BR[i])
+        columns = (log_probs[i], rows.old_log_probs_BR[i], rows.advantages_BR[i], rows.selected_BR[i])
         row: Row = list(zip(*(column[mask].tolist() for column in columns), strict=True))
         assert loss_BR[i][mask].tolist() == pytest.approx(NAIVE[name](row))
 
@@ -159,18 +238,17 @@ def test_every_loss_but_vanilla_has_a_naive_loop() -> None:
 # ---- gradients that finite differences do not see
 
 
-def frozen_cispo(log_probs: Tensor, weight: Tensor, rows) -> Tensor:  # type: ignore[no-untyped-def]
-    return -weight * rows.advantages_BR * log_probs
-
-
 @pytest.mark.parametrize("seed", range(3))
-def test_cispo_gradient_takes_the_weight_as_a_constant(seed: int) -> None:
-    rows = experience(seed)
-    log_probs = outputs_for(rows, seed + 50)["log_probs"]
-    (gradient,) = torch.autograd.grad(run("cispo", policy_batch(rows, log_probs)).loss_BR.sum(), log_probs)
-    weight = (log_probs - rows.old_log_probs_BR).exp().clamp(0.9, 1.3).detach()
-    (expected,) = torch.autograd.grad(frozen_cispo(log_probs, weight, rows).sum(), log_probs)
-    assert torch.allclose(gradient, expected)
+@pytest.mark.parametrize("name", ["cispo", "topr", "vespo", "dppo_tv", "dppo_kl"])
+def test_gradient_takes_the_weight_as_a_constant(name: str, seed: int) -> None:
+    """The loss is weight * -A * log_prob (the naive loops prove its value), so its gradient is loss / log_prob."""
+    rows = as_log_probs(experience(seed))
+    log_probs = outputs_for(rows, seed + 50)["log_probs"].detach().abs().neg().requires_grad_()
+    loss_BR = run(name, policy_batch(rows, log_probs)).loss_BR
+    mask_BR = rows.response_mask_BR
+    (gradient,) = torch.autograd.grad(loss_BR[mask_BR].sum(), log_probs)
+    assert torch.allclose(gradient[mask_BR], (loss_BR / log_probs)[mask_BR])
+    assert (gradient[~mask_BR] == 0).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -195,27 +273,7 @@ def test_a_row_that_went_far_on_one_side_stays_finite(name: str, gap: float, adv
     log_probs = torch.full((2, 3), gap, requires_grad=True)
     mask = torch.tensor([[True, True, False], [False, False, False]])
     columns = {"old_log_probs_BR": torch.zeros(2, 3), "advantages_BR": torch.full((2, 3), advantage), "mask_BR": mask}
+    columns["selected_BR"] = mask & torch.tensor([True, False, False])
     out = run(name, PolicyBatch(log_probs_BR=log_probs, **columns))
     (gradient,) = torch.autograd.grad(out.loss_BR[mask].sum(), log_probs)
     assert out.loss_BR[mask].isfinite().all() and gradient.isfinite().all() and (gradient[~mask] == 0).all()
-
-
-def test_every_knob_moves_its_loss_and_no_other() -> None:
-    rows = experience(6)
-    log_probs = outputs_for(rows, 7)["log_probs"].detach()
-
-    def value(name: str, **keys: object) -> float:
-        dro_beta = keys.pop("dro_beta", 0.1)
-        actor = ActorConfig(policy_loss=PolicyLossConfig(dro_beta=dro_beta), **keys)  # type: ignore[arg-type]
-        return run(name, policy_batch(rows, log_probs), actor).loss_BR[rows.response_mask_BR].sum().item()
-
-    readers = {
-        "tau_pos": {"sapo"},
-        "tau_neg": {"sapo"},
-        "dro_beta": {"dro"},
-        "clip_ratio_low": {"vanilla", "cispo", "gspo", "gspo_token", "geo_mean"},
-        "clip_ratio_high": {"vanilla", "cispo", "gspo", "gspo_token", "geo_mean"},
-    }
-    for key, names in readers.items():
-        setting = {key: 0.01 if key.startswith("clip") else 3.0}
-        assert {name for name in LOSS_MODES if value(name, **setting) != value(name)} == names, key

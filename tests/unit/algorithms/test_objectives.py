@@ -65,8 +65,8 @@ def test_policy_objective_equals_a_naive_loop(mode: str) -> None:
 
 def naive_aggregate(rows: list[list[float]], mode: str) -> float:
     sums, lengths = [sum(row) for row in rows], [len(row) for row in rows]
-    if mode == "token-mean":
-        return sum(sums) / sum(lengths)
+    if mode.startswith("token"):
+        return sum(sums) / (sum(lengths) if mode == "token-mean" else 1)
     if mode == "seq-mean-token-mean":
         return sum(s / n for s, n in zip(sums, lengths, strict=True)) / len(rows)
     return sum(sums) / len(rows) / (MAX_RESPONSE_LENGTH if mode == "seq-mean-token-sum-norm" else 1)

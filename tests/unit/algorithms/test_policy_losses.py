@@ -8,22 +8,26 @@ from torch import Tensor
 
 from tests.unit.algorithms.builders import denominators, experience, outputs_for
 from verl_like.algorithms.aggregate import AGGREGATIONS, aggregate
+from verl_like.algorithms.losses.clipped import vanilla
 from verl_like.algorithms.objectives import token_means
-from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, clip_range, log_ratio, vanilla
+from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, clip_range, log_ratio
 from verl_like.algorithms.value_losses import clipped_value_loss
 from verl_like.config import ActorConfig
 
 ALL_LOSSES = POLICY_LOSSES.names()
 
 
-def batch_of(ratios: list[float], advantages: list[float], mask: list[bool] | None = None) -> PolicyBatch:
-    """One row whose probability ratios are given."""
+def batch_of(
+    ratios: list[float], advantages: list[float], mask: list[bool] | None = None, selected: list[bool] | None = None
+) -> PolicyBatch:
+    """One row whose probability ratios are given; nothing selected unless said."""
     log_probs = torch.tensor([[math.log(r) for r in ratios]], dtype=torch.float64) - 1.0
     return PolicyBatch(
         log_probs_BR=log_probs.requires_grad_(),
         old_log_probs_BR=torch.full_like(log_probs, -1.0),
         advantages_BR=torch.tensor([advantages], dtype=torch.float64),
         mask_BR=torch.tensor([mask or [True] * len(ratios)]),
+        selected_BR=torch.tensor([selected or [False] * len(ratios)]),
     )
 
 
@@ -45,7 +49,6 @@ def test_vanilla_hand_values(ratio: float, advantage: float, loss: float, clippe
     actor = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
     out = vanilla(batch_of([ratio], [advantage]), actor)
     assert out.loss_BR.item() == pytest.approx(loss)
-    assert out.metrics_BR["ppo_kl"].item() == pytest.approx(-math.log(ratio))
     assert bool(out.metrics_BR["pg_clipfrac"]) is clipped
     assert bool(out.metrics_BR["pg_clipfrac_lower"]) is dual
 
@@ -112,6 +115,8 @@ def policy_batch(rows, log_probs: Tensor) -> PolicyBatch:  # type: ignore[no-unt
         old_log_probs_BR=rows.old_log_probs_BR,
         advantages_BR=rows.advantages_BR,
         mask_BR=rows.response_mask_BR,
+        selected_BR=rows.selected_BR,
+        score_B=rows.score_B,
     )
 
 
@@ -122,9 +127,10 @@ def total(name: str, batch: PolicyBatch, counts, mode: str = "token-mean") -> Te
 
 
 # A constant that depends on the log-probs is part of the value, not of the gradient: no finite difference sees that.
-FROZEN_WEIGHT = ("cispo", "gspo_token")  # their gradients have tests of their own in test_loss_menu.py
+# Their gradients have tests of their own in test_loss_menu.py.
+FROZEN_WEIGHT = ("cispo", "gspo_token", "topr", "vespo", "dppo_tv", "dppo_kl")
 # One ratio for the row: a token's gradient holds the advantages of the whole row.
-MIXES_TOKENS = ("geo_mean", "gspo")
+MIXES_TOKENS = ("geo_mean", "gspo", "luspo")
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS.names())
@@ -140,6 +146,7 @@ def test_finite_differences(name: str, mode: str) -> None:
 def test_first_step_is_the_policy_gradient(name: str) -> None:
     """Where the policy has not moved yet, the gradient is that of -A * log_prob under the loss's aggregation."""
     rows = experience(4)
+    rows = rows.replace(selected_BR=torch.zeros_like(rows.response_mask_BR))
     if name in MIXES_TOKENS:
         rows = rows.replace(advantages_BR=rows.advantages_BR[:, :1] * rows.response_mask_BR)
     assert rows.old_log_probs_BR is not None
@@ -162,6 +169,7 @@ def test_extreme_ratios_do_not_overflow(name: str, gap: float) -> None:
         old_log_probs_BR=torch.full((1, 2), -1.0),
         advantages_BR=torch.tensor([[1.0, -1.0]]),
         mask_BR=torch.ones(1, 2, dtype=torch.bool),
+        selected_BR=torch.tensor([[True, False]]),
     )
     out = POLICY_LOSSES.lookup(name).function(batch, ActorConfig(clip_ratio_c=None))  # type: ignore[arg-type]
     out.loss_BR.sum().backward()

@@ -1,0 +1,57 @@
+"""What a policy loss takes and gives, and the registry of the menu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from verl_like.algorithms.registry import Registry
+from verl_like.config import ActorConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyBatch:
+    """One micro-batch as losses see it. Only `log_probs_BR` has a graph."""
+
+    log_probs_BR: Tensor  # of the policy being trained
+    old_log_probs_BR: Tensor  # of the policy the ratio is taken against
+    advantages_BR: Tensor
+    mask_BR: Tensor  # bool: tokens the policy sampled
+    selected_BR: Tensor | None = None  # bool: tokens that the driver chose over the mini-batch (clip_cov, kl_cov)
+    score_B: Tensor | None = None  # as graded (topr with reward_source=score)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """A loss per token, and what to report: the mean over the mini-batch's tokens of each metric."""
+
+    loss_BR: Tensor
+    metrics_BR: dict[str, Tensor]
+
+
+PolicyLossFunction = Callable[[PolicyBatch, ActorConfig], TokenLoss]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """An entry of the menu: the function, and the aggregation it prescribes (None: the user's choice)."""
+
+    function: PolicyLossFunction
+    aggregation: str | None = None
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
+
+
+def register_policy_loss(
+    name: str, *, aggregation: str | None = None
+) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Decorator: put a loss on the menu."""
+
+    def add(function: PolicyLossFunction) -> PolicyLossFunction:
+        POLICY_LOSSES.register(name)(PolicyLoss(function=function, aggregation=aggregation))
+        return function
+
+    return add

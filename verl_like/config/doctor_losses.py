@@ -1,0 +1,83 @@
+"""The doctor's checks of the policy's update: which loss reads which knob, and terms that cannot work together."""
+
+from verl_like.config.actor import ActorConfig
+from verl_like.config.batch_plan import needs_critic
+from verl_like.config.idle import Idle
+from verl_like.config.loss_knobs import FIXED_AGGREGATION, READ_BY, UNBIASED_KL_KINDS
+from verl_like.config.ppo import PPOConfig
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def impossible_losses(actor: ActorConfig) -> list[str]:
+    """Combinations that cannot work: keys, values, fix."""
+    problems = []
+    if actor.use_kl_loss and actor.use_unbiased_kl and actor.kl_loss_type not in UNBIASED_KL_KINDS:
+        problems.append(
+            f"{_ACTOR}.use_unbiased_kl=True with {_ACTOR}.kl_loss_type={actor.kl_loss_type}: a ratio corrects an "
+            f"estimate that is unbiased on the policy's own samples; use one of {', '.join(UNBIASED_KL_KINDS)}"
+        )
+    if actor.rl_loss_coef == 0 and actor.sft_loss_coef == 0 and actor.entropy_coeff == 0:
+        problems.append(
+            f"{_ACTOR}.rl_loss_coef=0 with {_ACTOR}.sft_loss_coef=0: nothing would be trained; set one of them above 0"
+        )
+    return problems
+
+
+def two_decays(config: PPOConfig) -> list[str]:
+    """Roles whose weights are pulled to 0 in two ways."""
+    roles = [(_ACTOR, config.actor_rollout_ref.actor.optim)]
+    if needs_critic(config.critic, config.algorithm):
+        roles.append(("critic", config.critic.optim))
+    return [
+        f"{section}.optim.l2_coeff={optim.l2_coeff} with {section}.optim.weight_decay={optim.weight_decay}: weights "
+        "are pulled to 0 twice, by the gradient and by AdamW; set one of them to 0"
+        for section, optim in roles
+        if optim.l2_coeff > 0 and optim.weight_decay > 0
+    ]
+
+
+def _actor(config: PPOConfig) -> ActorConfig:
+    return config.actor_rollout_ref.actor
+
+
+def _loss(config: PPOConfig) -> str:
+    return _actor(config).policy_loss.loss_mode
+
+
+def _read_by(key: str, losses: tuple[str, ...]) -> Idle:
+    """A knob that only some losses read."""
+    why = f"{_ACTOR}.policy_loss.loss_mode does not read it (read by {', '.join(losses)})"
+    return Idle((f"{_ACTOR}.{key}",), lambda c: _loss(c) not in losses, why)
+
+
+def _has_side_terms(actor: ActorConfig) -> bool:
+    return actor.entropy_coeff != 0 or actor.use_kl_loss or actor.sft_loss_coef != 0
+
+
+LOSS_IDLE: tuple[Idle, ...] = (
+    *(_read_by(key, losses) for key, losses in READ_BY.items()),
+    Idle(
+        (f"{_ACTOR}.clip_ratio",),
+        lambda c: (
+            _loss(c) in READ_BY["clip_ratio"] and None not in (_actor(c).clip_ratio_low, _actor(c).clip_ratio_high)
+        ),
+        "clip_ratio_low and clip_ratio_high are both set",
+    ),
+    Idle(
+        (f"{_ACTOR}.loss_agg_mode",),
+        lambda c: _loss(c) in FIXED_AGGREGATION and not _has_side_terms(_actor(c)),
+        f"{_ACTOR}.policy_loss.loss_mode prescribes its aggregation, and there is no entropy, KL or sft term",
+    ),
+    Idle((f"{_ACTOR}.use_unbiased_kl",), lambda c: not _actor(c).use_kl_loss, f"{_ACTOR}.use_kl_loss is false"),
+    Idle(
+        (f"{_ACTOR}.sample_weight.difficulty_key",),
+        lambda c: not _actor(c).sample_weight.difficulty,
+        f"{_ACTOR}.sample_weight.difficulty is false",
+    ),
+    Idle(
+        (f"{_ACTOR}.sample_weight.scope",),
+        lambda c: not (_actor(c).sample_weight.difficulty or _actor(c).sample_weight.length),
+        f"{_ACTOR}.sample_weight.difficulty and .length are false",
+    ),
+)
