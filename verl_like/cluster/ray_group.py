@@ -124,8 +124,9 @@ class RayWorkerGroup:
     """Starts one worker per slot of the allocation and calls them together.
 
     worker: import path "package.module:Class". spec: its first argument, anything that pickles. log_dir: each rank
-    writes `<name>_rank<r>.log` there, on its own node. environment: further variables for the workers. Raises
-    WorkerError with the worker's own traceback when a constructor fails, WorkerTimeout after `start_timeout` seconds.
+    writes `<name>_rank<r>.log` there, on its own node. environment: further variables for the workers. runtime_env:
+    Ray's, for the workers alone. Raises WorkerError with the worker's own traceback when a constructor fails,
+    WorkerTimeout after `start_timeout` seconds.
     """
 
     def __init__(
@@ -138,12 +139,13 @@ class RayWorkerGroup:
         log_dir: str | Path,
         start_timeout: float = 600,
         environment: Mapping[str, str] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
         name: str = "worker",
     ) -> None:
         self.run_id = run_id
         self.stopped_by: WorkerError | None = None
         self._outstanding: list[RayPendingResult] = []
-        self._ranks = _create_actors(allocation, name)
+        self._ranks = _create_actors(allocation, runtime_env)
         try:
             self._place(allocation, Path(log_dir).resolve(), name, start_timeout)
             self._start(worker, spec, allocation, dict(environment or {}), start_timeout)
@@ -362,7 +364,7 @@ def forwarded_environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _create_actors(allocation: Allocation, name: str) -> list[_Rank]:
+def _create_actors(allocation: Allocation, runtime_env: Mapping[str, Any] | None) -> list[_Rank]:
     ranks = []
     for node_rank, node in enumerate(allocation.nodes):
         strategy = PlacementGroupSchedulingStrategy(
@@ -377,6 +379,7 @@ def _create_actors(allocation: Allocation, name: str) -> list[_Rank]:
                     num_gpus=1 if allocation.device == "cuda" else 0,
                     max_restarts=0,
                     scheduling_strategy=strategy,
+                    runtime_env=dict(runtime_env) if runtime_env else None,
                 )
                 .remote()
             )

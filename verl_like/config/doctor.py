@@ -292,6 +292,16 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.trainer.total_training_steps is not None,
         "trainer.total_training_steps sets the length of the run",
     ),
+    Idle(
+        ("trainer.profile_tool", *(f"{s}.profiler." for s in (_ACTOR, _REF, "critic", "reward_model"))),
+        lambda c: not c.trainer.profile_steps,
+        "trainer.profile_steps names no step",
+    ),
+    Idle(
+        ("trainer.controller_nsight_options", "trainer.worker_nsight_options"),
+        lambda c: not (c.trainer.profile_steps and c.trainer.profile_tool == "nsys"),
+        "trainer.profile_steps with trainer.profile_tool=nsys uses it",
+    ),
     Idle(("ray_init.",), lambda c: c.trainer.launcher == "local", "trainer.launcher is local"),
     Idle(
         ("custom_reward_function.name",),

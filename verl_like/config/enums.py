@@ -122,6 +122,13 @@ class Launcher(StrEnum):
     local = "local"
 
 
+class ProfileTool(StrEnum):
+    """What records the steps of trainer.profile_steps: torch's profiler, or Nsight Systems."""
+
+    torch = "torch"
+    nsys = "nsys"
+
+
 class FusedBackend(StrEnum):
     """Implementation of the fused log-prob and entropy function."""
 

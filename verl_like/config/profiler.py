@@ -11,11 +11,11 @@ class ProfilerConfig(ConfigNode):
     """`*.profiler.*`."""
 
     discrete: bool = False
-    """One trace per phase instead of one per step."""
+    """One trace per call of this role instead of one per step, if the other roles of the rank say so too."""
     all_ranks: bool = False
     """Profile every rank."""
     ranks: list[int] | None = None
-    """Ranks to profile. Null: none unless all_ranks."""
+    """Ranks to profile in the steps of trainer.profile_steps. Null: rank 0, unless all_ranks."""
 
 
 @dataclass(kw_only=True, slots=True)

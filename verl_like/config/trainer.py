@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, require
-from verl_like.config.enums import LOGGERS, Device, Launcher, ResumeMode
+from verl_like.config.enums import LOGGERS, Device, Launcher, ProfileTool, ResumeMode
 
 _CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
 _WORKER_NSIGHT = {**_CONTROLLER_NSIGHT, "capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}
@@ -75,11 +75,13 @@ class TrainerConfig(ConfigNode):
     validation_data_dir: str | None = None
     """Folder for all validation responses as jsonl. Null: not kept."""
     profile_steps: list[int] | None = None
-    """Steps to profile. Null: none."""
+    """Steps to profile, counted from 1; traces go to <log_dir>/profile. Null: none."""
+    profile_tool: ProfileTool = ProfileTool.torch
+    """torch (a Chrome trace per rank and step) or nsys (Nsight Systems; needs CUDA and the nsys program)."""
     controller_nsight_options: dict[str, Any] = field(default_factory=lambda: dict(_CONTROLLER_NSIGHT))
-    """Nsight Systems options of the driver."""
+    """Nsight Systems options of the driver (profile_tool=nsys)."""
     worker_nsight_options: dict[str, Any] = field(default_factory=lambda: dict(_WORKER_NSIGHT))
-    """Nsight Systems options of the workers."""
+    """Nsight Systems options of the workers (profile_tool=nsys)."""
 
     def check(self) -> None:
         at_least(self, 1, "nnodes", "total_epochs", "total_training_steps", "ray_wait_register_center_timeout")

@@ -76,6 +76,7 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
                 plan=plan,
                 tokenizer_size=len(inputs.tokenizer),
                 max_model_len=max_model_len(config, inputs.hf_config),
+                profile_dir=str(profile_dir(config)),
             )
             rewards = stack.enter_context(
                 RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
@@ -250,3 +251,8 @@ def required(steps: int | None) -> int:
 def log_dir(config: PPOConfig) -> Path:
     """Folder of metrics, logs and the resolved configuration."""
     return Path(config.trainer.log_dir or config.trainer.default_local_dir).expanduser()
+
+
+def profile_dir(config: PPOConfig) -> Path:
+    """Folder of the traces of trainer.profile_steps."""
+    return log_dir(config).resolve() / "profile"

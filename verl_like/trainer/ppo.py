@@ -7,6 +7,7 @@ minimised (the objectives in the workers), and where weights go (`sync_weights`)
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from verl_like.algorithms.experience import make_experience
@@ -52,7 +53,7 @@ class PPOTrainer:
         self.validate_before_training()
         while not self.done():
             step, clock = self.begin_step()
-            with clock("step"):
+            with self.profiled(step), clock("step"):
                 with clock("gen"):
                     rollouts, grading = self.source.next_rollouts(self.policy, self.rewards, step)
                 if not self.config.reward_model.launch_reward_fn_async:
@@ -86,6 +87,10 @@ class PPOTrainer:
         """Number of the step that begins, counted from 1, and its clock."""
         self.clock = self.report.clock()
         return self.state.step + 1, self.clock
+
+    def profiled(self, step: int) -> AbstractContextManager[None]:
+        """Records the steps of trainer.profile_steps in the workers."""
+        return self.policy.profiled(step) if step in (self.config.trainer.profile_steps or ()) else nullcontext()
 
     def evaluate(self, rollouts: Rollouts) -> Evaluated:
         """Only the passes that this run's configuration needs."""

@@ -6,6 +6,7 @@ Each method splits its struct over the data-parallel ranks, calls, waits and joi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,13 @@ class PolicyGroup(RoleGroup):
         """Fill the rollout engines with the trained weights; the slowest rank's report."""
         reports = [r for r in self.wait(self.group.call_all("sync_weights", version)) if r is not None]
         return max(reports, key=lambda report: report.seconds, default=None)
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Record everything that the workers do inside; each chosen rank writes its trace at the end."""
+        self.wait(self.group.call_all("start_profile", step))
+        yield
+        self.wait(self.group.call_all("stop_profile"))
 
     def save(self, path: str) -> None:
         self.wait(self.group.call_all("save_actor", path))

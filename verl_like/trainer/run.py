@@ -11,8 +11,9 @@ from verl_like.cluster.protocol import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.observe.logs import setup_driver_logging
-from verl_like.trainer.build import WORKER, build_trainer, log_dir
+from verl_like.trainer.build import WORKER, build_trainer, input_errors, log_dir, profile_dir, resolve_world
 from verl_like.trainer.compose import save_resolved
+from verl_like.trainer.nsight import check_nsight, restart_under_nsight, worker_runtime_env
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ def run(config: PPOConfig) -> None:
     setup_driver_logging(folder)
     save_resolved(config, folder / "config.yaml")
     try:
+        with input_errors():
+            check_nsight(config, resolve_world(config)[0])
+        restart_under_nsight(config, profile_dir(config))
         with build_trainer(config, worker_group) as trainer:
             trainer.fit()
     except ConfigError as error:  # what only the files or the number of processes could show to be wrong
@@ -84,4 +88,5 @@ def _ray_group(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node:
             run_id=session.run_id,
             log_dir=log_dir(config) / "workers",
             start_timeout=settings.worker_start_timeout,
+            runtime_env=worker_runtime_env(config, profile_dir(config)),
         )

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.cluster.protocol import RankEnv
 from verl_like.parallel.device_peak import DevicePeak, device_peak
-from verl_like.parallel.dist import init_distributed, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.rollout.protocol import Completion, GenerationRequest
 from verl_like.weight_sync.sync import SyncReport
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.policy import PolicyWorker
+from verl_like.workers.profiling import WorkerProfiler
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class HybridWorker:
             device=env.device,
             timeout_s=spec.config.trainer.rpc_timeout,
         )
+        self.profiler = build_profiler(spec, self.process)
         try:
             _import_external(spec.config.actor_rollout_ref.model.external_lib)
             # The rollout engine comes last: at its start gpu_memory_utilization of the device must be free.
@@ -45,29 +48,42 @@ class HybridWorker:
             raise
 
     def sync_weights(self, version: int) -> SyncReport | None:
-        return self.policy.sync_weights(version)
+        with self.profiler.phase("actor", "sync_weights"):
+            return self.policy.sync_weights(version)
 
     def device_peak(self) -> DevicePeak:
         """What this rank's device can do at most, in the actor's compute precision."""
         return device_peak(self.process.device, self.policy.compute_dtype())
 
     def generate(self, requests: list[GenerationRequest]) -> Iterator[list[Completion]]:
-        return self.policy.generate(requests)
+        with self.profiler.phase("actor", "generate"):
+            yield from self.policy.generate(requests)
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:
-        return self.policy.old_log_probs(batch)
+        with self.profiler.phase("actor", "old_log_probs"):
+            return self.policy.old_log_probs(batch)
 
     def ref_log_probs(self, batch: Sequences) -> Evaluated:
-        return self.policy.ref_log_probs(batch)
+        with self.profiler.phase("ref", "ref_log_probs"):
+            return self.policy.ref_log_probs(batch)
 
     def values(self, batch: Sequences) -> Evaluated:
-        return self._critic().values(batch)
+        with self.profiler.phase("critic", "values"):
+            return self._critic().values(batch)
 
     def update_actor(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
-        return self.policy.update_actor(minibatches)
+        with self.profiler.phase("actor", "update_actor"):
+            return self.policy.update_actor(minibatches)
 
     def update_critic(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
-        return self._critic().update(minibatches)
+        with self.profiler.phase("critic", "update_critic"):
+            return self._critic().update(minibatches)
+
+    def start_profile(self, step: int) -> None:
+        self.profiler.start(step)
+
+    def stop_profile(self) -> None:
+        self.profiler.stop()
 
     def save_actor(self, path: str) -> None:
         self.policy.save(path)
@@ -94,6 +110,23 @@ class HybridWorker:
             raise RuntimeError("a critic method was called, but this run's plan has no critic")
         self.policy.enter_train()
         return self.critic
+
+
+def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:
+    """The recorder of this rank, with each role's own section."""
+    config = spec.config
+    return WorkerProfiler(
+        {
+            "actor": config.actor_rollout_ref.actor.profiler,
+            "ref": config.actor_rollout_ref.ref.profiler,
+            "critic": config.critic.profiler,
+            "reward": config.reward_model.profiler,
+        },
+        rank=process.rank,
+        device=process.device,
+        folder=Path(spec.profile_dir),
+        tool=config.trainer.profile_tool,
+    )
 
 
 def _import_external(names: str | list[str] | None) -> None:

@@ -14,3 +14,4 @@ class WorkerSpec:
     plan: BatchPlan
     tokenizer_size: int  # ids from here on are padding of the vocabulary: masked out of every softmax
     max_model_len: int  # tokens, prompt plus response
+    profile_dir: str  # where the traces of trainer.profile_steps go

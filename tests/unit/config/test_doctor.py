@@ -85,7 +85,8 @@ def test_all_problems_in_one_error():
         (["trainer.total_training_steps=5", "trainer.total_epochs=2"], "sets the length of the run"),
         ([f"{R}.mode=async"], "the engine always works request by request"),
         (["algorithm.pf_ppo.weight_pow=3"], "algorithm.use_pf_ppo is false"),
-        (["trainer.worker_nsight_options.kill=all"], "it belongs to trainer.profile_steps"),
+        (["trainer.worker_nsight_options.kill=all"], "trainer.profile_steps with trainer.profile_tool=nsys uses it"),
+        ([f"{A}.profiler.discrete=true"], "trainer.profile_steps names no step"),
         ([f"{A}.ppo_max_token_len_per_gpu=100"], "is below data.max_prompt_length + data.max_response_length = 1024"),
     ],
 )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,10 +54,10 @@ def config_of(model: Path) -> PPOConfig:
 
 
 @pytest.fixture
-def group(tiny_model: Path) -> Iterator[LocalWorkerGroup]:
+def group(tiny_model: Path, tmp_path: Path) -> Iterator[LocalWorkerGroup]:
     config = config_of(tiny_model)
     plan = BatchPlan.build(config, 1, 100)
-    spec = WorkerSpec(config=config, plan=plan, tokenizer_size=18, max_model_len=8)
+    spec = WorkerSpec(config=config, plan=plan, tokenizer_size=18, max_model_len=8, profile_dir=str(tmp_path))
     workers = LocalWorkerGroup("verl_like.workers.hybrid:HybridWorker", spec)
     yield workers
     workers.shutdown()
@@ -117,3 +119,16 @@ def test_the_critic_works_while_the_rollout_engine_sleeps(group: LocalWorkerGrou
         assert worker.policy.switch.phase is Phase.rollout
         group.call_all(method, argument).wait()
         assert worker.policy.switch.phase is Phase.train
+
+
+def test_a_profiled_step_leaves_a_trace_that_opens(group: LocalWorkerGroup, tmp_path: Path) -> None:
+    rows, counts = experience(), Denominators(num_tokens=6, num_sequences=2, max_response_length=4)
+    group.call_all("start_profile", 3).wait()
+    group.call_all("update_actor", [(rows, counts)]).wait()
+    group.call_all("stop_profile").wait()
+    group.call_all("update_actor", [(rows, counts)]).wait()  # outside the step: nothing is recorded
+    (path,) = tmp_path.rglob("*.json.gz")
+    assert path == tmp_path / "step_3" / "rank0.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {event["name"] for event in events if "name" in event}
+    assert {"verl_like::update_actor", "aten::mm"} <= names

@@ -1,0 +1,59 @@
+"""Which calls are recorded, and in how many traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_like.config import ProfilerConfig
+from verl_like.config.enums import ProfileTool
+from verl_like.workers.profiling import WorkerProfiler, is_chosen
+
+
+def profiler(folder: Path, rank: int = 0, **sections: ProfilerConfig) -> WorkerProfiler:
+    return WorkerProfiler(sections, rank=rank, device=torch.device("cpu"), folder=folder, tool=ProfileTool.torch)
+
+
+def run_step(recorder: WorkerProfiler, step: int) -> None:
+    recorder.start(step)
+    for role, name in (("actor", "generate"), ("ref", "ref_log_probs"), ("actor", "update_actor")):
+        with recorder.phase(role, name):
+            torch.ones(2).sum()
+    recorder.stop()
+
+
+@pytest.mark.parametrize(
+    "section, ranks",
+    [
+        (ProfilerConfig(), {0}),
+        (ProfilerConfig(ranks=[1, 2]), {1, 2}),
+        (ProfilerConfig(ranks=[]), set()),
+        (ProfilerConfig(all_ranks=True), {0, 1, 2, 3}),
+    ],
+)
+def test_ranks(section: ProfilerConfig, ranks: set[int]) -> None:
+    assert {rank for rank in range(4) if is_chosen(section, rank)} == ranks
+
+
+def test_discrete_gives_a_trace_for_each_call(tmp_path: Path) -> None:
+    recorder = profiler(tmp_path, actor=ProfilerConfig(discrete=True), ref=ProfilerConfig(ranks=[]))
+    run_step(recorder, 7)
+    written = sorted(path.name for path in (tmp_path / "step_7").iterdir())
+    assert written == ["rank0_generate.json.gz", "rank0_update_actor.json.gz"]  # the reference is not chosen
+
+
+def test_one_whole_step_role_covers_all(tmp_path: Path) -> None:
+    recorder = profiler(tmp_path, actor=ProfilerConfig(), ref=ProfilerConfig(discrete=True))
+    run_step(recorder, 2)
+    run_step(recorder, 5)
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.gz")) == [
+        "step_2/rank0.json.gz",
+        "step_5/rank0.json.gz",
+    ]
+
+
+def test_a_rank_that_nobody_chose_writes_nothing(tmp_path: Path) -> None:
+    run_step(profiler(tmp_path, rank=1, actor=ProfilerConfig()), 1)
+    assert not list(tmp_path.iterdir())
