@@ -13,7 +13,7 @@ from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.protocol import WorkerError
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.rollout.protocol import GenerationRequest, SamplingParams
+from verl_like.rollout.protocol import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.compose import compose
 from verl_like.workers.phase import Phase, PhaseSwitch
 from verl_like.workers.spec import WorkerSpec
@@ -79,13 +79,19 @@ def experience() -> Experience:
     )
 
 
+def generate(group: LocalWorkerGroup) -> list[Completion]:
+    ended: list[Completion] = []
+    group.stream("generate", [([REQUEST],)], lambda rank, completions: ended.extend(completions)).wait()
+    return ended
+
+
 def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
     """Sync, sample, evaluate, update, sync again: the new weights arrive, the reference stays."""
     rows, counts = experience(), Denominators(num_tokens=6, num_sequences=2, max_response_length=4)
     (report,) = group.call_all("sync_weights", 0).wait()
     assert report.probe_gap < 1e-5
     assert group.call_all("sync_weights", 0).wait() == [None]  # it already holds that version
-    ((first,),) = group.call_all("generate", [REQUEST]).wait()
+    (first,) = generate(group)
     (old,) = group.call_all("old_log_probs", rows).wait()
     (reference,) = group.call_all("ref_log_probs", rows).wait()
     assert torch.allclose(old.old_log_probs_BR, reference.ref_log_probs_BR, atol=1e-6)
@@ -96,7 +102,7 @@ def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
     assert critic["vf_loss"].value > 0 and actor["grad_norm"].value > 0
     assert actor["perf/cpu_memory_used_gb"].reduction == "max"
     group.call_all("sync_weights", 1).wait()
-    ((second,),) = group.call_all("generate", [REQUEST]).wait()
+    (second,) = generate(group)
     assert (first.weight_version, second.weight_version) == (0, 1)
     assert first.log_probs != second.log_probs
     (moved,) = group.call_all("old_log_probs", rows).wait()
@@ -107,7 +113,7 @@ def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
 
 def test_generating_before_a_sync_is_refused(group: LocalWorkerGroup) -> None:
     with pytest.raises(WorkerError, match="generate needs the rollout phase"):
-        group.call_all("generate", [REQUEST]).wait()
+        generate(group)
 
 
 def test_the_critic_works_while_the_rollout_engine_sleeps(group: LocalWorkerGroup) -> None:
