@@ -30,20 +30,49 @@ class GraderEntry:
 
 
 # Modules are imported when first used, so that a worker which never sees a grader does not pay for its imports.
+_HERE = "verl_like.rewards."
 GRADERS: dict[str, GraderEntry] = {
-    "gsm8k": GraderEntry("verl_like.rewards.gsm8k"),
-    "gsm8k_flexible": GraderEntry("verl_like.rewards.gsm8k", {"method": "flexible"}),
-    "countdown": GraderEntry("verl_like.rewards.countdown"),
-    "arithmetic": GraderEntry("verl_like.rewards.arithmetic"),
+    "gsm8k": GraderEntry(f"{_HERE}gsm8k"),
+    "gsm8k_flexible": GraderEntry(f"{_HERE}gsm8k", {"method": "flexible"}),
+    "math": GraderEntry(f"{_HERE}math_boxed"),
+    "math_dapo": GraderEntry(f"{_HERE}math_dapo"),
+    "boxed": GraderEntry(f"{_HERE}boxed"),
+    "think_answer_tags": GraderEntry(f"{_HERE}think_answer"),
+    "geometry3k": GraderEntry(f"{_HERE}geometry3k"),
+    "countdown": GraderEntry(f"{_HERE}countdown"),
+    "arithmetic": GraderEntry(f"{_HERE}arithmetic"),
+    "multiple_choice": GraderEntry(f"{_HERE}multiple_choice"),
+    "exact_match": GraderEntry(f"{_HERE}question_answering", {"metric": "exact"}),
+    "contains": GraderEntry(f"{_HERE}question_answering", {"metric": "contains"}),
+    "f1": GraderEntry(f"{_HERE}question_answering", {"metric": "f1"}),
+    "search_r1": GraderEntry(f"{_HERE}question_answering", {"metric": "exact", "answer_from": "tags"}),
+    "instruction": GraderEntry(f"{_HERE}instruction"),
 }
 
 # data_source, or a pattern of names with * -> grader. Exact names are looked up first, then patterns from the top.
 ROUTES: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "lighteval/MATH-*": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "EleutherAI/hendrycks_math": "math",
+    "numina_*": "math",
+    "math": "math_dapo",
+    "math_dapo*": "math_dapo",
+    "aime*": "math_dapo",
+    "hiyouga/geometry3k": "geometry3k",
     "countdown": "countdown",
     "game24": "countdown",
     "arithmetic": "arithmetic",
+    "searchR1_*": "search_r1",
+    "squad": "f1",
+    "cais/mmlu": "multiple_choice",
+    "TIGER-Lab/MMLU-Pro": "multiple_choice",
+    "Idavidrein/gpqa": "multiple_choice",
+    "google/IFEval": "instruction",
+    "ifeval": "instruction",
 }
 
 

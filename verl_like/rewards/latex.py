@@ -1,0 +1,174 @@
+"""Text work on LaTeX answers: the last \\boxed{...}, one spelling for many, splitting at the outermost level.
+
+Every function is linear in the length of its input (or bounded by MAX_ANSWER_CHARS) and raises nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_ANSWER_CHARS = 1000  # a longer answer is compared as it is written
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+def last_boxed(text: str) -> str | None:
+    """Content of the last \\boxed{...} (or \\fbox, or `\\boxed 5`) with balanced braces; None without one.
+
+    A last box that is never closed gives None: the response was cut off in the middle of its answer.
+    """
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    match = _BOX.match(text, start)
+    assert match is not None
+    position = match.end()
+    if position >= len(text):
+        return None
+    if text[position] != "{":
+        return re.split(r"[\s$]", text[position:], maxsplit=1)[0] or None
+    end = closing_brace(text, position)
+    return None if end is None else text[position + 1 : end]
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """Position of the brace that closes the one at `start`, or None. Escaped braces do not count."""
+    depth, position = 0, start
+    while position < len(text):
+        char = text[position]
+        if char == "\\":
+            position += 2
+            continue
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return position
+        position += 1
+    return None
+
+
+def split_top_level(text: str, separators: str = ",") -> list[str]:
+    """Cut at separators that stand outside all brackets, braces included."""
+    parts, depth, start, position = [], 0, 0, 0
+    while position < len(text):
+        char = text[position]
+        if char == "\\" and text[position + 1 : position + 2] not in ("{", "}"):
+            position += 2
+            continue
+        if char == "\\":  # \{ and \} are brackets too
+            position += 1
+            char = text[position]
+        if char in _OPEN:
+            depth += 1
+        elif char in _CLOSE:
+            depth -= 1
+        elif char in separators and depth == 0:
+            parts.append(text[start:position])
+            start = position + 1
+        position += 1
+    return [*parts, text[start:]]
+
+
+_UNICODE = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\u2013\u2014", "-"),
+        **dict.fromkeys("\u00d7\u22c5\u00b7", "*"),
+        **dict.fromkeys("\u00f7\u2044", "/"),
+        **dict.fromkeys("\u2009\u00a0\u202f", " "),
+        **{"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u221a": r"\sqrt ", "\u00b0": r"^\circ ", "\u2248": r"\approx "},
+        **{"\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u211d": r"\mathbb{R}"},
+        **{"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b1": r"\pm ", "\u2016": "|", "\u2032": "'"},
+        **{
+            "\u03b1": r"\alpha ",
+            "\u03b2": r"\beta ",
+            "\u03b8": r"\theta ",
+            "\u00b2": "^2",
+            "\u00b3": "^3",
+            "\uff0c": ",",
+        },
+        **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}"},
+    }
+)
+# (pattern, replacement), in order
+_SPELLINGS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr|big|Big|bigg|Bigg)(?![A-Za-z])\s*\.?", ""),
+        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut)(?![A-Za-z])", ""),
+        (r",\\!", ","),
+        (r"\{,\}", ","),
+        (r"(?<!\\)\\!", ""),
+        (r"(?<!\\)\\[,;: >]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|~", " "),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\(?:leqslant|leq|le)(?![A-Za-z])|<=", r"\\le "),
+        (r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>=", r"\\ge "),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r"\\(?:neq|ne)(?![A-Za-z])|!=", r"\\ne "),
+        (r"\\(?:cdot|times|ast)(?![A-Za-z])|\*(?!\*)", "*"),
+        (r"\*\*", "^"),
+        (r"\\div(?![A-Za-z])", "/"),
+        (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset "),
+        (r"\binfinity\b|(?<!\\)\boo\b", r"\\infty "),
+        (r"\^\s*\{\s*(\\circ|\\prime|.)\s*\}", r"^\1"),
+        (r"\\(?:degree|degrees)(?![A-Za-z])", r"^\\circ "),
+        (r"_\s*\{\s*(\w+)\s*\}", r"_{\1}"),
+        (r"(\d)_(\d)", r"\1_{\2}"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"\\(?:text|textrm|mathrm|rm)\s*\{\s*(i|e|and|or)\s*\}", r" \1 "),
+        (r"(?<=[\d)\]}])\s*,?\s*\b(?:and|or)\b\s*(?=[-\\\d(\[{a-z])", ","),
+    ]
+]
+_DELIMITERS = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`")]
+
+
+def normalise(answer: str) -> str:
+    """One spelling for many: what people and models write differently without meaning different things.
+
+    Delimiters, spacing commands, \\left and \\right, \\dfrac, unicode signs, a final full stop ... White space is kept
+    where it may matter (between digits, around text); see `squeeze`.
+    """
+    text = strip_delimiters(answer.translate(_UNICODE))
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def strip_delimiters(answer: str) -> str:
+    """Without surrounding white space, $ .. $, \\( .. \\), ** .. **, an outer \\boxed{..}, a final full stop."""
+    text, before = answer.strip(), None
+    while text != before:
+        before = text
+        text = text.rstrip(".,;: \n")
+        for left, right in _DELIMITERS:
+            if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
+                inner = text[len(left) : -len(right)]
+                text = inner.strip() if left not in inner else text
+        if text.startswith("\\boxed{") and closing_brace(text, 6) == len(text) - 1:
+            text = text[7:-1].strip()
+    return text
+
+
+_TEXT_COMMANDS = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname|rm|bf"
+_TEXT = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}")
+_SPACE_THAT_MATTERS = re.compile(
+    r"(?<=[0-9A-Za-z]) (?=[0-9])|(?<=[A-Za-z]{2}) (?=[A-Za-z]{2})|(\\[A-Za-z]+) (?=[A-Za-z])"
+)
+
+
+def plain_text(text: str) -> str:
+    """\\text{...} and its relatives replaced by their content."""
+    return _TEXT.sub(r" \1 ", text)
+
+
+def squeeze(text: str) -> str:
+    """Without white space, but for the spaces that keep two numbers or two words apart."""
+    text = re.sub(r"\s+", " ", text.strip())
+    marked = _SPACE_THAT_MATTERS.sub(lambda match: (match[1] or "") + "\0", text)
+    return marked.replace(" ", "").replace("\0", " ")

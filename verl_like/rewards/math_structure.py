@@ -1,0 +1,191 @@
+"""Answers with parts: lists, sets, tuples, intervals, unions, matrices, relations. Each function says None where it is
+not in charge, and compares the parts with the function it is given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verl_like.rewards import expression, expression_value, intervals, symbolic
+from verl_like.rewards.latex import split_top_level, squeeze
+
+Same = Callable[[str, str], bool]  # (truth, answer) -> equal
+
+_MAX_PARTS = 40
+_NAME = r"(?:[A-Za-z]{1,3}|\\[A-Za-z]+)(?:_\{?\w+\}?|')?(?:\([A-Za-z,]{1,5}\))?"
+_ASSIGNMENT = re.compile(rf"^({_NAME})\s*=\s*([^=]+)$", re.DOTALL)
+_MEMBER = re.compile(rf"^{_NAME}\s*\\in\s*(.+)$", re.DOTALL)
+_RELATION = re.compile(r"\s*(\\le |\\ge |<|>)\s*")
+_MIRROR = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+_MATRIX = re.compile(r"^\\begin\s*\{([pbvBV]?matrix|array|smallmatrix)\}(?:\{[lcr|]*\})?(.*)\\end\s*\{\1\}$", re.DOTALL)
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])|\\mp(?![A-Za-z])|\+/-|\+-")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """kind: "set" for {a,b}, "list" for a,b, "tuple" for (a,b) and [a,b)."""
+
+    kind: str
+    elements: list[str]
+    brackets: str = ""
+
+
+def parts_of(text: str) -> Parts | None:
+    """The parts of a set, list or tuple; None for a single thing."""
+    if text.startswith("\\{") and text.endswith("\\}") and len(text) > 4:
+        return Parts("set", _elements(text[2:-2]))
+    elements = _elements(text)
+    if len(elements) > 1:
+        return Parts("list", elements)
+    if len(text) > 3 and text[0] in "([" and text[-1] in ")]":
+        inner = _elements(text[1:-1])
+        if len(inner) > 1:
+            return Parts("tuple", inner, text[0] + text[-1])
+    return None
+
+
+def _elements(text: str) -> list[str]:
+    return [part.strip() for part in split_top_level(text, ",;")]
+
+
+def compare_collections(truth: str, answer: str, same: Same) -> bool | None:
+    """Sets and bare lists without order, tuples in order and with their brackets."""
+    left, right = parts_of(_expand_plus_minus(truth)), parts_of(_expand_plus_minus(answer))
+    if left is None and right is None:
+        return None
+    if left is None or right is None:  # {5} and 5
+        many = left or right
+        if many is None or many.kind != "set" or len(many.elements) != 1:
+            return False
+        return same(many.elements[0] if left else truth, many.elements[0] if right else answer)
+    if left.kind == right.kind == "tuple":
+        alike = left.brackets == right.brackets or len(left.elements) > 2  # of three and more: vectors
+        return alike and _in_order(left.elements, right.elements, same)
+    if left.kind == "tuple":
+        return right.kind == "list" and left.brackets == "()" and _in_order(left.elements, right.elements, same)
+    if right.kind == "tuple":
+        return False
+    return _same_multiset(left.elements, right.elements, same)
+
+
+def compare_unions(truth: str, answer: str, same: Same) -> bool | None:
+    """A \\cup B, as sets of numbers where the ends are numbers."""
+    left, right = intervals.split_union(truth), intervals.split_union(answer)
+    if len(left) == len(right) == 1 and "\\mathbb" not in truth + answer:
+        return None
+    verdict = intervals.same_set(truth, answer)
+    if verdict is None and len(left) == len(right) > 1:
+        verdict = _same_multiset(left, right, same) or None
+    return symbolic.equal(truth, answer) if verdict is None else verdict
+
+
+def compare_matrices(truth: str, answer: str, same: Same) -> bool | None:
+    """Matrices by cell, whatever brackets they have; a determinant is no matrix."""
+    left, right = _matrix(truth), _matrix(answer)
+    if left is None and right is None:
+        return None
+    if left is None or right is None or left[0] != right[0]:
+        return False
+    if [len(row) for row in left[1]] != [len(row) for row in right[1]]:
+        return False
+    return all(_in_order(row, other, same) for row, other in zip(left[1], right[1], strict=True))
+
+
+def _matrix(text: str) -> tuple[str, list[list[str]]] | None:
+    text = re.sub(r"^[(\[]\s*(\\begin.*\})\s*[)\]]$", r"\1", text)  # brackets around an array
+    match = _MATRIX.match(text)
+    if match is None:
+        return None
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]
+    kind = "determinant" if match[1].lower() == "vmatrix" else "matrix"
+    return kind, [[cell.strip() for cell in row.split("&")] for row in rows]
+
+
+def compare_relations(truth: str, answer: str, same: Same) -> bool | None:
+    """Assignments (`x = 5` is 5), memberships, equations, inequalities (as intervals)."""
+    left, right = _as_set(truth), _as_set(answer)
+    if (left, right) != (truth, answer):
+        return same(left, right)
+    if "=" not in truth + answer or any((parts_of(side) or Parts("", [])).kind == "list" for side in (truth, answer)):
+        return None  # x=1, y=2 is compared part by part
+    named = _ASSIGNMENT.match(truth), _ASSIGNMENT.match(answer)
+    if named[0] and named[1] and squeeze(named[0][1]) == squeeze(named[1][1]):
+        return same(named[0][2], named[1][2])
+    if "=" not in answer:
+        return same(named[0][2], answer) if named[0] else None
+    if "=" not in truth:  # an assignment, or a derivation: 1 + 1 = 2
+        return same(truth, answer.rsplit("=", 1)[1])
+    if truth.count("=") == answer.count("=") == 1:
+        return _same_equation(truth, answer)
+    return None
+
+
+def _same_equation(truth: str, answer: str) -> bool:
+    """Equal up to a constant factor."""
+    trees = [expression.parse("({})-({})".format(*side.split("="))) for side in (truth, answer)]
+    if trees[0] is None or trees[1] is None:
+        return symbolic.equal(truth, answer)
+    if expression.symbols(trees[0]) != expression.symbols(trees[1]):
+        return False
+    verdict = expression_value.proportional(trees[0], trees[1])
+    return symbolic.equal(truth, answer) if verdict is None else verdict
+
+
+def _as_set(text: str) -> str:
+    """`x \\in A` as A; `-2 \\le x < 3` as [-2,3); `x < 1, x > 5` as a union; anything else as it is."""
+    member = _MEMBER.match(text)
+    if member:
+        return member[1]
+    parts = [_interval_of(part) for part in _elements(text)]
+    found = [part for part in parts if part is not None]
+    return "\\cup ".join(found) if len(found) == len(parts) else text
+
+
+def _interval_of(text: str) -> str | None:
+    """-2 \\le x < 3 as [-2,3), x > 1 as (1,\\infty). None for anything else."""
+    parts = [part.strip() for part in _RELATION.split(text)]
+    if len(parts) == 3:
+        variable, sign, bound = parts
+        if not re.fullmatch(_NAME, variable):
+            variable, sign, bound = bound, _MIRROR[sign], variable
+        if not re.fullmatch(_NAME, variable) or re.fullmatch(r"[a-zA-Z]", bound) or not bound:
+            return None
+        closed = "e" in sign
+        if sign in ("<", "\\le"):
+            return f"(-\\infty,{bound}{']' if closed else ')'}"
+        return f"{'[' if closed else '('}{bound},\\infty)"
+    if len(parts) == 5 and re.fullmatch(_NAME, parts[2]):
+        low, first, _, second, high = parts
+        if {first, second} <= {">", "\\ge"}:
+            low, first, second, high = high, _MIRROR[second], _MIRROR[first], low
+        if {first, second} <= {"<", "\\le"}:
+            return f"{'[' if 'e' in first else '('}{low},{high}{']' if 'e' in second else ')'}"
+    return None
+
+
+def _expand_plus_minus(text: str) -> str:
+    """a \\pm b as the list a+b, a-b; of a list, each element that has one."""
+    if not _PLUS_MINUS.search(text):
+        return text
+    expanded = []
+    for part in split_top_level(text):
+        once = len(_PLUS_MINUS.findall(part)) == 1
+        expanded += [_PLUS_MINUS.sub(sign, part) for sign in "+-"] if once else [part]
+    return ",".join(expanded)
+
+
+def _in_order(truth: Sequence[str], answer: Sequence[str], same: Same) -> bool:
+    return len(truth) == len(answer) <= _MAX_PARTS and all(map(same, truth, answer))
+
+
+def _same_multiset(truth: Sequence[str], answer: Sequence[str], same: Same) -> bool:
+    if len(truth) != len(answer) or len(truth) > _MAX_PARTS:
+        return False
+    left = list(truth)
+    for element in answer:
+        found = next((i for i, other in enumerate(left) if same(other, element)), None)
+        if found is None:
+            return False
+        left.pop(found)
+    return True

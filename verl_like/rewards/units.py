@@ -1,0 +1,109 @@
+"""Units, percent signs and currencies around an answer: 20 \\text{ sq units}, 5 cm, \\$42, 50\\%, 30^\\circ."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# canonical name: spellings (a plural s is understood)
+_UNITS = {
+    "mm": "mm millimeter millimetre",
+    "cm": "cm centimeter centimetre",
+    "m": "m meter metre",
+    "km": "km kilometer kilometre",
+    "inch": "in inch inches",
+    "foot": "ft foot feet",
+    "yard": "yd yard",
+    "mile": "mi mile",
+    "mg": "mg milligram",
+    "g": "g gram",
+    "kg": "kg kilogram",
+    "pound": "lb pound",
+    "ounce": "oz ounce",
+    "ton": "ton tonne",
+    "second": "s sec second",
+    "minute": "min minute",
+    "hour": "h hr hour",
+    "day": "day",
+    "week": "week",
+    "month": "month",
+    "year": "yr year",
+    "ml": "ml milliliter millilitre",
+    "liter": "l liter litre",
+    "gallon": "gal gallon",
+    "dollar": "dollar usd",
+    "cent": "cent",
+    "euro": "euro eur",
+    "degree": "degree deg",
+    "radian": "radian rad",
+    "mph": "mph",
+    "kph": "kph kmh",
+    "unit": "unit",
+}
+_CANONICAL = {spelling: name for name, spellings in _UNITS.items() for spelling in spellings.split()}
+_SQUARE, _CUBIC = ("sq", "square", "squared"), ("cu", "cubic", "cubed")
+_ONE_LETTER = {spelling for spelling in _CANONICAL if len(spelling) == 1}
+
+_WRAPPER = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mbox|rm)\s*\{"
+_POWER = r"(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
+_WRAPPED_UNIT = re.compile(rf"^(?P<value>.*[^\s,+\-*/^_=<>]) ?\s*{_WRAPPER}(?P<words>[^{{}}]*)\}}{_POWER}$", re.DOTALL)
+_BARE_UNIT = re.compile(
+    rf"^(?P<value>.*[\d)}}\]]) ?(?P<words>[A-Za-z]{{1,12}}(?:[ /][A-Za-z]{{1,12}}){{0,3}}){_POWER}$",
+    re.DOTALL,
+)
+_DEGREE = re.compile(r"^(?P<value>.*?)\s*\^\s*\{?\s*\\circ\s*\}?\s*(?P<scale>[CF]?)$", re.DOTALL)
+_PERCENT = re.compile(
+    r"^(?P<value>.*?)\s*(?:\\?%|(?:\\text\s*\{)?\s*\b(?:percent|per cent|percentage)\b\s*\}?)$", re.DOTALL
+)
+_CURRENCY = re.compile(r"^(?P<sign>-?)\s*(?:\\\$|\$|\u20ac|\u00a3)\s*(?P<value>[\d.].*)$", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """An answer without its unit. `unit` is "" for none, "other" for words that are no known unit."""
+
+    value: str
+    unit: str = ""
+    percent: bool = False
+
+
+def split_unit(text: str, *, one_letter: bool = False) -> Quantity:
+    """Take a unit, percent or currency sign off. one_letter: read `5 m` as metres, not as 5 times m."""
+    if match := _PERCENT.match(text):
+        return Quantity(match["value"], percent=True)
+    if match := _CURRENCY.match(text):
+        inner = split_unit(match["value"])
+        return Quantity(match["sign"] + inner.value, "dollar" if "$" in text else "other")
+    if match := _DEGREE.match(text):
+        return Quantity(match["value"], f"degree{match['scale']}") if match["value"] else Quantity(text)
+    if match := _WRAPPED_UNIT.match(text):
+        return Quantity(match["value"].strip(), _name(match["words"], match[3]) or "other")
+    if match := _BARE_UNIT.match(text):
+        words = match["words"]
+        if words not in _ONE_LETTER or (one_letter and text[match.start("words") - 1] == " "):
+            name = _name(words, match[3])
+            if name:
+                return Quantity(match["value"].strip(), name)
+    return Quantity(text)
+
+
+def compatible(truth: str, answer: str) -> bool:
+    """Whether two units do not contradict each other: one is missing or unknown, or they are the same."""
+    silent = ("", "other", "unit", "unit2", "unit3")
+    return truth == answer or truth in silent or answer in silent
+
+
+def _name(words: str, power: str | None) -> str:
+    """Canonical name of a unit such as `square feet` or `km/h`, or "" if a word of it is unknown."""
+    exponent, names = power or "", []
+    for part in re.split(r"\s*/\s*|\s+per\s+", words.strip().strip(".").lower()):
+        known = []
+        for word in re.split(r"[\s.\-]+", part):
+            if word in _SQUARE or word in _CUBIC:
+                exponent = "2" if word in _SQUARE else "3"
+            elif word in _CANONICAL or word.removesuffix("s") in _CANONICAL:
+                known.append(_CANONICAL.get(word) or _CANONICAL[word.removesuffix("s")])
+            elif word:
+                return ""
+        names.append(" ".join(known))
+    return "/".join(names) + exponent if any(names) else ""
