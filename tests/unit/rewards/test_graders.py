@@ -119,5 +119,5 @@ def test_arithmetic_is_an_exact_match_after_strip() -> None:
 def test_routing_by_data_source() -> None:
     assert graders.compute_score("openai/gsm8k", "#### 3", "3")["score"] == 1.0
     assert graders.compute_score("arithmetic", "3", "3")["score"] == 1.0
-    with pytest.raises(ValueError, match=r"'nope' \(built in: arithmetic, .*custom_reward_function\.path"):
+    with pytest.raises(ValueError, match=r"'nope' \(built in: .*arithmetic, .*custom_reward_function\.path"):
         graders.compute_score("nope", "3", "3")
