@@ -87,7 +87,7 @@ class ActorConfig(ConfigNode):
     """`actor_rollout_ref.actor.*`."""
 
     strategy: Strategy = Strategy.fsdp2
-    """Sharding backend: fsdp2."""
+    """Sharding backend: fsdp2, or fsdp (FSDP1)."""
     ppo_mini_batch_size: int = 256
     """[prompts] Prompts of one optimizer step (x rollout.n sequences), over all processes."""
     ppo_micro_batch_size: int | None = None
@@ -139,7 +139,7 @@ class ActorConfig(ConfigNode):
     mask_truncated: bool = False
     """Leave responses that hit the length limit out of the actor's update; their scores still count in the baseline."""
     use_torch_compile: bool = False
-    """Compile the log-prob and entropy function."""
+    """Compile the model's layers with torch.compile."""
     ppo_epochs: int = 1
     """Passes over the rollout batch in each step."""
     shuffle: bool = False
@@ -152,9 +152,9 @@ class ActorConfig(ConfigNode):
     ulysses_sequence_parallel_size: int = 1
     """[processes] Processes that share one sequence."""
     entropy_from_logits_with_chunking: bool = False
-    """Entropy from full logits in chunks of rows."""
+    """Entropy from full logits in chunks of rows: always so with model.use_fused_kernels."""
     entropy_checkpointing: bool = False
-    """Recompute the entropy in the backward pass."""
+    """Recompute the entropy in the backward pass: always so with model.use_fused_kernels."""
     tis_imp_ratio_cap: float = -1.0
     """Cap of the importance weight trainer/sampler (truncated importance sampling); -1: off."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -194,7 +194,7 @@ class RefConfig(ConfigNode):
     ulysses_sequence_parallel_size: int = 1
     """[processes] Processes that share one sequence; follows the actor's."""
     use_torch_compile: bool = False
-    """Compile the log-prob function; follows the actor's."""
+    """Compile the reference's layers; follows the actor's."""
     entropy_from_logits_with_chunking: bool = False
     """As the actor's."""
     entropy_checkpointing: bool = False

@@ -125,6 +125,47 @@ VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
 )
 
 
+# DeepSpeed's and ROLL's names of a sharding, as FSDP2 settings.
+_DEEPSPEED: dict[str, dict[str, bool]] = {
+    "deepspeed_zero2": {"reshard_after_forward": False},
+    "deepspeed_zero3": {"reshard_after_forward": True},
+    "deepspeed_zero2_cpuoffload": {"reshard_after_forward": False, "optimizer_offload": True},
+    "deepspeed_zero3_cpuoffload": {"offload_policy": True},
+    "deepspeed_train": {},
+    "deepspeed_infer": {},
+    "fsdp2_train": {},
+    "fsdp2_infer": {},
+}
+
+
+def _deepspeed(change: Change) -> list[Change] | None:
+    if not isinstance(change.value, str) or change.value not in _DEEPSPEED:
+        return None
+    role = change.key.removesuffix(".strategy")
+    section = f"{role}.fsdp_config" if role.startswith("actor_rollout_ref") else f"{role}.model.fsdp_config"
+    settings = _DEEPSPEED[change.value].items()
+    return [Change(change.key, "fsdp2"), *(Change(f"{section}.{name}", value) for name, value in settings)]
+
+
+def _disable_checkpointing(change: Change) -> list[Change]:
+    return [Change(change.key.replace("disable_", "enable_"), not change.value)]
+
+
+def _recompute(change: Change) -> list[Change] | None:
+    """ROLL (Megatron): null means no recomputation."""
+    if change.value is not None:
+        return None
+    return [Change(change.key.replace("recompute_granularity", "enable_gradient_checkpointing"), False)]
+
+
+# Key pattern -> the settings that stand for one; None where the value is an ordinary one.
+EXPANDED: tuple[tuple[str, Callable[[Change], list[Change] | None]], ...] = (
+    (r"(actor_rollout_ref\.(actor|ref)|critic)\.strategy", _deepspeed),
+    (r"(actor_rollout_ref|critic)\.model\.disable_gradient_checkpointing", _disable_checkpointing),
+    (r"(actor_rollout_ref|critic)\.model\.recompute_granularity", _recompute),
+)
+
+
 def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     """The same settings under today's names and values, and one warning line for each that was translated."""
     result: list[Change] = []
@@ -132,6 +173,13 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     for change in changes:
         if change.key in DROPPED:
             warnings.append(f"{change.key} has no effect: {DROPPED[change.key]}")
+            continue
+        expand = next((e for pattern, e in EXPANDED if re.fullmatch(pattern, change.key)), None)
+        expanded = None if expand is None else expand(change)
+        if expanded is not None:
+            result += expanded
+            meant = ", ".join(f"{new.key}={new.value}" for new in expanded)
+            warnings.append(f"{change.key}={change.value} is another spelling of {meant}")
             continue
         if change.key == "algorithm.rollout_correction.bypass_mode":
             result += _bypass_mode(change, warnings)

@@ -53,22 +53,17 @@ def _off(*names: str, instead: str = "set it to false") -> list[NotYet]:
 NOT_YET: list[NotYet] = [
     # Sharding and the model
     *[
-        NotYet(f"{section}.strategy", _is("fsdp", "megatron"), "use fsdp2")
+        NotYet(f"{section}.strategy", _is("megatron"), "use fsdp2")
         for section in (_ACTOR, _REF, "critic", "reward_model")
     ],
     *[
         NotYet(f"{section}.ulysses_sequence_parallel_size", _above(1), "set it to 1")
         for section in (_ACTOR, _REF, "critic", "reward_model")
     ],
-    *[row for section in _MODELS for row in _off(f"{section}.grad_offload", instead="use offload_policy")],
     *[
         NotYet(f"{section}.{name}", _is("float16", "fp16"), "use bfloat16: there is no loss scaling")
         for section in _MODELS
         for name in ("dtype", "model_dtype")
-    ],
-    *[
-        NotYet(f"{section}.wrap_policy.min_num_params", _truthy, "leave it out, or use transformer_layer_cls_to_wrap")
-        for section in _MODELS
     ],
     *[
         row
@@ -86,15 +81,10 @@ NOT_YET: list[NotYet] = [
                 ),
             ),
             NotYet(f"{section}.custom_chat_template", _truthy, "put the template into the tokenizer's folder"),
-            *_off(f"{section}.use_liger", f"{section}.enable_activation_offload", f"{section}.use_shm"),
+            *_off(f"{section}.use_liger", f"{section}.use_shm"),
             NotYet(f"{section}.fused_kernel_options.impl_backend", _is("triton"), "use torch"),
         )
     ],
-    *_off(f"{_ACTOR}.use_torch_compile", f"{_REF}.use_torch_compile"),
-    *_off(
-        *(f"{s}.{k}" for s in (_ACTOR, _REF) for k in ("entropy_from_logits_with_chunking", "entropy_checkpointing")),
-        instead="leave it out: model.use_fused_kernels=true computes entropy in chunks",
-    ),
     *_off(f"{_ACTOR}.checkpoint.async_save", "critic.checkpoint.async_save"),
     # The policy's update
     NotYet(
@@ -167,7 +157,18 @@ NO_EFFECT: dict[str, str] = {
     f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",
     f"{_ROLLOUT}.calculate_log_probs": "the sampler's log-probs always come along and are always compared",
     f"{_ROLLOUT}.mode": "sync and async are the same: the engine always works request by request",
-    **{f"{s}.forward_prefetch": "it belongs to FSDP1; FSDP2 prefetches by itself" for s in _MODELS},
+    **{
+        f"{s}.grad_offload": "gradients are freed after every optimizer step; offload_policy also moves them during it"
+        for s in _MODELS
+    },
+    **{
+        f"{s}.{name}": f"entropy never makes a [tokens x vocabulary] tensor: {_MODEL}.use_fused_kernels=true {does}"
+        for s in (_ACTOR, _REF)
+        for name, does in (
+            ("entropy_from_logits_with_chunking", "computes it in chunks"),
+            ("entropy_checkpointing", "recomputes it in the backward pass"),
+        )
+    },
 }
 
 # Section or key of newer verl -> what it is. Unknown keys below these get this answer instead of a did-you-mean.

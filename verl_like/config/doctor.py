@@ -4,6 +4,7 @@ from verl_like.config.availability import not_available, without_effect
 from verl_like.config.batch_plan import needs_critic, needs_reference
 from verl_like.config.doctor_losses import LOSS_IDLE, impossible_losses, two_decays
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards
+from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import GROUP_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle
@@ -70,7 +71,7 @@ def _roles(config: PPOConfig) -> list[str]:
             f"{_ROLLOUT}.tensor_model_parallel_size={size} with {_ROLLOUT}.name=hf: "
             f"the hf engine has no tensor parallelism; set it to 1 or use name=vllm"
         )
-    return problems + _validation_sampling(config)
+    return problems + impossible_sharding(config) + _validation_sampling(config)
 
 
 def _validation_sampling(config: PPOConfig) -> list[str]:
@@ -260,6 +261,7 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
         f"{_ACTOR}.optim.lr_warmup_steps is set",
     ),
+    *SHARDING_IDLE,
     Idle(_VLLM_ONLY, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
     Idle(
         (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.cudagraph_capture_sizes"),

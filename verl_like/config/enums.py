@@ -11,6 +11,13 @@ class Strategy(StrEnum):
     megatron = "megatron"
 
 
+class Recompute(StrEnum):
+    """Which activations gradient checkpointing computes again: a layer's all, or all but its matrix products."""
+
+    full = "full"
+    selective = "selective"
+
+
 class RolloutName(StrEnum):
     """Which engine generates."""
 

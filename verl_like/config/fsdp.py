@@ -20,6 +20,21 @@ class WrapPolicyConfig(ConfigNode):
 
 
 @dataclass(kw_only=True, slots=True)
+class MixedPrecisionConfig(ConfigNode):
+    """`fsdp_config.mixed_precision.*`. Its `param_dtype` is another spelling of `fsdp_config.dtype`."""
+
+    reduce_dtype: str = "float32"
+    """Precision in which gradients are reduced over the processes: float32, bfloat16."""
+    buffer_dtype: str | None = None
+    """Precision of floating-point buffers (rotary frequencies): float32, bfloat16. Null: as the model keeps them."""
+
+    def check(self) -> None:
+        one_of(self, "reduce_dtype", ("float32", "bfloat16"))
+        if self.buffer_dtype is not None:
+            one_of(self, "buffer_dtype", ("float32", "bfloat16"))
+
+
+@dataclass(kw_only=True, slots=True)
 class FSDPConfig(ConfigNode):
     """Sharding of one model."""
 
@@ -28,21 +43,24 @@ class FSDPConfig(ConfigNode):
     param_offload: bool = False
     """Keep parameters in CPU memory between uses."""
     grad_offload: bool = False
-    """Keep gradients in CPU memory (first release of verl)."""
+    """Keep gradients in CPU memory between updates (first release of verl)."""
     optimizer_offload: bool = False
     """Keep optimizer states in CPU memory between updates."""
     offload_policy: bool = False
     """FSDP2: keep parameters, gradients and optimizer in CPU memory also while training."""
     reshard_after_forward: bool = True
-    """FSDP2: free the gathered parameters after the forward pass and gather them again for the backward."""
+    """Free the gathered parameters after the forward pass and gather them again for the backward."""
     fsdp_size: int = -1
     """[processes] Processes that share one copy of the model; -1: all of them."""
     forward_prefetch: bool = False
-    """FSDP1: gather the next module's parameters early."""
+    """Ask for the next layer's parameters when a layer's forward starts, not only when it ends."""
     model_dtype: str = "float32"
     """Precision of the master weights and the optimizer: float32, bfloat16, float16."""
     dtype: str = "auto"
     """Precision of forward and backward; auto: bfloat16 on CUDA, float32 on CPU."""
+
+    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+    """Precisions of the gradient reduction and of buffers."""
 
     def check(self) -> None:
         minus_one_or_positive(self, "fsdp_size")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.base import ConfigNode, at_least
-from verl_like.config.enums import FusedBackend
+from verl_like.config.enums import FusedBackend, Recompute
 from verl_like.config.fsdp import FSDPConfig
 
 
@@ -33,8 +33,11 @@ class ModelConfig(ConfigNode):
     """Overrides of the Hugging Face config, for instance attention_dropout."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, one more forward."""
+    recompute_granularity: Recompute = Recompute.full
+    """With gradient checkpointing: full (recompute whole layers), or selective (keep the results of matrix products
+    and attention, recompute the cheap rest)."""
     enable_activation_offload: bool = False
-    """Keep activations in CPU memory until the backward pass."""
+    """CUDA: keep what the backward pass needs (with gradient checkpointing the inputs of layers) in CPU memory."""
     use_remove_padding: bool = True
     """Pack sequences without padding. False: the padded reference path."""
     use_liger: bool = False

@@ -1,11 +1,11 @@
-"""The FSDP2 training engine: one Hugging Face model, sharded over all ranks, packed input, per-token output."""
+"""The training engine: one Hugging Face model, sharded over all ranks, packed input, per-token output."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,14 @@ from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import microbatch, selfcheck, state
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
-from verl_like.models import loading, packing
+from verl_like.models import blocks, loading, packing
 from verl_like.models.heads import HF_PREFIX, PolicyModel, TokenModel, dtype_of
 from verl_like.models.loading import Kind
-from verl_like.parallel import fsdp as sharding
+from verl_like.parallel import sharding
+from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.fsdp import FSDP2Sharding
+from verl_like.parallel.fsdp1 import FSDP1Sharding
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig, ModelConfig, OptimConfig
@@ -38,6 +41,8 @@ class FSDPEngine:
     kind: "policy" (log-probs and entropy) or "value" (a value head instead of the language-model head).
     optim: None gives a forward-only engine, the reference; its shards are kept in the compute precision.
     num_schedule_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
+    strategy: "fsdp2", or "fsdp" for FSDP1.
+    compile_blocks: torch.compile each sharded layer.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
     sync_every_micro_batch: reduce gradients after each micro-batch (least memory) or once at the last one, at the
     price of an unsharded float32 gradient on every rank.
@@ -53,6 +58,8 @@ class FSDPEngine:
         optim: OptimConfig | None,
         grad_clip: float | None,
         num_schedule_steps: int | None = None,
+        strategy: str = "fsdp2",
+        compile_blocks: bool = False,
         ulysses_size: int = 1,
         tokenizer_size: int | None = None,
         seed: int = 1,
@@ -69,29 +76,54 @@ class FSDPEngine:
         self.hf_config = loading.load_hf_config(model)
         self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self.model = self._build_model(tokenizer_size, seed, training=optim is not None)
-        self.optimizer = None if optim is None else build_optimizer(self.model.parameters(), optim)
+        self._sharding = self._shard(strategy, compile_blocks=compile_blocks)
+        self.optimizer = None if optim is None else build_optimizer(self._sharding.parameters(), optim)
+        self._activations: ActivationOffload | None = None
+        if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
+            self._activations = ActivationOffload(self.device)
         self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
         self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
         self._params_offloaded = self._optimizer_offloaded = False
         self._weight_names: dict[str, torch.Size] | None = None
         if self._packed:
-            selfcheck.check_packing(self.model, self.hf_config, self.device, self._compute_dtype)
+            selfcheck.check_packing(self._sharding.root, self.model, self.hf_config, self.device, self._compute_dtype)
+            self._sharding.reshard()
         if fsdp.param_offload:
             self.offload(params=True, optimizer=False)
 
     def _build_model(self, tokenizer_size: int | None, seed: int, *, training: bool) -> TokenModel:
         compute = self._compute_dtype
         stored = dtype_of(self._fsdp.model_dtype) if training else compute
+        config = self._model_config
         model = loading.build_token_model(
-            self._model_config, self.hf_config, kind=self.kind, dtype=stored, vocab_size=tokenizer_size, seed=seed
+            config,
+            self.hf_config,
+            kind=self.kind,
+            dtype=stored,
+            vocab_size=tokenizer_size,
+            seed=seed,
+            empty=self.process.rank != 0,
         )
-        if training and self._model_config.enable_gradient_checkpointing:
-            model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if training and config.enable_gradient_checkpointing:
+            blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
         model.requires_grad_(training)
-        mesh = sharding.build_mesh(self.device, self._fsdp.fsdp_size)
-        layers = loading.sharding_units(model, self._fsdp)
-        sharding.shard_model(model, layers, mesh, self._fsdp, compute_dtype=compute, device=self.device)
         return model
+
+    def _shard(self, strategy: str, *, compile_blocks: bool) -> sharding.Sharding:
+        layers = loading.sharding_units(self.model, self._fsdp)
+        if compile_blocks:
+            blocks.compile_blocks(layers, self.device)
+        precision = self._fsdp.mixed_precision
+        build = FSDP1Sharding if strategy == "fsdp" else FSDP2Sharding
+        return build(
+            self.model,
+            layers,
+            self._fsdp,
+            compute_dtype=self._compute_dtype,
+            reduce_dtype=dtype_of(precision.reduce_dtype),
+            buffer_dtype=None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
+            device=self.device,
+        )
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -101,7 +133,7 @@ class FSDPEngine:
     ) -> dict[str, Tensor]:
         """See TrainEngine.forward. Raises ValueError for an output this kind of model does not have."""
         self._check_want(want)
-        self.model.eval()
+        self._sharding.root.eval()
         batch = batch.to("cpu")
         outputs = {name: torch.zeros(batch.response_ids_BR.shape) for name in sorted(want)}
         with self._resident(optimizer=False):
@@ -110,13 +142,13 @@ class FSDPEngine:
                 if part is not None:
                     for name, full in outputs.items():
                         full[part[0], : answers[name].shape[1]] = answers[name].float().cpu()
-            sharding.reshard(self.model)
+            self._sharding.reshard()
         return outputs
 
     def _answers(self, rows: Sequences | None, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
         """Outputs [b, R] of one micro-batch; a placeholder's when this rank has no rows left (collective)."""
         inputs = self._model_input(rows)
-        return {name: inputs.unpack(values) for name, values in self.model(inputs, want, temperature).items()}
+        return {name: inputs.unpack(values) for name, values in self._sharding.root(inputs, want, temperature).items()}
 
     def _model_input(self, rows: Sequences | None) -> packing.ModelInput:
         if rows is None:
@@ -146,13 +178,14 @@ class FSDPEngine:
         if self.optimizer is None:
             raise ValueError("this engine is forward only (it was built with optim=None)")
         self._check_want(loss_fn.wants)
-        self.model.train()
+        self._sharding.root.train()
         with self._resident(optimizer=True):
             self.optimizer.zero_grad(set_to_none=True)
             parts = microbatch.cut(batch.to("cpu"), rule)
             metrics = []
+            sync_every = self._sync_every and not self._sharding.reduces_once
             for i, part in enumerate(parts):
-                sharding.set_gradient_sync(self.model, self._sync_every or i == len(parts) - 1)
+                self._sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature))
             metrics += [self._step(), microbatch.fill_metrics(parts, rule)]
             self.optimizer.zero_grad(set_to_none=True)
@@ -162,7 +195,8 @@ class FSDPEngine:
         self, rows: Experience | None, loss_fn: LossFn, denominators: Denominators, temperature: float
     ) -> dict[str, Metric]:
         """Forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
-        outputs = self._answers(rows, loss_fn.wants, temperature)
+        with nullcontext() if self._activations is None else self._activations.active():
+            outputs = self._answers(rows, loss_fn.wants, temperature)
         if rows is None:
             _zero_loss(outputs).backward()
             return {}
@@ -180,13 +214,12 @@ class FSDPEngine:
     def _step(self) -> dict[str, Metric]:
         """Clip and step, unless the gradient is not finite: then no rank changes a weight."""
         assert self.optimizer is not None and self.schedule is not None
-        parameters = list(self.model.parameters())
-        sharding.add_l2_gradient(parameters, self._l2_coeff)
-        norm, rate = sharding.gradient_norm(parameters), self.schedule.rate()
+        sharding.add_l2_gradient(self._sharding.parameters(), self._l2_coeff)
+        norm, rate = self._sharding.gradient_norm(), self.schedule.rate()
         finite = math.isfinite(float(norm))
         if finite:
             if self._grad_clip is not None and self._grad_clip > 0:
-                sharding.clip_gradients(parameters, norm, self._grad_clip)
+                sharding.clip_gradients(self._sharding.parameters(), norm, self._grad_clip)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -205,8 +238,8 @@ class FSDPEngine:
 
     def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine.export_weights. Shards are cast before they are gathered; tied weights come once."""
-        for name, parameter in self.model.named_parameters():
-            yield name.removeprefix(HF_PREFIX), sharding.gather(parameter, self.device, dtype)
+        for name, tensor in self._sharding.full_weights(dtype):
+            yield name.removeprefix(HF_PREFIX), tensor
 
     def weight_names(self) -> dict[str, torch.Size]:
         """See TrainEngine.weight_names."""
@@ -226,7 +259,7 @@ class FSDPEngine:
             sharding.move_optimizer(self.optimizer, torch.device("cpu"))
             self._optimizer_offloaded = True
         if params and not self._params_offloaded:
-            sharding.move_params(self.model, torch.device("cpu"))
+            self._sharding.move_params(torch.device("cpu"))
             self._params_offloaded = True
 
     def onload(self) -> None:
@@ -236,7 +269,7 @@ class FSDPEngine:
 
     def _onload_params(self) -> None:
         if self._params_offloaded:
-            sharding.move_params(self.model, self.device)
+            self._sharding.move_params(self.device)
             self._params_offloaded = False
 
     def _onload_optimizer(self) -> None:
@@ -259,10 +292,10 @@ class FSDPEngine:
         """See TrainEngine.save. Folders: model and optimizer (torch.distributed.checkpoint), extra, huggingface."""
         folder = Path(path)
         if "model" in contents:
-            state.save_sharded(state.model_state(self.model), folder / "model")
+            state.save_sharded(self._sharding.model_state(), folder / "model")
         if self.optimizer is not None and "optimizer" in contents:
             with self._resident(optimizer=True):  # states that do not exist yet are made beside their parameters
-                state.save_sharded(state.optimizer_state(self.model, self.optimizer), folder / "optimizer")
+                state.save_sharded(self._sharding.optimizer_state(self.optimizer), folder / "optimizer")
         if "extra" in contents:
             state.save_extra(folder / "extra", self.process.rank, self._counters())
         if "hf_model" in contents:
@@ -272,10 +305,14 @@ class FSDPEngine:
         """See TrainEngine.load. Raises ValueError when the checkpoint lacks a part that is asked for."""
         folder = Path(path)
         if "model" in contents:
-            state.load_sharded(state.model_state(self.model), folder / "model")
+            tensors = self._sharding.model_state()
+            state.load_sharded(tensors, folder / "model")
+            self._sharding.set_model_state(tensors)
         if self.optimizer is not None and "optimizer" in contents:
             with self._resident(optimizer=True):
-                state.load_sharded(state.optimizer_state(self.model, self.optimizer), folder / "optimizer")
+                tensors = self._sharding.optimizer_state(self.optimizer)
+                state.load_sharded(tensors, folder / "optimizer")
+                self._sharding.set_optimizer_state(self.optimizer, tensors)
         if "extra" in contents:
             counters = state.load_extra(folder / "extra", self.process.rank)
             if self.schedule is not None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from verl_like.batch import Sequences, pad_rows
 from verl_like.models import packing
 from verl_like.models.heads import PolicyModel, TokenModel
-from verl_like.parallel.fsdp import reshard
 
 # maximum difference allowed in log-probs (or values): rounding of other matrix shapes, far below any leak seen
 _TOLERANCE = {torch.float32: 1e-3}
@@ -18,14 +17,20 @@ _HALF_TOLERANCE = 0.3
 
 @torch.no_grad()
 def check_packing(
-    model: TokenModel, hf_config: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
+    root: nn.Module,
+    model: TokenModel,
+    hf_config: PretrainedConfig,
+    device: torch.device,
+    compute_dtype: torch.dtype,
 ) -> None:
-    """Compare two random sequences packed together with each alone (collective). Raises ValueError on a difference."""
-    model.eval()
+    """Compare two random sequences packed together with each alone (collective). Raises ValueError on a difference.
+
+    root: the sharded model to call; `model` itself, or a wrapper around it.
+    """
+    root.eval()
     rows = _two_rows(hf_config.get_text_config().vocab_size, model)
-    together = _outputs(model, rows, device)
-    alone = [_outputs(model, row.trim(), device) for row in rows.split([1, 1])]
-    reshard(model)
+    together = _outputs(root, rows, device)
+    alone = [_outputs(root, row.trim(), device) for row in rows.split([1, 1])]
     lengths = rows.response_length_B.tolist()
     gap = max(float((together[i, :n] - alone[i][0, :n]).abs().max()) for i, n in enumerate(lengths))
     limit = _TOLERANCE.get(compute_dtype, _HALF_TOLERANCE)
@@ -52,7 +57,7 @@ def _two_rows(vocab_size: int, model: TokenModel) -> Sequences:
     )
 
 
-def _outputs(model: TokenModel, rows: Sequences, device: torch.device) -> Tensor:
+def _outputs(root: nn.Module, rows: Sequences, device: torch.device) -> Tensor:
     inputs = packing.pack(rows, packing.response_positions(rows, sampled_only=False), device)
-    outputs = model(inputs, frozenset({"log_probs"}), 1.0)
+    outputs = root(inputs, frozenset({"log_probs"}), 1.0)
     return inputs.unpack(next(iter(outputs.values()))).float()

@@ -18,28 +18,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
-
-
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Shards by parameter name; loading into it changes the model."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's averages and step counts by parameter name, zero before the first step; loading changes the optimizer."""
-    flat: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        flat |= {f"{name}.{key}": state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
-    return {key: value.detach() for key, value in flat.items()}
 
 
 def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:

@@ -22,6 +22,7 @@ from verl_like.models.packing import Segments
 ATTENTION_NAME = "verl_like_packed"
 
 
+@torch.compiler.disable  # segments differ from call to call: compiled code would be made again and again
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -60,7 +60,7 @@ class ValueModel(TokenModel):
     def forward(self, inputs: ModelInput, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
         """`want` and `temperature` are those of `PolicyModel`; a value has no use for them."""
         hidden = self.hidden_states(inputs).float()
-        return {"values": hidden @ self.hf.get_parameter(VALUE_HEAD).float()[0]}
+        return {"values": hidden @ self.hf.score.weight.float()[0]}
 
 
 VALUE_HEAD = "score.weight"

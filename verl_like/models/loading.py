@@ -27,6 +27,7 @@ from verl_like.models.heads import (
     ValueModel,
     attach_value_head,
 )
+from verl_like.parallel.sharding import sized_units
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig, ModelConfig
@@ -68,19 +69,40 @@ def build_token_model(
     dtype: torch.dtype,
     vocab_size: int | None,
     seed: int,
+    empty: bool = False,
 ) -> TokenModel:
-    """The model on the CPU with its weights, ready to be sharded. The same weights on every rank."""
-    hf = _load_weights(model, hf_config, kind, dtype, seed)
+    """The model on the CPU with its weights, ready to be sharded.
+
+    empty: on the meta device without weights, for ranks that get them from rank 0 (parallel/materialize.py).
+    """
+    if empty:
+        hf = _meta_hf(model, hf_config, kind, dtype)
+    else:
+        hf = _load_weights(model, hf_config, kind, dtype, seed)
     return _wrap(hf, model, kind, vocab_size)
 
 
 def build_meta_model(model: ModelConfig, hf_config: PretrainedConfig, *, kind: Kind) -> TokenModel:
     """The same module tree without memory: its names and shapes are what a full model must have."""
+    return _wrap(_meta_hf(model, hf_config, kind, torch.float32), model, kind, None)
+
+
+def _meta_hf(model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype: torch.dtype) -> PreTrainedModel:
+    attention.register()
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=model.trust_remote_code)
+        hf = AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=dtype,
+            attn_implementation=_implementation(model),
+            trust_remote_code=model.trust_remote_code,
+        )
         if kind == "value":
             attach_value_head(hf, None)
-    return _wrap(hf, model, kind, None)
+    return hf
+
+
+def _implementation(model: ModelConfig) -> str:
+    return attention.ATTENTION_NAME if uses_packing(model) else "sdpa"
 
 
 def has_weights(path: str) -> bool:
@@ -96,17 +118,21 @@ def uses_packing(model: ModelConfig) -> bool:
 
 
 def sharding_units(model: TokenModel, fsdp: FSDPConfig) -> list[nn.Module]:
-    """wrap_policy's classes, or the blocks that transformers itself would not split; in order of depth."""
-    if fsdp.wrap_policy.min_num_params:
-        raise ValueError(
-            f"fsdp_config.wrap_policy.min_num_params={fsdp.wrap_policy.min_num_params} is not available yet: name "
-            "classes in wrap_policy.transformer_layer_cls_to_wrap, or leave both out"
-        )
-    names = set(fsdp.wrap_policy.transformer_layer_cls_to_wrap or model.hf._no_split_modules or ())
+    """Modules sharded as one unit each, inner before outer: wrap_policy's classes, modules of at least min_num_params,
+    or the blocks that transformers itself would not split. Embedding and head stay with the root, which uses them."""
+    policy = fsdp.wrap_policy
+    if policy.min_num_params and not policy.transformer_layer_cls_to_wrap:
+        return sized_units(model, policy.min_num_params, _root_modules(model.hf))
+    names = set(policy.transformer_layer_cls_to_wrap or model.hf._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ValueError(f"model type {model.hf.config.model_type!r} has no module of class {sorted(names)} to shard")
     return layers
+
+
+def _root_modules(hf: PreTrainedModel) -> list[nn.Module]:
+    heads = (hf.get_input_embeddings(), hf.get_output_embeddings(), dict(hf.named_children()).get("score"))
+    return [module for module in heads if module is not None]
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
@@ -127,7 +153,7 @@ def _load_weights(
     attention.register()
     transformers_logging.disable_progress_bar()  # one bar per rank and model would drown the run's own display
     path = os.path.expanduser(model.path)
-    implementation = attention.ATTENTION_NAME if uses_packing(model) else "sdpa"
+    implementation = _implementation(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if has_weights(path):

@@ -1,4 +1,4 @@
-"""FSDP2 applied from outside: mesh, wrapping, gradient clipping, offload. The model files know nothing of it.
+"""FSDP2 applied from outside: wrapping, prefetch, precision, offload. The model files know nothing of it.
 
 Gradients are plain SUMS over ranks: losses are divided by global counts already, so FSDP's own averaging is switched
 off here, in one place (`_sum_gradients`).
@@ -6,13 +6,12 @@ off here, in one place (`_sum_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,93 +21,94 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from verl_like.parallel.materialize import Materializer
+from verl_like.parallel.sharding import build_mesh, fill_devices, local_tensor, named_states, release
+
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig
 
 
-def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """One axis over all ranks; with 0 < fsdp_size < world size two axes: replicate between groups, shard inside."""
-    world = dist.get_world_size()
-    if fsdp_size <= 0 or fsdp_size >= world:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    if world % fsdp_size:
-        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks")
-    return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+class FSDP2Sharding:
+    """See `Sharding`. Building one fills the model from rank 0 and shards every layer given, then the root
+    (embedding, final norm, head), in place.
 
-
-def shard_model(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    fsdp: FSDPConfig,
-    *,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Shard every layer given, then the root (embedding, final norm, head), in place.
-
-    compute_dtype: what weights are gathered in; reductions are float32, the shards keep the dtype they have.
+    compute_dtype: what weights are gathered in; the shards keep the dtype they have.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.offload_policy else OffloadPolicy()
-    for layer in layers:
-        fully_shard(
-            layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=fsdp.reshard_after_forward
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
-    if not fsdp.offload_policy:
-        model.to(device)
-    _sum_gradients(model)
 
+    reduces_once = False
 
-def _sum_gradients(model: nn.Module) -> None:
-    # gloo has no scaled sum: a factor of 1 alone fails there, forced sum reduction makes it a plain sum on all backends
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        fsdp: FSDPConfig,
+        *,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        buffer_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self.root, self._device = model, device
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.offload_policy else OffloadPolicy()
+        weights = Materializer(model, *fill_devices(fsdp, device), buffer_dtype)
+        shared = {
+            "mesh": build_mesh(device, fsdp.fsdp_size),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
+            "offload_policy": offload,
+        }
+        for layer in layers:
+            weights.fill(layer)
+            fully_shard(layer, **shared, reshard_after_forward=fsdp.reshard_after_forward)
+        weights.fill(model)
+        fully_shard(model, **shared, reshard_after_forward=False)
+        if fsdp.forward_prefetch:
+            _prefetch_next(model, layers)
+        _sum_gradients(model)
 
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """See Sharding."""
+        assert isinstance(self.root, FSDPModule)
+        self.root.set_requires_gradient_sync(enabled)
 
-def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass reduces gradients over the ranks or adds them up unsharded on each."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(enabled)
+    def reshard(self) -> None:
+        """See Sharding."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
+    def parameters(self) -> list[nn.Parameter]:
+        """See Sharding."""
+        return [p for p in self.root.parameters() if p.requires_grad]
 
-def reshard(model: nn.Module) -> None:
-    """Free the gathered weights that a forward pass without backward leaves behind."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    def gradient_norm(self) -> Tensor:
+        """See Sharding."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See Sharding."""
+        for name, parameter in self.root.named_parameters():
+            yield name, gather(parameter, self._device, dtype)
 
-def add_l2_gradient(parameters: Iterable[nn.Parameter], coefficient: float) -> None:
-    """Add coefficient * weight to each gradient: that of coefficient / 2 * |weights|^2, shard by shard."""
-    if coefficient == 0:
-        return
-    for p in parameters:
-        if p.grad is not None:
-            local_tensor(p.grad).add_(local_tensor(p.detach()).to(p.grad.dtype), alpha=coefficient)
+    def move_params(self, device: torch.device) -> None:
+        """See Sharding."""
+        self.reshard()
+        self.root.to(device)
+        release(device)
 
+    def model_state(self) -> dict[str, Tensor]:
+        """See Sharding. Reading a checkpoint into it changes the model."""
+        return {name: parameter.detach() for name, parameter in self.root.named_parameters()}
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """2-norm of the whole gradient, the same on every rank (collective)."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    def set_model_state(self, state: dict[str, Tensor]) -> None:
+        """Nothing left to do: `model_state` gives the shards themselves."""
 
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """See Sharding. Reading a checkpoint into it changes the optimizer."""
+        return named_states(self.root.named_parameters(), optimizer)
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of the given norm down to `max_norm` where they exceed it."""
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for p in parameters:
-        if p.grad is not None:
-            local_tensor(p.grad).mul_(scale.to(p.grad.device))
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard (a view), or the tensor itself when it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+        """Nothing left to do: `optimizer_state` gives the states themselves."""
 
 
 def gather(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -122,23 +122,19 @@ def gather(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return shard.full_tensor()
 
 
-def move_params(model: nn.Module, device: torch.device) -> None:
-    """Move all shards (and buffers) between host and device."""
-    reshard(model)
-    model.to(device)
-    _release(device)
+def _sum_gradients(model: nn.Module) -> None:
+    # gloo has no scaled sum: a factor of 1 alone fails there, forced sum reduction makes it a plain sum on all backends
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizer's per-parameter tensors; step counters stay where the optimizer wants them."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and key != "step":
-                state[key] = value.to(device)
-    _release(device)
+def _prefetch_next(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Gather each layer's weights while the one before it computes, asked for as soon as that one starts.
 
-
-def _release(moved_to: torch.device) -> None:
-    """Give what a move to the host has freed back to the device, for users other than torch's allocator (vLLM)."""
-    if moved_to.type == "cpu" and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    Without the list FSDP2 asks for them when the layer itself starts, and overlaps only what the CPU has run ahead.
+    """
+    for module, following in pairwise([model, *layers]):
+        assert isinstance(module, FSDPModule) and isinstance(following, FSDPModule)
+        module.set_modules_to_forward_prefetch([following])

@@ -24,6 +24,7 @@ class CriticWorker:
             optim=critic.optim,
             grad_clip=critic.grad_clip,
             num_schedule_steps=spec.plan.total_training_steps,
+            strategy=critic.strategy,
             ulysses_size=critic.ulysses_sequence_parallel_size,
             tokenizer_size=None,
             seed=spec.config.trainer.seed,

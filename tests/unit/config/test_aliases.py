@@ -99,3 +99,32 @@ def test_tables_do_not_shadow_real_keys():
     renamed = [key for key in keys() for pattern, _ in aliases.RENAMED if re.fullmatch(pattern, key)]
     assert renamed == []
     assert not set(aliases.DROPPED) & sections()
+
+
+F = f"{A}.fsdp_config"
+M = "actor_rollout_ref.model"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (Change(f"{A}.strategy", "deepspeed_zero2"),
+         [Change(f"{A}.strategy", "fsdp2"), Change(f"{F}.reshard_after_forward", False)]),
+        (Change(f"{A}.strategy", "deepspeed_zero3_cpuoffload"),
+         [Change(f"{A}.strategy", "fsdp2"), Change(f"{F}.offload_policy", True)]),
+        (Change("critic.strategy", "deepspeed_zero3"),
+         [Change("critic.strategy", "fsdp2"), Change("critic.model.fsdp_config.reshard_after_forward", True)]),
+        (Change(f"{A}.strategy", "fsdp2_train"), [Change(f"{A}.strategy", "fsdp2")]),
+        (Change(f"{M}.disable_gradient_checkpointing", True), [Change(f"{M}.enable_gradient_checkpointing", False)]),
+        (Change(f"{M}.recompute_granularity", None), [Change(f"{M}.enable_gradient_checkpointing", False)]),
+    ],
+)  # fmt: skip
+def test_one_setting_that_stands_for_several(change, expected):
+    changes, warnings = canonical([change])
+    assert changes == expected and len(warnings) == 1 and "is another spelling of" in warnings[0]
+    assert all(find_key(new.key) for new in changes)
+
+
+def test_ordinary_values_of_those_keys_are_left_alone():
+    same = [Change(f"{A}.strategy", "fsdp"), Change(f"{M}.recompute_granularity", "selective")]
+    assert canonical(same) == (same, [])

@@ -55,6 +55,20 @@ def test_all_problems_in_one_error():
     [
         ([f"{A}.ppo_micro_batch_size_per_gpu=4"], f"{A}.use_dynamic_bsz=true cuts by tokens"),
         ([f"{A}.kl_loss_coef=0.1"], f"{A}.use_kl_loss is false"),
+        ([f"{A}.fsdp_config.param_offload=true", "trainer.device=cpu"], "everything is in host memory"),
+        ([f"{A}.fsdp_config.grad_offload=true"], "gradients are freed after every optimizer step"),
+        ([f"{A}.entropy_checkpointing=true"], "recomputes it in the backward pass"),
+        (
+            [
+                "actor_rollout_ref.model.recompute_granularity=selective",
+                "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+            ],
+            "enable_gradient_checkpointing is false",
+        ),
+        (
+            [f"{A}.fsdp_config.wrap_policy={{min_num_params: 5, transformer_layer_cls_to_wrap: [X]}}"],
+            "transformer_layer_cls_to_wrap names the modules",
+        ),
         ([f"{A}.checkpoint.save_contents=[hf_model]", "trainer.save_freq=5"], "a run cannot be resumed"),
         ([f"{A}.old_log_probs=rollout", f"{R}.top_p=0.9"], "top_p=0.9, top_k=-1: the sampler's log-probs"),
         ([f"{F}.fsdp_config.param_offload=true"], "no KL term needs a reference"),
@@ -114,7 +128,7 @@ def test_every_row_names_real_keys():
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        (f"{A}.strategy=fsdp", f"{A}.strategy=fsdp: not available yet; use fsdp2"),
+        (f"{A}.strategy=megatron", f"{A}.strategy=megatron: not available yet; use fsdp2"),
         (f"{A}.ulysses_sequence_parallel_size=2", "not available yet; set it to 1"),
         ("actor_rollout_ref.model.lora_rank=8", "not available yet; set it to 0"),
         (f"{R}.name=sglang", f"{R}.name=sglang: not available yet; use vllm or hf"),

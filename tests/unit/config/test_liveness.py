@@ -44,7 +44,7 @@ def sample(key: Key) -> Any:
     kind = next(k for k in kinds if k is not type(None))
     if key.name in ("save_contents", "load_contents"):
         return ["model"]
-    if key.name in ("dtype", "model_dtype"):
+    if key.name in ("dtype", "model_dtype", "reduce_dtype", "buffer_dtype"):
         return "bfloat16"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return next(member.value for member in kind if member != key.default)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
 from verl_like.batch import Experience
@@ -31,9 +33,14 @@ def gradients(engine: FSDPEngine, rows: Experience, whole: Experience) -> dict[s
     kept: dict[str, Tensor] = {}
 
     def keep() -> dict[str, Any]:
-        for name, p in engine.model.named_parameters():
-            assert p.grad is not None
-            kept[name] = gather(p.grad, engine.device, torch.float32).clone()
+        root = engine._sharding.root
+        is_fsdp1 = isinstance(root, FullyShardedDataParallel)
+        with FullyShardedDataParallel.summon_full_params(root, with_grads=True) if is_fsdp1 else nullcontext():
+            for name, p in engine.model.named_parameters():
+                if p.requires_grad:
+                    assert p.grad is not None
+                    full = gather(p.grad, engine.device, torch.float32).clone()
+                    kept[name.replace("_fsdp_wrapped_module.", "")] = full
         return {}
 
     real, engine._step = engine._step, keep  # type: ignore[method-assign]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +84,14 @@ def test_weights_are_those_transformers_loads(tmp_path: Path) -> None:
     ours = {name.removeprefix("hf."): p for name, p in build(str(tmp_path / "saved")).named_parameters()}
     assert ours.keys() == theirs.keys() and "lm_head.weight" not in ours
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_ranks_that_are_given_their_weights_read_none(tmp_path: Path) -> None:
+    """Names, shapes and precision are there, memory is not; tied weights stay one parameter."""
+    config = ModelConfig(path=tiny.model_folder(tmp_path, "llama", tie_word_embeddings=True))
+    hf_config = loading.load_hf_config(config)
+    settings: Any = {"kind": "policy", "dtype": torch.bfloat16, "vocab_size": None, "seed": 1}
+    full, empty = (loading.build_token_model(config, hf_config, **settings, empty=e) for e in (False, True))
+    shapes = [{name: (p.shape, p.dtype) for name, p in model.named_parameters()} for model in (full, empty)]
+    assert shapes[0] == shapes[1] and "hf.lm_head.weight" not in shapes[1]
+    assert all(p.is_meta for p in empty.parameters()) and all(b.is_meta for b in empty.buffers())

@@ -1,0 +1,102 @@
+"""Every way to shard, offload and recompute, as engine settings; each must give the default's gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.unit.engine.scenarios import gradients, my_rows
+from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
+from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.materialize import Materializer
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "fsdp2_keep_gathered": {"fsdp": FSDPConfig(reshard_after_forward=False)},
+    "fsdp2_prefetch": {"fsdp": FSDPConfig(forward_prefetch=True)},
+    "fsdp2_cpu_offload_policy": {"fsdp": FSDPConfig(offload_policy=True)},
+    "fsdp2_replicated": {"fsdp": FSDPConfig(fsdp_size=1)},
+    "fsdp2_by_size": {"fsdp": FSDPConfig(wrap_policy=WrapPolicyConfig(min_num_params=6000))},
+    "fsdp2_by_class": {"fsdp": FSDPConfig(wrap_policy=WrapPolicyConfig(transformer_layer_cls_to_wrap=["Qwen2MLP"]))},
+    "fsdp2_buffers": {"fsdp": FSDPConfig(mixed_precision=MixedPrecisionConfig(buffer_dtype="float32"))},
+    "fsdp2_checkpointing": {"model": {"enable_gradient_checkpointing": True}},
+    "fsdp2_selective": {"model": {"enable_gradient_checkpointing": True, "recompute_granularity": "selective"}},
+    "fsdp1": {"strategy": "fsdp"},
+    "fsdp1_keep_gathered": {"strategy": "fsdp", "fsdp": FSDPConfig(reshard_after_forward=False)},
+    "fsdp1_prefetch": {"strategy": "fsdp", "fsdp": FSDPConfig(forward_prefetch=True)},
+    "fsdp1_replicated": {"strategy": "fsdp", "fsdp": FSDPConfig(fsdp_size=1)},
+    "fsdp1_tied": {"strategy": "fsdp", "model": {"override_config": {"tie_word_embeddings": True}}},
+    "fsdp2_tied": {"model": {"override_config": {"tie_word_embeddings": True}}},
+    "fsdp1_selective": {
+        "strategy": "fsdp",
+        "model": {"enable_gradient_checkpointing": True, "recompute_granularity": "selective"},
+    },
+}
+
+
+def gradients_of_all(process: ProcessInfo, path: str) -> dict[str, dict[str, Tensor]]:
+    batch = experience(9)
+    return {
+        name: gradients(build_engine(process, path, **settings), my_rows(process, batch, "even"), batch)
+        for name, settings in OPTIONS.items()
+    }
+
+
+def train_and_save(process: ProcessInfo, path: str, folder: str) -> dict[str, Any]:
+    """Two steps under FSDP1, a checkpoint, one more step; and the same from FSDP2, which reads FSDP1's folder."""
+    result: dict[str, Any] = {}
+    first = build_engine(process, path, strategy="fsdp")
+    for seed in range(2):
+        step(process, first, seed)
+    first.save(str(Path(folder)), contents=["model", "optimizer", "extra"])
+    step(process, first, 2)
+    result["uninterrupted"] = weights(first)
+    for strategy in ("fsdp", "fsdp2"):
+        other = build_engine(process, path, strategy=strategy, seed=50)
+        other.load(str(Path(folder)), contents=["model", "optimizer", "extra"])
+        step(process, other, 2)
+        result[strategy] = weights(other)
+    return result
+
+
+def step(process: ProcessInfo, engine: FSDPEngine, seed: int) -> None:
+    batch = experience(7, seed=seed)
+    rows = my_rows(process, batch, "even")
+    engine.train_minibatch(rows, PolicyLoss(), denominators(batch), rule=MicroBatchRule(max_tokens=24))
+
+
+def everything(process: ProcessInfo, path: str, folder: str) -> dict[str, Any]:
+    return {
+        "gradients": gradients_of_all(process, path),
+        "saved": train_and_save(process, path, folder),
+        "mismatch": mismatch(process),
+    }
+
+
+def mismatch(process: ProcessInfo) -> str:
+    """The last rank's model has another shape: what does each rank say?"""
+    model = torch.nn.Linear(4, 3 if process.rank == process.world_size - 1 else 2, device="cpu")
+    try:
+        Materializer(model, process.device, process.device).fill(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def hybrid(process: ProcessInfo, path: str) -> dict[str, Any]:
+    """Two replicas of two shards each: gradients, and the reported norm over the norm of the gradient."""
+    batch, result = experience(9), {}
+    for strategy in ("fsdp", "fsdp2"):
+        engine = build_engine(process, path, strategy=strategy, fsdp=FSDPConfig(fsdp_size=2))
+        result[strategy] = gradients(engine, my_rows(process, batch, "even"), batch)
+        norm = torch.stack([g.norm() for g in result[strategy].values()]).norm()
+        rows = my_rows(process, batch, "even")
+        metrics = engine.train_minibatch(rows, PolicyLoss(), denominators(batch), rule=MicroBatchRule(max_tokens=24))
+        result["norms_equal"] = {"norm": torch.tensor(metrics["grad_norm"].value) / norm}
+    return result

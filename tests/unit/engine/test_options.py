@@ -1,0 +1,159 @@
+"""Sharding, offload, prefetch and recomputation change where and when, never what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.unit.engine import options, tiny
+from tests.unit.engine.options import OPTIONS
+from tests.unit.engine.tiny import build_engine
+from verl_like.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
+from verl_like.models.blocks import check_compiler
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.trainer.compose import compose
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    yield tiny.single_process()
+    shutdown_distributed()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny.model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def one(process: ProcessInfo, path: str) -> dict[str, dict[str, Tensor]]:
+    return options.gradients_of_all(process, path)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, path: str) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("two")
+    return tiny.spawn_ranks(2, options.everything, folder / "ranks", path, str(folder / "saved"))
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 2e-6) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = float(a[name].abs().max()) + 1e-12
+        gap = float((a[name] - b[name]).abs().max()) / scale
+        assert gap <= tolerance, f"{name}: relative difference {gap:.1e}"
+
+
+def default_of(name: str) -> str:
+    return "fsdp2_tied" if name.endswith("_tied") else "fsdp2"
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_rank_gives_the_default_gradient(one: dict[str, dict[str, Tensor]], name: str) -> None:
+    assert_same(one[default_of(name)], one[name])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_ranks_give_the_default_gradient_of_one(
+    one: dict[str, dict[str, Tensor]], two: list[dict[str, Any]], name: str
+) -> None:
+    for result in two:
+        assert_same(one[default_of(name)], result["gradients"][name])
+
+
+def test_fsdp1_resumes_and_fsdp2_reads_its_checkpoint(two: list[dict[str, Any]]) -> None:
+    saved = two[0]["saved"]
+    assert_same(saved["uninterrupted"], saved["fsdp"], 0.0)
+    assert_same(saved["uninterrupted"], saved["fsdp2"], 1e-5)
+
+
+def test_ranks_with_different_models_are_told_so(two: list[dict[str, Any]]) -> None:
+    assert all("not the same on all ranks" in result["mismatch"] for result in two)
+
+
+def test_bfloat16_reduction_rounds_the_gradient(process: ProcessInfo, path: str, one: dict[str, Any]) -> None:
+    """mixed_precision.reduce_dtype is what gradients are added up in."""
+    batch = tiny.experience(9)
+    for strategy in ("fsdp", "fsdp2"):
+        half = FSDPConfig(mixed_precision=MixedPrecisionConfig(reduce_dtype="bfloat16"))
+        rounded = options.gradients(build_engine(process, path, fsdp=half, strategy=strategy), batch, batch)
+        exact = one["fsdp2"]["hf.lm_head.weight"]
+        gap = float((rounded["hf.lm_head.weight"] - exact).abs().max() / exact.abs().max())
+        assert 1e-5 < gap < 2e-2, strategy
+
+
+def test_buffers_get_their_precision(process: ProcessInfo, path: str) -> None:
+    half = FSDPConfig(mixed_precision=MixedPrecisionConfig(buffer_dtype="bfloat16"))
+    for fsdp, dtype in ((FSDPConfig(), torch.float32), (half, torch.bfloat16)):
+        buffers = build_engine(process, path, fsdp=fsdp).model.buffers()
+        assert {buffer.dtype for buffer in buffers if buffer.is_floating_point()} == {dtype}
+
+
+def test_prefetch_asks_for_the_next_layer(process: ProcessInfo, path: str) -> None:
+    for asked in (False, True):
+        engine = build_engine(process, path, fsdp=FSDPConfig(forward_prefetch=asked))
+        root: Any = engine.model
+        first, second = root.hf.model.layers
+        lists = [module._get_fsdp_state()._states_to_forward_prefetch for module in (root, first, second)]
+        expected = [[first._get_fsdp_state()], [second._get_fsdp_state()], []] if asked else [[], [], []]
+        assert lists == expected
+
+
+def test_modules_are_wrapped_by_size(process: ProcessInfo, path: str) -> None:
+    """6,144 weights in each linear layer of the MLP; embedding and head stay with the root, whatever their size."""
+    engine = build_engine(process, path, fsdp=FSDPConfig(wrap_policy=WrapPolicyConfig(min_num_params=6000)))
+    units = {name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)}
+    expected = {f"hf.model.layers.{i}.mlp.{part}_proj" for i in (0, 1) for part in ("gate", "up", "down")}
+    assert expected | {""} <= units and not units & {"hf.lm_head", "hf.model.embed_tokens"}
+
+
+def test_selective_recomputation_runs_no_product_twice(process: ProcessInfo, path: str) -> None:
+    """Full recomputation repeats the products of a layer's forward pass, selective repeats none."""
+    counts = {}
+    for name in ("fsdp2", "fsdp2_checkpointing", "fsdp2_selective"):
+        engine, batch = build_engine(process, path, **OPTIONS[name]), tiny.experience(3)
+        with FlopCounterMode(display=False) as counter:
+            engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
+        counts[name] = counter.get_total_flops()
+    assert counts["fsdp2_checkpointing"] > 1.1 * counts["fsdp2"]
+    assert counts["fsdp2_selective"] == counts["fsdp2"]
+
+
+def test_fsdp1_refuses_what_it_cannot_do() -> None:
+    overrides = ["actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.fsdp_config.offload_policy=true"]
+    with pytest.raises(ValueError, match=r"actor\.fsdp_config\.offload_policy=True with strategy=fsdp"):
+        compose(overrides)
+
+
+def test_compilation_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ValueError, match=r"use_torch_compile=True on cpu needs a C\+\+ compiler"):
+        check_compiler(torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_compiled_layers_give_the_default_gradient(
+    process: ProcessInfo, path: str, one: dict[str, Any], strategy: str
+) -> None:
+    batch = tiny.experience(9)
+    engine = build_engine(process, path, strategy=strategy, compile_blocks=True)
+    assert_same(one["fsdp2"], options.gradients(engine, batch, batch), 5e-6)
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_on_four_ranks(
+    path: str, one: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("four")
+    for result in tiny.spawn_ranks(4, options.hybrid, folder, path):
+        for name in ("fsdp", "fsdp2"):
+            assert_same(one["fsdp2"], result[name])
+            assert_same(result["norms_equal"], {"norm": torch.tensor(1.0)}, 1e-5)

@@ -1,0 +1,85 @@
+"""The doctor's rules about sharding, offload, recomputation and LoRA: see doctor.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from verl_like.config.batch_plan import needs_critic, needs_reference
+from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.idle import Idle
+from verl_like.config.model import ModelConfig
+from verl_like.config.ppo import PPOConfig
+
+_ACTOR = "actor_rollout_ref.actor.fsdp_config"
+_REF = "actor_rollout_ref.ref.fsdp_config"
+_CRITIC = "critic.model.fsdp_config"
+_ON_HOST = "trainer.device is cpu: everything is in host memory"
+
+_SHARDINGS: tuple[tuple[str, Callable[[PPOConfig], FSDPConfig]], ...] = (
+    (_ACTOR, lambda c: c.actor_rollout_ref.actor.fsdp_config),
+    (_REF, lambda c: c.actor_rollout_ref.ref.fsdp_config),
+    (_CRITIC, lambda c: c.critic.model.fsdp_config),
+)
+_MODELS: tuple[tuple[str, Callable[[PPOConfig], ModelConfig]], ...] = (
+    ("actor_rollout_ref.model", lambda c: c.actor_rollout_ref.model),
+    ("critic.model", lambda c: c.critic.model),
+)
+
+
+def impossible_sharding(config: PPOConfig) -> list[str]:
+    """Combinations of sharding settings that cannot work: keys, values, fix."""
+    policy = config.actor_rollout_ref
+    roles = [(_ACTOR, policy.actor.strategy, policy.actor.fsdp_config)]
+    if needs_reference(config):
+        roles.append((_REF, policy.ref.strategy, policy.ref.fsdp_config))
+    if needs_critic(config.critic, config.algorithm):
+        roles.append((_CRITIC, config.critic.strategy, config.critic.model.fsdp_config))
+    return [
+        f"{section}.offload_policy=True with strategy=fsdp: FSDP1 has no such policy here; set strategy=fsdp2, or use "
+        "param_offload and optimizer_offload"
+        for section, strategy, fsdp in roles
+        if strategy == "fsdp" and fsdp.offload_policy
+    ]
+
+
+def _on_cpu(config: PPOConfig) -> bool:
+    return config.trainer.device == "cpu"
+
+
+def _not_checkpointing(get: Callable[[PPOConfig], ModelConfig], config: PPOConfig) -> bool:
+    return not get(config).enable_gradient_checkpointing
+
+
+def _wraps_by_class(get: Callable[[PPOConfig], FSDPConfig], config: PPOConfig) -> bool:
+    return bool(get(config).wrap_policy.transformer_layer_cls_to_wrap)
+
+
+SHARDING_IDLE: tuple[Idle, ...] = (
+    *(
+        Idle(
+            (f"{section}.recompute_granularity",),
+            partial(_not_checkpointing, get),
+            f"{section}.enable_gradient_checkpointing is false",
+        )
+        for section, get in _MODELS
+    ),
+    *(
+        Idle(
+            (f"{section}.wrap_policy.min_num_params",),
+            partial(_wraps_by_class, get),
+            f"{section}.wrap_policy.transformer_layer_cls_to_wrap names the modules",
+        )
+        for section, get in _SHARDINGS
+    ),
+    Idle(tuple(f"{section}.enable_activation_offload" for section, _ in _MODELS), _on_cpu, _ON_HOST),
+    Idle(
+        tuple(
+            f"{section}.{name}"
+            for section in (_ACTOR, _CRITIC)
+            for name in ("param_offload", "optimizer_offload", "offload_policy")
+        ),
+        _on_cpu,
+        _ON_HOST,
+    ),
+)

@@ -1,0 +1,106 @@
+"""Give every rank the weights that rank 0 has loaded, one sharding unit at a time, before the unit is sharded.
+
+Rank 0 holds the model on the CPU, the others hold it on the meta device (names and shapes, no memory). So one machine
+never holds more than one whole model in host memory, and a device holds one unsharded unit beside its shards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+Specs = list[tuple[str, tuple[int, ...], torch.dtype]]
+
+
+class Materializer:
+    """Fills the modules of one model; each module and each shared (tied) parameter once. All calls are collective.
+
+    device: where weights go. buffer_device: where buffers go; under CPU offload only the weights stay on the host.
+    buffer_dtype: precision of floating-point buffers; None keeps the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        buffer_device: torch.device,
+        buffer_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._device, self._buffer_device, self._buffer_dtype = device, buffer_device, buffer_dtype
+        self._done: set[int] = set()
+        owners = Counter(id(p) for part in model.modules() for p in part._parameters.values() if p is not None)
+        self._tied = {id(p): p for p in model.parameters() if owners[id(p)] > 1}  # also keeps their ids taken
+        self._filled: dict[int, nn.Parameter] = {}
+
+    def fill(self, module: nn.Module) -> None:
+        """Replace the parameters and buffers of `module` (sub-modules included) by filled ones on the device.
+
+        Raises ValueError on every rank when a rank's tensors have other names or shapes than rank 0's.
+        """
+        parts = [(name, part) for name, part in module.named_modules() if self._is_new(part)]
+        self._done |= {id(part) for _, part in parts}
+        dtypes = _agreed_dtypes(_specs(parts))
+        for _, part in parts:
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[name] = self._filled_parameter(parameter, next(dtypes))
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = self._filled_buffer(buffer, next(dtypes))
+
+    def _is_new(self, part: nn.Module) -> bool:
+        return id(part) not in self._done and not isinstance(part, FullyShardedDataParallel)
+
+    def _filled_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+        key = id(parameter)
+        if key in self._filled:
+            return self._filled[key]
+        weight = _from_rank_0(parameter.detach(), self._device, dtype)
+        filled = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+        if key in self._tied:
+            self._filled[key] = filled
+        return filled
+
+    def _filled_buffer(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        filled = _from_rank_0(buffer, self._buffer_device, dtype)
+        return filled.to(self._buffer_dtype) if self._buffer_dtype and filled.is_floating_point() else filled
+
+
+def _specs(parts: list[tuple[str, nn.Module]]) -> Specs:
+    return [
+        (f"{path}.{name}", tuple(tensor.shape), tensor.dtype)
+        for path, part in parts
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]
+        if tensor is not None
+    ]
+
+
+def _agreed_dtypes(mine: Specs) -> Iterator[torch.dtype]:
+    """Rank 0's precisions (a checkpoint may keep some modules in another one), after a look at names and shapes."""
+    if dist.get_world_size() == 1:
+        return iter([dtype for _, _, dtype in mine])
+    first: list[Specs | None] = [mine]
+    dist.broadcast_object_list(first, src=0)
+    assert first[0] is not None
+    differs = [a for a, b in zip(mine, first[0], strict=False) if a[:2] != b[:2]] or mine[len(first[0]) :]
+    anywhere = torch.tensor(int(bool(differs) or len(mine) != len(first[0])))
+    dist.all_reduce(anywhere)
+    if anywhere:
+        raise ValueError(f"the model's tensors are not the same on all ranks: {differs[:4] or 'on another rank'}")
+    return iter([dtype for _, _, dtype in first[0]])
+
+
+def _from_rank_0(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if tensor.device.type == "meta":
+        tensor = torch.empty(tensor.shape, dtype=dtype, device=device)
+    else:
+        tensor = tensor.to(device=device, dtype=dtype)
+    tensor = tensor.contiguous()
+    if dist.get_world_size() > 1:
+        dist.broadcast(tensor, src=0)
+    return tensor

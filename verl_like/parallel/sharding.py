@@ -1,0 +1,165 @@
+"""How one model is spread over the ranks: what FSDP2 (parallel/fsdp.py) and FSDP1 (parallel/fsdp1.py) both offer.
+
+Gradients are plain SUMS over ranks: losses are divided by global counts already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from verl_like.config import FSDPConfig
+
+
+class Sharding(Protocol):
+    """One sharded model. All methods are collective. Parameter names are the unsharded model's."""
+
+    root: nn.Module
+    """The module to call."""
+    reduces_once: bool
+    """Gradients may be reduced only once per optimizer step, not after every micro-batch."""
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Whether the next backward pass reduces gradients over the ranks or adds them up unsharded on each."""
+        ...
+
+    def reshard(self) -> None:
+        """Free the gathered weights that a forward pass without backward leaves behind."""
+        ...
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's shards that are trained: what the optimizer gets."""
+        ...
+
+    def gradient_norm(self) -> Tensor:
+        """2-norm of the whole gradient, the same on every rank."""
+        ...
+
+    def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor on the device), one after the other, cast to `dtype` before the gather where possible."""
+        ...
+
+    def move_params(self, device: torch.device) -> None:
+        """Move all shards (and buffers) between host and device."""
+        ...
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Shards by name, for a checkpoint."""
+        ...
+
+    def set_model_state(self, state: dict[str, Tensor]) -> None:
+        """Take back what `model_state` gave, after a checkpoint was read into it."""
+        ...
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """States by "<name>.<state>"; zero before the first step."""
+        ...
+
+    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+        """Take back what `optimizer_state` gave, after a checkpoint was read into it."""
+        ...
+
+
+def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
+    """One axis over all ranks; with 0 < fsdp_size < world size two axes: replicate between groups, shard inside."""
+    world = dist.get_world_size()
+    if fsdp_size <= 0 or fsdp_size >= world:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    if world % fsdp_size:
+        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks")
+    return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+
+def fill_devices(fsdp: FSDPConfig, device: torch.device) -> tuple[torch.device, torch.device]:
+    """(where shards live, where buffers live)."""
+    return (torch.device("cpu") if fsdp.offload_policy else device), device
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard (a view), or the tensor itself when it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def add_l2_gradient(parameters: Iterable[nn.Parameter], coefficient: float) -> None:
+    """Add coefficient * weight to each gradient: that of coefficient / 2 * |weights|^2, shard by shard."""
+    if coefficient == 0:
+        return
+    for p in parameters:
+        if p.grad is not None:
+            local_tensor(p.grad).add_(local_tensor(p.detach()).to(p.grad.dtype), alpha=coefficient)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of the given norm down to `max_norm` where they exceed it."""
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for p in parameters:
+        if p.grad is not None:
+            local_tensor(p.grad).mul_(scale.to(p.grad.device))
+
+
+def named_states(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Optimizer states by "<parameter>.<state>", the optimizer's own tensors; zero before the first step."""
+    flat: dict[str, Tensor] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            state = optimizer.state[parameter]
+            if not state:
+                init_state(optimizer, parameter, state)
+            flat |= {f"{name}.{key}": state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
+    return {key: value.detach() for key, value in flat.items()}
+
+
+def init_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
+    """The state of a parameter that was never stepped, as AdamW makes it at its first step."""
+    make = getattr(optimizer, "init_state", None)
+    if make is not None:  # an optimizer of engine/optimizers.py, which knows its own precision
+        make(parameter, state)
+        return
+    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    state["exp_avg"] = torch.zeros_like(parameter)
+    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the optimizer's per-parameter tensors; step counters stay where the optimizer wants them."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step":
+                state[key] = value.to(device)
+    release(device)
+
+
+def release(moved_to: torch.device) -> None:
+    """Give what a move to the host has freed back to the device, for users other than torch's allocator (vLLM)."""
+    if moved_to.type == "cpu" and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def sized_units(module: nn.Module, min_num_params: int, keep_out: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules to shard as units of at least so many parameters each, inner ones first, without `keep_out`.
+
+    A module becomes a unit when what is left in it, after the units below it, is large enough
+    (fsdp_config.wrap_policy.min_num_params; as torch's size_based_auto_wrap_policy). Lists are passed through.
+    """
+    units: list[nn.Module] = []
+
+    def left_over(part: nn.Module) -> int:
+        if any(part is excluded for excluded in keep_out):
+            return 0
+        left = sum(p.numel() for p in part._parameters.values() if p is not None)
+        left += sum(left_over(child) for child in part.children())
+        is_container = isinstance(part, nn.ModuleList | nn.ModuleDict)
+        if left >= min_num_params and not is_container and part is not module:
+            units.append(part)
+            return 0
+        return left
+
+    left_over(module)
+    return units
