@@ -255,6 +255,7 @@ class Scores(TensorStruct):
     valid_B: Tensor  # bool
     extras: list[dict[str, Any]]  # further values of the reward function, per row ("acc", "pred" ...)
     failures: list[RewardFailure | None]
+    trained_B: Tensor | None = None  # bool: false where a row stays in the batch, but no token of it is trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

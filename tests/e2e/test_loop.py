@@ -56,6 +56,47 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, tiny_model: 
     assert all(torch.equal(actual_weights[name], tensor) for name, tensor in expected_weights.items())
 
 
+DYNAMIC = {
+    "algorithm.filter_groups.enable": True,
+    "algorithm.filter_groups.std_threshold": 0.095,  # about half of an untrained model's groups
+    "data.gen_batch_size": 6,
+}
+
+
+def test_dynamic_sampling_fills_its_batches_and_resumes(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {**WITH_WEIGHTS, **DYNAMIC, "trainer.save_freq": 2}
+    settings["actor_rollout_ref.actor.optim.total_training_steps"] = 4
+    whole = run(tmp_path, tiny_model, "whole", **settings)
+    run(tmp_path, tiny_model, "parts", **settings, **{"trainer.total_training_steps": 2})
+    parts = run(tmp_path, tiny_model, "parts", **settings)
+    assert [facts(record) for record in parts] == [facts(record) for record in whole]
+    expected, actual = weights_of(tmp_path / "whole", 4), weights_of(tmp_path / "parts", 4)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    assert sum(record["filter_groups/num_dropped"] for record in whole) > 0
+    assert sum(record["filter_groups/num_unused"] for record in whole) > 0  # went back to the sampler
+    for record in whole:
+        assert record["train/num_gen_batches"] > 1 and record["critic/group_zero_std_fraction"] == 0
+        kept = record["filter_groups/num_drawn"] - record["filter_groups/num_dropped"]
+        assert kept - record["filter_groups/num_unused"] == 8  # data.train_batch_size
+
+
+def test_dynamic_sampling_gives_up_with_the_keys(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {
+        **DYNAMIC,
+        "algorithm.filter_groups.std_threshold": 5.0,
+        "algorithm.filter_groups.max_num_gen_batches": 2,
+    }
+    with pytest.raises(ValueError, match=r"2 draws \(12 prompts.*data.train_batch_size=8.*max_num_gen_batches=2"):
+        run(tmp_path, tiny_model, **settings)
+
+
+def test_keep_and_mask_trains_the_other_groups(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {**DYNAMIC, "algorithm.filter_groups.resample": False, "trainer.total_training_steps": 2}
+    for record in run(tmp_path, tiny_model, **settings):
+        assert record["train/num_gen_batches"] == 1 and 0 < record["filter_groups/num_dropped"] < 8
+        assert record["actor/grad_norm"] > 0 and record["actor/skipped_steps"] == 0
+
+
 def test_ppo_with_a_critic_learns_values(tmp_path: Path, tiny_model: Path) -> None:
     settings = {
         "algorithm.adv_estimator": "gae",

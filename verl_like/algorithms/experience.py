@@ -66,14 +66,15 @@ def make_experience(
     metrics |= reward_metrics(scores.score_B, inputs) | credit_metrics(inputs, outputs, advantages_BR)
     if evaluated.entropy_BR is not None:
         metrics["actor/entropy"] = masked_mean(evaluated.entropy_BR, mask_BR).item()
+    trained_BR = mask_BR if scores.trained_B is None else mask_BR & scores.trained_B[:, None]
     experience = Experience(
         prompt_ids_BP=rollouts.prompt_ids_BP,
         prompt_length_B=rollouts.prompt_length_B,
         response_ids_BR=rollouts.response_ids_BR,
         response_length_B=rollouts.response_length_B,
-        response_mask_BR=mask_BR,
+        response_mask_BR=trained_BR,
         group_B=rollouts.group_B,
-        advantages_BR=advantages_BR,
+        advantages_BR=masked_fill_zero(advantages_BR, trained_BR),
         returns_BR=None if evaluated.values_BR is None else outputs.returns_BR,
         old_log_probs_BR=evaluated.old_log_probs_BR,
         ref_log_probs_BR=evaluated.ref_log_probs_BR if actor.use_kl_loss else None,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from verl_like.config.base import ConfigNode, above, at_least, between
+from verl_like.config.base import ConfigNode, above, at_least, between, require
 from verl_like.config.enums import KLControlType, KLKind
 from verl_like.config.shaping import AgentRewardNormConfig, PFPPOConfig, RewardNormConfig, RewardScalingConfig
 
@@ -31,14 +31,24 @@ class FilterGroupsConfig(ConfigNode):
     """`algorithm.filter_groups.*`: dynamic sampling, drops groups whose responses all score the same (DAPO)."""
 
     enable: bool = False
-    """Draw prompts until train_batch_size groups with different scores are found."""
+    """Train on groups with a signal only: draw prompts until train_batch_size such groups are found."""
     metric: str | None = None
-    """What must differ: acc, score, seq_reward, seq_final_reward."""
+    """What is compared: score (null means that), seq_reward or seq_final_reward (score with length reward and overlong
+    punishment), or a number that the reward function returns, such as acc."""
+    range: list[float] | None = None
+    """Keep groups whose mean lies strictly between these two numbers (Colossal-RL: [0.01,0.99] of acc). Null: any."""
+    std_threshold: float | None = None
+    """Keep groups whose standard deviation is above this. Null: 0, or no such condition when range is set."""
+    resample: bool = True
+    """true: draw again for groups that were dropped. false: draw once, keep them and mask their loss (Colossal-RL)."""
     max_num_gen_batches: int = 0
-    """[draws] Most draws for one step; 0: no bound."""
+    """[draws] Most draws for one step, then the run stops. 0: as many as give every training prompt ten times."""
 
     def check(self) -> None:
         at_least(self, 0, "max_num_gen_batches")
+        at_least(self, -1, "std_threshold")
+        legal = self.range is None or (len(self.range) == 2 and self.range[0] < self.range[1])
+        require(legal, "range", self.range, "give two numbers, the lower one first")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -96,12 +96,6 @@ NOT_YET: list[NotYet] = [
     NotYet(f"{_ACTOR}.kl_loss_type", _is("full"), "use low_var_kl"),
     NotYet("algorithm.kl_penalty", _is("full"), "use kl or low_var_kl"),
     NotYet("algorithm.adv_estimator", _is_not(*ADV_ESTIMATORS), f"use one of {', '.join(ADV_ESTIMATORS)}"),
-    NotYet(
-        "algorithm.filter_groups.enable",
-        _truthy,
-        "set it to false",
-        ("algorithm.filter_groups.", "data.gen_batch_size"),
-    ),
     # Rollout
     NotYet("actor_rollout_ref.hybrid_engine", lambda v: not v, "set it to true: actor and rollout share processes"),
     NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),

@@ -44,6 +44,8 @@ class BatchPlan:
 
     world_size: int
     prompts_per_step: int
+    prompts_per_draw: int
+    draws_until_full: bool
     responses_per_prompt: int
     sequences_per_step: int
     data_parallel_size: int
@@ -97,6 +99,7 @@ class BatchPlan:
             else 0
         )
         critic_updates = critic_mini * critic.ppo_epochs
+        draw = _draw(problems, config, num_train_prompts)
         per_epoch, total = _lengths(problems, config, num_train_prompts)
         rules = _micro_rules(problems, config, data_parallel, with_critic)
         old_log_probs = _old_log_probs(problems, config, updates)
@@ -105,6 +108,8 @@ class BatchPlan:
         return cls(
             world_size=world_size,
             prompts_per_step=prompts,
+            prompts_per_draw=draw,
+            draws_until_full=config.algorithm.filter_groups.enable and config.algorithm.filter_groups.resample,
             responses_per_prompt=n,
             sequences_per_step=prompts * n,
             data_parallel_size=data_parallel,
@@ -136,6 +141,7 @@ class BatchPlan:
         )
         rows = [
             ("training step", step),
+            *self._draw_rows(),
             ("processes", f"{self.world_size} ({self.data_parallel_size} data parallel)"),
             ("rollout", f"{self.rollout_replicas} replicas x {self.tensor_parallel_size} tensor parallel"),
             ("per process", f"about {self.sequences_per_rank:,} sequences"),
@@ -168,6 +174,12 @@ class BatchPlan:
                 ("critic forward", str(self.critic_forward_micro)),
             ]
         return rows + self._length_rows()
+
+    def _draw_rows(self) -> list[tuple[str, str]]:
+        if not self.draws_until_full:
+            return []
+        text = f"draws of {self.prompts_per_draw:,} prompts until {self.prompts_per_step:,} groups have a signal"
+        return [("dynamic sampling", text)]
 
     def table(self) -> str:
         """The plan as aligned text, for the start of a run."""
@@ -236,6 +248,17 @@ def _lengths(problems: list[str], config: PPOConfig, num_train_prompts: int | No
         fix = f"there are only {num_train_prompts} training prompts; lower it, or add data"
         problems.append(f"data.train_batch_size={batch}: {fix}")
     return per_epoch, per_epoch * config.trainer.total_epochs if total is None else total
+
+
+def _draw(problems: list[str], config: PPOConfig, num_train_prompts: int | None) -> int:
+    """Prompts of one draw: data.gen_batch_size where dynamic sampling draws again, else data.train_batch_size."""
+    rules, data = config.algorithm.filter_groups, config.data
+    if not (rules.enable and rules.resample) or data.gen_batch_size is None:
+        return data.train_batch_size
+    if num_train_prompts is not None and data.gen_batch_size > num_train_prompts:
+        fix = f"there are only {num_train_prompts} training prompts; lower it, or add data"
+        problems.append(f"data.gen_batch_size={data.gen_batch_size}: {fix}")
+    return data.gen_batch_size
 
 
 def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:

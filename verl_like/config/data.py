@@ -58,7 +58,7 @@ class DataConfig(ConfigNode):
     train_batch_size: int = 1024
     """[prompts] Prompts of one training step; each is answered rollout.n times."""
     gen_batch_size: int | None = None
-    """[prompts] Prompts of one generation draw. Null: train_batch_size."""
+    """[prompts] Prompts of one draw of dynamic sampling (algorithm.filter_groups). Null: train_batch_size."""
     val_batch_size: int | None = None
     """[prompts] Validation rows generated at a time. Null: all at once."""
     return_raw_input_ids: bool = False

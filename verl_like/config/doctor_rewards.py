@@ -9,7 +9,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 def impossible_rewards(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
-    return _normalisation(config) + _overlong(config)
+    return _normalisation(config) + _overlong(config) + _filter_groups(config)
 
 
 def _normalisation(config: PPOConfig) -> list[str]:
@@ -49,6 +49,30 @@ def _overlong(config: PPOConfig) -> list[str]:
             f"{longest}"
         ]
     return []
+
+
+def _filter_groups(config: PPOConfig) -> list[str]:
+    rules, data, n = config.algorithm.filter_groups, config.data, config.actor_rollout_ref.rollout.n
+    if not rules.enable:
+        return []
+    problems = []
+    if n == 1:
+        problems.append(
+            f"algorithm.filter_groups.enable=True with {_ROLLOUT}.n=1: one response cannot differ from others; set "
+            f"{_ROLLOUT}.n to 2 or more, or enable=false"
+        )
+    if rules.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        problems.append(
+            "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=True: groups are chosen "
+            "before log-probs are known; use metric=seq_reward"
+        )
+    draw = data.gen_batch_size or data.train_batch_size
+    if rules.resample and 0 < rules.max_num_gen_batches * draw < data.train_batch_size:
+        problems.append(
+            f"algorithm.filter_groups.max_num_gen_batches={rules.max_num_gen_batches} draws of data.gen_batch_size="
+            f"{draw} can never fill data.train_batch_size={data.train_batch_size}; raise one of the two"
+        )
+    return problems
 
 
 def _no_norm(config: PPOConfig) -> bool:
@@ -94,6 +118,24 @@ REWARD_IDLE: tuple[Idle, ...] = (
         ("algorithm.pf_ppo.weight_pow",),
         lambda c: c.algorithm.use_pf_ppo and c.algorithm.pf_ppo.reweight_method != "pow",
         "algorithm.pf_ppo.reweight_method is not pow",
+    ),
+    Idle(
+        tuple(
+            f"algorithm.filter_groups.{name}"
+            for name in ("metric", "range", "std_threshold", "resample", "max_num_gen_batches")
+        ),
+        lambda c: not c.algorithm.filter_groups.enable,
+        "algorithm.filter_groups.enable is false",
+    ),
+    Idle(
+        ("data.gen_batch_size",),
+        lambda c: not c.algorithm.filter_groups.enable,
+        "only dynamic sampling draws more than once a step, and algorithm.filter_groups.enable is false",
+    ),
+    Idle(
+        ("data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches"),
+        lambda c: c.algorithm.filter_groups.enable and not c.algorithm.filter_groups.resample,
+        "algorithm.filter_groups.resample is false: prompts are drawn once a step",
     ),
     Idle(
         ("reward_model.length_reward.coef",),

@@ -16,17 +16,21 @@ from verl_like.data.sampler import ResumableSampler
 class PromptLoader:
     """Draws `batch_size` prompts at a time, for ever. group_B is the draw's running number, unique within a run.
 
-    Batches are read when asked for, never ahead, so that the state always tells exactly what was consumed. Giving
-    unused prompts back (dynamic sampling) will be a method here: the sampler's state then lists the returned rows.
+    drop_last: a batch is all of one epoch, what is left of an epoch is skipped; otherwise every prompt is drawn.
+    Batches are read when asked for, never ahead, so that the state always tells exactly what was consumed. Dynamic
+    sampling gives prompts that it did not need back: the sampler's state then lists them.
     """
 
-    def __init__(self, dataset: PromptDataset, sampler: ResumableSampler, batch_size: int) -> None:
+    def __init__(
+        self, dataset: PromptDataset, sampler: ResumableSampler, batch_size: int, *, drop_last: bool = True
+    ) -> None:
         if batch_size > len(dataset):
             raise ValueError(
                 f"data.train_batch_size (or data.gen_batch_size)={batch_size} is more than the {len(dataset)} prompts "
                 "of data.train_files that are left after data.train_max_samples and data.filter_overlong_prompts"
             )
         self._dataset, self._sampler, self._batch_size = dataset, sampler, batch_size
+        self._drop_last = drop_last
 
     @property
     def steps_per_epoch(self) -> int:
@@ -40,8 +44,16 @@ class PromptLoader:
 
     def next(self) -> Prompts:
         """The next batch."""
-        rows, numbers = self._sampler.draw(self._batch_size)
-        return collate(self._dataset, rows, numbers)
+        return self.draw()[0]
+
+    def draw(self) -> tuple[Prompts, list[int]]:
+        """The next batch, and where in the data set its prompts are (for `give_back`)."""
+        positions, numbers = self._sampler.draw(self._batch_size, drop_last=self._drop_last)
+        return collate(self._dataset, positions, numbers), positions
+
+    def give_back(self, unused: Sequence[tuple[int, int]]) -> None:
+        """Prompts that were drawn and not used, as (position, group): they come first in the next batch."""
+        self._sampler.give_back(unused)
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state: see ResumableSampler."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,23 +26,37 @@ class ResumableSampler:
         self.epoch = 0
         self.position = 0  # rows of this epoch that were drawn
         self.draws = 0  # rows drawn since the run began: the next row's running number
+        self.returned: list[tuple[int, int]] = []  # (row, running number) given back, drawn before anything else
         self._order = self._epoch_order()
 
-    def draw(self, count: int) -> tuple[list[int], list[int]]:
+    def draw(self, count: int, *, drop_last: bool = True) -> tuple[list[int], list[int]]:
         """The next `count` dataset positions and their running numbers.
 
-        They are all of one epoch: when fewer than `count` rows of it are left, those are skipped (verl's drop_last).
+        Rows that were given back come first, under their old numbers. When fewer than needed are left of an epoch,
+        those are skipped (drop_last, as in verl: the rows are then all of one epoch), or the next epoch gives the rest.
         """
         if not 0 < count <= self._num_rows:
             raise ValueError(f"cannot draw {count} rows at a time from a data set of {self._num_rows}")
-        if self.position + count > self._num_rows:
+        again, self.returned = self.returned[:count], self.returned[count:]
+        fresh = count - len(again)
+        rows = [] if drop_last else self._take(min(fresh, self._num_rows - self.position))
+        if self.position + fresh - len(rows) > self._num_rows:
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._epoch_order()
+        rows += self._take(fresh - len(rows))
+        numbers = list(range(self.draws, self.draws + fresh))
+        self.draws += fresh
+        return [row for row, _ in again] + rows, [number for _, number in again] + numbers
+
+    def _take(self, count: int) -> list[int]:
+        """The next `count` rows of this epoch."""
         rows = self._order[self.position : self.position + count].tolist()
-        numbers = list(range(self.draws, self.draws + count))
         self.position += count
-        self.draws += count
-        return rows, numbers
+        return rows
+
+    def give_back(self, unused: Sequence[tuple[int, int]]) -> None:
+        """Rows that were drawn and not used, as (row, running number)."""
+        self.returned += unused
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values. `load_state_dict` in a new process continues with the very next row."""
@@ -49,6 +64,7 @@ class ResumableSampler:
             "epoch": self.epoch,
             "position": self.position,
             "draws": self.draws,
+            "returned": [list(pair) for pair in self.returned],
             "seed": self._seed,
             "shuffle": self._shuffle,
             "identity": self._identity,
@@ -70,6 +86,7 @@ class ResumableSampler:
             )
         self._seed, self._shuffle = state["seed"], state["shuffle"]
         self.epoch, self.position, self.draws = state["epoch"], state["position"], state["draws"]
+        self.returned = [(row, number) for row, number in state["returned"]]
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> np.ndarray:

@@ -30,10 +30,11 @@ from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
+from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import CriticGroup, PolicyGroup
-from verl_like.trainer.source import PlainSource
+from verl_like.trainer.source import BatchSource, PlainSource
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
@@ -145,9 +146,7 @@ def assemble(
         plan=plan,
         total_steps=required(plan.total_training_steps),
         state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
-        source=PlainSource(
-            train_loader(config, inputs.train), train_sampling(rollout, inputs.eos_ids), n=rollout.n, seed=seed
-        ),
+        source=build_source(config, plan, inputs, seed),
         policy=PolicyGroup(group, plan, **shared),
         critic=CriticGroup(group, plan, **shared) if plan.needs_critic else None,
         rewards=rewards,
@@ -183,11 +182,22 @@ def load_inputs(config: PPOConfig) -> Inputs:
     )
 
 
-def train_loader(config: PPOConfig, dataset: PromptDataset) -> PromptLoader:
+def build_source(config: PPOConfig, plan: BatchPlan, inputs: Inputs, seed: int | None) -> BatchSource:
+    """Plain batches, or with algorithm.filter_groups those of dynamic sampling."""
+    rollout, rules = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
+    loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
+    sampling = train_sampling(rollout, inputs.eos_ids)
+    if not rules.enable:
+        return PlainSource(loader, sampling, n=rollout.n, seed=seed)
+    source = ResamplingSource if rules.resample else MaskingSource
+    return source(loader, sampling, config, n=rollout.n, seed=seed)
+
+
+def train_loader(config: PPOConfig, dataset: PromptDataset, batch_size: int, *, drop_last: bool) -> PromptLoader:
     """The training prompts in seeded order; data.seed, or else trainer.seed."""
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
     sampler = ResumableSampler(len(dataset), shuffle=config.data.shuffle, seed=seed, identity=dataset.identity())
-    return PromptLoader(dataset, sampler, config.data.train_batch_size)
+    return PromptLoader(dataset, sampler, batch_size, drop_last=drop_last)
 
 
 def validation_batches(config: PPOConfig, dataset: PromptDataset | None) -> Iterable[Prompts]:

@@ -64,6 +64,7 @@ class PPOTrainer:
                     scores = grading.result()
                 with clock("adv"):
                     experience, metrics = self.make_experience(rollouts, scores, evaluated)
+                metrics |= self.source.metrics()
                 if self.critic is not None:
                     with clock("update_critic"):
                         metrics |= self.update_critic(experience, step)

@@ -147,10 +147,8 @@ def test_what_is_not_built_is_refused_by_name(override, line):
 
 
 def test_governed_keys_exclude_the_switch():
-    row = next(row for row in NOT_YET if row.key == "algorithm.filter_groups.enable")
-    assert governed_keys(row) == [
-        "data.gen_batch_size", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches",
-    ]  # fmt: skip
+    row = next(row for row in NOT_YET if row.key == "data.sampler.class_path")
+    assert governed_keys(row) == ["data.sampler.class_name"]
 
 
 def test_defaults_are_available():

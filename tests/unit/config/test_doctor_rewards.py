@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from verl_like.config.batch_plan import BatchPlan
 from verl_like.trainer.compose import compose_with_warnings
 
 R, G = "actor_rollout_ref.rollout", "algorithm=grpo"
 GRPO = [G, f"{R}.n=4"]
+FILTER = "algorithm.filter_groups"
 BUFFER = "reward_model.overlong_buffer"
 
 
@@ -25,8 +27,14 @@ BUFFER = "reward_model.overlong_buffer"
         (["algorithm.agent_reward_norm.method=std"], "one of [identity, mean, mean_std, asym_clip]"),
         ([f"{BUFFER}.truncated=drop"], "one of [penalise, zero, keep]"),
         (["algorithm.reward_clip=-1"], "must be at least 0"),
+        (["algorithm.filter_groups.enable=true"], f"{R}.n=1: one response cannot differ"),
+        ([*GRPO, f"{FILTER}.enable=true", f"{FILTER}.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"],
+         "use metric=seq_reward"),
+        ([*GRPO, f"{FILTER}.enable=true", f"{FILTER}.max_num_gen_batches=3", "data.gen_batch_size=100"],
+         "can never fill data.train_batch_size=1024"),
+        ([f"{FILTER}.range=[0.9,0.1]"], "the lower one first"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         compose_with_warnings(overrides)
@@ -46,6 +54,10 @@ def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None
         (["algorithm.use_pf_ppo=true", "algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3"],
          "reweight_method is not pow"),
         (["reward_model.length_reward.coef=1"], "length_reward.enable is false"),
+        ([f"{FILTER}.metric=acc"], "algorithm.filter_groups.enable is false"),
+        (["data.gen_batch_size=8"], "only dynamic sampling draws more than once"),
+        ([*GRPO, f"{FILTER}.enable=true", f"{FILTER}.resample=false", "data.gen_batch_size=8"],
+         "prompts are drawn once a step"),
         ([f"{BUFFER}.penalty_factor=1"], "overlong_buffer.enable is false"),
     ],
 )  # fmt: skip
@@ -60,6 +72,7 @@ def test_what_has_no_effect_is_said(overrides: list[str], message: str) -> None:
         ["algorithm.reward_norm.mean=group", "algorithm.reward_norm.std=batch"],
         ["algorithm.reward_scaling.enable=true", "algorithm.reward_scaling.center=true"],
         ["algorithm.agent_reward_norm.method=asym_clip", "algorithm.agent_reward_norm.clip=[-1,2]"],
+        [f"{FILTER}.enable=true", f"{FILTER}.metric=acc", "data.gen_batch_size=2048", f"{FILTER}.range=[0.1,0.9]"],
         ["algorithm.whiten_advantages=true", "algorithm.advantage_clip=5"],
         [f"{BUFFER}.enable=true", f"{BUFFER}.len=128", f"{BUFFER}.penalty_factor=1", f"{BUFFER}.log=true"],
         ["reward_model.reward_kwargs.overlong_buffer_cfg.enable=true", f"{BUFFER}.len=8"],
@@ -68,3 +81,17 @@ def test_what_has_no_effect_is_said(overrides: list[str], message: str) -> None:
 def test_what_works_passes_in_silence(overrides: list[str]) -> None:
     _, warnings = compose_with_warnings([*GRPO, *overrides])
     assert [w for w in warnings if "has no effect" in w] == []
+
+
+def test_the_plan_knows_the_draws() -> None:
+    dynamic = [*GRPO, f"{FILTER}.enable=true", "data.gen_batch_size=96", "data.train_batch_size=32"]
+    mini = ["actor_rollout_ref.actor.ppo_mini_batch_size=32"]
+    config, _ = compose_with_warnings([*dynamic, *mini])
+    plan = BatchPlan.build(config, 1, 100)
+    assert plan.prompts_per_draw == 96
+    assert "draws of 96 prompts until 32 groups have a signal" in plan.table()
+    with pytest.raises(ValueError, match=r"data\.gen_batch_size=96: there are only 90 training prompts"):
+        BatchPlan.build(config, 1, 90)
+    masked, _ = compose_with_warnings([*dynamic, *mini, f"{FILTER}.resample=false"])
+    assert BatchPlan.build(masked, 1, 90).prompts_per_draw == 32
+    assert "dynamic sampling" not in BatchPlan.build(masked, 1, 90).table()

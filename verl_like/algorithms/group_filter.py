@@ -1,0 +1,63 @@
+"""Which prompt groups can teach something: algorithm.filter_groups (dynamic sampling, DAPO, arXiv 2503.14476, 3.2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from verl_like.algorithms.groups import group_statistics
+from verl_like.algorithms.reward_shaping import extra_values, response_rewards, trainable_B
+from verl_like.batch import Rollouts, Scores
+from verl_like.config import FilterGroupsConfig, RewardModelConfig
+
+_REWARDS = ("seq_reward", "seq_final_reward")
+
+
+def has_signal_B(
+    config: FilterGroupsConfig,
+    reward_model: RewardModelConfig,
+    rollouts: Rollouts,
+    scores: Scores,
+    max_response_length: int,
+) -> Tensor:
+    """True for the rows whose group passes: bool [B], the same for all rows of a group.
+
+    range: lo < mean of the metric < hi (Colossal-RL's filter_range). std: standard deviation above std_threshold, by
+    default 0 unless range is set (DAPO; ROLL's std_filter). Both, if both are set. Only rows that can be trained on
+    count; a group with fewer than two of them has nothing to compare and does not pass.
+    """
+    kept_B = trainable_B(rollouts, scores)
+    values_B = _metric(config, reward_model, rollouts.select(kept_B), scores.select(kept_B), max_response_length)
+    groups = group_statistics(values_B, rollouts.group_B[kept_B])
+    passes_G = groups.size_G > 1
+    threshold = config.std_threshold
+    if config.range is not None:
+        low, high = config.range
+        passes_G &= (groups.mean_G > low) & (groups.mean_G < high)
+    elif threshold is None:
+        threshold = 0.0
+    if threshold is not None:
+        passes_G &= groups.std_G > threshold
+    passing = rollouts.group_B[kept_B][groups.of_rows(passes_G)]
+    return torch.isin(rollouts.group_B, passing)
+
+
+def _metric(
+    config: FilterGroupsConfig,
+    reward_model: RewardModelConfig,
+    rollouts: Rollouts,
+    scores: Scores,
+    max_response_length: int,
+) -> Tensor:
+    """The number of each row that is compared: float64 [B]."""
+    if config.metric in (None, "score"):
+        return scores.score_B.double()
+    if config.metric in _REWARDS:
+        return response_rewards(reward_model, rollouts, scores, max_response_length)[0]
+    values = extra_values(scores, config.metric, "algorithm.filter_groups.metric")
+    for value in values:
+        if not isinstance(value, bool | int | float) or not math.isfinite(value):
+            raise ValueError(f"algorithm.filter_groups.metric={config.metric}: {value!r} is no finite number")
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)
