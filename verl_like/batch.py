@@ -178,6 +178,17 @@ def pad_rows(rows: Iterable[Sequence[float]], *, side: str, dtype: torch.dtype, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaHandle:
+    """Where an image or video of a row lies; `verl_like.data.media.load` reads it."""
+
+    kind: str  # "image" or "video"
+    path: str  # of the data file
+    column: str
+    row: int  # in that file
+    number: int  # in the cell's list
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
     """What a dataset row says beyond its tokens. Fields are those of verl's parquet schema.
 
@@ -192,6 +203,10 @@ class PromptRow:
     ability: str = ""
     extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
     style: str = ""  # reward_model.style: "rule", "model", or the name of a built-in grader
+    prompt_id: str | None = None  # data.prompt_id_key
+    validation_set: str = ""  # its name where data.val_files is a dictionary
+    tools: list[dict[str, Any]] | None = None  # data.tools_key: schemas that the prompt offers
+    media: list[MediaHandle] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,6 @@ NOT_YET: list[NotYet] = [
                     *((f"{_ROLLOUT}.layered_summon",) if section == _MODEL else ()),
                 ),
             ),
-            NotYet(f"{section}.custom_chat_template", _truthy, "put the template into the tokenizer's folder"),
             *_off(f"{section}.use_liger", f"{section}.use_shm"),
             NotYet(f"{section}.fused_kernel_options.impl_backend", _is("triton"), "use torch"),
         )
@@ -113,10 +112,6 @@ NOT_YET: list[NotYet] = [
         f"{_ROLLOUT}.agent.custom_async_server.name",
         instead="leave it out: the engine is built in",
     ),
-    # Data
-    *_off("data.use_shm"),
-    NotYet("data.sampler.class_path", _truthy, "leave it out", ("data.sampler.class_name",)),
-    NotYet("data.prompt_id_key", _truthy, "leave it out", ("data.max_prompt_id_length",)),
     # Rewards
     NotYet(
         "reward_model.enable",
@@ -144,9 +139,6 @@ NOT_YET: list[NotYet] = [
 ]
 
 NO_EFFECT: dict[str, str] = {
-    "data.return_raw_input_ids": "prompts always travel as tokens; a grader gets text",
-    "data.return_raw_chat": "chat messages always travel with the row",
-    "data.return_full_prompt": "the tokens that the model sees are always kept",
     "data.dataloader_num_workers": "the driver tokenises the prompts of a batch itself",
     f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",
     f"{_ROLLOUT}.calculate_log_probs": "the sampler's log-probs always come along and are always compared",

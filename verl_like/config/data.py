@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, require
-from verl_like.config.enums import Truncation
+from verl_like.config.enums import CHAT_TEMPLATES, Truncation
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,23 +34,37 @@ class DataConfig(ConfigNode):
     tokenizer: str | None = None
     """Folder of the tokenizer. Null: actor_rollout_ref.model.path."""
     use_shm: bool = False
-    """Copy data files to shared memory before reading."""
+    """Copy data files to shared memory (/dev/shm) before reading; removed at the end of the run."""
+    cache_dir: str | None = None
+    """Folder where remote files (hdfs://, s3:// ...) are kept. Null: ~/.cache/verl_like/data."""
     train_files: list[str] = field(default_factory=lambda: ["~/data/rlhf/gsm8k/train.parquet"])
-    """Training files (parquet); one path or a list."""
-    val_files: list[str] = field(default_factory=lambda: ["~/data/rlhf/gsm8k/test.parquet"])
-    """Validation files; one path or a list. An empty list: no validation."""
+    """Training files (parquet, json, jsonl, csv, arrow; local or remote); one path or a list."""
+    val_files: Any = field(default_factory=lambda: ["~/data/rlhf/gsm8k/test.parquet"])
+    """Validation files: one path, a list, or a dictionary {name: path} whose sets are reported apart. An empty list:
+    no validation."""
     train_max_samples: int = -1
     """[prompts] Use only this many training rows; -1: all."""
     val_max_samples: int = -1
     """[prompts] Use only this many validation rows; -1: all."""
     prompt_key: str = "prompt"
-    """Column with the chat messages."""
+    """Column with the prompt: a text or chat messages."""
+    messages_key: str | None = None
+    """Column with chat messages, or with one message (Colossal-RL), in place of prompt_key."""
+    ground_truth_key: str | None = None
+    """Column with the reference answer. Null: reward_model, or else gt_answer, test_cases, ground_truth."""
+    tools_key: str | None = None
+    """Column with the tool schemas that a prompt offers; they go to the chat template."""
     reward_fn_key: str = "data_source"
     """Column that selects the reward function of a row."""
+    default_data_source: str = "unknown"
+    """Data source of the rows of files without the column reward_fn_key."""
+    domain_weights: dict[str, float] = field(default_factory=dict)
+    """Data source -> weight: the share of each source in every training batch, whatever the size of its files. Empty:
+    all rows alike."""
     prompt_id_key: str | None = None
-    """Column with a prompt's id (first release of verl)."""
+    """Column with a prompt's id; it reaches the reward function and the sample files."""
     max_prompt_id_length: int | None = None
-    """[tokens] Longest tokenised prompt id (first release of verl)."""
+    """[tokens] Longest tokenised prompt id; a longer one is an error. Null: the ids are not tokenised."""
     max_prompt_length: int = 512
     """[tokens] Longest prompt."""
     max_response_length: int = 512
@@ -62,11 +76,11 @@ class DataConfig(ConfigNode):
     val_batch_size: int | None = None
     """[prompts] Validation rows generated at a time. Null: all at once."""
     return_raw_input_ids: bool = False
-    """Also return the prompt tokens without the chat template."""
+    """Give the reward function the prompt's tokens without the chat template: extra_info["raw_input_ids"]."""
     return_raw_chat: bool = False
-    """Also return the chat messages."""
+    """Give the reward function the chat messages: extra_info["raw_prompt"]."""
     return_full_prompt: bool = False
-    """Also return the prompt text with the chat template."""
+    """Give the reward function the prompt's text with the chat template: extra_info["full_prompts"]."""
     shuffle: bool = True
     """Draw training prompts in a random order, a new one each epoch."""
     seed: int | None = None
@@ -93,11 +107,31 @@ class DataConfig(ConfigNode):
     """A sampler class of the user's."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the tokenizer's apply_chat_template, for instance enable_thinking."""
+    chat_template: str = "native"
+    """How messages become text: native (the tokenizer's template), none (one user message as it is), chatml, qwen2_5,
+    llama3, gemma, r1_zero, or the path of a Jinja file."""
+    system_prompt: str | None = None
+    """System message of prompts that have none: a text, or one of think_answer_tags, boxed, code."""
+    self_check_rows: int = 0
+    """[rows] Rows of each data source whose reference answer is graded before training starts; 0: none."""
 
     def check(self) -> None:
         at_least(self, 1, "max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size")
         at_least(self, 1, "val_batch_size", "filter_overlong_prompts_workers", "max_prompt_id_length")
-        at_least(self, 0, "dataloader_num_workers", "seed")
+        at_least(self, 0, "dataloader_num_workers", "seed", "self_check_rows")
         above(self, 0, "max_prompt_length")
         minus_one_or_positive(self, "train_max_samples", "val_max_samples")
         require(len(self.train_files) > 0, "train_files", self.train_files, "give at least one training file")
+        known = isinstance(self.val_files, str | list | dict)
+        require(known, "val_files", self.val_files, "give a path, a list of paths or a dictionary {name: path}")
+        legal = self.chat_template in CHAT_TEMPLATES or "/" in self.chat_template or "." in self.chat_template
+        fix = f"choose one of {', '.join(CHAT_TEMPLATES)}, or give the path of a Jinja file"
+        require(legal, "chat_template", self.chat_template, fix)
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        for name, weight in self.domain_weights.items():
+            legal = isinstance(weight, int | float) and 0 <= weight < float("inf")
+            require(legal, f"domain_weights.{name}", weight, "must be a number of at least 0")
+        some = not self.domain_weights or sum(self.domain_weights.values()) > 0
+        require(some, "domain_weights", self.domain_weights, "one weight must be above 0")

@@ -284,6 +284,14 @@ IDLE: tuple[Idle, ...] = (
         "data.filter_overlong_prompts is false",
     ),
     Idle(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle is false"),
+    Idle(("data.sampler.class_name",), lambda c: c.data.sampler.class_path is None, "data.sampler.class_path is null"),
+    Idle(
+        ("data.domain_weights", "data.shuffle"),
+        lambda c: c.data.sampler.class_path is not None,
+        "data.sampler draws the prompts",
+    ),
+    Idle(("data.max_prompt_id_length",), lambda c: c.data.prompt_id_key is None, "data.prompt_id_key is not set"),
+    Idle(("critic.model.custom_chat_template",), lambda c: True, "the critic sees the policy's tokens"),
     Idle(
         ("trainer.resume_from_path",),
         lambda c: c.trainer.resume_mode != "resume_path",

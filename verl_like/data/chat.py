@@ -13,36 +13,45 @@ from verl_like.config import Truncation
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
+Conversation = tuple[Messages, list[dict[str, Any]] | None]  # messages, and the tools that they may use
 _CHUNK = 1000  # prompts per task of the worker processes
 
 
 class PromptEncoder:
-    """Messages -> token ids with the tokenizer's chat template. Picklable.
+    """Messages -> token ids with a chat template. Picklable.
 
-    A tokenizer without a template (base models) takes a single user message as the prompt itself, with the tokenizer's
-    own special tokens (BOS); anything else is an error.
+    template: Jinja text that replaces the tokenizer's own, "" for no template at all, None for the tokenizer's own.
+    Without a template (base models) a single user message is the prompt itself, with the tokenizer's own special tokens
+    (BOS); anything else is an error.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], template: str | None = None) -> None:
         self.tokenizer = tokenizer
-        self.template_kwargs = dict(template_kwargs)
-        self.has_template = tokenizer.chat_template is not None or "chat_template" in self.template_kwargs
-        self._warned = False
+        self.template_kwargs = dict(template_kwargs) | ({"chat_template": template} if template else {})
+        own = tokenizer.chat_template is not None or "chat_template" in self.template_kwargs
+        self.has_template = own and template != ""
+        self._warned = template == ""  # asked for, so no news
 
-    def encode(self, conversations: Sequence[Messages]) -> list[list[int]]:
+    def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Token ids of each conversation, ready for the assistant's answer. Not truncated."""
-        texts = [self.render(messages) for messages in conversations]
+        texts = [self.render(conversation) for conversation in conversations]
         if not texts:
             return []
         return self.tokenizer(texts, add_special_tokens=not self.has_template)["input_ids"]
 
-    def render(self, messages: Messages) -> str:
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a plain text, without template and special tokens."""
+        return self.tokenizer([text], add_special_tokens=False)["input_ids"][0]
+
+    def render(self, conversation: Conversation) -> str:
         """The prompt as text. ValueError if the template refuses the messages."""
+        messages, tools = conversation
         if not self.has_template:
             return self._plain_prompt(messages)
+        extra = {} if tools is None else {"tools": tools}
         try:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+                messages, add_generation_prompt=True, tokenize=False, **extra, **self.template_kwargs
             )
         except Exception as error:  # templates are programs: they raise what they like
             raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}") from error
@@ -52,8 +61,7 @@ class PromptEncoder:
             roles = [message["role"] for message in messages]
             raise ValueError(
                 f"the tokenizer has no chat template, so a prompt must be one user message with text; this one has the "
-                f"roles {roles}. Set data.tokenizer to a folder with a template, or "
-                "data.apply_chat_template_kwargs.chat_template to one"
+                f"roles {roles}. Set data.chat_template to a name or file, or data.tokenizer to a folder that has one"
             )
         if not self._warned:
             logger.warning("the tokenizer has no chat template: the text of each user message is the prompt as it is")
@@ -78,7 +86,7 @@ def truncate(ids: list[int], limit: int, how: Truncation, place: str) -> list[in
     )
 
 
-def encode_all(encoder: PromptEncoder, conversations: Sequence[Messages], *, num_workers: int) -> list[list[int]]:
+def encode_all(encoder: PromptEncoder, conversations: Sequence[Conversation], *, num_workers: int) -> list[list[int]]:
     """Encode a whole data set, in order, in this process or in `num_workers` spawned ones."""
     chunks = [list(conversations[i : i + _CHUNK]) for i in range(0, len(conversations), _CHUNK)]
     num_workers = min(num_workers, len(chunks))
@@ -97,6 +105,6 @@ def _set_encoder(encoder: PromptEncoder) -> None:
     _encoder = encoder
 
 
-def _encode_chunk(chunk: list[Messages]) -> list[list[int]]:
+def _encode_chunk(chunk: list[Conversation]) -> list[list[int]]:
     assert _encoder is not None
     return _encoder.encode(chunk)

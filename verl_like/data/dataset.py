@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
-import sys
 from array import array
 from bisect import bisect_right
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import pyarrow.compute as pc
 
-from verl_like.batch import PromptRow
+from verl_like.batch import MediaHandle, PromptRow
 from verl_like.config import DataConfig
-from verl_like.data.chat import PromptEncoder, encode_all, truncate
+from verl_like.data.chat import Conversation, PromptEncoder, encode_all, truncate
+from verl_like.data.media import MediaColumn, handles, insert_media, media_columns
 from verl_like.data.reading import (
-    UNKNOWN_SOURCE,
     DataFile,
+    Files,
+    dictionary_of,
     ground_truth_of,
+    prompt_column,
     read_files,
-    read_row,
-    reward_styles,
     style_of,
     to_messages,
 )
+from verl_like.data.templates import find_system_prompt, find_template
 
 logger = logging.getLogger(__name__)
 
 _SPLITS = ("train", "val")
+
+
+class Dataset(Protocol):
+    """What the trainer needs of a data set: PromptDataset, or a user's torch data set in `foreign.ForeignDataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[list[int], PromptRow]: ...
+
+    def reward_styles(self) -> list[tuple[str, str]]:
+        """All different (data_source, reward_model.style), sorted: what must have a grader."""
+        ...
+
+    def domains(self) -> list[str]:
+        """The data source of each row that is left, in order."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What a saved sampler position refers to. JSON-able."""
+        ...
+
+    def num_media(self) -> int:
+        """Rows with images or videos."""
+        ...
 
 
 class PromptDataset:
@@ -41,17 +63,21 @@ class PromptDataset:
     data.filter_overlong_prompts all are tokenised at once. PromptRow.index counts the rows of all files, also those
     that were dropped.
 
-    split: "train" or "val": whose max_samples counts, and which key messages name. seed: used where data.seed is null.
+    files: a path, a list, or a dictionary of named validation sets. split: "train" or "val": whose max_samples counts
+    (for each named set), and which key messages name. seed: used where data.seed is null.
     A class of your own (data.custom_cls) derives from this one and may override `messages` or `row`.
     """
 
-    def __init__(self, data: DataConfig, files: str | list[str], tokenizer: Any, *, split: str, seed: int = 1) -> None:
+    def __init__(self, data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int = 1) -> None:
         if split not in _SPLITS:
             raise ValueError(f"split must be one of {_SPLITS}, not {split!r}")
         self.data, self.split = data, split
-        self.encoder = PromptEncoder(tokenizer, data.apply_chat_template_kwargs)
+        self.encoder = make_encoder(data, tokenizer)
+        self.system_prompt = find_system_prompt(data.system_prompt)
         self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
-        self._ends = list(accumulate(file.table.num_rows for file in self.files))
+        names = {"image": data.image_key, "video": data.video_key}
+        self._media: list[list[MediaColumn]] = [media_columns(file.path, file.rows, names) for file in self.files]
+        self._ends = list(accumulate(len(file.rows) for file in self.files))
         self._tokens: dict[int, array[int]] = {}  # by position in the files
         max_samples = data.train_max_samples if split == "train" else data.val_max_samples
         self._kept = self._choose(max_samples, seed if data.seed is None else data.seed)
@@ -70,7 +96,7 @@ class PromptDataset:
         row = self.row(position)
         if position not in self._tokens:
             try:
-                (ids,) = self.encoder.encode([row.messages])
+                (ids,) = self.encoder.encode([(row.messages, row.tools)])
             except ValueError as error:
                 raise ValueError(f"{self._place(position)}: {error}") from error
             self._tokens[position] = array("i", ids)
@@ -79,65 +105,130 @@ class PromptDataset:
 
     def row(self, position: int) -> PromptRow:
         """The row at a position of the files, without its tokens."""
-        file, offset = self._locate(position)
-        row, place = read_row(file.table, offset), self._place(position)
+        number, offset = self._locate(position)
+        file, place = self.files[number], self._place(position)
+        row = file.rows.row(offset)
+        media = handles(file.path, self._media[number], offset)
+        messages = self._with_media(self.messages(row, place), media, place)
+        tools = None if self.data.tools_key is None else row.get(self.data.tools_key)
         return PromptRow(
             index=position,
-            data_source=str(row.get(self.data.reward_fn_key, UNKNOWN_SOURCE)),
-            messages=self.messages(row, place),
-            ground_truth=ground_truth_of(row, place),
+            data_source=source_of(row, self.data),
+            messages=messages,
+            ground_truth=ground_truth_of(row, place, self.data.ground_truth_key),
             ability=str(row.get("ability") or ""),
-            extra_info=row.get("extra_info") or {},
+            extra_info=self._extra_info(row, (messages, tools), place),
             style=style_of(row),
+            prompt_id=None if self.data.prompt_id_key is None else str(row.get(self.data.prompt_id_key)),
+            validation_set=file.name,
+            tools=tools,
+            media=media,
         )
 
     def messages(self, row: dict[str, Any], place: str) -> list[dict[str, Any]]:
-        """Chat messages of a row. `place` names the row in error messages."""
-        return to_messages(row[self.data.prompt_key], place)
+        """Chat messages of a row, after data.system_prompt. `place` names the row in error messages."""
+        messages = to_messages(row.get(prompt_column(self.data)[0]), place)
+        if self.system_prompt is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def data_sources(self) -> list[str]:
-        """The data sources of all files, sorted: what needs a grader, and what validation reports by."""
-        key = self.data.reward_fn_key
-        found: set[str] = set()
-        for file in self.files:
-            if key in file.table.column_names:
-                found |= {str(value) for value in pc.unique(file.table.column(key)).to_pylist()}
-            else:
-                found.add(UNKNOWN_SOURCE)
-        return sorted(found)
+        """The data sources of all files, sorted, also of rows that were dropped."""
+        return sorted({source for file in self.files for source in self._file_sources(file)})
+
+    def domains(self) -> list[str]:
+        """See Dataset."""
+        sources = [source for file in self.files for source in self._file_sources(file)]
+        return [sources[position] for position in self._kept]
 
     def reward_styles(self) -> list[tuple[str, str]]:
         """All different (data_source, reward_model.style) of the files, sorted: what must have a grader."""
-        return sorted({pair for file in self.files for pair in reward_styles(file.table, self.data.reward_fn_key)})
+        return sorted(
+            {
+                (source, str(style or ""))
+                for file in self.files
+                for source, style in zip(
+                    self._file_sources(file), file.rows.subcolumn("reward_model", "style"), strict=True
+                )
+            }
+        )
 
     def identity(self) -> dict[str, Any]:
-        """What a saved sampler position refers to: the files' content and the rows kept of it. JSON-able."""
+        """See Dataset: the files' content and the rows kept of it."""
         kept = hashlib.blake2b(np.ascontiguousarray(self._kept).tobytes(), digest_size=16).hexdigest()
         return {"files": [file.identity() for file in self.files], "rows": len(self), "kept": kept}
+
+    def num_media(self) -> int:
+        """See Dataset."""
+        return sum(
+            any(columns.counts[offset] for columns in self._media[number])
+            for number, offset in (self._locate(int(position)) for position in self._kept)
+            if self._media[number]
+        )
+
+    def _file_sources(self, file: DataFile) -> list[str]:
+        if self.data.reward_fn_key not in file.rows.columns:
+            return [self.data.default_data_source] * len(file.rows)
+        values = file.rows.column(self.data.reward_fn_key)
+        return [self.data.default_data_source if value is None else str(value) for value in values]
+
+    def _with_media(self, messages: list[dict[str, Any]], media: list[MediaHandle], place: str) -> list[dict[str, Any]]:
+        return insert_media(messages, media, place) if media else messages
+
+    def _extra_info(self, row: dict[str, Any], conversation: Conversation, place: str) -> dict[str, Any]:
+        """The row's extra_info and what data.return_* and data.prompt_id_key add to it, under verl's names."""
+        data, extra = self.data, dict(dictionary_of(row, "extra_info", place))
+        if data.return_raw_chat:
+            extra["raw_prompt"] = conversation[0]
+        if data.return_full_prompt:
+            extra["full_prompts"] = self.encoder.render(conversation)
+        if data.return_raw_input_ids:
+            text = "\n".join(str(message.get("content", "")) for message in conversation[0])
+            extra["raw_input_ids"] = self.encoder.encode_text(text)
+        if data.prompt_id_key is not None:
+            extra |= self._prompt_id(str(row.get(data.prompt_id_key)), place)
+        return extra
+
+    def _prompt_id(self, prompt_id: str, place: str) -> dict[str, Any]:
+        if self.data.max_prompt_id_length is None:
+            return {"prompt_id": prompt_id}
+        ids = self.encoder.encode_text(prompt_id)
+        if len(ids) > self.data.max_prompt_id_length:
+            raise ValueError(
+                f"{place}: the prompt id {prompt_id[:80]!r} has {len(ids)} tokens, more than "
+                f"data.max_prompt_id_length={self.data.max_prompt_id_length}; raise it"
+            )
+        return {"prompt_id": prompt_id, "prompt_id_ids": ids}
 
     def _num_file_rows(self) -> int:
         return self._ends[-1]
 
-    def _locate(self, position: int) -> tuple[DataFile, int]:
+    def _locate(self, position: int) -> tuple[int, int]:
+        """(number of the file, row in it)."""
         number = bisect_right(self._ends, position)
-        start = self._ends[number - 1] if number else 0
-        return self.files[number], position - start
+        return number, position - (self._ends[number - 1] if number else 0)
 
     def _place(self, position: int) -> str:
-        file, offset = self._locate(position)
-        return f"{file.path}, row {offset}"
+        number, offset = self._locate(position)
+        return f"{self.files[number].path}, row {offset}"
 
     def _choose(self, max_samples: int, seed: int) -> np.ndarray:
-        """All rows, or max_samples of them: the first ones, or a random choice when data.shuffle is on (as verl)."""
-        total = self._num_file_rows()
-        if max_samples < 0 or max_samples >= total:
-            return np.arange(total)
+        """All rows, or max_samples of each named set: the first ones, or random ones when data.shuffle is on."""
+        sets: dict[str, list[np.ndarray]] = {}
+        for file, end in zip(self.files, self._ends, strict=True):
+            sets.setdefault(file.name, []).append(np.arange(end - len(file.rows), end))
+        return np.concatenate([self._limit(np.concatenate(parts), max_samples, seed) for parts in sets.values()])
+
+    def _limit(self, positions: np.ndarray, max_samples: int, seed: int) -> np.ndarray:
+        if max_samples < 0 or max_samples >= len(positions):
+            return positions
         if not self.data.shuffle:
-            return np.arange(max_samples)
-        return np.random.default_rng(seed).choice(total, size=max_samples, replace=False)
+            return positions[:max_samples]
+        return np.random.default_rng(seed).choice(positions, size=max_samples, replace=False)
 
     def _drop_overlong(self, positions: np.ndarray) -> np.ndarray:
-        conversations = [self.row(int(position)).messages for position in positions]
+        rows = [self.row(int(position)) for position in positions]
+        conversations: list[Conversation] = [(row.messages, row.tools) for row in rows]
         workers = self.data.filter_overlong_prompts_workers
         encoded = encode_all(self.encoder, conversations, num_workers=workers)
         fits = np.array([len(ids) <= self.data.max_prompt_length for ids in encoded], dtype=bool)
@@ -154,30 +245,22 @@ class PromptDataset:
         return ""
 
 
-def build_dataset(
-    data: DataConfig, files: str | list[str], tokenizer: Any, *, split: str, seed: int = 1
-) -> PromptDataset:
-    """PromptDataset, or the class of data.custom_cls, constructed with the same arguments."""
-    dataset_class = PromptDataset if data.custom_cls.path is None else _load_custom_class(data)
-    return dataset_class(data, files, tokenizer, split=split, seed=seed)
+def make_encoder(data: DataConfig, tokenizer: Any) -> PromptEncoder:
+    """The encoder that data.chat_template and data.apply_chat_template_kwargs ask for."""
+    template = "" if data.chat_template == "none" else find_template(data.chat_template)
+    return PromptEncoder(tokenizer, data.apply_chat_template_kwargs, template)
 
 
-def _load_custom_class(data: DataConfig) -> type[PromptDataset]:
-    path, name = Path(str(data.custom_cls.path)).expanduser().resolve(), data.custom_cls.name
-    if not path.is_file():
-        raise ValueError(f"data.custom_cls.path={data.custom_cls.path}: there is no such file ({path})")
-    spec = importlib.util.spec_from_file_location("custom_dataset", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"data.custom_cls.path={path} is not a Python file (.py)")
-    if name is None:
-        raise ValueError(f"data.custom_cls.name is not set: name the dataset class in {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    custom_class = getattr(module, name, None)
-    if not (isinstance(custom_class, type) and issubclass(custom_class, PromptDataset)):
-        raise ValueError(
-            f"data.custom_cls.name={name}: {path} must define it as a class derived from "
-            "verl_like.data.dataset.PromptDataset"
-        )
-    return custom_class
+def source_of(row: dict[str, Any], data: DataConfig) -> str:
+    """The data source of a row, or data.default_data_source."""
+    source = row.get(data.reward_fn_key)
+    return data.default_data_source if source is None else str(source)
+
+
+def build_dataset(data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int = 1) -> Dataset:
+    """PromptDataset, or the class of data.custom_cls: see `foreign.build_custom`."""
+    if data.custom_cls.path is None:
+        return PromptDataset(data, files, tokenizer, split=split, seed=seed)
+    from verl_like.data.foreign import build_custom
+
+    return build_custom(data, files, tokenizer, split=split, seed=seed)

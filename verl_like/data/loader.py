@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_like.batch import Prompts, pad_rows
-from verl_like.data.dataset import PromptDataset
-from verl_like.data.sampler import ResumableSampler
+from verl_like.batch import Prompts, Rollouts, Scores, pad_rows
+from verl_like.data.curriculum import CustomSampler
+from verl_like.data.dataset import Dataset
+from verl_like.data.sampler import Sampler
 
 
 class PromptLoader:
@@ -21,9 +22,7 @@ class PromptLoader:
     sampling gives prompts that it did not need back: the sampler's state then lists them.
     """
 
-    def __init__(
-        self, dataset: PromptDataset, sampler: ResumableSampler, batch_size: int, *, drop_last: bool = True
-    ) -> None:
+    def __init__(self, dataset: Dataset, sampler: Sampler, batch_size: int, *, drop_last: bool = True) -> None:
         if batch_size > len(dataset):
             raise ValueError(
                 f"data.train_batch_size (or data.gen_batch_size)={batch_size} is more than the {len(dataset)} prompts "
@@ -55,6 +54,11 @@ class PromptLoader:
         """Prompts that were drawn and not used, as (position, group): they come first in the next batch."""
         self._sampler.give_back(unused)
 
+    def feedback(self, rollouts: Rollouts, scores: Scores) -> None:
+        """What became of the last batch: for a sampler of the user's that learns from it."""
+        if isinstance(self._sampler, CustomSampler):
+            self._sampler.feedback(rollouts, scores)
+
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state: see ResumableSampler."""
         return self._sampler.state_dict()
@@ -64,7 +68,7 @@ class PromptLoader:
         self._sampler.load_state_dict(state)
 
 
-def collate(dataset: PromptDataset, indices: Sequence[int], groups: Sequence[int]) -> Prompts:
+def collate(dataset: Dataset, indices: Sequence[int], groups: Sequence[int]) -> Prompts:
     """Prompts at `indices` of the dataset; `groups` become group_B."""
     tokens, rows = zip(*(dataset[index] for index in indices), strict=True)
     return Prompts(
@@ -76,7 +80,7 @@ def collate(dataset: PromptDataset, indices: Sequence[int], groups: Sequence[int
 
 
 def iterate_all(
-    dataset: PromptDataset, batch_size: int | None = None, *, shuffle: bool = False, seed: int = 1
+    dataset: Dataset, batch_size: int | None = None, *, shuffle: bool = False, seed: int = 1
 ) -> Iterator[Prompts]:
     """Every prompt once, the last batch may be short; batch_size None: all in one. group_B is the dataset index."""
     order = np.random.default_rng(seed).permutation(len(dataset)) if shuffle else np.arange(len(dataset))

@@ -1,116 +1,141 @@
-"""Data files in verl's row schema, as pyarrow tables with plain Python rows.
+"""Data files in verl's row schema (or ROLL's, or Colossal-RL's) and the fields of their rows.
 
-A row: data_source (str), prompt (list of {"role", "content"}), ability (str), reward_model ({"style", "ground_truth"}),
-extra_info (dict), and images / videos, which this version refuses.
+A row: data_source (str), prompt (list of {"role", "content"}) or messages, ability (str), reward_model ({"style",
+"ground_truth"}) or a column of its own with the reference answer, extra_info (dict), images, videos, tools.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-
 from verl_like.config import DataConfig
+from verl_like.data.rows import AnyRows, known, read_rows
+from verl_like.data.storage import localize
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_SOURCE = "unknown"  # data_source of files that have no such column
 _DEFAULT_REWARD_FN_KEY = "data_source"
 _DIGEST_BYTES = 1 << 20  # hashed at the head and at the tail of a file (parquet's footer holds the statistics)
+# Where a reference answer is looked for when data.ground_truth_key is null: verl, Colossal-RL (two), ROLL.
+_GROUND_TRUTH_COLUMNS = ("reward_model", "gt_answer", "test_cases", "ground_truth")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One file: its table (needed columns only) and what identifies its content."""
+    """One file: its rows and what identifies its content."""
 
     path: Path
-    table: pa.Table
+    rows: AnyRows
     size: int  # bytes
     digest: str
+    name: str = ""  # of the validation set it belongs to (data.val_files as a dictionary)
 
     def identity(self) -> dict[str, Any]:
         """Equal for equal content, wherever the file lies."""
-        return {"name": self.path.name, "bytes": self.size, "rows": self.table.num_rows, "digest": self.digest}
+        return {"name": self.path.name, "bytes": self.size, "rows": len(self.rows), "digest": self.digest}
 
 
-def read_files(files: str | list[str], data: DataConfig, *, key: str) -> list[DataFile]:
+Files = str | list[str] | Mapping[str, str | list[str]]
+
+
+def flat(files: Files) -> list[tuple[str, str]]:
+    """(name of the set, path) of each file; the name is empty where the files are not a dictionary."""
+    if isinstance(files, Mapping):
+        return [(str(name), path) for name, paths in files.items() for path in _as_list(paths)]
+    return [("", path) for path in _as_list(files)]
+
+
+def _as_list(paths: str | list[str]) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths)
+
+
+def read_files(files: Files, data: DataConfig, *, key: str) -> list[DataFile]:
     """Read and check all files. `key` is the configuration key they come from, for messages."""
-    paths = [files] if isinstance(files, str) else list(files)
-    if not paths:
-        raise ValueError(f"{key} is empty: name at least one parquet file")
-    return [_read_file(path, data, key) for path in paths]
+    named = flat(files)
+    if not named:
+        raise ValueError(f"{key} is empty: name at least one file ({known()})")
+    return [_read_file(path, name, data, key) for name, path in named]
 
 
-def _read_file(name: str, data: DataConfig, key: str) -> DataFile:
-    path = _locate(name, key)
-    try:
-        columns = pq.read_schema(path).names
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{key}: {path} is not a parquet file: {error}") from error
-    _check_columns(path, columns, data)
-    wanted = {data.prompt_key, data.reward_fn_key, "ability", "reward_model", "extra_info"}
-    table = pq.read_table(path, columns=[c for c in columns if c in wanted]).combine_chunks()  # fast access by row
-    _refuse_media(path, columns, data)
-    return DataFile(path=path, table=table, size=path.stat().st_size, digest=_digest(path))
-
-
-def _locate(name: str, key: str) -> Path:
-    if "://" in name:
-        raise ValueError(f"{key}: {name}: remote files are not available yet; copy the file to a local path")
-    path = Path(name).expanduser().resolve()
+def _read_file(location: str, name: str, data: DataConfig, key: str) -> DataFile:
+    path = localize(location, cache_dir=data.cache_dir, use_shm=data.use_shm, key=key)
     if path.is_dir():
-        raise ValueError(f"{key}: {path} is a folder; name the parquet file in it")
+        raise ValueError(f"{key}: {path} is a folder; name the file in it")
     if not path.is_file():
         raise ValueError(
             f"{key}: there is no file {path}. Write one with `python -m verl_like.data.preprocess.gsm8k --help`, or "
             f"set {key} to your file"
         )
-    if path.suffix != ".parquet":
-        raise ValueError(f"{key}: {path}: {path.suffix or 'this'} files are not available yet; convert it to parquet")
-    return path
+    try:
+        rows = read_rows(path, _wanted(data))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    if len(rows) == 0:
+        raise ValueError(f"{key}: {path} is empty: it has no rows")
+    _check_columns(path, rows.columns, data)
+    return DataFile(path=path, rows=rows, size=path.stat().st_size, digest=_digest(path), name=name)
+
+
+def _wanted(data: DataConfig) -> set[str]:
+    named = (data.ground_truth_key, data.prompt_id_key, data.tools_key, data.reward_fn_key, prompt_column(data)[0])
+    return {"ability", "extra_info", *_GROUND_TRUTH_COLUMNS, *(name for name in named if name is not None)}
+
+
+def prompt_column(data: DataConfig) -> tuple[str, str]:
+    """(column of the prompt, key that names it): data.messages_key where it is set, else data.prompt_key."""
+    if data.messages_key is not None:
+        return data.messages_key, "data.messages_key"
+    return data.prompt_key, "data.prompt_key"
 
 
 def _check_columns(path: Path, columns: list[str], data: DataConfig) -> None:
-    present = ", ".join(columns)
-    if data.prompt_key not in columns:
+    column, key = prompt_column(data)
+    if column not in columns:
+        hint = " or data.messages_key=messages" if "messages" in columns and key == "data.prompt_key" else ""
         raise ValueError(
-            f"{path} has no column {data.prompt_key!r} (it has: {present}). Set data.prompt_key to the column with the "
-            "chat messages"
+            f"{_missing(path, column, columns)}. Set {key} to the column with the prompt (text or chat messages){hint}"
         )
+    for name, setting in (
+        (data.ground_truth_key, "ground_truth_key"),
+        (data.prompt_id_key, "prompt_id_key"),
+        (data.tools_key, "tools_key"),
+    ):
+        if name is not None and name not in columns:
+            raise ValueError(f"{_missing(path, name, columns)}. Set data.{setting} to a column of the file, or to null")
     if data.reward_fn_key not in columns:
-        if data.reward_fn_key != _DEFAULT_REWARD_FN_KEY:
-            raise ValueError(
-                f"{path} has no column {data.reward_fn_key!r} (it has: {present}). Set data.reward_fn_key to the "
-                "column that selects the reward function"
-            )
+        _no_data_source(path, columns, data)
+    if data.ground_truth_key is None and not set(_GROUND_TRUTH_COLUMNS) & set(columns):
         logger.warning(
-            "%s has no column %r (it has: %s): every row gets data_source %r, which has no built-in grader. Set "
-            "data.reward_fn_key, or score with custom_reward_function.path",
-            *(path, data.reward_fn_key, present, UNKNOWN_SOURCE),
+            "%s has no column 'reward_model': the ground_truth of every row is None. Set data.ground_truth_key to the "
+            "column with the reference answers, if there is one (it has: %s)",
+            *(path, ", ".join(columns)),
         )
-    if "reward_model" not in columns:
-        logger.warning("%s has no column 'reward_model': the ground_truth of every row is None", path)
 
 
-def _refuse_media(path: Path, columns: list[str], data: DataConfig) -> None:
-    for key, column in (("image_key", data.image_key), ("video_key", data.video_key)):
-        if column not in columns:
-            continue
-        values = pq.read_table(path, columns=[column]).column(0)
-        is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
-        filled = pc.greater(pc.list_value_length(values), 0) if is_list else values.is_valid()
-        first = pc.index(filled, True).as_py()
-        if first >= 0:
-            raise ValueError(
-                f"{path}, row {first}: column {column!r} (data.{key}) has content. Training on images and videos is "
-                "not available yet; remove the column"
-            )
+def _no_data_source(path: Path, columns: list[str], data: DataConfig) -> None:
+    if data.reward_fn_key != _DEFAULT_REWARD_FN_KEY:
+        raise ValueError(
+            f"{_missing(path, data.reward_fn_key, columns)}. Set data.reward_fn_key to the column that selects the "
+            "reward function"
+        )
+    logger.warning(
+        "%s has no column %r (it has: %s): every row gets data_source %r. Set data.reward_fn_key, or "
+        "data.default_data_source to the name of a grader, or score with custom_reward_function.path",
+        *(path, data.reward_fn_key, ", ".join(columns), data.default_data_source),
+    )
+
+
+def _missing(path: Path, column: str, columns: Iterable[str]) -> str:
+    names = list(columns)
+    near = difflib.get_close_matches(column, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{path} has no column {column!r} (it has: {', '.join(names)}){hint}"
 
 
 def _digest(path: Path) -> str:
@@ -122,18 +147,16 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_row(table: pa.Table, position: int) -> dict[str, Any]:
-    """One row as plain Python values."""
-    return table.slice(position, 1).to_pylist()[0]
-
-
 def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
-    """Chat messages of a prompt column: a list of {"role", "content"}, or a string, which is one user message.
+    """Chat messages of a prompt column: a list of {"role", "content"}, one such message (Colossal-RL), or a string,
+    which is one user message.
 
-    Keys that parquet fills with null because another row has them are dropped: a chat template may ask for them.
+    Keys that a table fills with null because another row has them are dropped: a chat template may ask for them.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, dict):
+        prompt = [prompt]
     if not isinstance(prompt, list) or not prompt or not all(isinstance(message, dict) for message in prompt):
         raise ValueError(
             f"{place}: the prompt must be a list of {{'role', 'content'}} messages or a string, not "
@@ -148,31 +171,30 @@ def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
 
 def style_of(row: dict[str, Any]) -> str:
     """reward_model.style, or an empty string."""
-    return str((row.get("reward_model") or {}).get("style") or "")
+    reward_model = row.get("reward_model")
+    return str(reward_model.get("style") or "") if isinstance(reward_model, dict) else ""
 
 
-def reward_styles(table: pa.Table, reward_fn_key: str) -> set[tuple[str, str]]:
-    """The different pairs of data source and reward_model.style of a table."""
-    if reward_fn_key in table.column_names:
-        sources = pc.cast(table.column(reward_fn_key), pa.string())
-    else:
-        sources = pa.repeat(pa.scalar(UNKNOWN_SOURCE), table.num_rows)
-    styles = pa.nulls(table.num_rows, pa.string())
-    if "reward_model" in table.column_names:
-        kind = table.schema.field("reward_model").type
-        if pa.types.is_struct(kind) and kind.get_field_index("style") >= 0:
-            styles = pc.cast(pc.struct_field(table.column("reward_model"), "style"), pa.string())
-    pairs = pa.table({"source": sources, "style": styles}).group_by(["source", "style"]).aggregate([]).to_pylist()
-    return {(str(pair["source"]), pair["style"] or "") for pair in pairs}
-
-
-def ground_truth_of(row: dict[str, Any], place: str) -> Any:
-    """reward_model.ground_truth, or None without that column."""
+def ground_truth_of(row: dict[str, Any], place: str, column: str | None = None) -> Any:
+    """The reference answer: the column asked for, or reward_model.ground_truth, or the first other column that holds
+    one (gt_answer, test_cases, ground_truth); None without any."""
+    if column is not None and column != "reward_model":
+        return row.get(column)
     reward_model = row.get("reward_model")
     if reward_model is None:
-        return None
+        return next((row[name] for name in _GROUND_TRUTH_COLUMNS[1:] if row.get(name) is not None), None)
     if not isinstance(reward_model, dict):
         raise ValueError(
             f"{place}: column 'reward_model' must hold {{'style', 'ground_truth'}}, not {str(reward_model)[:200]!r}"
         )
     return reward_model.get("ground_truth")
+
+
+def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any]:
+    """A column that holds a dictionary or nothing."""
+    value = row.get(column)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: column {column!r} must hold a dictionary, not {str(value)[:200]!r}")
+    return value

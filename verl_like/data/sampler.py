@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,22 +13,17 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 
-class ResumableSampler:
-    """Draws dataset positions epoch after epoch. The order of an epoch is a function of (seed, epoch) alone.
+class Sampler(ABC):
+    """What the loader draws from: ResumableSampler, mixing.WeightedSampler or curriculum.CustomSampler.
 
-    identity: `PromptDataset.identity()`; a saved state is only loaded for the data set that it was saved with.
+    The base numbers the rows, and keeps those that were given back.
     """
 
-    def __init__(self, num_rows: int, *, shuffle: bool, seed: int, identity: dict[str, Any] | None = None) -> None:
-        if num_rows < 1:
-            raise ValueError(f"a sampler needs at least one row, not {num_rows}")
-        self._num_rows, self._shuffle, self._seed = num_rows, shuffle, seed
-        self._identity = identity if identity is not None else {"rows": num_rows}
-        self.epoch = 0
-        self.position = 0  # rows of this epoch that were drawn
+    epoch: int
+
+    def __init__(self) -> None:
         self.draws = 0  # rows drawn since the run began: the next row's running number
         self.returned: list[tuple[int, int]] = []  # (row, running number) given back, drawn before anything else
-        self._order = self._epoch_order()
 
     def draw(self, count: int, *, drop_last: bool = True) -> tuple[list[int], list[int]]:
         """The next `count` dataset positions and their running numbers.
@@ -35,18 +31,64 @@ class ResumableSampler:
         Rows that were given back come first, under their old numbers. When fewer than needed are left of an epoch,
         those are skipped (drop_last, as in verl: the rows are then all of one epoch), or the next epoch gives the rest.
         """
+        again, self.returned = self.returned[:count], self.returned[count:]
+        rows = self._fresh(count - len(again), drop_last=drop_last)
+        numbers = list(range(self.draws, self.draws + len(rows)))
+        self.draws += len(rows)
+        return [row for row, _ in again] + rows, [number for _, number in again] + numbers
+
+    def give_back(self, unused: Sequence[tuple[int, int]]) -> None:
+        """Rows that were drawn and not used, as (row, running number)."""
+        self.returned += unused
+
+    @abstractmethod
+    def _fresh(self, count: int, *, drop_last: bool) -> list[int]:
+        """The next rows of the order."""
+
+    def _drawn_state(self) -> dict[str, Any]:
+        return {"draws": self.draws, "returned": [list(pair) for pair in self.returned]}
+
+    def _load_drawn(self, state: dict[str, Any]) -> None:
+        self.draws = state["draws"]
+        self.returned = [(row, number) for row, number in state["returned"]]
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values. `load_state_dict` in a new process continues with the very next row."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state. ValueError if the data set is another one."""
+
+
+class ResumableSampler(Sampler):
+    """Draws dataset positions epoch after epoch. The order of an epoch is a function of (seed, epoch) alone.
+
+    identity: `PromptDataset.identity()`; a saved state is only loaded for the data set that it was saved with.
+    """
+
+    def __init__(self, num_rows: int, *, shuffle: bool, seed: int, identity: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        if num_rows < 1:
+            raise ValueError(f"a sampler needs at least one row, not {num_rows}")
+        self._num_rows, self._shuffle, self._seed = num_rows, shuffle, seed
+        self._identity = identity if identity is not None else {"rows": num_rows}
+        self.epoch = 0
+        self.position = 0  # rows of this epoch that were drawn
+        self._order = self._epoch_order()
+
+    def draw(self, count: int, *, drop_last: bool = True) -> tuple[list[int], list[int]]:
+        """See Sampler."""
         if not 0 < count <= self._num_rows:
             raise ValueError(f"cannot draw {count} rows at a time from a data set of {self._num_rows}")
-        again, self.returned = self.returned[:count], self.returned[count:]
-        fresh = count - len(again)
-        rows = [] if drop_last else self._take(min(fresh, self._num_rows - self.position))
-        if self.position + fresh - len(rows) > self._num_rows:
+        return super().draw(count, drop_last=drop_last)
+
+    def _fresh(self, count: int, *, drop_last: bool) -> list[int]:
+        rows = [] if drop_last else self._take(min(count, self._num_rows - self.position))
+        if self.position + count - len(rows) > self._num_rows:
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._epoch_order()
-        rows += self._take(fresh - len(rows))
-        numbers = list(range(self.draws, self.draws + fresh))
-        self.draws += fresh
-        return [row for row, _ in again] + rows, [number for _, number in again] + numbers
+        return rows + self._take(count - len(rows))
 
     def _take(self, count: int) -> list[int]:
         """The next `count` rows of this epoch."""
@@ -54,17 +96,12 @@ class ResumableSampler:
         self.position += count
         return rows
 
-    def give_back(self, unused: Sequence[tuple[int, int]]) -> None:
-        """Rows that were drawn and not used, as (row, running number)."""
-        self.returned += unused
-
     def state_dict(self) -> dict[str, Any]:
         """Plain values. `load_state_dict` in a new process continues with the very next row."""
         return {
             "epoch": self.epoch,
             "position": self.position,
-            "draws": self.draws,
-            "returned": [list(pair) for pair in self.returned],
+            **self._drawn_state(),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "identity": self._identity,
@@ -72,12 +109,11 @@ class ResumableSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state. ValueError if the data set is another one."""
-        saved = state["identity"]
-        if json.dumps(saved, sort_keys=True) != json.dumps(self._identity, sort_keys=True):
+        check_identity(state["identity"], self._identity)
+        if "position" not in state:
             raise ValueError(
-                "the training data changed since the checkpoint was written, so the run cannot continue where it "
-                f"stopped. Then: {_describe(saved)}. Now: {_describe(self._identity)}. Restore data.train_files, "
-                "data.train_max_samples and the overlong filter, or start afresh with trainer.resume_mode=disable"
+                "the checkpoint was written with data.domain_weights, so the run cannot continue without them; give "
+                "them again, or start afresh with trainer.resume_mode=disable"
             )
         if (state["seed"], state["shuffle"]) != (self._seed, self._shuffle):
             logger.warning(
@@ -85,14 +121,24 @@ class ResumableSampler:
                 *(state["seed"], state["shuffle"], self._seed, self._shuffle),
             )
         self._seed, self._shuffle = state["seed"], state["shuffle"]
-        self.epoch, self.position, self.draws = state["epoch"], state["position"], state["draws"]
-        self.returned = [(row, number) for row, number in state["returned"]]
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._load_drawn(state)
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> np.ndarray:
         if not self._shuffle:
             return np.arange(self._num_rows)
         return np.random.default_rng([self._seed, self.epoch]).permutation(self._num_rows)
+
+
+def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """ValueError, with both descriptions, unless the data set is the one that a checkpoint was written with."""
+    if json.dumps(saved, sort_keys=True) != json.dumps(now, sort_keys=True):
+        raise ValueError(
+            "the training data changed since the checkpoint was written, so the run cannot continue where it "
+            f"stopped. Then: {_describe(saved)}. Now: {_describe(now)}. Restore data.train_files, "
+            "data.train_max_samples and the overlong filter, or start afresh with trainer.resume_mode=disable"
+        )
 
 
 def _describe(identity: dict[str, Any]) -> str:

@@ -20,9 +20,11 @@ from verl_like.cluster.protocol import WorkerGroup
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
-from verl_like.data.dataset import PromptDataset, build_dataset
+from verl_like.data.curriculum import CustomSampler
+from verl_like.data.dataset import Dataset, build_dataset
 from verl_like.data.loader import PromptLoader, iterate_all
-from verl_like.data.sampler import ResumableSampler
+from verl_like.data.mixing import WeightedSampler
+from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.observe.progress import build_progress
 from verl_like.observe.trackers import build_trackers, check_trackers
@@ -51,8 +53,8 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     hf_config: PretrainedConfig
-    train: PromptDataset
-    val: PromptDataset | None
+    train: Dataset
+    val: Dataset | None
     eos_ids: tuple[int, ...]
 
 
@@ -139,6 +141,7 @@ def assemble(
 ) -> PPOTrainer:
     """Put the driver's parts around a worker group."""
     settings, rollout = config.trainer, config.actor_rollout_ref.rollout
+    loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
     seed = settings.seed if rollout.seed_per_request else None
     shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
     return PPOTrainer(
@@ -146,7 +149,7 @@ def assemble(
         plan=plan,
         total_steps=required(plan.total_training_steps),
         state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
-        source=build_source(config, plan, inputs, seed),
+        source=build_source(config, plan, loader, inputs.eos_ids, seed),
         policy=PolicyGroup(group, plan, **shared),
         critic=CriticGroup(group, plan, **shared) if plan.needs_critic else None,
         rewards=rewards,
@@ -160,6 +163,7 @@ def assemble(
         checkpoints=Checkpoints(settings, inputs.tokenizer),
         report=report,
         stop=stop,
+        on_scores=loader.feedback,
     )
 
 
@@ -167,6 +171,8 @@ def load_inputs(config: PPOConfig) -> Inputs:
     """Tokenizer, model configuration and datasets, checked against each other."""
     model, data = config.actor_rollout_ref.model, config.data
     tokenizer = load_tokenizer(data.tokenizer or model.path, model.trust_remote_code or data.trust_remote_code)
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
     hf_config = load_hf_config(model)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
@@ -177,30 +183,57 @@ def load_inputs(config: PPOConfig) -> Inputs:
     seed = config.trainer.seed
     train = build_dataset(data, data.train_files, tokenizer, split="train", seed=seed)
     val = build_dataset(data, data.val_files, tokenizer, split="val", seed=seed) if data.val_files else None
+    for split, dataset in (("train", train), ("val", val)):
+        refuse_media(dataset, f"data.{split}_files", hf_config)
     return Inputs(
         tokenizer=tokenizer, hf_config=hf_config, train=train, val=val, eos_ids=end_token_ids(tokenizer, hf_config)
     )
 
 
-def build_source(config: PPOConfig, plan: BatchPlan, inputs: Inputs, seed: int | None) -> BatchSource:
+def build_source(
+    config: PPOConfig, plan: BatchPlan, loader: PromptLoader, eos_ids: tuple[int, ...], seed: int | None
+) -> BatchSource:
     """Plain batches, or with algorithm.filter_groups those of dynamic sampling."""
     rollout, rules = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
-    sampling = train_sampling(rollout, inputs.eos_ids)
+    sampling = train_sampling(rollout, eos_ids)
     if not rules.enable:
         return PlainSource(loader, sampling, n=rollout.n, seed=seed)
     source = ResamplingSource if rules.resample else MaskingSource
     return source(loader, sampling, config, n=rollout.n, seed=seed)
 
 
-def train_loader(config: PPOConfig, dataset: PromptDataset, batch_size: int, *, drop_last: bool) -> PromptLoader:
-    """The training prompts in seeded order; data.seed, or else trainer.seed."""
-    seed = config.trainer.seed if config.data.seed is None else config.data.seed
-    sampler = ResumableSampler(len(dataset), shuffle=config.data.shuffle, seed=seed, identity=dataset.identity())
-    return PromptLoader(dataset, sampler, batch_size, drop_last=drop_last)
+def refuse_media(dataset: Dataset | None, key: str, hf_config: PretrainedConfig) -> None:
+    """ValueError for rows with images or videos: they are read and carried, but no model is trained on them yet."""
+    if dataset is None or not dataset.num_media():
+        return
+    multimodal = hasattr(hf_config, "vision_config")
+    what = "is a vision-language model, whose training is not available yet" if multimodal else "reads text only"
+    raise ValueError(
+        f"{key}: {dataset.num_media()} rows have images or videos (data.image_key, data.video_key), but the model "
+        f"(model_type {hf_config.model_type}) {what}. Leave such rows out, or name empty columns in the two keys"
+    )
 
 
-def validation_batches(config: PPOConfig, dataset: PromptDataset | None) -> Iterable[Prompts]:
+def train_loader(config: PPOConfig, dataset: Dataset, batch_size: int, *, drop_last: bool) -> PromptLoader:
+    """The training prompts, in the order of `train_sampler`."""
+    return PromptLoader(dataset, train_sampler(config, dataset, batch_size), batch_size, drop_last=drop_last)
+
+
+def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampler:
+    """The user's sampler, or rows by data.domain_weights, or all rows alike; by data.seed, or else trainer.seed."""
+    data = config.data
+    if data.sampler.class_path is not None:
+        return CustomSampler(data, dataset)
+    seed = config.trainer.seed if data.seed is None else data.seed
+    if not data.domain_weights:
+        return ResumableSampler(len(dataset), shuffle=data.shuffle, seed=seed, identity=dataset.identity())
+    weights, identity = data.domain_weights, dataset.identity()
+    sampler = WeightedSampler(dataset.domains(), weights, shuffle=data.shuffle, seed=seed, identity=identity)
+    sampler.check_batch(batch_size)
+    return sampler
+
+
+def validation_batches(config: PPOConfig, dataset: Dataset | None) -> Iterable[Prompts]:
     """The whole validation set; without one, nothing."""
     if dataset is None:
         return ()

@@ -296,8 +296,9 @@ def _base(groups: Sequence[str]) -> DictConfig:
 def _apply(tree: DictConfig, change: Change) -> str | None:
     """Set one value; returns what is wrong with it, if anything."""
     try:
-        with open_dict(tree):
-            OmegaConf.update(tree, change.key, change.value, merge=True, force_add=True)
+        with open_dict(tree):  # a dictionary is merged into a dictionary; it replaces a list (data.val_files)
+            merge = isinstance(change.value, dict) and isinstance(OmegaConf.select(tree, change.key), DictConfig)
+            OmegaConf.update(tree, change.key, change.value, merge=merge, force_add=True)
     except OmegaConfBaseException as error:
         return f"{change.key}={change.value!r}: {str(error).splitlines()[0]}"
     return None

@@ -7,6 +7,7 @@ minimised (the objectives in the workers), and where weights go (`sync_weights`)
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -44,6 +45,7 @@ class PPOTrainer:
     checkpoints: Checkpoints
     report: Reporter
     stop: StopFlag
+    on_scores: Callable[[Rollouts, Scores], None] = lambda rollouts, scores: None  # a curriculum learns from them
     clock: StepClock = field(default_factory=StepClock)  # of the step that runs; replaced at each step
 
     def fit(self) -> None:
@@ -62,6 +64,7 @@ class PPOTrainer:
                 evaluated = self.evaluate(rollouts)
                 with clock("reward"):
                     scores = grading.result()
+                self.on_scores(rollouts, scores)
                 with clock("adv"):
                     experience, metrics = self.make_experience(rollouts, scores, evaluated)
                 metrics |= self.source.metrics()

@@ -18,6 +18,7 @@ from verl_like.trainer.compose import _apply, _base, to_config
 # Where the rules of `sample` do not give a legal value.
 SAMPLES: dict[str, Any] = {
     "trainer.n_gpus_per_node": 2,
+    "data.chat_template": "chatml",
     "trainer.logger": ["console", "tensorboard"],
     "actor_rollout_ref.actor.optim.betas": [0.8, 0.95],
     "critic.optim.betas": [0.8, 0.95],

@@ -1,0 +1,184 @@
+"""A sampler of the user's (data.sampler): any torch sampler over dataset positions, as verl takes them.
+
+It is built as cls(data_source=, data_config=), or cls(data_source=) if it takes no more, and iterated epoch by epoch.
+If it has an `update(batch)`, that is called after each step with the step's scores (a curriculum).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_like.batch import Rollouts, Scores
+from verl_like.config import DataConfig
+from verl_like.data.dataset import Dataset, PromptDataset
+from verl_like.data.foreign import ForeignDataset, as_attributes, load_class
+from verl_like.data.sampler import check_identity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatch:
+    """What `update` gets: the fields of verl's DataProto that curricula read. One row per response.
+
+    batch: token_level_scores [B, R] (the score on the last token; rows whose reward failed hold NaN), responses,
+    response_mask. non_tensor_batch: index, uid (the prompt's group), data_source, reward_model, extra_info and each
+    further value of the reward function.
+    """
+
+    batch: dict[str, Tensor]
+    non_tensor_batch: dict[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.non_tensor_batch["index"])
+
+
+def scored_batch(rollouts: Rollouts, scores: Scores) -> ScoredBatch:
+    """One step's responses and scores in that form."""
+    token_scores = torch.zeros(rollouts.response_ids_BR.shape)
+    last = (rollouts.response_length_B - 1).clamp(min=0)
+    token_scores[torch.arange(len(rollouts)), last] = scores.score_B
+    rows = rollouts.rows
+    columns: dict[str, list[Any]] = {
+        "index": [row.index for row in rows],
+        "uid": rollouts.group_B.tolist(),
+        "data_source": [row.data_source for row in rows],
+        "reward_model": [{"style": row.style, "ground_truth": row.ground_truth} for row in rows],
+        "extra_info": [row.extra_info for row in rows],
+    }
+    for name in sorted({name for extra in scores.extras for name in extra} - set(columns)):
+        columns[name] = [extra.get(name) for extra in scores.extras]
+    return ScoredBatch(
+        batch={
+            "token_level_scores": token_scores,
+            "responses": rollouts.response_ids_BR,
+            "response_mask": rollouts.response_mask_BR,
+        },
+        non_tensor_batch={name: _objects(values) for name, values in columns.items()},
+    )
+
+
+def _objects(values: list[Any]) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
+class RowView:
+    """A PromptDataset as verl's samplers know data sets: position -> row dictionary."""
+
+    def __init__(self, dataset: PromptDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._dataset[index][1]
+        return {
+            "data_source": row.data_source,
+            "prompt": row.messages,
+            "ability": row.ability,
+            "reward_model": {"style": row.style, "ground_truth": row.ground_truth},
+            "extra_info": row.extra_info,
+            "index": row.index,
+        }
+
+
+class CustomSampler:
+    """Draws from a torch sampler. Same methods as ResumableSampler.
+
+    A sampler with state_dict and load_state_dict is resumed by them; any other is built anew and drawn from until it
+    is where the checkpoint was, which repeats what it did unless it learned from `update` on the way.
+    """
+
+    def __init__(self, data: DataConfig, dataset: Dataset) -> None:
+        keys = {"section": "data.sampler", "path_key": "class_path", "name_key": "class_name"}
+        cls = load_class(str(data.sampler.class_path), data.sampler.class_name, **keys)
+        view = dataset.rows if isinstance(dataset, ForeignDataset) else RowView(dataset)  # pyright: ignore
+        self._sampler = _construct(cls, {"data_source": view, "data_config": as_attributes(data)})
+        self._num_rows, self._identity = len(dataset), dataset.identity()
+        self._resumes = hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict")
+        self._update = getattr(self._sampler, "update", None)
+        if self._update is not None and not self._resumes:
+            logger.warning(
+                "data.sampler: %s has update() but no state_dict() and load_state_dict(): a resumed run draws as if it "
+                "had learned nothing",
+                cls.__name__,
+            )
+        self.epoch, self.position, self.draws = 0, 0, 0
+        self._iterator: Iterator[Any] | None = None
+
+    def draw(self, count: int) -> tuple[list[int], list[int]]:
+        """The next `count` positions of one epoch (the rest of an epoch is skipped) and their running numbers."""
+        rows = self._take(count)
+        if len(rows) < count:
+            self._begin_epoch()
+            rows = self._take(count)
+        if len(rows) < count:
+            raise ValueError(f"data.sampler gives {len(rows)} rows in an epoch, fewer than the batch of {count}")
+        self.position += count
+        self.draws += count
+        return rows, list(range(self.draws - count, self.draws))
+
+    def feedback(self, rollouts: Rollouts, scores: Scores) -> None:
+        """Tell a curriculum what became of the rows."""
+        if self._update is not None:
+            self._update(batch=scored_batch(rollouts, scores))
+
+    def _begin_epoch(self) -> None:
+        self.epoch, self.position, self._iterator = self.epoch + 1, 0, None
+
+    def _take(self, count: int) -> list[int]:
+        if self._iterator is None:
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(self.epoch)
+            self._iterator = iter(self._sampler)
+        rows = [int(row) for row, _ in zip(self._iterator, range(count), strict=False)]
+        wrong = [row for row in rows if not 0 <= row < self._num_rows]
+        if wrong:
+            raise ValueError(f"data.sampler gave the position {wrong[0]}, but the data set has {self._num_rows} rows")
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, and whatever the sampler's own state_dict gives."""
+        own = self._sampler.state_dict() if self._resumes else None
+        place = {"epoch": self.epoch, "position": self.position, "draws": self.draws}
+        return {**place, "sampler": own, "identity": self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state. ValueError if the data set is another one."""
+        check_identity(state["identity"], self._identity)
+        if self._resumes and state["sampler"] is not None:
+            self._sampler.load_state_dict(state["sampler"])
+            self.epoch, self.position = state["epoch"], state["position"]
+        else:
+            while self.epoch < state["epoch"]:
+                while self._take(1):
+                    pass
+                self._begin_epoch()
+            self._take(state["position"])
+            self.position = state["position"]
+        self.draws = state["draws"]
+
+
+def _construct(cls: type, arguments: dict[str, Any]) -> Any:
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError:
+        arguments = {"data_source": arguments["data_source"]}
+        try:
+            inspect.signature(cls).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"data.sampler.class_name={cls.__name__}: it must take data_source and data_config: {error}"
+            ) from error
+    return cls(**arguments)

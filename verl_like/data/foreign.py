@@ -1,0 +1,196 @@
+"""Classes of the user's: a data set (data.custom_cls), derived from PromptDataset or any torch data set of verl rows.
+
+verl's own data sets are built as cls(data_files=, tokenizer=, processor=, config=) and give one dictionary a row. Of it
+we use: raw_prompt_ids, or input_ids with attention_mask, or raw_prompt (chat messages), or the column data.prompt_key;
+data_source, reward_model, ability, extra_info, index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from verl_like.batch import PromptRow
+from verl_like.config import DataConfig
+from verl_like.data.chat import truncate
+from verl_like.data.dataset import Dataset, PromptDataset, make_encoder, source_of
+from verl_like.data.reading import Files, dictionary_of, flat, ground_truth_of, prompt_column, style_of, to_messages
+from verl_like.data.storage import localize
+
+logger = logging.getLogger(__name__)
+
+_MODULE_PREFIX = "pkg://"
+
+
+def load_class(path: str, name: str | None, *, section: str, path_key: str, name_key: str) -> type:
+    """The class `name` of a Python file or of `pkg://module`. ValueError names the keys, `section`.`path_key` say."""
+    if name is None:
+        raise ValueError(f"{section}.{name_key} is not set: name the class in {path}")
+    module = _load_module(path, f"{section}.{path_key}")
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
+        raise ValueError(
+            f"{section}.{name_key}={name}: {path} must define it as a class (it has: {', '.join(classes) or 'none'})"
+        )
+    return found
+
+
+def _load_module(path: str, key: str) -> Any:
+    if path.startswith(_MODULE_PREFIX):
+        try:
+            return importlib.import_module(path.removeprefix(_MODULE_PREFIX))
+        except ImportError as error:
+            raise ValueError(f"{key}={path}: {error}") from error
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ValueError(f"{key}={path}: there is no such file ({file})")
+    name = f"custom_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{key}={path} is not a Python file (.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # pickling looks the module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_custom(data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int) -> Dataset:
+    """The class of data.custom_cls, constructed as PromptDataset is, or as verl does and wrapped."""
+    keys = {"section": "data.custom_cls", "path_key": "path", "name_key": "name"}
+    cls = load_class(str(data.custom_cls.path), data.custom_cls.name, **keys)
+    if issubclass(cls, PromptDataset):
+        return cls(data, files, tokenizer, split=split, seed=seed)
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(cls, name)]
+    if missing:
+        raise ValueError(
+            f"data.custom_cls.name={data.custom_cls.name}: {data.custom_cls.path} must define it as a class derived "
+            f"from verl_like.data.dataset.PromptDataset, or as a torch data set; it has no {', '.join(missing)}"
+        )
+    return ForeignDataset(cls, data, files, tokenizer, split=split)
+
+
+class AttributeDict(dict[str, Any]):
+    """A dictionary whose items are attributes too: what verl's data sets take for their OmegaConf configuration."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+def as_attributes(node: Any) -> Any:
+    """Configuration dataclasses as AttributeDicts, all the way down."""
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return AttributeDict({f.name: as_attributes(getattr(node, f.name)) for f in dataclasses.fields(node)})
+    if isinstance(node, dict):
+        return AttributeDict({key: as_attributes(value) for key, value in node.items()})
+    return str(node) if isinstance(node, str) else node
+
+
+class ForeignDataset:
+    """A torch data set of verl's row dictionaries, seen as (prompt tokens, PromptRow)."""
+
+    def __init__(self, cls: type, data: DataConfig, files: Files, tokenizer: Any, *, split: str) -> None:
+        self.data, self.split = data, split
+        self.encoder = make_encoder(data, tokenizer)
+        options = {"cache_dir": data.cache_dir, "use_shm": data.use_shm, "key": f"data.{split}_files"}
+        self.paths = [localize(path, **options) for _, path in flat(files)]
+        arguments = {
+            "data_files": [str(path) for path in self.paths],
+            "tokenizer": tokenizer,
+            "processor": None,
+            "config": as_attributes(data),
+        }
+        try:
+            inspect.signature(cls).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"data.custom_cls.name={cls.__name__}: it must take {', '.join(arguments)}, as verl's data sets do: "
+                f"{error}"
+            ) from error
+        self.rows = cls(**arguments)
+        if len(self.rows) == 0:
+            raise ValueError(f"data.custom_cls.name={cls.__name__}: the data set of data.{split}_files has no rows")
+        self._domains: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[list[int], PromptRow]:
+        row, place = self.rows[index], f"{type(self.rows).__name__} of data.{self.split}_files, row {index}"
+        if not isinstance(row, dict):
+            raise ValueError(f"{place} must be a dictionary in verl's schema, not {type(row).__name__}")
+        row = {key: plain(value) for key, value in row.items()}
+        messages = self._messages(row, place)
+        ids = self._tokens(row, messages, place)
+        ids = truncate(ids, self.data.max_prompt_length, self.data.truncation, place)
+        return ids, PromptRow(
+            index=int(row["index"]) if isinstance(row.get("index"), int) else index,
+            data_source=source_of(row, self.data),
+            messages=messages,
+            ground_truth=ground_truth_of(row, place, self.data.ground_truth_key),
+            ability=str(row.get("ability") or ""),
+            extra_info=dictionary_of(row, "extra_info", place),
+            style=style_of(row),
+        )
+
+    def reward_styles(self) -> list[tuple[str, str]]:
+        """See Dataset. The style is read when a row is drawn; here data sources count."""
+        return [(source, "") for source in sorted(set(self.domains()))]
+
+    def domains(self) -> list[str]:
+        """See Dataset. Reads every row once, unless the data set has verl's `dataframe` with that column."""
+        if self._domains is None:
+            frame, key = getattr(self.rows, "dataframe", None), self.data.reward_fn_key
+            try:
+                values = list(frame[key]) if frame is not None else [row.get(key) for row in self._all_rows()]
+            except (KeyError, TypeError):
+                values = [row.get(key) for row in self._all_rows()]
+            self._domains = [source_of({key: value}, self.data) for value in values]
+        return self._domains
+
+    def _all_rows(self) -> list[dict[str, Any]]:
+        return [self.rows[index] for index in range(len(self))]
+
+    def identity(self) -> dict[str, Any]:
+        """See Dataset: the class, its size and the names and sizes of its files."""
+        files = [{"name": path.name, "bytes": path.stat().st_size} for path in self.paths if path.is_file()]
+        return {"class": type(self.rows).__name__, "rows": len(self), "foreign_files": files}
+
+    def num_media(self) -> int:
+        """See Dataset: verl's data sets put pixels into multi_modal_data."""
+        return int("multi_modal_data" in self.rows[0])
+
+    def _messages(self, row: dict[str, Any], place: str) -> list[dict[str, Any]]:
+        for name in ("raw_prompt", prompt_column(self.data)[0]):
+            if row.get(name) is not None:
+                return to_messages(row[name], place)
+        return []
+
+    def _tokens(self, row: dict[str, Any], messages: list[dict[str, Any]], place: str) -> list[int]:
+        if row.get("raw_prompt_ids") is not None:
+            return [int(i) for i in row["raw_prompt_ids"]]
+        if row.get("input_ids") is not None:
+            ids = [int(i) for i in row["input_ids"]]
+            mask = row.get("attention_mask")
+            return ids if mask is None else [i for i, real in zip(ids, mask, strict=True) if real]
+        if messages:
+            return self.encoder.encode([(messages, None)])[0]
+        raise ValueError(
+            f"{place} has no prompt: it needs raw_prompt_ids, input_ids, raw_prompt or "
+            f"{prompt_column(self.data)[0]!r} (it has: {', '.join(row)})"
+        )
+
+
+def plain(value: Any) -> Any:
+    """Tensors and arrays as lists, everything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,100 @@
+"""Images and videos of a row: their places in the text, and handles that read them when somebody needs the pixels.
+
+A handle travels instead of the pixels: a batch of images would otherwise be copied between processes several times.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from verl_like.batch import MediaHandle
+from verl_like.data.rows import AnyRows, read_rows
+
+_TAGS = re.compile(r"(<image>|<video>)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaColumn:
+    """One image or video column of a file: how many things each row has."""
+
+    kind: str  # "image" or "video"
+    column: str
+    counts: list[int]
+
+
+def media_columns(path: Path, rows: AnyRows, columns: dict[str, str]) -> list[MediaColumn]:
+    """The columns ({kind: name}) of a file that hold anything."""
+    found = []
+    for kind, column in columns.items():
+        if column in rows.columns:
+            counts = [_count(value) for value in read_rows(path, {column}).column(column)]
+            if any(counts):
+                found.append(MediaColumn(kind=kind, column=column, counts=counts))
+    return found
+
+
+def _count(value: Any) -> int:
+    if value in (None, ""):
+        return 0
+    return len(value) if isinstance(value, list) else 1
+
+
+def handles(path: Path, columns: list[MediaColumn], row: int) -> list[MediaHandle]:
+    """Handles of one row's images and videos, each kind in order."""
+    return [
+        MediaHandle(kind=column.kind, path=str(path), column=column.column, row=row, number=number)
+        for column in columns
+        for number in range(column.counts[row])
+    ]
+
+
+def load(handle: MediaHandle) -> Any:
+    """The stored value: a path, or a dictionary with "bytes" or "path" (Hugging Face's form)."""
+    path = Path(handle.path)
+    if path.suffix == ".parquet":
+        value = _parquet_cell(pq.ParquetFile(path), handle.column, handle.row)
+    else:
+        value = read_rows(path, {handle.column}).row(handle.row)[handle.column]
+    return value[handle.number] if isinstance(value, list) else value
+
+
+def _parquet_cell(file: pq.ParquetFile, column: str, row: int) -> Any:
+    """One cell, reading only the row group that holds it."""
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if row < rows:
+            return file.read_row_group(group, columns=[column]).column(0)[row].as_py()
+        row -= rows
+    raise IndexError(f"row {row} is beyond the end of the file")
+
+
+def insert_media(messages: list[dict[str, Any]], media: list[MediaHandle], place: str) -> list[dict[str, Any]]:
+    """Messages whose <image> and <video> tags became content parts ({"type": "image"}), as chat templates want them.
+
+    ValueError unless there are as many tags as images and videos.
+    """
+    split = [{**m, "content": _parts(m["content"])} if _has_tag(m) else m for m in messages]
+    for kind in ("image", "video"):
+        tags = sum(part["type"] == kind for m in split if isinstance(m.get("content"), list) for part in m["content"])
+        given = sum(handle.kind == kind for handle in media)
+        if tags != given:
+            raise ValueError(f"{place}: the prompt has {tags} <{kind}> tags, but the row has {given} {kind}s")
+    return split
+
+
+def _has_tag(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) and _TAGS.search(content) is not None
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [
+        {"type": piece[1:-1]} if _TAGS.fullmatch(piece) else {"type": "text", "text": piece}
+        for piece in _TAGS.split(text)
+        if piece
+    ]

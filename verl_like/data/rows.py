@@ -1,0 +1,274 @@
+"""Rows of one local data file as plain Python dictionaries, whatever the format.
+
+parquet and arrow stay tables and give single rows; json lines are checked once and kept as text, so that a file takes
+about its own size in memory; json and csv are read whole. A row's columns may differ from the next row's in json.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+_BOM = b"\xef\xbb\xbf"
+# Columns whose cells are JSON in a csv file. A prompt is JSON only if it is a list of messages.
+_JSON_CELLS = ("reward_model", "extra_info", "test_cases", "tools", "images", "videos")
+
+
+class Rows(Protocol):
+    """What a data set needs of a file."""
+
+    @property
+    def columns(self) -> list[str]:
+        """All column names, in order of appearance."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def row(self, position: int) -> dict[str, Any]:
+        """One row; what a row of a json file does not have is missing, in a table it is None."""
+        ...
+
+    def column(self, name: str) -> list[Any]:
+        """One column of all rows, None where a row has none."""
+        ...
+
+    def subcolumn(self, name: str, field: str) -> list[Any]:
+        """One field of a column of dictionaries, None where a row has none."""
+        ...
+
+
+class TableRows:
+    """Rows of a pyarrow table, which may hold some of the file's `columns` only."""
+
+    def __init__(self, table: pa.Table, columns: list[str]) -> None:
+        self._columns = columns
+        try:
+            self.table = table.combine_chunks()  # faster access by row
+        except pa.ArrowInvalid:  # a text column of more than 2 GiB stays in pieces
+            self.table = table
+
+    @property
+    def columns(self) -> list[str]:
+        return self._columns
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def row(self, position: int) -> dict[str, Any]:
+        return self.table.slice(position, 1).to_pylist()[0]
+
+    def column(self, name: str) -> list[Any]:
+        return self.table.column(name).to_pylist()
+
+    def subcolumn(self, name: str, field: str) -> list[Any]:
+        if name not in self.table.column_names:
+            return [None] * len(self)
+        column = self.table.column(name)
+        if not pa.types.is_struct(column.type) or column.type.get_field_index(field) < 0:
+            return [None] * len(self)
+        return pc.struct_field(column, field).to_pylist()
+
+
+class RecordRows:
+    """Rows of a json or csv file: dictionaries, or the text of one JSON object each."""
+
+    def __init__(self, records: Sequence[dict[str, Any] | bytes], columns: list[str]) -> None:
+        self._records, self._columns = records, columns
+
+    @property
+    def columns(self) -> list[str]:
+        return self._columns
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def row(self, position: int) -> dict[str, Any]:
+        record = self._records[position]
+        return json.loads(record) if isinstance(record, bytes) else dict(record)
+
+    def column(self, name: str) -> list[Any]:
+        return [self.row(i).get(name) for i in range(len(self))]
+
+    def subcolumn(self, name: str, field: str) -> list[Any]:
+        values = self.column(name)
+        return [value.get(field) if isinstance(value, dict) else None for value in values]
+
+
+AnyRows = TableRows | RecordRows
+
+
+def read_rows(path: Path, wanted: Collection[str] | None = None) -> AnyRows:
+    """All rows of a local file; the format follows from its name. ValueError says what is wrong with it, and where.
+
+    wanted: columns that are needed; a table leaves out the others (images, say) where the format allows it.
+    """
+    reader = READERS.get(file_format(path))
+    if reader is None:
+        raise ValueError(f"{path}: {path.suffix or 'a file without ending'} is no known format; choose from {known()}")
+    return reader(path, wanted)
+
+
+def file_format(path: Path) -> str:
+    """The ending that decides, without a trailing .gz."""
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
+
+
+def known() -> str:
+    """The endings that can be read, for messages."""
+    return ", ".join([*READERS, ".json.gz", ".jsonl.gz", ".csv.gz"])
+
+
+def _chosen(columns: list[str], wanted: Collection[str] | None) -> list[str]:
+    return columns if wanted is None else [name for name in columns if name in wanted]
+
+
+def _read_parquet(path: Path, wanted: Collection[str] | None) -> TableRows:
+    try:
+        columns = pq.read_schema(path).names
+        return TableRows(pq.read_table(path, columns=_chosen(columns, wanted)), columns)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
+
+
+def _read_arrow(path: Path, wanted: Collection[str] | None) -> TableRows:
+    """Arrow's file format, or its stream format (what the datasets library writes), mapped into memory."""
+    source = pa.memory_map(str(path))
+    for opener in (pa.ipc.open_file, pa.ipc.open_stream):
+        try:
+            source.seek(0)
+            table = opener(source).read_all()
+            return TableRows(table.select(_chosen(table.column_names, wanted)), table.column_names)
+        except (pa.ArrowInvalid, OSError) as error:
+            problem = error
+    raise ValueError(f"{path} is not an arrow file: {problem}")
+
+
+def _read_text(path: Path) -> bytes:
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{path} is not a gzip file: {error}") from error
+    return content.removeprefix(_BOM)
+
+
+def _read_jsonl(path: Path, wanted: Collection[str] | None) -> RecordRows:
+    return _json_lines(path, _read_text(path))
+
+
+def _json_lines(path: Path, content: bytes) -> RecordRows:
+    records: list[bytes] = []
+    columns: dict[str, None] = {}
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        record = _parse(line, f"{path}, line {number}")
+        columns |= dict.fromkeys(record)
+        records.append(line)
+    return RecordRows(records, list(columns))
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{place} is not JSON: {error}. It begins {line[:80]!r}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} must be a JSON object, not {line[:80]!r}")
+    return record
+
+
+def _read_json(path: Path, wanted: Collection[str] | None) -> RecordRows:
+    """A list of objects, {"data": such a list}, or (a common misnomer) one object a line."""
+    content = _read_text(path)
+    try:
+        records = json.loads(content) if content.strip() else []
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and content.lstrip().startswith(b"{"):
+            return _json_lines(path, content)
+        raise ValueError(f"{path}, line {error.lineno} is not JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    if isinstance(records, dict) and isinstance(records.get("data"), list):
+        records = records["data"]
+    if isinstance(records, dict):
+        records = [records]
+    if not isinstance(records, list):
+        raise ValueError(f"{path} must hold a list of objects, not {str(records)[:80]!r}")
+    columns: dict[str, None] = {}
+    for number, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, row {number} must be a JSON object, not {str(record)[:80]!r}")
+        columns |= dict.fromkeys(record)
+    return RecordRows(records, list(columns))
+
+
+def _read_csv(path: Path, wanted: Collection[str] | None) -> RecordRows:
+    """Cells are text; those of reward_model, extra_info and the like are JSON. The first line names the columns."""
+    delimiter = "\t" if file_format(path) == ".tsv" else ","
+    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is less than one program with its tests
+    try:
+        text = io.StringIO(_read_text(path).decode("utf-8"), newline="")
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        columns = next(reader, [])
+        records = [_csv_record(columns, cells, f"{path}, line {reader.line_num}") for cells in reader if cells]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a csv file: {error}") from error
+    return RecordRows(records, columns)
+
+
+def _csv_record(columns: list[str], cells: list[str], place: str) -> dict[str, Any]:
+    if len(cells) != len(columns):
+        raise ValueError(f"{place} has {len(cells)} cells, but the header names {len(columns)}: {', '.join(columns)}")
+    return {name: _csv_cell(name, cell, place) for name, cell in zip(columns, cells, strict=True)}
+
+
+def _csv_cell(name: str, cell: str, place: str) -> Any:
+    if name in _JSON_CELLS:
+        if not cell.strip():
+            return None
+        try:
+            return json.loads(cell)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place}, column {name!r} must hold JSON: {error}. It begins {cell[:80]!r}") from error
+    if cell.startswith('[{"'):
+        return _messages_or_text(cell)
+    return cell
+
+
+def _messages_or_text(cell: str) -> Any:
+    try:
+        value = json.loads(cell)
+    except json.JSONDecodeError:
+        return cell
+    return value if all(isinstance(item, dict) and "role" in item for item in value) else cell
+
+
+READERS: dict[str, Callable[[Path, Collection[str] | None], AnyRows]] = {
+    ".parquet": _read_parquet,
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".arrow": _read_arrow,
+    ".feather": _read_arrow,
+    ".ipc": _read_arrow,
+}
+
+
+def iterate(rows: AnyRows) -> Iterator[dict[str, Any]]:
+    """All rows in order."""
+    for position in range(len(rows)):
+        yield rows.row(position)

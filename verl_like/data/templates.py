@@ -1,0 +1,76 @@
+"""Chat templates and system prompts that can be named in the configuration, for models that bring none.
+
+`data.chat_template`: native (the tokenizer's own), none (the text of a single user message as it is), a name below, or
+the path of a Jinja file. `data.system_prompt`: any text, or a name of SYSTEM_PROMPTS, which says how the grader of the
+same name wants the answer (Colossal-RL has one default prompt per reward type; the wording here is our own).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+
+# Formats are those of the models' own cards; checked against the Qwen2.5 tokenizer's template in the tests.
+TEMPLATES: dict[str, str] = {
+    "chatml": _CHATML,
+    "qwen2_5": (
+        "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
+        + _QWEN_SYSTEM
+        + "<|im_end|>\n{% endif %}"
+        + _CHATML
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+        "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else 'user' }}\n"
+        "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    ),
+    # A conversation written out for base models, in the manner of DeepSeek-R1-Zero (arXiv 2501.12948, table 1).
+    "r1_zero": (
+        "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
+        "Assistant first thinks about the reasoning process and then gives the answer. The reasoning process is "
+        "enclosed in <think> </think> and the answer in <answer> </answer>.\n"
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}\n"
+        "{% elif m['role'] == 'user' %}User: {{ m['content'] }}\n{% else %}Assistant: {{ m['content'] }}\n"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant: <think>{% endif %}"
+    ),
+}
+
+SYSTEM_PROMPTS: dict[str, str] = {
+    "think_answer_tags": (
+        "First think about the problem, then give the answer. Put your reasoning between <think> and </think> and "
+        "nothing but the final answer between <answer> and </answer>, for example: <think> two and two make four "
+        "</think><answer> 4 </answer>."
+    ),
+    "boxed": "Reason step by step, and put your final answer in \\boxed{}.",
+    "code": (
+        "Solve the programming problem. Reason first, then give the whole program in one block that begins with "
+        "```python and ends with ```."
+    ),
+}
+
+
+def find_template(name: str) -> str | None:
+    """Jinja text of data.chat_template; None for native. ValueError for a file that is not there."""
+    if name in ("native", "none"):
+        return None
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ValueError(f"data.chat_template={name}: there is no file {path.resolve()}")
+    return path.read_text(encoding="utf-8")
+
+
+def find_system_prompt(name: str | None) -> str | None:
+    """The text of data.system_prompt."""
+    return None if name is None else SYSTEM_PROMPTS.get(name, name)
