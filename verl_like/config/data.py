@@ -111,7 +111,8 @@ class DataConfig(ConfigNode):
     """How messages become text: native (the tokenizer's template), none (one user message as it is), chatml, qwen2_5,
     llama3, gemma, r1_zero, or the path of a Jinja file."""
     system_prompt: str | None = None
-    """System message of prompts that have none: a text, or one of think_answer_tags, boxed, code."""
+    """System message of prompts that have none: a text, one of think_answer_tags, boxed, code (what the grader of that
+    name asks for), or auto: that of reward_model.rule."""
     self_check_rows: int = 0
     """[rows] Rows of each data source whose reference answer is graded before training starts; 0: none."""
 

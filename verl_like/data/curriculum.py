@@ -7,6 +7,7 @@ If it has an `update(batch)`, that is called after each step with the step's sco
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ class CustomSampler:
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(self.epoch)
             self._iterator = iter(self._sampler)
-        rows = [int(row) for row, _ in zip(self._iterator, range(count), strict=False)]
+        rows = [int(row) for row in itertools.islice(self._iterator, count)]
         wrong = [row for row in rows if not 0 <= row < self._num_rows]
         if wrong:
             raise ValueError(f"data.sampler gave the position {wrong[0]}, but the data set has {self._num_rows} rows")

@@ -120,7 +120,7 @@ class ForeignDataset:
         self.rows = cls(**arguments)
         if len(self.rows) == 0:
             raise ValueError(f"data.custom_cls.name={cls.__name__}: the data set of data.{split}_files has no rows")
-        self._domains: list[str] | None = None
+        self._styles: list[tuple[str, str]] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -144,22 +144,21 @@ class ForeignDataset:
         )
 
     def reward_styles(self) -> list[tuple[str, str]]:
-        """See Dataset. The style is read when a row is drawn; here data sources count."""
-        return [(source, "") for source in sorted(set(self.domains()))]
+        """See Dataset."""
+        return sorted(set(self._all_styles()))
 
     def domains(self) -> list[str]:
-        """See Dataset. Reads every row once, unless the data set has verl's `dataframe` with that column."""
-        if self._domains is None:
-            frame, key = getattr(self.rows, "dataframe", None), self.data.reward_fn_key
-            try:
-                values = list(frame[key]) if frame is not None else [row.get(key) for row in self._all_rows()]
-            except (KeyError, TypeError):
-                values = [row.get(key) for row in self._all_rows()]
-            self._domains = [source_of({key: value}, self.data) for value in values]
-        return self._domains
+        """See Dataset."""
+        return [source for source, _ in self._all_styles()]
 
-    def _all_rows(self) -> list[dict[str, Any]]:
-        return [self.rows[index] for index in range(len(self))]
+    def _all_styles(self) -> list[tuple[str, str]]:
+        """(data source, style) of each row: from verl's `dataframe` if there is one, else by reading all rows."""
+        if self._styles is None:
+            frame = getattr(self.rows, "dataframe", None)
+            rows = self.rows if frame is None or len(frame) != len(self) else frame
+            records = [rows[index] for index in range(len(self))]
+            self._styles = [(source_of(record, self.data), style_of(record)) for record in records]
+        return self._styles
 
     def identity(self) -> dict[str, Any]:
         """See Dataset: the class, its size and the names and sizes of its files."""

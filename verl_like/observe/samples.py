@@ -44,6 +44,10 @@ def make_samples(rollouts: Rollouts, scores: Scores, tokenizer: Decoder, step: i
             "data_source": row.data_source,
             "finish_reason": rollouts.finish_reasons[i],
         }
+        if row.validation_set:
+            sample["validation_set"] = row.validation_set
+        if row.prompt_id is not None:
+            sample["prompt_id"] = row.prompt_id
         if failure is not None:
             sample["failure"] = f"{failure.kind}: {failure.message}"
         # The reward function's own values never hide a field of the record.

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.batch import Rollouts, Scores
+from verl_like.batch import PromptRow, Rollouts, Scores
 from verl_like.observe.metrics import numeric_extras
 
 _MAX_SUBSETS = 1000
@@ -34,11 +34,13 @@ _CORE_STATISTICS = ("mean@", "best@", "maj@")
 
 def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, float]:
     """Metrics of a whole validation pass. Group numbers need to be unique within a batch only."""
+    batches = list(batches)
+    names = report_names(row for rollouts, _ in batches for row in rollouts.rows)
     sources: dict[str, dict[tuple[int, int], list[_Response]]] = {}
     failed: dict[str, int] = {}
     for batch_number, (rollouts, scores) in enumerate(batches):
         for i, prompt_row in enumerate(rollouts.rows):
-            source = prompt_row.data_source
+            source = names[prompt_row.validation_set, prompt_row.data_source]
             group = (batch_number, int(rollouts.group_B[i]))
             prompts = sources.setdefault(source, {})
             failed.setdefault(source, 0)
@@ -53,6 +55,22 @@ def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, 
         metrics[f"val-aux/{source}/failed_rewards"] = float(failed[source])
         metrics[f"val-aux/{source}/num_prompts"] = float(len(prompts))
     return metrics
+
+
+def report_names(rows: Iterable[PromptRow]) -> dict[tuple[str, str], str]:
+    """(validation set, data source) -> what its metrics and files are called.
+
+    Without named sets (data.val_files as a dictionary) that is the data source; else the set's name, followed by the
+    data source where the set holds several.
+    """
+    sources: dict[str, set[str]] = {}
+    for row in rows:
+        sources.setdefault(row.validation_set, set()).add(row.data_source)
+    return {
+        (name, source): source if not name else name if len(found) == 1 else f"{name}/{source}"
+        for name, found in sources.items()
+        for source in found
+    }
 
 
 @dataclass(frozen=True, slots=True)

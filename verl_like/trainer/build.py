@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from verl_like.batch import Prompts
 from verl_like.checkpoint.layout import resolve_resume, step_of
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.protocol import WorkerGroup
-from verl_like.config import PPOConfig
+from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.data.curriculum import CustomSampler
@@ -25,6 +26,7 @@ from verl_like.data.dataset import Dataset, build_dataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler, Sampler
+from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.observe.progress import build_progress
 from verl_like.observe.trackers import build_trackers, check_trackers
@@ -36,6 +38,7 @@ from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import CriticGroup, PolicyGroup
+from verl_like.trainer.self_check import self_check
 from verl_like.trainer.source import BatchSource, PlainSource
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
@@ -86,6 +89,8 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
             )
             for dataset in (inputs.train, inputs.val):
                 rewards.check_rows(dataset.reward_styles() if dataset else ())
+            if config.data.self_check_rows:
+                self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
         group = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
         stop = stack.enter_context(graceful_interrupt())
         peaks = group.call_all("device_peak").wait(timeout=config.trainer.rpc_timeout)
@@ -169,7 +174,7 @@ def assemble(
 
 def load_inputs(config: PPOConfig) -> Inputs:
     """Tokenizer, model configuration and datasets, checked against each other."""
-    model, data = config.actor_rollout_ref.model, config.data
+    model, data = config.actor_rollout_ref.model, with_system_prompt(config)
     tokenizer = load_tokenizer(data.tokenizer or model.path, model.trust_remote_code or data.trust_remote_code)
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
@@ -200,6 +205,19 @@ def build_source(
         return PlainSource(loader, sampling, n=rollout.n, seed=seed)
     source = ResamplingSource if rules.resample else MaskingSource
     return source(loader, sampling, config, n=rollout.n, seed=seed)
+
+
+def with_system_prompt(config: PPOConfig) -> DataConfig:
+    """data.*, where data.system_prompt=auto became the prompt that belongs to reward_model.rule."""
+    data, rule = config.data, config.reward_model.rule
+    if data.system_prompt != "auto":
+        return data
+    if rule not in SYSTEM_PROMPTS:
+        raise ValueError(
+            f"data.system_prompt=auto with reward_model.rule={rule}: there is a default prompt for "
+            f"{', '.join(SYSTEM_PROMPTS)} only; set data.system_prompt to a text, or to null"
+        )
+    return dataclasses.replace(data, system_prompt=rule)
 
 
 def refuse_media(dataset: Dataset | None, key: str, hf_config: PretrainedConfig) -> None:

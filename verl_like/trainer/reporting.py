@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from verl_like.batch import Rollouts, Scores
+from verl_like.batch import PromptRow, Rollouts, Scores
 from verl_like.config import TrainerConfig
+from verl_like.observe.domains import domain_metrics
 from verl_like.observe.metrics import (
     perf_metrics,
     rollout_metrics,
@@ -13,9 +15,10 @@ from verl_like.observe.metrics import (
     training_metrics,
 )
 from verl_like.observe.progress import Progress
-from verl_like.observe.samples import Decoder, dump_samples, make_samples, pick_samples
+from verl_like.observe.samples import Decoder, Sample, dump_samples, make_samples, pick_samples
 from verl_like.observe.timing import StepClock, timing_per_token_metrics
 from verl_like.observe.trackers import Trackers
+from verl_like.observe.validation import report_names
 from verl_like.trainer.dispatch import rows_per_rank
 from verl_like.trainer.speed import SpeedReport
 
@@ -53,6 +56,7 @@ class Reporter:
         everything = {
             **training_metrics(step, (step - 1) // self.steps_per_epoch),
             **metrics,
+            **domain_metrics(rollouts, scores),
             **rollout_metrics(rollouts, self.max_prompt_length, self.max_response_length),
             **sequence_balance_metrics(num_tokens.tolist(), shares),
             **clock.metrics(),
@@ -85,7 +89,11 @@ class Reporter:
             sample for rollouts, scores in batches for sample in make_samples(rollouts, scores, self.tokenizer, step)
         ]
         if self.trainer.validation_data_dir:
-            dump_samples(self.trainer.validation_data_dir, step, samples)
+            folder = Path(self.trainer.validation_data_dir)
+            dump_samples(folder, step, samples)
+            rows = [row for rollouts, _ in batches for row in rollouts.rows]
+            for name, chosen in by_validation_set(samples, rows).items():
+                dump_samples(folder / name, step, chosen)
         if wanted > 0:
             self.trackers.log_samples(step, pick_samples(samples, wanted))
 
@@ -93,3 +101,15 @@ class Reporter:
         """Close the display and the trackers; everything logged so far is kept."""
         self.progress.close()
         self.trackers.finish()
+
+
+def by_validation_set(samples: Sequence[Sample], rows: Sequence[PromptRow]) -> dict[str, list[Sample]]:
+    """Folder name -> the samples of one validation set or data source; empty if there is one unnamed source only."""
+    names = report_names(rows)
+    if len(names) < 2 and not any(name for name, _ in names):
+        return {}
+    parts: dict[str, list[Sample]] = {}
+    for sample, row in zip(samples, rows, strict=True):
+        name = names[row.validation_set, row.data_source].replace("/", "_")
+        parts.setdefault(name, []).append(sample)
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.unit.data.factory import SHARED_DATA, CharTokenizer, text_of, write_parquet, write_prompts
 from verl_like.config import CustomClassConfig, DataConfig
 from verl_like.data.dataset import PromptDataset, build_dataset
+from verl_like.data.media import load
 
 PROMPTS = [f"{i}+1=" for i in range(10)]
 
@@ -222,12 +224,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("absent.parquet", r"data\.train_files: there is no file .*absent\.parquet"),
         (".", r"data\.train_files: .* is a folder"),
         ("text.parquet", r"data\.train_files: .*text\.parquet is not a parquet file"),
-        ("rows.arrow", r"\.arrow files are not available yet"),
+        ("rows.arrow", r"data\.train_files: .*rows\.arrow is not an arrow file"),
     ]:
         with pytest.raises(ValueError, match=message):
             make_dataset(os.path.join(tmp_path, name))
-    with pytest.raises(ValueError, match="remote files are not available yet"):
-        make_dataset("s3://bucket/a.parquet")
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"data\.train_files: .*none\.jsonl is empty"):
+        make_dataset(str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match=r"data\.val_files is empty"):
         make_dataset([], split="val")
 
@@ -239,14 +242,48 @@ def test_bad_prompts(tmp_path: Path) -> None:
             texts(make_dataset(write_parquet(tmp_path / "a.parquet", [row])))
 
 
-def test_images_are_refused_but_empty_columns_are_not(tmp_path: Path) -> None:
+def test_images_are_carried_as_handles(tmp_path: Path) -> None:
     row = {"data_source": "s", "prompt": "x", "reward_model": {"ground_truth": "1"}}
     empty = write_parquet(tmp_path / "a.parquet", [{**row, "images": []}, {**row, "images": None}])
-    assert len(make_dataset(empty)) == 2
-    full = write_parquet(tmp_path / "b.parquet", [{**row, "images": None}, {**row, "images": ["a.png"]}])
-    with pytest.raises(ValueError, match=r"row 1: column 'images' \(data\.image_key\) .*not available yet"):
-        make_dataset(full)
-    assert len(make_dataset(full, image_key="pictures")) == 2
+    assert (make_dataset(empty).num_media(), make_dataset(empty)[0][1].media) == (0, [])
+    pixels = [{"bytes": b"\x89PNG", "path": None}, {"bytes": b"GIF", "path": None}]
+    shown = {**row, "prompt": "a <image> and <image>?"}
+    full = write_parquet(tmp_path / "b.parquet", [row | {"images": None}, shown | {"images": pixels}])
+    dataset = PromptDataset(DataConfig(), [empty, full], AnyTokenizer(), split="train")
+    assert dataset.num_media() == 1
+    got = dataset[3][1]
+    assert got.messages[0]["content"] == [
+        {"type": "text", "text": "a "},
+        {"type": "image"},
+        {"type": "text", "text": " and "},
+        {"type": "image"},
+        {"type": "text", "text": "?"},
+    ]
+    assert [load(handle) for handle in got.media] == pixels
+    assert [(handle.kind, handle.number) for handle in got.media] == [("image", 0), ("image", 1)]
+    assert PromptDataset(DataConfig(image_key="pictures"), full, AnyTokenizer(), split="train").num_media() == 0
+
+
+def test_media_in_json_and_tags_that_do_not_match(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "<video>", "videos": ["a.mp4"], "reward_model": {"ground_truth": "1"}},
+        {"prompt": "<image>", "images": [], "reward_model": {"ground_truth": "1"}},
+        {"prompt": "<image>", "images": ["a.png", "b.png"], "reward_model": {"ground_truth": "1"}},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    dataset = PromptDataset(DataConfig(), str(path), AnyTokenizer(), split="train")
+    assert [load(handle) for handle in dataset[0][1].media] == ["a.mp4"]
+    assert dataset[1][1].messages[0]["content"] == "<image>"  # text about tags, in a row without images
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 2: the prompt has 1 <image> tags, but the row has 2 images"):
+        dataset[2]
+
+
+class AnyTokenizer(CharTokenizer):
+    """Takes content parts too."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        return str(messages)
 
 
 def test_custom_class(tmp_path: Path) -> None:
@@ -281,3 +318,95 @@ def test_identity_follows_content_and_selection(tmp_path: Path) -> None:
     assert make_dataset(files, train_max_samples=5).identity() != identity
     changed = write_prompts(tmp_path / "elsewhere" / "a.parquet", [*PROMPTS[:9], "9+2="])
     assert make_dataset(changed).identity() != identity
+
+
+def test_colossal_rl_rows(tmp_path: Path) -> None:
+    """One message as a dictionary, with gt_answer or test_cases."""
+    cases = {"inputs": ["1\n"], "outputs": ["2\n"]}
+    lines = [
+        {"messages": {"role": "user", "content": "2+2?"}, "gt_answer": "4"},
+        {"messages": {"role": "user", "content": "double"}, "test_cases": cases},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    dataset = make_dataset(str(path), messages_key="messages", default_data_source="mine", system_prompt="Be brief.")
+    assert texts(dataset)[0] == "system:Be brief.|user:2+2?|assistant:"
+    assert [dataset[i][1].ground_truth for i in range(2)] == ["4", cases]
+    assert dataset.reward_styles() == [("mine", "")]
+    with pytest.raises(ValueError, match=r"no column 'prompt'.*Set data\.prompt_key .* or data\.messages_key=messages"):
+        make_dataset(str(path))
+
+
+def test_a_question_and_answer_table(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('question,answer,kind\n"1,000+1?",1001,sum\n')
+    keys = {"prompt_key": "question", "ground_truth_key": "answer", "reward_fn_key": "kind"}
+    _, row = make_dataset(str(path), **keys)[0]
+    assert (row.messages[0]["content"], row.ground_truth, row.data_source) == ("1,000+1?", "1001", "sum")
+    with pytest.raises(ValueError, match=r"no column 'anwser' .*did you mean 'answer'\?.*data\.ground_truth_key"):
+        make_dataset(str(path), **(keys | {"ground_truth_key": "anwser"}))
+
+
+def test_a_system_message_of_the_row_is_kept(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
+    rows = [{"data_source": "s", "prompt": p, "reward_model": {"ground_truth": "1"}} for p in (chat, chat[1:])]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    own, given = texts(make_dataset(path, system_prompt="boxed"))
+    assert own.startswith("system:own|") and given.startswith("system:Reason step by step")
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("tok_qwen25")
+    files = write_prompts(tmp_path / "a.parquet", ["What is 2+2?"])
+
+    def prompt(name: str) -> str:
+        return tokenizer.decode(PromptDataset(DataConfig(chat_template=name), files, tokenizer, split="train")[0][0])
+
+    assert prompt("qwen2_5") == prompt("native")  # our text of Qwen's format against Qwen's own
+    assert prompt("none") == "What is 2+2?"
+    assert prompt("chatml") == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt("r1_zero").endswith("User: What is 2+2?\nAssistant: <think>")
+    assert "<|start_header_id|>user<|end_header_id|>\n\nWhat is 2+2?<|eot_id|>" in prompt("llama3")
+    assert prompt("gemma").endswith("<start_of_turn>user\nWhat is 2+2?<end_of_turn>\n<start_of_turn>model\n")
+    (tmp_path / "mine.jinja").write_text("Q: {{ messages[0]['content'] }} A:")
+    assert prompt(str(tmp_path / "mine.jinja")) == "Q: What is 2+2? A:"
+    with pytest.raises(ValueError, match=r"data\.chat_template=.*absent\.jinja: there is no file"):
+        prompt(str(tmp_path / "absent.jinja"))
+    with pytest.raises(ValueError, match="chat_template='chatmll': choose one of native, none, chatml"):
+        DataConfig(chat_template="chatmll")
+
+
+def test_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("tok_qwen25")
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+    row = {"prompt": "find", "tools": tools, "reward_model": {"ground_truth": "1"}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    dataset = PromptDataset(DataConfig(tools_key="tools"), str(tmp_path / "a.jsonl"), tokenizer, split="train")
+    ids, got = dataset[0]
+    assert got.tools == tools and '"name": "search"' in tokenizer.decode(ids)
+
+
+def test_prompt_ids_and_what_the_reward_function_gets(tmp_path: Path) -> None:
+    row = {"data_source": "s", "prompt": "hi", "reward_model": {"ground_truth": "1"}, "id": 17}
+    path = write_parquet(tmp_path / "a.parquet", [row | {"extra_info": {"own": 1}}])
+    asked = {"return_raw_chat": True, "return_full_prompt": True, "return_raw_input_ids": True}
+    _, got = make_dataset(path, prompt_id_key="id", max_prompt_id_length=2, **asked)[0]
+    assert got.prompt_id == "17"
+    assert got.extra_info == {
+        "own": 1,
+        "prompt_id": "17",
+        "prompt_id_ids": [ord("1"), ord("7")],
+        "raw_prompt": [{"role": "user", "content": "hi"}],
+        "full_prompts": "user:hi|assistant:",
+        "raw_input_ids": [ord("h"), ord("i")],
+    }
+    assert make_dataset(path)[0][1].extra_info == {"own": 1}
+    with pytest.raises(ValueError, match=r"row 0: the prompt id '17' has 2 tokens.*max_prompt_id_length=1"):
+        make_dataset(path, prompt_id_key="id", max_prompt_id_length=1)[0]
+
+
+def test_named_validation_sets(tmp_path: Path) -> None:
+    easy, hard = (write_prompts(tmp_path / f"{name}.parquet", PROMPTS) for name in ("easy", "hard"))
+    dataset = PromptDataset(DataConfig(val_max_samples=3), {"easy": easy, "hard": [hard]}, CharTokenizer(), split="val")
+    assert [dataset[i][1].validation_set for i in range(len(dataset))] == ["easy"] * 3 + ["hard"] * 3
+    assert len(dataset) == 6  # the limit counts for each set

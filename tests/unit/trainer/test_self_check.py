@@ -1,0 +1,98 @@
+"""data.self_check_rows: reference answers that no grader accepts stop the run, the others make a table."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.data.factory import CharTokenizer, write_parquet
+from verl_like.batch import PromptRow, Rollouts, Scores
+from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
+from verl_like.data.dataset import PromptDataset
+from verl_like.data.preprocess.schema import make_row
+from verl_like.rewards.grading import to_scores
+from verl_like.rewards.manager import RewardManager
+from verl_like.rewards.protocol import RewardOutcome
+from verl_like.trainer.self_check import reference_answers, self_check
+
+
+class Tokenizer(CharTokenizer):
+    """One text at a time, and back."""
+
+    def __call__(self, texts: Any, add_special_tokens: bool) -> dict[str, Any]:
+        if isinstance(texts, str):
+            return {"input_ids": [ord(c) for c in texts]}
+        return super().__call__(texts, add_special_tokens)
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(i) for i in ids)
+
+
+def make_dataset(folder: Path, truths: dict[str, list[Any]], **extra: Any) -> PromptDataset:
+    rows = [
+        make_row(data_source=source, prompt="?", ground_truth=truth, ability="", split="train", index=i, **extra)
+        for source, values in truths.items()
+        for i, truth in enumerate(values)
+    ]
+    files = [write_parquet(folder / f"{i}.parquet", [row]) for i, row in enumerate(rows)]
+    return PromptDataset(DataConfig(), files, Tokenizer(), split="train")
+
+
+def test_the_built_in_graders_accept_reference_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = make_dataset(
+        tmp_path,
+        {"openai/gsm8k": ["72", "1,000", "-3"], "arithmetic": ["5"], "countdown": [{"target": 3, "numbers": [1, 2]}]},
+    )
+    settings = (CustomRewardFunctionConfig(), RewardModelConfig(), DataConfig(), Tokenizer())
+    with RewardManager(*settings) as rewards, caplog.at_level(logging.INFO, "verl_like"):
+        reports = self_check(dataset, rewards, Tokenizer(), 2)
+    assert (reports["openai/gsm8k"].right, reports["arithmetic"].right) == (2, 1)  # two rows of a source were asked for
+    assert (reports["countdown"].no_reference, reports["countdown"].wrong) == (1, 0)
+    assert "data source   right  wrong" in caplog.text and "openai/gsm8k      2      0" in caplog.text
+
+
+class Rewards:
+    """Gives each response the outcome of a function."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+
+    def score(self, rollouts: Rollouts, *, step: int) -> Scores:
+        rollouts.check()
+        texts = [
+            "".join(chr(i) for i in ids[:length])
+            for ids, length in zip(rollouts.response_ids_BR, rollouts.response_length_B.tolist(), strict=True)
+        ]
+        outcomes = [self.outcome(text) for text in texts]
+        return to_scores(outcomes, [row.data_source for row in rollouts.rows])
+
+
+def test_a_grader_that_accepts_nothing_stops_the_run(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, {"math": ["7", "8"]})
+    zero = Rewards(lambda text: RewardOutcome(score=0.0))
+    with pytest.raises(ValueError, match=r"no reference answer is .*math: row 0, ground truth '7'.*rule_by"):
+        self_check(dataset, zero, Tokenizer(), 8)
+    slow = RewardOutcome(kind="timeout", message="slow")
+    late = Rewards(lambda text: RewardOutcome(score=0.0) if "know" in text else slow)
+    with pytest.raises(ValueError, match=r"math: row 0: timeout: slow"):
+        self_check(dataset, late, Tokenizer(), 8)
+
+
+def test_one_row_that_is_right_is_enough(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, {"math": ["7", "8"]})
+    rewards = Rewards(lambda text: RewardOutcome(score=float(text == "\\boxed{8}")))
+    report = self_check(dataset, rewards, Tokenizer(), 8)["math"]
+    assert (report.right, report.wrong) == (1, 1) and report.example.startswith("row 0, ground truth '7'")
+
+
+def test_reference_answers_are_the_rows_own_first() -> None:
+    def row(truth: Any, **extra: Any) -> PromptRow:
+        return PromptRow(index=0, data_source="s", messages=[], ground_truth=truth, extra_info=extra)
+
+    assert reference_answers(row("5", answer="2+3\n#### 5"))[0] == "2+3\n#### 5"
+    assert "```python\nprint(1)\n```" in reference_answers(row({"inputs": []}, canonical_solution="print(1)"))
+    assert "\\boxed{5}" in reference_answers(row(["5", "five"]))
+    assert reference_answers(row({"inputs": []})) == reference_answers(row(None)) == []

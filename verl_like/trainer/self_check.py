@@ -1,0 +1,161 @@
+"""data.self_check_rows: before training, are the reference answers themselves graded as right?
+
+A grader that does not fit the data (a wrong data_source, answers in another form, a template that asks for one) gives
+every response 0 and a run that learns nothing. Here a few rows of each data source are answered with what the data set
+says is right, and once with an answer that cannot be right; the table says how many answers were told apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
+from verl_like.data.dataset import Dataset
+from verl_like.rewards.grading import RewardError
+
+logger = logging.getLogger(__name__)
+
+_WRONG = "I do not know."
+_REFERENCES = ("reference_response", "reference_solution", "canonical_solution", "solution", "answer")
+_FORMS = ("{0}", "#### {0}", "\\boxed{{{0}}}", "<think> </think><answer> {0} </answer>", "Answer: {0}", "({0})")
+
+
+class Scorer(Protocol):
+    """The part of RewardManager that is needed."""
+
+    def score(self, rollouts: Rollouts, *, step: int) -> Scores: ...
+
+
+@dataclass(slots=True)
+class SourceReport:
+    """What became of one data source's rows."""
+
+    right: int = 0
+    wrong: int = 0
+    failed: int = 0
+    no_reference: int = 0
+    example: str = ""  # of a row that was not graded as right
+
+    @property
+    def broken(self) -> bool:
+        """There were reference answers, and not one was graded better than a wrong one."""
+        return self.right == 0 and self.wrong + self.failed > 0
+
+
+@dataclass(slots=True)
+class _Trial:
+    row: PromptRow
+    texts: list[str] = field(default_factory=list)  # the last one is wrong
+
+
+def self_check(dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_source: int) -> dict[str, SourceReport]:
+    """Grade up to `rows_per_source` rows of each data source, and log the table.
+
+    ValueError if a data source has reference answers of which none is graded better than a wrong answer.
+    """
+    reports: dict[str, SourceReport] = {}
+    trials: list[_Trial] = []
+    for index in _chosen(dataset.domains(), rows_per_source):
+        row = dataset[index][1]
+        references = reference_answers(row)
+        report = reports.setdefault(row.data_source, SourceReport())
+        if references:
+            trials.append(_Trial(row, [*references, _WRONG]))
+        else:
+            report.no_reference += 1
+    if trials:
+        try:
+            scores = rewards.score(_rollouts(trials, tokenizer), step=0)
+        except RewardError as error:
+            raise ValueError(f"data.self_check_rows: no reference answer could be graded: {error}") from error
+        _judge(trials, scores, reports)
+    logger.info("self-check of the rewards (data.self_check_rows=%d)\n%s", rows_per_source, table(reports))
+    broken = [f"{source}: {report.example}" for source, report in reports.items() if report.broken]
+    if broken:
+        raise ValueError(
+            "data.self_check_rows: no reference answer is graded better than a wrong one, so nothing could be learned "
+            f"from {'; '.join(broken)}. Choose the grader with reward_model.rule, reward_model.rule_by_source or "
+            "custom_reward_function.path, or set data.self_check_rows=0"
+        )
+    return reports
+
+
+def _chosen(domains: Sequence[str], rows_per_source: int) -> list[int]:
+    taken: dict[str, int] = {}
+    chosen = []
+    for index, source in enumerate(domains):
+        taken[source] = taken.get(source, 0) + 1
+        if taken[source] <= rows_per_source:
+            chosen.append(index)
+    return chosen
+
+
+def reference_answers(row: PromptRow) -> list[str]:
+    """Responses that a fitting grader takes as right: the row's own solution, and its answer in the usual forms."""
+    answers: list[str] = []
+    for name in _REFERENCES:
+        text = row.extra_info.get(name)
+        if isinstance(text, str) and text.strip():
+            answers += [text, f"```python\n{text}\n```"]
+    truth = row.ground_truth
+    truth = truth[0] if isinstance(truth, list) and truth else truth
+    if isinstance(truth, str | int | float) and str(truth).strip():
+        answers += [form.format(truth) for form in _FORMS]
+    return list(dict.fromkeys(answers))
+
+
+def _rollouts(trials: Sequence[_Trial], tokenizer: Any) -> Rollouts:
+    """The answers as if they had been sampled; log-probs and weight versions mean nothing here."""
+    rows = [trial.row for trial in trials for _ in trial.texts]
+    texts = [text for trial in trials for text in trial.texts]
+    ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    response_ids = pad_rows(ids, side="right", dtype=torch.int32)
+    lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
+    return Rollouts(
+        prompt_ids_BP=torch.zeros((len(rows), 1), dtype=torch.int32),
+        prompt_length_B=torch.ones(len(rows), dtype=torch.int64),
+        response_ids_BR=response_ids,
+        response_length_B=lengths,
+        response_mask_BR=torch.arange(response_ids.shape[1])[None, :] < lengths[:, None],
+        group_B=torch.tensor([number for number, trial in enumerate(trials) for _ in trial.texts]),
+        weight_version_BR=torch.zeros_like(response_ids),
+        finish_reasons=["stop"] * len(rows),
+        rows=rows,
+    )
+
+
+def _judge(trials: Sequence[_Trial], scores: Scores, reports: dict[str, SourceReport]) -> None:
+    values, start = scores.score_B.tolist(), 0
+    for trial in trials:
+        end = start + len(trial.texts)
+        *graded, wrong = values[start:end]
+        report = reports[trial.row.data_source]
+        best = max((value for value in graded if not math.isnan(value)), default=math.nan)
+        if math.isnan(best):
+            report.failed += 1
+            failure = next(f for f in scores.failures[start:end] if f is not None)
+            report.example = report.example or f"row {trial.row.index}: {failure.kind}: {failure.message[:200]}"
+        elif math.isnan(wrong) or best > wrong:
+            report.right += 1
+        else:
+            report.wrong += 1
+            shown = f"row {trial.row.index}, ground truth {trial.row.ground_truth!r:.80}: score {best:g} as if wrong"
+            report.example = report.example or shown
+        start = end
+
+
+def table(reports: dict[str, SourceReport]) -> str:
+    """One line a data source."""
+    width = max([len("data source"), *(len(source) for source in reports)])
+    lines = [f"{'data source':{width}}  right  wrong  failed  no reference  first row not graded as right"]
+    for source, r in reports.items():
+        lines.append(
+            f"{source:{width}}  {r.right:5}  {r.wrong:5}  {r.failed:6}  {r.no_reference:12}  {r.example}".rstrip()
+        )
+    return "\n".join(lines)
