@@ -21,7 +21,7 @@ from verl_like.batch import Rollouts, Scores
 from verl_like.config import DataConfig
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import ForeignDataset, as_attributes, load_class
-from verl_like.data.sampler import check_identity
+from verl_like.data.sampler import Sampler, check_identity
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class RowView:
         }
 
 
-class CustomSampler:
+class CustomSampler(Sampler):
     """Draws from a torch sampler. Same methods as ResumableSampler.
 
     A sampler with state_dict and load_state_dict is resumed by them; any other is built anew and drawn from until it
@@ -102,6 +102,7 @@ class CustomSampler:
     """
 
     def __init__(self, data: DataConfig, dataset: Dataset) -> None:
+        super().__init__()
         keys = {"section": "data.sampler", "path_key": "class_path", "name_key": "class_name"}
         cls = load_class(str(data.sampler.class_path), data.sampler.class_name, **keys)
         view = dataset.rows if isinstance(dataset, ForeignDataset) else RowView(dataset)  # pyright: ignore
@@ -115,20 +116,18 @@ class CustomSampler:
                 "had learned nothing",
                 cls.__name__,
             )
-        self.epoch, self.position, self.draws = 0, 0, 0
+        self.epoch, self.position = 0, 0
         self._iterator: Iterator[Any] | None = None
 
-    def draw(self, count: int) -> tuple[list[int], list[int]]:
-        """The next `count` positions of one epoch (the rest of an epoch is skipped) and their running numbers."""
+    def _fresh(self, count: int, *, drop_last: bool) -> list[int]:
         rows = self._take(count)
         if len(rows) < count:
+            kept = [] if drop_last else rows
             self._begin_epoch()
-            rows = self._take(count)
+            rows = kept + self._take(count - len(kept))
         if len(rows) < count:
             raise ValueError(f"data.sampler gives {len(rows)} rows in an epoch, fewer than the batch of {count}")
-        self.position += count
-        self.draws += count
-        return rows, list(range(self.draws - count, self.draws))
+        return rows
 
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:
         """Tell a curriculum what became of the rows."""
@@ -144,6 +143,7 @@ class CustomSampler:
                 self._sampler.set_epoch(self.epoch)
             self._iterator = iter(self._sampler)
         rows = [int(row) for row in itertools.islice(self._iterator, count)]
+        self.position += len(rows)
         wrong = [row for row in rows if not 0 <= row < self._num_rows]
         if wrong:
             raise ValueError(f"data.sampler gave the position {wrong[0]}, but the data set has {self._num_rows} rows")
@@ -152,8 +152,8 @@ class CustomSampler:
     def state_dict(self) -> dict[str, Any]:
         """Plain values, and whatever the sampler's own state_dict gives."""
         own = self._sampler.state_dict() if self._resumes else None
-        place = {"epoch": self.epoch, "position": self.position, "draws": self.draws}
-        return {**place, "sampler": own, "identity": self._identity}
+        place = {"epoch": self.epoch, "position": self.position}
+        return {**place, **self._drawn_state(), "sampler": own, "identity": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state. ValueError if the data set is another one."""
@@ -167,8 +167,7 @@ class CustomSampler:
                     pass
                 self._begin_epoch()
             self._take(state["position"])
-            self.position = state["position"]
-        self.draws = state["draws"]
+        self._load_drawn(state)
 
 
 def _construct(cls: type, arguments: dict[str, Any]) -> Any:

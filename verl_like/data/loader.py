@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from verl_like.batch import Prompts, Rollouts, Scores, pad_rows
-from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset
 from verl_like.data.sampler import Sampler
 
@@ -56,8 +55,7 @@ class PromptLoader:
 
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:
         """What became of the last batch: for a sampler of the user's that learns from it."""
-        if isinstance(self._sampler, CustomSampler):
-            self._sampler.feedback(rollouts, scores)
+        self._sampler.feedback(rollouts, scores)
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state: see ResumableSampler."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from verl_like.data.sampler import check_identity
+from verl_like.data.sampler import Sampler, check_identity
 
 logger = logging.getLogger(__name__)
 
 
-class WeightedSampler:
+class WeightedSampler(Sampler):
     """Draws dataset positions by weight of their domain. Same methods and state rules as ResumableSampler.
 
     domains: the data source of each position. weights: for every source that occurs; 0 leaves one out.
@@ -36,6 +36,7 @@ class WeightedSampler:
         seed: int,
         identity: dict[str, Any] | None = None,
     ) -> None:
+        super().__init__()
         _check_names(set(domains), weights)
         total = sum(weights.values())
         self.weights = {name: weight / total for name, weight in sorted(weights.items()) if weight > 0}
@@ -43,13 +44,12 @@ class WeightedSampler:
         self._positions = {name: np.flatnonzero(sources == name) for name in self.weights}
         self._shuffle, self._seed, self._num_rows = shuffle, seed, len(domains)
         self._identity = identity if identity is not None else {"rows": len(domains)}
-        self.draws = 0
         self._drawn = dict.fromkeys(self.weights, 0)
         self._credit = dict.fromkeys(self.weights, 0.0)
         self._orders: dict[tuple[str, int], np.ndarray] = {}
 
     @property
-    def epoch(self) -> int:
+    def epoch(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As many rows as the whole data set has were drawn this often."""
         return self.draws // self._num_rows
 
@@ -63,10 +63,9 @@ class WeightedSampler:
                     f"{rows} rows; lower its weight or data.train_batch_size, or give it more rows"
                 )
 
-    def draw(self, count: int) -> tuple[list[int], list[int]]:
-        """The next `count` dataset positions and their running numbers."""
-        rows = [self._next() for _ in range(count)]
-        return rows, list(range(self.draws - count, self.draws))
+    def _fresh(self, count: int, *, drop_last: bool) -> list[int]:
+        """No epoch ends here, so nothing of one is ever dropped."""
+        return [self._next() for _ in range(count)]
 
     def _next(self) -> int:
         for name, weight in self.weights.items():
@@ -77,7 +76,6 @@ class WeightedSampler:
         if offset == 0 and epoch > 0:
             logger.info("data source %s begins its epoch %d (counted from 0)", chosen, epoch)
         self._drawn[chosen] += 1
-        self.draws += 1
         return int(self._order(chosen, epoch)[offset])
 
     def _order(self, name: str, epoch: int) -> np.ndarray:
@@ -93,7 +91,7 @@ class WeightedSampler:
     def state_dict(self) -> dict[str, Any]:
         """Plain values. `load_state_dict` in a new process continues with the very next row."""
         return {
-            "draws": self.draws,
+            **self._drawn_state(),
             "drawn": dict(self._drawn),
             "credit": dict(self._credit),
             "weights": dict(self.weights),
@@ -116,7 +114,7 @@ class WeightedSampler:
             self._credit = {name: state["credit"][name] for name in self.weights}
         self._seed, self._shuffle = state["seed"], state["shuffle"]
         self._drawn = {name: state["drawn"].get(name, 0) for name in self.weights}
-        self.draws = state["draws"]
+        self._load_drawn(state)
         self._orders.clear()
 
 

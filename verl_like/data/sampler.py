@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from verl_like.batch import Rollouts, Scores
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,6 +42,9 @@ class Sampler(ABC):
     def give_back(self, unused: Sequence[tuple[int, int]]) -> None:
         """Rows that were drawn and not used, as (row, running number)."""
         self.returned += unused
+
+    def feedback(self, rollouts: Rollouts, scores: Scores) -> None:  # noqa: B027 (a choice, not a duty)
+        """What became of the rows of a step; nothing, for an order that is fixed."""
 
     @abstractmethod
     def _fresh(self, count: int, *, drop_last: bool) -> list[int]:

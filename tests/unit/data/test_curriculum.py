@@ -148,6 +148,16 @@ def test_a_sampler_without_state_is_replayed(tmp_path: Path, dataset: Dataset, b
     assert [second.draw(2) for _ in range(8 - before)] == drawn[before:]
 
 
+def test_without_drop_last_no_prompt_is_skipped(tmp_path: Path, dataset: Dataset) -> None:
+    own = sampler(tmp_path, dataset, "Backwards")
+    drawn = [own.draw(4, drop_last=False)[0] for _ in range(3)]
+    assert drawn == [[5, 4, 3, 2], [1, 0, 0, 5], [4, 3, 2, 1]]
+    own.give_back([(1, 11)])
+    again = sampler(tmp_path, dataset, "Backwards")
+    again.load_state_dict(json.loads(json.dumps(own.state_dict())))
+    assert own.draw(3) == again.draw(3) == ([1, 1, 0], [11, 12, 13])
+
+
 def test_a_curriculum_learns_from_scores_and_remembers_them(tmp_path: Path, dataset: Dataset) -> None:
     own = sampler(tmp_path, dataset, "Easiest")
     assert own.draw(3)[0] == [0, 1, 2]

@@ -131,3 +131,15 @@ def test_sources_of_a_data_set(tmp_path: Path) -> None:
     sampler = WeightedSampler(dataset.domains(), {"small": 1, "large": 3}, shuffle=True, seed=1)
     prompts = PromptLoader(dataset, sampler, 4).next()
     assert Counter(row.data_source for row in prompts.rows) == {"small": 1, "large": 3}
+
+
+def test_prompts_that_were_given_back_come_first_and_survive_a_resume() -> None:
+    first = make()
+    rows, numbers = first.draw(10)
+    first.give_back([(rows[8], numbers[8]), (rows[9], numbers[9])])
+    second = make()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for sampler in (first, second):
+        again, again_numbers = sampler.draw(10, drop_last=False)
+        assert again[:2] == rows[8:] and again_numbers == [8, 9, *range(10, 18)]
+        assert len(set(again)) == 10
