@@ -286,7 +286,8 @@ class Evaluated(TensorStruct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience(Sequences):
-    """What an update needs. old_log_probs_BR is None when the update detaches its own (one update per batch)."""
+    """What an update needs. old_log_probs_BR is None when the update detaches its own (one update per batch);
+    rollout_log_probs_BR is there when the update is the first to see the trainer's log-probs next to them."""
 
     group_B: Tensor
     advantages_BR: Tensor = _padded(_RIGHT)
@@ -294,6 +295,7 @@ class Experience(Sequences):
     old_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
     ref_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
     rollout_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
+    rollout_is_weights_BR: Tensor | None = _padded(_RIGHT, default=None)  # constants on the policy loss
     values_BR: Tensor | None = _padded(_RIGHT, default=None)
     selected_BR: Tensor | None = _padded(_RIGHT, default=None)  # bool: tokens chosen over the mini-batch (clip_cov ...)
     score_B: Tensor | None = None  # float32: as graded

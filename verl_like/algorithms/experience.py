@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_like.algorithms.advantages import AdvantageInputs, AdvantageOutputs, compute_advantages
+from verl_like.algorithms.corrections import correct_on_driver
 from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.kl import kl_penalty, mean_sequence_kl
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var
@@ -35,12 +36,14 @@ def make_experience(
     reward_B: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[Experience, dict[str, float]]:
-    """Rewards and advantages of a batch of responses, and metrics under verl's names.
+    """Rewards, advantages and corrections of a batch of responses, and metrics under verl's names.
 
     Rows whose reward failed (valid_B false) and rows in which the policy sampled no token are left out before any
-    statistic, and counted; the rest keeps its order. `kl_coef` is the coefficient before this step's update. `reward_B`
-    (`shape_rewards`) takes the place of the scores as reward; `seed` draws the rows of PF-PPO. Without
-    `evaluated.old_log_probs_BR` the update takes its own log-probs as the old ones (detach).
+    statistic, and counted; the rest keeps its order. Tokens that algorithm.rollout_correction rejects earn credit like
+    all others, then leave response_mask_BR; rows without a token left are left out of the experience.
+    `kl_coef` is the coefficient before this step's update. `reward_B` (`shape_rewards`) takes the place of the scores;
+    `seed` draws the rows of PF-PPO. Without `evaluated.old_log_probs_BR` the update takes its own log-probs as
+    the old ones (detach).
     Raises ValueError when no row is left, a score is not finite, or something the configuration needs is missing.
     """
     kept_B, metrics = trainable_rows(rollouts, scores)
@@ -48,6 +51,7 @@ def make_experience(
     rollouts, scores, evaluated = rollouts.select(kept_B), scores.select(kept_B), evaluated.select(kept_B)
     check_inputs(algorithm, actor, rollouts, scores, evaluated)
     mask_BR = rollouts.response_mask_BR
+    corrected = correct_on_driver(algorithm.rollout_correction, actor, rollouts, evaluated)
     token_rewards_BR = place_on_last_token(reward_B, mask_BR)
     if algorithm.use_kl_in_reward:
         token_rewards_BR, kl_metrics = subtract_kl(token_rewards_BR, mask_BR, evaluated, algorithm, kl_coef)
@@ -62,11 +66,13 @@ def make_experience(
     )
     outputs = compute_advantages(inputs, algorithm)
     advantages_BR, advantage_metrics = shape_advantages(algorithm, outputs.advantages_BR, mask_BR)
-    metrics |= shaping_metrics | advantage_metrics | outputs.metrics
+    metrics |= corrected.metrics | shaping_metrics | advantage_metrics | outputs.metrics
     metrics |= reward_metrics(scores.score_B, inputs) | credit_metrics(inputs, outputs, advantages_BR)
     if evaluated.entropy_BR is not None:
         metrics["actor/entropy"] = masked_mean(evaluated.entropy_BR, mask_BR).item()
-    trained_BR = mask_BR if scores.trained_B is None else mask_BR & scores.trained_B[:, None]
+    trained_BR = corrected.mask_BR
+    if scores.trained_B is not None:
+        trained_BR = trained_BR & scores.trained_B[:, None]
     experience = Experience(
         prompt_ids_BP=rollouts.prompt_ids_BP,
         prompt_length_B=rollouts.prompt_length_B,
@@ -78,17 +84,20 @@ def make_experience(
         returns_BR=None if evaluated.values_BR is None else outputs.returns_BR,
         old_log_probs_BR=evaluated.old_log_probs_BR,
         ref_log_probs_BR=evaluated.ref_log_probs_BR if actor.use_kl_loss else None,
-        rollout_log_probs_BR=rollouts.rollout_log_probs_BR,
+        rollout_log_probs_BR=corrected.rollout_log_probs_BR,
+        rollout_is_weights_BR=corrected.weights_BR,
         values_BR=evaluated.values_BR,
         score_B=scores.score_B,
         truncated_B=torch.tensor([reason == "length" for reason in rollouts.finish_reasons]),
         difficulty_B=difficulties(rollouts, actor.sample_weight),
     )
     experience.check()
+    left_B = corrected.mask_BR.any(dim=1)  # rows with a token that was not rejected
     if algorithm.use_pf_ppo:
         rows_B, resampling_metrics = pf_ppo_rows(scores.score_B, algorithm.pf_ppo, seed)
         experience, metrics = experience.select(rows_B), metrics | resampling_metrics
-    return experience.trim(), metrics
+        left_B = left_B[rows_B]
+    return experience.select(left_B).trim(), metrics
 
 
 def trainable_rows(rollouts: Rollouts, scores: Scores) -> tuple[Tensor, dict[str, float]]:

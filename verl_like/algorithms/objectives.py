@@ -6,16 +6,21 @@ ranks. Objects hold configuration only, so they can be pickled and called in any
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from verl_like.algorithms.aggregate import AGGREGATIONS, aggregate
+from verl_like.algorithms.corrections import correct
 from verl_like.algorithms.kl import KL_ESTIMATORS, kl_penalty
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
+from verl_like.algorithms.mismatch import NONFINITE, PREFIX, count_gap, gap_between
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss, log_ratio, token_ratio
 from verl_like.algorithms.value_losses import clipped_value_loss
 from verl_like.batch import Denominators, Experience, Metric
-from verl_like.config import ActorConfig, CriticConfig
+from verl_like.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
+from verl_like.config.correction import corrects
 
 
 class PolicyObjective:
@@ -27,9 +32,15 @@ class PolicyObjective:
 
     wants = frozenset({"log_probs", "entropy"})
 
-    def __init__(self, actor: ActorConfig) -> None:
+    def __init__(
+        self, actor: ActorConfig, correction: RolloutCorrectionConfig | None = None, *, two_policies: bool = False
+    ) -> None:
+        """`two_policies`: old log-probs are the rollout engine's (bypass mode), see algorithms/corrections.py."""
         self.actor = actor
-        self.policy_loss = POLICY_LOSSES.lookup(actor.policy_loss.loss_mode)
+        self.correction = RolloutCorrectionConfig() if correction is None else correction
+        reinforce = two_policies and self.correction.loss_type == "reinforce"
+        self.policy_loss = POLICY_LOSSES.lookup("policy_gradient" if reinforce else actor.policy_loss.loss_mode)
+        self.weighted = reinforce or not two_policies  # PPO's ratio against the rollout engine corrects already
         self.aggregation = self.policy_loss.aggregation or actor.loss_agg_mode
         AGGREGATIONS.lookup(self.aggregation)
         AGGREGATIONS.lookup(actor.loss_agg_mode)
@@ -45,7 +56,9 @@ class PolicyObjective:
         token_loss = self.policy_loss.function(batch, self.actor)
         sums |= token_means(token_loss, batch.mask_BR, denominators)
         sums["ppo_kl"] = masked_sum(-log_ratio(batch).detach(), batch.mask_BR) / max(denominators.num_tokens, 1)
-        loss = sums["pg_loss"] = self._policy_term(token_loss.loss_BR, kept_BR, experience, denominators)
+        factor_BR, mismatch, maxima = self._correction(batch.log_probs_BR, experience)
+        loss_BR = token_loss.loss_BR if factor_BR is None else token_loss.loss_BR * factor_BR
+        loss = sums["pg_loss"] = self._policy_term(loss_BR, kept_BR, experience, denominators)
         if self.actor.use_kl_loss:
             sums["kl_loss"] = self._aggregate(self._kl(batch, experience), kept_BR, denominators)
             loss = loss + self.actor.kl_loss_coef * sums["kl_loss"]
@@ -57,8 +70,29 @@ class PolicyObjective:
         if self.actor.sft_loss_coef != 0:
             sums["sft_loss"] = self._imitation(batch, kept_BR, denominators)
             loss = loss + self.actor.sft_loss_coef * sums["sft_loss"]
-        differences, maxima = rollout_difference(batch, experience.rollout_log_probs_BR, denominators)
-        return loss, as_metrics({**sums, **differences}, maxima)
+        return loss, as_metrics(sums | mismatch, maxima)
+
+    def _correction(
+        self, log_probs_BR: Tensor, experience: Experience
+    ) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
+        """What the policy loss is multiplied by, and the mismatch as (sums, maxima) for `mismatch.finish`.
+
+        The driver's weights where it made them; else the weights and rejections of this update, as zeros and weights,
+        so that a rejected token stays in the denominators.
+        """
+        weights_BR, rollout_BR = experience.rollout_is_weights_BR, experience.rollout_log_probs_BR
+        if rollout_BR is None:
+            return weights_BR, {}, {}
+        gap = gap_between(log_probs_BR, rollout_BR, experience.response_mask_BR)
+        tally = count_gap(gap)
+        if weights_BR is None and corrects(self.correction):
+            found = correct(gap, self.correction, weighted=self.weighted)
+            kept_BR = found.keep_BR.to(log_probs_BR.dtype)
+            weights_BR = kept_BR if found.weights_BR is None else found.weights_BR.to(log_probs_BR.dtype) * kept_BR
+            tally = tally.joined(found.tally)
+        sums = {PREFIX + name: value for name, value in tally.sums.items()}
+        maxima = {PREFIX + name: value for name, value in tally.maxima.items()}
+        return weights_BR, sums | {NONFINITE: gap.unknown_BR.sum()}, maxima
 
     def _aggregate(self, loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators) -> Tensor:
         return aggregate(loss_BR, mask_BR, self.actor.loss_agg_mode, denominators, self.actor.loss_scale_factor)
@@ -149,31 +183,11 @@ def token_means(token_loss: TokenLoss, mask_BR: Tensor, denominators: Denominato
     return {name: masked_sum(value.float(), mask_BR) / count for name, value in token_loss.metrics_BR.items()}
 
 
-def rollout_difference(
-    batch: PolicyBatch, rollout_log_probs_BR: Tensor | None, denominators: Denominators
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """|p_trainer - p_rollout| of the sampled tokens as (sums, maxima): above 0.005 on average the two engines disagree.
-
-    Tokens whose rollout log-prob is not finite are counted in training/rollout_log_probs_nonfinite and left out.
-    """
-    if rollout_log_probs_BR is None:
-        return {}, {}
-    finite_BR = batch.mask_BR & rollout_log_probs_BR.isfinite()
-    gap_BR = (batch.old_log_probs_BR.exp() - rollout_log_probs_BR.exp()).abs()
-    gap_BR = masked_fill_zero(gap_BR, finite_BR)
-    largest = gap_BR.max() if gap_BR.numel() else gap_BR.sum()
-    sums = {
-        "training/rollout_probs_diff_mean": gap_BR.sum() / max(denominators.num_tokens, 1),
-        "training/rollout_log_probs_nonfinite": (batch.mask_BR & ~finite_BR).sum(),
-    }
-    return sums, {"training/rollout_probs_diff_max": largest}
-
-
 def as_metrics(sums: dict[str, Tensor], maxima: dict[str, Tensor] | None = None) -> dict[str, Metric]:
-    """Scalars on a device as metrics, fetched in one transfer."""
+    """Scalars on a device as metrics, fetched in one transfer. A maximum over nothing (-inf) is left out."""
     maxima = maxima or {}
-    scalars = [value.detach().float() for value in [*sums.values(), *maxima.values()]]
+    scalars = [value.detach().double() for value in [*sums.values(), *maxima.values()]]
     numbers = torch.stack(scalars).tolist()
     reductions = ["sum"] * len(sums) + ["max"] * len(maxima)
-    names = [*sums, *maxima]
-    return {name: Metric(value=v, reduction=r) for name, v, r in zip(names, numbers, reductions, strict=True)}
+    named = zip([*sums, *maxima], numbers, reductions, strict=True)
+    return {name: Metric(value=v, reduction=r) for name, v, r in named if v != -math.inf}

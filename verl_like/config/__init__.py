@@ -3,6 +3,7 @@
 from verl_like.config.actor import ActorConfig, PolicyLossConfig, RefConfig, SampleWeightConfig, ToprConfig
 from verl_like.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
 from verl_like.config.base import ConfigNode
+from verl_like.config.correction import RolloutCorrectionConfig
 from verl_like.config.critic import CriticConfig
 from verl_like.config.data import CustomClassConfig, DataConfig, SamplerConfig
 from verl_like.config.enums import (
@@ -94,6 +95,7 @@ __all__ = [
     "RewardScalingConfig",
     "ReweightMethod",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RolloutName",
     "SampleWeightConfig",
     "SamplerConfig",

@@ -155,8 +155,6 @@ class ActorConfig(ConfigNode):
     """Entropy from full logits in chunks of rows: always so with model.use_fused_kernels."""
     entropy_checkpointing: bool = False
     """Recompute the entropy in the backward pass: always so with model.use_fused_kernels."""
-    tis_imp_ratio_cap: float = -1.0
-    """Cap of the importance weight trainer/sampler (truncated importance sampling); -1: off."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What checkpoints hold."""
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from verl_like.config.base import ConfigNode, above, at_least, between, require
+from verl_like.config.correction import RolloutCorrectionConfig
 from verl_like.config.enums import KLControlType, KLKind
 from verl_like.config.shaping import AgentRewardNormConfig, PFPPOConfig, RewardNormConfig, RewardScalingConfig
 
@@ -92,6 +93,8 @@ class AlgorithmConfig(ConfigNode):
     """Options of PF-PPO."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """Weights and rejections against the mismatch of trainer and rollout engine."""
 
     def check(self) -> None:
         between(self, 0, 1, "gamma", "lam")

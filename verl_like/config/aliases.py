@@ -2,17 +2,11 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from verl_like.config.correction_aliases import Change, correction_spellings
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One value that the user sets: a dotted key and a plain value."""
-
-    key: str
-    value: Any
-
+__all__ = ["Change", "canonical"]
 
 # Old key pattern -> new key. Applied in order, the first match wins; \1, \2 carry parts over.
 RENAMED: tuple[tuple[str, str], ...] = (
@@ -61,6 +55,7 @@ DROPPED: dict[str, str] = {
     "critic.data_loader_seed": "trainer.seed seeds the shuffle of critic.shuffle",
     "critic.model.tokenizer_path": "the critic sees the policy's tokens",
     "trainer.use_v1": "there is one trainer",
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": "it is computed where algorithm.adv_estimator needs it",
     "data.return_multi_modal_inputs": "inputs are not passed through the driver",
     "actor_rollout_ref.rollout.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
 }
@@ -169,7 +164,7 @@ EXPANDED: tuple[tuple[str, Callable[[Change], list[Change] | None]], ...] = (
 def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     """The same settings under today's names and values, and one warning line for each that was translated."""
     result: list[Change] = []
-    warnings: list[str] = []
+    changes, warnings = correction_spellings(changes)
     for change in changes:
         if change.key in DROPPED:
             warnings.append(f"{change.key} has no effect: {DROPPED[change.key]}")
@@ -180,9 +175,6 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
             result += expanded
             meant = ", ".join(f"{new.key}={new.value}" for new in expanded)
             warnings.append(f"{change.key}={change.value} is another spelling of {meant}")
-            continue
-        if change.key == "algorithm.rollout_correction.bypass_mode":
-            result += _bypass_mode(change, warnings)
             continue
         key = _renamed(change.key)
         if key != change.key:
@@ -197,12 +189,6 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
             warnings.append(f"{key}={change.value} is another spelling of {key}={value}")
         result.append(Change(key, value))
     return result, warnings
-
-
-def _bypass_mode(change: Change, warnings: list[str]) -> list[Change]:
-    key = "actor_rollout_ref.actor.old_log_probs"
-    warnings.append(f"{change.key} is another spelling of {key}; use {key}=rollout")
-    return [Change(key, "rollout")] if change.value else []
 
 
 def _renamed(key: str) -> str:

@@ -91,7 +91,6 @@ NOT_YET: list[NotYet] = [
         _is_not(*LOSS_MODES),
         f"use one of {', '.join(LOSS_MODES)}",
     ),
-    NotYet(f"{_ACTOR}.tis_imp_ratio_cap", _above(0), "set it to -1"),
     NotYet(f"{_ACTOR}.kl_loss_type", _is("full"), "use low_var_kl"),
     NotYet("algorithm.kl_penalty", _is("full"), "use kl or low_var_kl"),
     NotYet("algorithm.adv_estimator", _is_not(*ADV_ESTIMATORS), f"use one of {', '.join(ADV_ESTIMATORS)}"),
@@ -159,7 +158,6 @@ NO_EFFECT: dict[str, str] = {
 
 # Section or key of newer verl -> what it is. Unknown keys below these get this answer instead of a did-you-mean.
 NEWER: dict[str, str] = {
-    "algorithm.rollout_correction": "correction of the trainer/sampler mismatch",
     "actor_rollout_ref.model.mtp": "multi-token prediction",
     "actor_rollout_ref.model.tiled_mlp": "tiled MLP",
     "actor_rollout_ref.model.lora": "LoRA",

@@ -9,7 +9,9 @@ sequences over all processes and are divided by the data-parallel size here. doc
 import math
 from dataclasses import dataclass
 
+from verl_like.config.actor import ActorConfig
 from verl_like.config.algorithm import AlgorithmConfig
+from verl_like.config.correction import RolloutCorrectionConfig, rejects
 from verl_like.config.critic import CriticConfig
 from verl_like.config.enums import OldLogProbs
 from verl_like.config.errors import raise_if_any
@@ -261,21 +263,43 @@ def _draw(problems: list[str], config: PPOConfig, num_train_prompts: int | None)
     return data.gen_batch_size
 
 
+def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
+    """Whether the old log-probs are the rollout engine's own (two policies instead of three)."""
+    return correction.bypass_mode or actor.old_log_probs == OldLogProbs.rollout
+
+
 def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
-    """Resolve auto; refuse detach where it would be wrong."""
-    choice, key = config.actor_rollout_ref.actor.old_log_probs, f"{_ACTOR}.old_log_probs"
-    kl_in_reward, loss = config.algorithm.use_kl_in_reward, config.actor_rollout_ref.actor.policy_loss.loss_mode
-    early = kl_in_reward or loss in SELECTING_LOSSES  # the driver computes with them
+    """Resolve auto; refuse what would be wrong."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    choice, key = actor.old_log_probs, f"{_ACTOR}.old_log_probs"
+    needs = _driver_needs(config)
+    if correction.bypass_mode and choice not in (OldLogProbs.auto, OldLogProbs.rollout):
+        fix = "bypass_mode takes the sampler's; leave old_log_probs out"
+        problems.append(f"algorithm.rollout_correction.bypass_mode=True with {key}={choice}: {fix}")
+    if uses_sampler_log_probs(actor, correction):
+        return str(OldLogProbs.rollout)
     if choice == OldLogProbs.auto:
-        return str(OldLogProbs.detach if updates == 1 and not early else OldLogProbs.recompute)
+        return str(OldLogProbs.detach if updates == 1 and not needs else OldLogProbs.recompute)
     if choice == OldLogProbs.detach and updates > 1:
         problems.append(f"{key}=detach: holds for one update per step, here are {updates}; use recompute or rollout")
-    if choice == OldLogProbs.detach and kl_in_reward:
-        problems.append(f"{key}=detach: algorithm.use_kl_in_reward=true needs them earlier; use recompute or rollout")
-    if choice == OldLogProbs.detach and loss in SELECTING_LOSSES:
-        why = f"{_ACTOR}.policy_loss.loss_mode={loss} selects tokens by them before the update"
-        problems.append(f"{key}=detach: {why}; use recompute or rollout")
+    if choice == OldLogProbs.detach and needs:
+        problems.append(f"{key}=detach: {needs} needs them earlier; use recompute")
     return str(choice)
+
+
+def _driver_needs(config: PPOConfig) -> str | None:
+    """The first setting that needs old log-probs before the update, or None."""
+    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    if algorithm.use_kl_in_reward:
+        return "algorithm.use_kl_in_reward=True"
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if loss in SELECTING_LOSSES:
+        return f"{_ACTOR}.policy_loss.loss_mode={loss}, which selects tokens by them before the update,"
+    if rejects(correction):  # rejected tokens leave the denominators, which are counted before any backward pass
+        return "a rejection of algorithm.rollout_correction"
+    if correction.rollout_is is not None and correction.rollout_is_batch_normalize:
+        return "algorithm.rollout_correction.rollout_is_batch_normalize=True"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,12 @@
 
 from verl_like.config.availability import not_available, without_effect
 from verl_like.config.batch_plan import needs_critic, needs_reference
+from verl_like.config.doctor_correction import (
+    CORRECTION_IDLE,
+    impossible_correction,
+    risky_correction,
+    two_policies,
+)
 from verl_like.config.doctor_losses import LOSS_IDLE, impossible_losses, two_decays
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
@@ -34,6 +40,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + _lengths(config)
         + _run(config)
         + impossible_rewards(config)
+        + impossible_correction(config)
     )
 
 
@@ -162,6 +169,7 @@ _VLLM_ONLY = tuple(
 )
 
 IDLE: tuple[Idle, ...] = (
+    *CORRECTION_IDLE,
     Idle(
         (f"{_ACTOR}.ppo_micro_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
         lambda c: c.actor_rollout_ref.actor.use_dynamic_bsz,
@@ -361,7 +369,8 @@ def risky(config: PPOConfig) -> list[str]:
             f"set {_ROLLOUT}.n to 2 or more"
         )
     rollout = config.actor_rollout_ref.rollout
-    if actor.old_log_probs == "rollout" and (rollout.top_p < 1 or rollout.top_k > 0):
+    lines += risky_correction(config)
+    if two_policies(config) and (rollout.top_p < 1 or rollout.top_k > 0):
         lines.append(
             f"{_ACTOR}.old_log_probs=rollout with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the "
             "sampler's log-probs are those of the cut distribution, the trainer's of the whole one: ratios are not 1 "

@@ -2,6 +2,7 @@
 
 from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import needs_critic
+from verl_like.config.doctor_correction import is_reinforce
 from verl_like.config.idle import Idle
 from verl_like.config.loss_knobs import FIXED_AGGREGATION, READ_BY, UNBIASED_KL_KINDS
 from verl_like.config.ppo import PPOConfig
@@ -42,7 +43,7 @@ def _actor(config: PPOConfig) -> ActorConfig:
 
 
 def _loss(config: PPOConfig) -> str:
-    return _actor(config).policy_loss.loss_mode
+    return "policy_gradient" if is_reinforce(config) else _actor(config).policy_loss.loss_mode
 
 
 def _read_by(key: str, losses: tuple[str, ...]) -> Idle:

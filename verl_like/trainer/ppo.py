@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from verl_like.algorithms.experience import make_experience
+from verl_like.algorithms.mismatch import finish as finish_mismatch
 from verl_like.algorithms.reward_shaping import shape_rewards
 from verl_like.batch import Evaluated, Experience, Rollouts, Scores
 from verl_like.cluster.lifecycle import StopFlag
@@ -148,7 +149,7 @@ class PPOTrainer:
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
         """All of this step's optimizer steps of the actor."""
         rules = self.update_rules(self.config.actor_rollout_ref.actor, self.plan.actor_mini_batch_prompts)
-        return _prefixed("actor", self.policy.update("update_actor", experience, rules, step))
+        return finish_mismatch(_prefixed("actor", self.policy.update("update_actor", experience, rules, step)))
 
     def update_critic(self, experience: Experience, step: int) -> dict[str, float]:
         """All of this step's optimizer steps of the critic."""

@@ -200,4 +200,4 @@ def average_steps(steps: Sequence[dict[str, Metric]]) -> dict[str, float]:
 
 
 # Metrics that count events: over several optimizer steps they add up.
-COUNTS = frozenset({"skipped_steps"})
+COUNTS = frozenset({"skipped_steps", "training/rollout_log_probs_nonfinite"})

@@ -34,7 +34,11 @@ class PolicyWorker:
         self.temperature = spec.config.actor_rollout_ref.rollout.temperature
         self.actor = self._build_actor()
         self.reference = self._build_reference() if spec.plan.needs_reference else None
-        self.objective = PolicyObjective(spec.config.actor_rollout_ref.actor)
+        self.objective = PolicyObjective(
+            spec.config.actor_rollout_ref.actor,
+            spec.config.algorithm.rollout_correction,
+            two_policies=spec.plan.old_log_probs == "rollout",
+        )
         self.rollout = self._build_rollout(run_id)
         self.weight_sync = WeightSync(
             self.actor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.unit.algorithms.builders import MAX_RESPONSE_LENGTH, denominators, experience, outputs_for
 from verl_like.algorithms.aggregate import AGGREGATIONS
+from verl_like.algorithms.mismatch import PREFIX
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.batch import Denominators, Experience, Metric, merge_metrics
@@ -220,31 +221,20 @@ def test_every_switch_moves_its_own_term() -> None:
 def test_metric_names_and_reductions() -> None:
     rows = experience(6)
     _, metrics = run(PolicyObjective(FULL), rows, outputs_for(rows))
-    maxima = {name for name, metric in metrics.items() if metric.reduction == "max"}
-    assert maxima == {"training/rollout_probs_diff_max"}
-    assert {name for name, metric in metrics.items() if metric.reduction == "sum"} == {
+    own = {name: metric for name, metric in metrics.items() if not name.startswith(PREFIX)}
+    assert {metric.reduction for metric in own.values()} == {"sum"}
+    assert set(own) == {
         *("pg_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "entropy", "kl_loss"),
-        *("training/rollout_probs_diff_mean", "training/rollout_log_probs_nonfinite"),
+        "training/rollout_log_probs_nonfinite",
     }
-
-
-def test_rollout_difference_hand_values_and_nan() -> None:
-    rows = experience(7, lengths=(2, 1), width=2)
-    mask = torch.tensor([[True, True], [True, False]])
-    old = torch.tensor([[0.5, 0.25], [0.1, 1.0]]).log()
-    rollout = torch.tensor([[0.4, 0.25], [float("nan"), 1.0]]).log()
-    rows = rows.replace(response_mask_BR=mask, old_log_probs_BR=old, rollout_log_probs_BR=rollout)
-    loss, metrics = run(PolicyObjective(ActorConfig()), rows, outputs_for(rows))
-    assert metrics["training/rollout_probs_diff_mean"].value == pytest.approx(0.1 / 3)
-    assert metrics["training/rollout_probs_diff_max"].value == pytest.approx(0.1)
-    assert metrics["training/rollout_log_probs_nonfinite"].value == 1.0
-    assert loss.isfinite()
+    extremes = {name for name, metric in metrics.items() if metric.reduction == "max"}
+    assert extremes == {PREFIX + name for name in ("max_difference", "max_lr_abs", "max_log_ppl", "min_log_ppl")}
 
 
 def test_without_rollout_log_probs_there_is_nothing_to_compare() -> None:
     rows = experience(7).replace(rollout_log_probs_BR=None)
     _, metrics = run(PolicyObjective(ActorConfig()), rows, outputs_for(rows))
-    assert not any(name.startswith("rollout") for name in metrics)
+    assert not any(name.startswith((PREFIX, "rollout", "training")) for name in metrics)
 
 
 def test_missing_columns_are_named() -> None:

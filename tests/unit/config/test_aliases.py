@@ -83,12 +83,6 @@ def test_dropped_keys_say_why():
     assert (changes, warnings) == ([], ["critic.rollout_n has no effect: it follows actor_rollout_ref.rollout.n"])
 
 
-def test_bypass_mode_sets_old_log_probs():
-    key = "algorithm.rollout_correction.bypass_mode"
-    assert canonical([Change(key, True)])[0] == [Change(f"{A}.old_log_probs", "rollout")]
-    assert canonical([Change(key, False)])[0] == []
-
-
 def test_tables_do_not_shadow_real_keys():
     for key in aliases.DROPPED:
         assert find_key(key) is None

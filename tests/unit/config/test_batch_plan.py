@@ -99,7 +99,7 @@ def test_detach_is_refused_where_it_would_be_wrong():
     with pytest.raises(ValueError, match=r"old_log_probs=detach: holds for one update per step, here are 4"):
         BatchPlan.build(config(actor={"old_log_probs": "detach"}), 1)
     built = config(mini=64, actor={"old_log_probs": "detach"}, algorithm={"use_kl_in_reward": True})
-    with pytest.raises(ValueError, match=r"use_kl_in_reward=true needs them earlier"):
+    with pytest.raises(ValueError, match=r"use_kl_in_reward=True needs them earlier"):
         BatchPlan.build(built, 1)
 
 

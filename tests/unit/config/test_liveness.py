@@ -33,6 +33,11 @@ SAMPLES: dict[str, Any] = {
     "actor_rollout_ref.rollout.max_model_len": 4096,
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": "left",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "disable",
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0",
+    "algorithm.rollout_correction.rollout_rs": "token_k1,seq_max_k2",
+    "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0,3",
+    "algorithm.rollout_correction.loss_type": "reinforce",
     "trainer.controller_nsight_options": {"trace": "cuda"},
     "trainer.worker_nsight_options": {"trace": "cuda"},
 }

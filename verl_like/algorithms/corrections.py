@@ -1,0 +1,276 @@
+"""Importance weights and rejections against the mismatch of trainer and rollout engine (algorithm.rollout_correction).
+
+Three policies: the rollout engine's sampled the tokens, the old one is the trainer's before the update, the current one
+is trained. PPO's ratio is current / old; the weights here, old / rollout, are constants that multiply the policy loss.
+With two policies (bypass mode) old is the rollout engine's, and the weights, if any, are current / rollout.
+
+Where the old log-probs are on the driver, so are the weights and rejections, over the whole batch: rejected tokens
+leave response_mask before anything is counted. Otherwise the update computes them for its micro-batch, and what it
+rejects keeps its place in the denominators. Sources: TIS, Yao et al. 2025 (fengyao.notion.site/off-policy-rl);
+IcePop, Ring-1T, arXiv 2510.18855; Liu et al. 2025 (richardli.xyz/rl-collapse); ROLL's train_infer_correction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
+from verl_like.algorithms.mismatch import (
+    LOG_LIMIT,
+    NONFINITE,
+    Gap,
+    Tally,
+    count_gap,
+    finish,
+    gap_between,
+    largest,
+)
+from verl_like.batch import Evaluated, Rollouts
+from verl_like.config import ActorConfig, RolloutCorrectionConfig
+from verl_like.config.batch_plan import uses_sampler_log_probs
+from verl_like.config.correction import Bounds, Rejection, corrects, parse_rejections, weight_bounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What a batch is corrected by."""
+
+    weights_BR: Tensor | None  # float64, 0 outside the mask; None: no importance weights
+    keep_BR: Tensor  # bool: sampled tokens that were not rejected
+    tally: Tally  # sums for the metrics, see mismatch.finish
+    norm_factor: float | None = None  # what the weights were divided by (rollout_is_batch_normalize)
+
+
+def correct(gap: Gap, correction: RolloutCorrectionConfig, *, weighted: bool = True) -> Correction:
+    """Weights and rejections of these rows. `weighted=False` leaves the weights out, whatever rollout_is says.
+
+    A token whose rollout log-prob is unknown cannot be corrected: it is rejected, and its whole row with it where a
+    weight or a rejection is one of the row. Everything is computed in float64 with log ratios clamped to +-20.
+    """
+    level = correction.rollout_is if weighted else None
+    rejections = parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
+    veto = correction.rollout_token_veto_threshold
+    by_row = level not in (None, "token") or veto is not None or any(r.level != "token" for r in rejections)
+    known_BR = gap.mask_BR & ~gap.unknown_BR.any(dim=1, keepdim=True) if by_row else gap.mask_BR
+    keep_BR, tally = reject(gap, known_BR, rejections, veto)
+    if level is None:
+        return Correction(weights_BR=None, keep_BR=keep_BR, tally=tally)
+    raw_BR = importance_weights(gap.log_ratio_BR, gap.mask_BR, level)
+    bounds = weight_bounds(correction.rollout_is_threshold)
+    weights_BR = bounded(raw_BR, bounds)
+    tally = tally.joined(count_weights(raw_BR, weights_BR, gap.mask_BR, bounds))
+    factor = None
+    if correction.rollout_is_batch_normalize:
+        factor = mean_weight(weights_BR, gap.mask_BR, level).item() or 1.0
+        weights_BR = weights_BR / factor
+    return Correction(weights_BR=weights_BR, keep_BR=keep_BR, tally=tally, norm_factor=factor)
+
+
+# ---- weights
+
+
+def importance_weights(log_ratio_BR: Tensor, mask_BR: Tensor, level: str) -> Tensor:
+    """p / q of each token [B, R], 0 outside the mask, by rollout_is.
+
+    token: its own ratio. sequence: the product over the row. geometric: the row's geometric mean. segment: the
+    geometric mean over the token's own turn, a run of sampled tokens between tool text (ROLL).
+    """
+    if level == "sequence":
+        joined_BR = masked_sum(log_ratio_BR, mask_BR, dim=1)[:, None]
+    elif level == "geometric":
+        joined_BR = masked_mean(log_ratio_BR, mask_BR, dim=1)[:, None]
+    elif level == "segment":
+        joined_BR = segment_mean(log_ratio_BR, mask_BR)
+    else:
+        joined_BR = log_ratio_BR
+    ratio_BR = joined_BR.clamp(-LOG_LIMIT, LOG_LIMIT).exp().expand_as(log_ratio_BR)
+    return masked_fill_zero(ratio_BR, mask_BR)
+
+
+def segment_mean(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """Mean over each run of true entries, written on all of its entries; 0 elsewhere."""
+    starts_BR = mask_BR & ~torch.nn.functional.pad(mask_BR, (1, 0))[:, :-1]
+    rows, width = mask_BR.shape
+    segment_BR = starts_BR.cumsum(dim=1) + (width + 1) * torch.arange(rows, device=mask_BR.device)[:, None]
+    segment, size = segment_BR.flatten(), rows * (width + 1)
+    zeros = values_BR.new_zeros(size)
+    total = zeros.index_add(0, segment, masked_fill_zero(values_BR, mask_BR).flatten())
+    count = zeros.index_add(0, segment, mask_BR.flatten().to(values_BR.dtype))
+    return masked_fill_zero((total / count.clamp(min=1))[segment].view(rows, width), mask_BR)
+
+
+def bounded(weights_BR: Tensor, bounds: Bounds) -> Tensor:
+    """Truncated at the cap, or, with a lower bound too, 0 outside both (IcePop)."""
+    if bounds.high is None:
+        return weights_BR
+    if bounds.low is None:
+        return weights_BR.clamp(max=bounds.high)
+    inside_BR = (weights_BR >= bounds.low) & (weights_BR <= bounds.high)
+    return masked_fill_zero(weights_BR, inside_BR)
+
+
+def mean_weight(weights_BR: Tensor, mask_BR: Tensor, level: str) -> Tensor:
+    """Over tokens for token weights, else over rows of the row's mean; 0 where there is none."""
+    if level == "token":
+        return masked_mean(weights_BR, mask_BR)
+    return masked_mean(masked_mean(weights_BR, mask_BR, dim=1), mask_BR.any(dim=1))
+
+
+def count_weights(raw_BR: Tensor, weights_BR: Tensor, mask_BR: Tensor, bounds: Bounds) -> Tally:
+    """Sums over tokens, before (raw) and after the bounds. Without a lower bound, low means below 1 / cap."""
+    high = LARGEST_WEIGHT if bounds.high is None else bounds.high
+    low = 1 / high if bounds.low is None else bounds.low
+    per_token = {
+        "raw_weight": raw_BR,
+        "weight": weights_BR,
+        "weight_squared": weights_BR**2,
+        "weight_high": (raw_BR > high) & mask_BR,
+        "weight_low": (raw_BR < low) & mask_BR,
+        "weight_zeroed": (weights_BR == 0) & mask_BR,
+        "weight_tokens": mask_BR,
+    }
+    return Tally(
+        sums={name: value.double().sum() for name, value in per_token.items()},
+        maxima={"max_weight": largest(raw_BR, mask_BR), "min_weight": largest(-raw_BR, mask_BR)},
+    )
+
+
+LARGEST_WEIGHT = 1e9  # above exp(20), which no weight exceeds
+
+# ---- rejections
+
+
+def reject(gap: Gap, known_BR: Tensor, rejections: tuple[Rejection, ...], veto: float | None) -> tuple[Tensor, Tally]:
+    """Sampled tokens that pass every rejection (bool [B, R]), out of `known_BR`, and the sums for the metrics."""
+    keep_BR, tally = known_BR, Tally()
+    sampled_BR = gap.mask_BR | gap.unknown_BR
+    for rejection in rejections:
+        statistic_BR = rejection_statistic(gap, rejection)
+        passed_BR = within(statistic_BR, rejection) | ~gap.mask_BR
+        keep_BR = keep_BR & passed_BR
+        tally = tally.joined(_count_option(rejection.name, statistic_BR, passed_BR, gap.mask_BR))
+    if veto is not None:
+        fatal_BR = (gap.log_ratio_BR < math.log(veto)) & gap.mask_BR
+        keep_BR = keep_BR & ~fatal_BR.any(dim=1, keepdim=True)
+        sums = {"vetoed_rows": fatal_BR.any(dim=1).double().sum(), "veto_tokens": fatal_BR.double().sum()}
+        tally = tally.joined(Tally(sums=sums))
+    rejected_BR = sampled_BR & ~keep_BR
+    counts = {
+        "rejected_tokens": rejected_BR,
+        "touched_rows": rejected_BR.any(dim=1),
+        "dropped_rows": sampled_BR.any(dim=1) & ~keep_BR.any(dim=1),
+        "all_tokens": sampled_BR,
+        "all_rows": sampled_BR.any(dim=1),
+    }
+    return keep_BR, tally.joined(Tally(sums={name: value.double().sum() for name, value in counts.items()}))
+
+
+def rejection_statistic(gap: Gap, rejection: Rejection) -> Tensor:
+    """The statistic of each token, joined over its turn or row as the level says: [B, R], 0 outside the mask."""
+    values_BR, mask_BR = token_statistic(gap, rejection.statistic), gap.mask_BR
+    if rejection.level == "token":
+        return values_BR
+    if rejection.level == "segment_mean":
+        return segment_mean(values_BR, mask_BR)
+    if rejection.level == "seq_sum":
+        joined_B = masked_sum(values_BR, mask_BR, dim=1)
+    elif rejection.level == "seq_mean":
+        joined_B = masked_mean(values_BR, mask_BR, dim=1)
+    else:  # seq_max: of k2 and k3, which are 0 or more
+        joined_B = masked_fill_zero(values_BR, mask_BR).amax(dim=1)
+    return masked_fill_zero(joined_B[:, None].expand_as(values_BR), mask_BR)
+
+
+def token_statistic(gap: Gap, statistic: str) -> Tensor:
+    """With lr = log p - log q: k1 = -lr, k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr, diff = p - q."""
+    ratio_log_BR = gap.log_ratio_BR.clamp(-LOG_LIMIT, LOG_LIMIT)
+    if statistic == "k1":
+        return -ratio_log_BR
+    if statistic == "k2":
+        return 0.5 * ratio_log_BR**2
+    if statistic == "k3":
+        return ratio_log_BR.exp() - 1 - ratio_log_BR
+    return gap.policy_BR.exp() - gap.rollout_BR.exp()
+
+
+def within(statistic_BR: Tensor, rejection: Rejection) -> Tensor:
+    """Inside the bounds, which for k1 are ratios q / p."""
+    low, high = rejection.bounds.low, rejection.bounds.high
+    if rejection.statistic == "k1":
+        low, high = (None if bound is None else math.log(bound) for bound in (low, high))
+    inside_BR = torch.ones_like(statistic_BR, dtype=torch.bool)
+    if low is not None:
+        inside_BR &= statistic_BR >= low
+    if high is not None:
+        inside_BR &= statistic_BR <= high
+    return inside_BR
+
+
+def _count_option(name: str, statistic_BR: Tensor, passed_BR: Tensor, mask_BR: Tensor) -> Tally:
+    failed_BR = mask_BR & ~passed_BR
+    return Tally(
+        sums={
+            f"statistic/{name}": masked_sum(statistic_BR, mask_BR),
+            f"masked/{name}": failed_BR.double().sum(),
+            f"masked_rows/{name}": failed_BR.any(dim=1).double().sum(),
+        },
+        maxima={
+            f"max_statistic/{name}": largest(statistic_BR, mask_BR),
+            f"min_statistic/{name}": largest(-statistic_BR, mask_BR),
+        },
+    )
+
+
+# ---- on the driver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverCorrection:
+    """What the driver found out, and what it leaves to the update."""
+
+    mask_BR: Tensor  # bool: sampled tokens to train on
+    weights_BR: Tensor | None = None  # float32: constants on the policy loss
+    rollout_log_probs_BR: Tensor | None = None  # present where the update must compare with its own log-probs
+    metrics: dict[str, float]
+
+
+def correct_on_driver(
+    correction: RolloutCorrectionConfig, actor: ActorConfig, rollouts: Rollouts, evaluated: Evaluated
+) -> DriverCorrection:
+    """Measure and correct where the old log-probs are the trainer's and here; otherwise leave it to the update.
+
+    Raises ValueError without rollout log-probs to correct by, and when every token is rejected: a run that trains on
+    nothing must not look like one that trains.
+    """
+    mask_BR, rollout_BR = rollouts.response_mask_BR, rollouts.rollout_log_probs_BR
+    if rollout_BR is None:
+        if corrects(correction) or uses_sampler_log_probs(actor, correction):
+            raise ValueError("algorithm.rollout_correction needs rollout log-probs, but these rollouts have none")
+        return DriverCorrection(mask_BR=mask_BR, metrics={})
+    if evaluated.old_log_probs_BR is None or uses_sampler_log_probs(actor, correction):
+        return DriverCorrection(mask_BR=mask_BR, rollout_log_probs_BR=rollout_BR, metrics={})
+    gap = gap_between(evaluated.old_log_probs_BR, rollout_BR, mask_BR)
+    nonfinite = {NONFINITE: float(gap.unknown_BR.sum())}
+    if not corrects(correction):
+        return DriverCorrection(mask_BR=mask_BR, metrics=finish(count_gap(gap).numbers()) | nonfinite)
+    found = correct(gap, correction)
+    metrics = finish(count_gap(gap).joined(found.tally).numbers()) | nonfinite
+    if found.norm_factor is not None:
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = found.norm_factor
+    if not found.keep_BR.any():
+        raise ValueError(_all_rejected(correction, metrics, int(mask_BR.sum())))
+    weights_BR = None if found.weights_BR is None else found.weights_BR.float()
+    return DriverCorrection(mask_BR=found.keep_BR, weights_BR=weights_BR, metrics=metrics)
+
+
+def _all_rejected(correction: RolloutCorrectionConfig, metrics: dict[str, float], num_tokens: int) -> str:
+    measured = {n: f"{v:.4g}" for n, v in metrics.items() if n.endswith(("_mean", "_min", "_max", "nonfinite"))}
+    return (
+        f"algorithm.rollout_correction rejected all {num_tokens} sampled tokens (rollout_rs={correction.rollout_rs}, "
+        f"rollout_rs_threshold={correction.rollout_rs_threshold}, rollout_token_veto_threshold="
+        f"{correction.rollout_token_veto_threshold}); widen the bounds, or find out why they differ: {measured}"
+    )

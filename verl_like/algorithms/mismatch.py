@@ -1,0 +1,230 @@
+"""How far the trainer's probabilities of sampled tokens are from the rollout engine's: metrics under verl's names.
+
+Everything is kept as sums and maxima until the end (`Tally`), so that micro-batches and ranks add up and no cut changes
+a number: the driver counts the whole batch at once, the engines count micro-batches, and `finish` turns either into
+metrics. Notation: p, q = probability of a sampled token for trainer, rollout engine; lr = log p - log q; rho = p / q.
+Definitions: verl's rollout_corr metrics; Liu et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
+
+LOG_LIMIT = 20.0  # log ratios are clamped to +-20 before exp
+PREFIX = "mismatch_tally/"  # names of sums on their way from the engines; `finish` replaces them
+NONFINITE = "training/rollout_log_probs_nonfinite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Scalars (float64 tensors) that add up, and such of which the largest counts, over parts of a batch.
+
+    A maximum over nothing is -inf; a minimum is kept as the maximum of the negative values.
+    """
+
+    sums: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    maxima: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def joined(self, other: Tally) -> Tally:
+        """Both, which count different things."""
+        return Tally(sums=self.sums | other.sums, maxima=self.maxima | other.maxima)
+
+    def numbers(self) -> dict[str, float]:
+        """As plain numbers under the names that `finish` expects; maxima over nothing are left out."""
+        scalars = [*self.sums.values(), *self.maxima.values()]
+        values = torch.stack(scalars).tolist() if scalars else []
+        named = zip([*self.sums, *self.maxima], values, strict=True)
+        return {PREFIX + name: value for name, value in named if value != -math.inf}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """The two engines' log-probs of the same tokens; float64, without gradients."""
+
+    policy_BR: Tensor  # log p
+    rollout_BR: Tensor  # log q
+    mask_BR: Tensor  # bool: sampled tokens whose log q is known
+    unknown_BR: Tensor  # bool: sampled tokens whose log q is NaN or infinite
+
+    @property
+    def log_ratio_BR(self) -> Tensor:
+        """lr; 0 outside the mask."""
+        return self.policy_BR - self.rollout_BR
+
+
+def gap_between(policy_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> Gap:
+    """Compare on the sampled tokens; those without a finite rollout log-prob are set aside."""
+    finite_BR = rollout_BR.isfinite()
+    known_BR = mask_BR & finite_BR
+    return Gap(
+        policy_BR=masked_fill_zero(policy_BR.detach().double(), known_BR),
+        rollout_BR=masked_fill_zero(rollout_BR.double(), known_BR),
+        mask_BR=known_BR,
+        unknown_BR=mask_BR & ~finite_BR,
+    )
+
+
+def largest(values: Tensor, mask: Tensor) -> Tensor:
+    """Maximum over the true entries; -inf where there is none."""
+    return torch.cat([values[mask].flatten(), values.new_full((1,), -math.inf)]).max()
+
+
+def count_gap(gap: Gap) -> Tally:
+    """The sums behind the metrics of `finish`, over these rows."""
+    tokens, rows = _token_sums(gap), _row_sums(gap)
+    return tokens.joined(rows)
+
+
+def _token_sums(gap: Gap) -> Tally:
+    mask = gap.mask_BR
+    p, q = masked_fill_zero(gap.policy_BR.exp(), mask), masked_fill_zero(gap.rollout_BR.exp(), mask)
+    difference, ratio_log = (p - q).abs(), gap.log_ratio_BR.clamp(-LOG_LIMIT, LOG_LIMIT)
+    rho = masked_fill_zero(ratio_log.exp(), mask)
+    per_token = {
+        "difference": difference,
+        "difference_squared": difference**2,
+        "p": p,
+        "q": q,
+        "pp": p * p,
+        "qq": q * q,
+        "pq": p * q,
+        "lr": gap.log_ratio_BR,
+        "lr_abs": gap.log_ratio_BR.abs(),
+        "rho": rho,
+        "rho_squared": rho**2,
+        "k3": ratio_log.exp() - 1 - ratio_log,  # 0 where lr is 0: outside the mask too
+    }
+    sums = {name: value.sum() for name, value in per_token.items()} | {"tokens": mask.sum().double()}
+    maxima = {"difference": largest(difference, mask), "lr_abs": largest(gap.log_ratio_BR.abs(), mask)}
+    return Tally(sums=sums, maxima={f"max_{name}": value for name, value in maxima.items()})
+
+
+def _row_sums(gap: Gap) -> Tally:
+    rows_B = gap.mask_BR.any(dim=1)
+    log_ppl_p = -masked_mean(gap.policy_BR, gap.mask_BR, dim=1)
+    log_ppl_q = -masked_mean(gap.rollout_BR, gap.mask_BR, dim=1)
+    difference = log_ppl_p - log_ppl_q
+    row_ratio = masked_sum(gap.log_ratio_BR, gap.mask_BR, dim=1).clamp(-LOG_LIMIT, LOG_LIMIT)
+    per_row = {
+        "log_ppl_p": log_ppl_p,
+        "log_ppl_q": log_ppl_q,
+        "ppl_p": _exp(log_ppl_p),
+        "ppl_q": _exp(log_ppl_q),
+        "log_ppl_difference": difference,
+        "log_ppl_difference_abs": difference.abs(),
+        "ppl_ratio": _exp(difference),
+        "row_rho_squared": (2 * row_ratio).exp(),
+    }
+    sums = {name: masked_sum(value, rows_B) for name, value in per_row.items()}
+    return Tally(
+        sums=sums | {"rows": rows_B.sum().double()},
+        maxima={"max_log_ppl": largest(difference, rows_B), "min_log_ppl": largest(-difference, rows_B)},
+    )
+
+
+def _exp(log_value: Tensor) -> Tensor:
+    return log_value.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
+
+
+def finish(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of an update (or `Tally.numbers`) with the tally's sums replaced by what they mean.
+
+    Sums may be averages over several optimizer steps: only their proportions count. Without a compared token the sums
+    are dropped.
+    """
+    found = {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}
+    tally = {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
+    if tally.get("tokens", 0) > 0:
+        found |= _gap_metrics(tally)
+        found |= _weight_metrics(tally) if "weight" in tally else {}
+        found |= _rejection_metrics(tally)
+    return found
+
+
+def _gap_metrics(tally: Mapping[str, float]) -> dict[str, float]:
+    n, rows = tally["tokens"], tally["rows"]
+    return {
+        **_correlation(tally, n),
+        "training/rollout_probs_diff_mean": tally["difference"] / n,
+        "training/rollout_probs_diff_max": tally["max_difference"],
+        "training/rollout_probs_diff_std": _std(tally["difference"], tally["difference_squared"], n),
+        "rollout_corr/log_prob_gap_mean": tally["lr_abs"] / n,
+        "rollout_corr/log_prob_gap_max": tally["max_lr_abs"],
+        "rollout_corr/kl": -tally["lr"] / n,
+        "rollout_corr/k3_kl": tally["k3"] / n,
+        "rollout_corr/training_ppl": tally["ppl_p"] / rows,
+        "rollout_corr/rollout_ppl": tally["ppl_q"] / rows,
+        "rollout_corr/training_log_ppl": tally["log_ppl_p"] / rows,
+        "rollout_corr/rollout_log_ppl": tally["log_ppl_q"] / rows,
+        "rollout_corr/ppl_ratio": tally["ppl_ratio"] / rows,
+        "rollout_corr/log_ppl_diff": tally["log_ppl_difference"] / rows,
+        "rollout_corr/log_ppl_abs_diff": tally["log_ppl_difference_abs"] / rows,
+        "rollout_corr/log_ppl_diff_max": tally["max_log_ppl"],
+        "rollout_corr/log_ppl_diff_min": -tally["min_log_ppl"],
+        "rollout_corr/chi2_token": tally["rho_squared"] / n - 1,
+        "rollout_corr/chi2_seq": tally["row_rho_squared"] / rows - 1,
+        "rollout_corr/eff_sample_size": tally["rho"] ** 2 / (n * tally["rho_squared"]),
+    }
+
+
+def _std(total: float, squares: float, n: float) -> float:
+    """Standard deviation of the n values (not of a sample: only proportions of sums are known here)."""
+    return math.sqrt(max(squares / n - (total / n) ** 2, 0.0))
+
+
+def _correlation(tally: Mapping[str, float], n: float) -> dict[str, float]:
+    """Pearson's r of p and q; nothing where one of them does not vary (one token, say)."""
+    covariance = tally["pq"] - tally["p"] * tally["q"] / n
+    variance_p, variance_q = (tally[s * 2] - tally[s] ** 2 / n for s in ("p", "q"))
+    if min(variance_p, variance_q) <= 1e-12 * n:
+        return {}
+    return {"training/rollout_actor_probs_pearson_corr": covariance / math.sqrt(variance_p * variance_q)}
+
+
+def _weight_metrics(tally: Mapping[str, float]) -> dict[str, float]:
+    """Of the importance weights: mean, max, min before the threshold; std and effective sample size after it."""
+    n, applied, squares = tally["weight_tokens"], tally["weight"], tally["weight_squared"]
+    values = {
+        "mean": tally["raw_weight"] / n,
+        "max": tally["max_weight"],
+        "min": -tally["min_weight"],
+        "std": _std(applied, squares, n),
+        "eff_sample_size": applied**2 / (n * squares) if squares > 0 else 0.0,
+        "ratio_fraction_high": tally["weight_high"] / n,
+        "ratio_fraction_low": tally["weight_low"] / n,
+        "oob_ratio": tally["weight_zeroed"] / n,
+    }
+    return {f"rollout_corr/rollout_is_{name}": value for name, value in values.items()}
+
+
+def _rejection_metrics(tally: Mapping[str, float]) -> dict[str, float]:
+    """Shares of sampled tokens and of rows that rejections take, in all and per option."""
+    if "rejected_tokens" not in tally:
+        return {}
+    n, rows = tally["all_tokens"], tally["all_rows"]
+    found = {
+        "rollout_corr/rollout_rs_masked_fraction": tally["rejected_tokens"] / n,
+        "rollout_corr/rollout_rs_seq_masked_fraction": tally["touched_rows"] / rows,
+        "rollout_corr/rollout_rs_seq_dropped_fraction": tally["dropped_rows"] / rows,
+    }
+    if "vetoed_rows" in tally:
+        found["rollout_corr/rollout_is_veto_fraction"] = tally["vetoed_rows"] / rows
+        found["rollout_corr/rollout_is_catastrophic_token_fraction"] = tally["veto_tokens"] / n
+    for option in (name.removeprefix("masked/") for name in tally if name.startswith("masked/")):
+        prefix = f"rollout_corr/rollout_rs_{option}"
+        found |= {
+            f"{prefix}_mean": tally[f"statistic/{option}"] / tally["tokens"],
+            f"{prefix}_max": tally[f"max_statistic/{option}"],
+            f"{prefix}_min": -tally[f"min_statistic/{option}"],
+            f"{prefix}_masked_fraction": tally[f"masked/{option}"] / n,
+            f"{prefix}_seq_masked_fraction": tally[f"masked_rows/{option}"] / rows,
+        }
+    return found

@@ -1,0 +1,76 @@
+"""Checks of `algorithm.rollout_correction` against the rest of the configuration."""
+
+from verl_like.config.batch_plan import uses_sampler_log_probs
+from verl_like.config.correction import corrects
+from verl_like.config.idle import Idle
+from verl_like.config.ppo import PPOConfig
+
+_SECTION = "algorithm.rollout_correction"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def two_policies(config: PPOConfig) -> bool:
+    """Whether old log-probs are the sampler's (bypass mode)."""
+    return uses_sampler_log_probs(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
+
+
+def is_reinforce(config: PPOConfig) -> bool:
+    """Whether the policy loss is bypass mode's -log-prob x advantage."""
+    return two_policies(config) and config.algorithm.rollout_correction.loss_type == "reinforce"
+
+
+def weights_idle(config: PPOConfig) -> bool:
+    """With two policies the ratio of the PPO loss is the correction: further weights would count it twice."""
+    return two_policies(config) and not is_reinforce(config)
+
+
+def impossible_correction(config: PPOConfig) -> list[str]:
+    """Combinations that cannot work."""
+    correction = config.algorithm.rollout_correction
+    if is_reinforce(config) and correction.rollout_is is not None and correction.rollout_is_batch_normalize:
+        return [
+            f"{_SECTION}.rollout_is_batch_normalize=True with bypass_mode and loss_type=reinforce: these weights are "
+            "those of a micro-batch at its update, and the whole batch's mean is not known then; set it to false"
+        ]
+    return []
+
+
+def risky_correction(config: PPOConfig) -> list[str]:
+    """Settings that work but are probably not meant."""
+    rollout = config.actor_rollout_ref.rollout
+    if (rollout.top_p < 1 or rollout.top_k > 0) and corrects(config.algorithm.rollout_correction):
+        return [
+            f"{_SECTION} with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the sampler's log-probs are "
+            "those of the cut distribution, the trainer's of the whole one: every weight is below 1; set top_p=1 and "
+            "top_k=-1"
+        ]
+    return []
+
+
+CORRECTION_IDLE: tuple[Idle, ...] = (
+    Idle(
+        (f"{_SECTION}.rollout_is_threshold", f"{_SECTION}.rollout_is_batch_normalize"),
+        lambda c: c.algorithm.rollout_correction.rollout_is is None,
+        f"{_SECTION}.rollout_is is not set",
+    ),
+    Idle(
+        (f"{_SECTION}.rollout_rs_threshold",),
+        lambda c: c.algorithm.rollout_correction.rollout_rs is None,
+        f"{_SECTION}.rollout_rs is not set",
+    ),
+    Idle(
+        (f"{_SECTION}.rollout_is", f"{_SECTION}.rollout_is_threshold", f"{_SECTION}.rollout_is_batch_normalize"),
+        lambda c: weights_idle(c) and c.algorithm.rollout_correction.rollout_is is not None,
+        f"with {_SECTION}.bypass_mode and loss_type=ppo_clip the loss's own ratio is trainer / sampler",
+    ),
+    Idle(
+        (f"{_SECTION}.loss_type",),
+        lambda c: not two_policies(c),
+        f"{_SECTION}.bypass_mode is false",
+    ),
+    Idle(
+        ("actor_rollout_ref.actor.policy_loss.loss_mode",),
+        is_reinforce,
+        f"{_SECTION}.loss_type=reinforce sets the loss",
+    ),
+)
