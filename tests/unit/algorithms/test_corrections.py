@@ -274,7 +274,7 @@ def test_rejected_tokens_leave_the_denominators_and_keep_their_credit() -> None:
     rows, metrics = credit(config, batch, said)
     plain, _ = credit(Config(), batch, said)
     assert rows.response_mask_BR.int().tolist() == [[1, 1], [1, 0], [1, 1]]
-    assert torch.equal(rows.advantages_BR, plain.advantages_BR[[0, 1, 3]])
+    assert torch.equal(rows.advantages_BR, plain.advantages_BR[[0, 1, 3]] * rows.response_mask_BR)
     assert rows.advantages_BR[1, 0] > 0
     assert denominators(rows).num_tokens == 5 and denominators(rows).num_sequences == 3
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 3 / 8
