@@ -32,8 +32,8 @@ from verl_like.config.reward import (
     CustomRewardFunctionConfig,
     RewardModelConfig,
     RewardNetworkConfig,
-    SandboxFusionConfig,
 )
+from verl_like.config.reward_execution import SandboxConfig, SandboxFusionConfig
 from verl_like.config.rollout import (
     AgentConfig,
     EngineKwargsConfig,
@@ -99,6 +99,7 @@ __all__ = [
     "RolloutName",
     "SampleWeightConfig",
     "SamplerConfig",
+    "SandboxConfig",
     "SandboxFusionConfig",
     "Strategy",
     "ToprConfig",

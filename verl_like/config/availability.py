@@ -131,7 +131,6 @@ NOT_YET: list[NotYet] = [
         ),
     ),
     NotYet("reward_model.reward_manager", _is_not("naive"), "use naive", ("reward_model.reward_kwargs",)),
-    NotYet("reward_model.sandbox_fusion.url", _truthy, "leave it out", ("reward_model.sandbox_fusion.",)),
     # The run
     NotYet("trainer.default_hdfs_dir", _truthy, "copy trainer.default_local_dir yourself"),
     *_off("trainer.del_local_ckpt_after_load"),

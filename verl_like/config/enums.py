@@ -33,6 +33,14 @@ class LoadFormat(StrEnum):
     dummy_hf = "dummy_hf"
 
 
+class SandboxLevel(StrEnum):
+    """How well the sandbox locks up programs, from weakest to strongest."""
+
+    limits = "limits"
+    filtered = "filtered"
+    isolated = "isolated"
+
+
 class Truncation(StrEnum):
     """What to do with a prompt longer than data.max_prompt_length."""
 

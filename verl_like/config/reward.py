@@ -8,6 +8,7 @@ from verl_like.config.base import ConfigNode, above, at_least
 from verl_like.config.enums import Strategy
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.profiler import ProfilerConfig
+from verl_like.config.reward_execution import SandboxConfig, SandboxFusionConfig
 from verl_like.config.shaping import LengthRewardConfig, OverlongBufferConfig
 
 
@@ -29,21 +30,6 @@ class CustomRewardFunctionConfig(ConfigNode):
     def check(self) -> None:
         above(self, 0, "timeout")
         at_least(self, 1, "num_workers")
-
-
-@dataclass(kw_only=True, slots=True)
-class SandboxFusionConfig(ConfigNode):
-    """`reward_model.sandbox_fusion.*`: remote execution of generated programs."""
-
-    url: str | None = None
-    """Address of the sandbox. Null: none."""
-    max_concurrent: int = 64
-    """[requests] Most requests at a time."""
-    memory_limit_mb: int = 1024
-    """[MB] Memory of one run."""
-
-    def check(self) -> None:
-        at_least(self, 1, "max_concurrent", "memory_limit_mb")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,8 +93,10 @@ class RewardModelConfig(ConfigNode):
     launch_reward_fn_async: bool = False
     """Do not wait for the last rewards before log-probs and values are computed, only before advantages are. Grading
     starts as each response ends either way."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Programs of responses, run on this machine."""
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
-    """Remote execution of generated programs."""
+    """Programs of responses, run in a remote sandbox."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     """Soft punishment of long responses."""
     length_reward: LengthRewardConfig = field(default_factory=LengthRewardConfig)

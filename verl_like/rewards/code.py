@@ -47,8 +47,8 @@ def compute_score(
     """Share of passed tests (`partial_credit`), or 1 if all pass and else 0. ground_truth: see `code_cases`.
 
     max_tests: only the first that many. bare_code: a response without a fenced block is a program as a whole. sandbox,
-    remote: settings of the runner, filled in from reward_model.sandbox and reward_model.sandbox_fusion. A test that runs
-    out of time fails the ones after it, unrun. Raises ValueError for tests it cannot read, SandboxError or
+    remote: settings of the runner, filled in from reward_model.sandbox and reward_model.sandbox_fusion. A test that
+    runs out of time fails the ones after it, unrun. Raises ValueError for tests it cannot read, SandboxError or
     RemoteSandboxError when the machinery fails: that is a failed reward, never a score of 0.
     """
     suite = code_cases.parse(ground_truth)

@@ -60,7 +60,9 @@ def parse(ground_truth: Any) -> Suite:
     elif isinstance(value, list):
         suite = _from_cases(value)
     if not suite:
-        raise ValueError(f"no tests found in ground_truth {str(ground_truth)[:200]!r}; see docs/rewards.md for its forms")
+        raise ValueError(
+            f"no tests found in ground_truth {str(ground_truth)[:200]!r}; see docs/rewards.md for its forms"
+        )
     return suite
 
 

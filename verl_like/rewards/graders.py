@@ -27,6 +27,7 @@ class GraderEntry:
 
     module: str  # has a compute_score
     preset: Mapping[str, Any] = field(default_factory=lambda: _NO_OPTIONS)
+    runs_programs: bool = False  # needs a sandbox
 
 
 # Modules are imported when first used, so that a worker which never sees a grader does not pay for its imports.
@@ -47,6 +48,7 @@ GRADERS: dict[str, GraderEntry] = {
     "f1": GraderEntry(f"{_HERE}question_answering", {"metric": "f1"}),
     "search_r1": GraderEntry(f"{_HERE}question_answering", {"metric": "exact", "answer_from": "tags"}),
     "instruction": GraderEntry(f"{_HERE}instruction"),
+    "code": GraderEntry(f"{_HERE}code", runs_programs=True),
 }
 
 # data_source, or a pattern of names with * -> grader. Exact names are looked up first, then patterns from the top.
@@ -73,6 +75,16 @@ ROUTES: dict[str, str] = {
     "Idavidrein/gpqa": "multiple_choice",
     "google/IFEval": "instruction",
     "ifeval": "instruction",
+    "codecontests": "code",
+    "deepmind/code_contests": "code",
+    "apps": "code",
+    "taco": "code",
+    "codeforces": "code",
+    "livecodebench*": "code",
+    "humaneval": "code",
+    "openai/openai_humaneval": "code",
+    "mbpp": "code",
+    "google-research-datasets/mbpp": "code",
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from verl_like.batch import PromptRow, Prompts, Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.rewards import graders
+from verl_like.rewards.execution import ExecutionPlace
 from verl_like.rewards.grading import Grading
 from verl_like.rewards.loading import resolve_path
 from verl_like.rewards.pool import WorkerPool
@@ -43,10 +44,13 @@ class RewardManager:
         self._tokenizer = tokenizer
         self._reward_fn_key = data.reward_fn_key
         self._custom = custom.path is not None
+        self._execution = ExecutionPlace(reward_model, num_workers=custom.num_workers, call_timeout=custom.timeout)
         spec = ScorerSpec(
             path=None if custom.path is None else resolve_path(custom.path),
             name=custom.name,
-            kwargs=dict(custom.reward_kwargs) if self._custom else {"options": self._choice.options},
+            kwargs=dict(custom.reward_kwargs)
+            if self._custom
+            else {"options": self._execution.add_to(self._choice.options)},
             timeout=float(custom.timeout),
         )
         self._pool = WorkerPool(spec, num_workers=custom.num_workers)
@@ -58,8 +62,13 @@ class RewardManager:
 
     def check_rows(self, rows: Iterable[tuple[str, str]]) -> None:
         """ValueError if there is no reward for a (data_source, style). Call it with the data set's before training."""
-        if not self._custom:
-            self._choice.check_rows(rows)
+        if self._custom:
+            return
+        rows = list(rows)
+        self._choice.check_rows(rows)
+        graders_used = {self._choice.grader_of_row(source, style) for source, style in rows}
+        if any(graders.GRADERS[name].runs_programs for name in graders_used if name is not None):
+            self._execution.require()
 
     def begin(self, prompts: Prompts, *, n: int, step: int, may_all_fail: bool = False) -> Grading:
         """Grading of n responses to each prompt, which are yet to come. ValueError for a data source without a grader.

@@ -131,7 +131,10 @@ def _answer_one(names: dict[str, Any], handles: wire.Handles, call: dict[str, An
         arguments = [wire.decode(item, handles.take) for item in call["arguments"]]
         keywords = {key: wire.decode(item, handles.take) for key, item in call["keywords"].items()}
         value = _function(names, call["name"])(*arguments, **keywords)
-        return {"value": wire.encode(value, handles.give), "arguments": [wire.encode(a, handles.give) for a in arguments]}
+        return {
+            "value": wire.encode(value, handles.give),
+            "arguments": [wire.encode(a, handles.give) for a in arguments],
+        }
     except Exception as error:
         return {"error": [type(error).__name__, str(error)[:500]]}
 

@@ -15,9 +15,7 @@ import sys
 from verl_like.rewards.sandbox import kernel, supervisor
 from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
 
-_NAMESPACES = (
-    kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-)
+_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 _FIRST_UID = 1_700_000_000  # far above any user's; each jail takes its own, so that process limits are its own too
 _NOBODY = 65534
 _MAX_TASKS = 64  # processes and threads of a jail, where the kernel counts them

@@ -19,6 +19,7 @@ _AT_RECURSIVE, _AT_FDCWD, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NO
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 _PR_SET_CHILD_SUBREAPER = 36
 _SYS_LANDLOCK = (444, 445, 446)  # create_ruleset, add_rule, restrict_self: the same on all architectures
+_LANDLOCK_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # execute, write, read, truncate, ioctl
 _LANDLOCK_READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read_file, read_dir
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -132,6 +133,8 @@ def landlock_files(read_only: list[str], writable: list[str]) -> None:
 
 
 def _landlock_allow(ruleset: int, path: str, access: int) -> None:
+    if not os.path.isdir(path):
+        access &= _LANDLOCK_OF_FILES
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         rule = access.to_bytes(8, "little") + descriptor.to_bytes(4, "little")

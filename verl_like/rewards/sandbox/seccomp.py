@@ -88,7 +88,7 @@ def build(*, own_pid: int, may_fork: bool) -> bytes:
     program = [_op(_LOAD, _ARCH), _op(_JEQ, arch, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NUMBER)]
     for entry in allowed.split():
         program += [_op(_JEQ, int(entry.partition("=")[2]), 0, 1), _op(_RETURN, _ALLOW)]
-    pids = {name: (own_pid,) for name in ("kill", "tgkill")} | {"prlimit64": (0, own_pid)}
+    pids = dict.fromkeys(("kill", "tgkill"), (own_pid,)) | {"prlimit64": (0, own_pid)}
     for name, accepted in pids.items():
         program += _on(special[name], _argument_is(0, accepted))
     program += _on(special["prctl"], _argument_is(0, (_PR_SET_NAME, _PR_GET_NAME)))

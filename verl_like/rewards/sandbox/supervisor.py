@@ -7,6 +7,7 @@ into it. A jail may serve many programs: all that one leaves behind are files in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -33,7 +34,7 @@ class _Output:
         """Whether more may come."""
         data = os.read(self.descriptor, 65536)
         self.data += data[: max(0, self.limit - len(self.data))]
-        self.over = self.over or len(data) > 0 and len(self.data) >= self.limit
+        self.over = self.over or (len(data) > 0 and len(self.data) >= self.limit)
         return bool(data) and not self.over
 
 
@@ -162,10 +163,8 @@ def _watch(outputs: list[_Output], deadline: float, until: _Output | None = None
 def _kill_all() -> None:
     """No process of a run survives it, wherever it hid."""
     if os.getpid() == 1:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # everything in this process namespace but ourselves
-        except ProcessLookupError:
-            pass
     while True:
         try:
             pid, _ = os.waitpid(-1, 0 if os.getpid() == 1 else os.WNOHANG)

@@ -1,0 +1,57 @@
+"""`reward_model.sandbox.*`, `reward_model.sandbox_fusion.*`: where programs in responses are run."""
+
+from dataclasses import dataclass, field
+
+from verl_like.config.base import ConfigNode, above, at_least
+from verl_like.config.enums import SandboxLevel
+
+
+@dataclass(kw_only=True, slots=True)
+class SandboxConfig(ConfigNode):
+    """`reward_model.sandbox.*`: programs of responses run on this machine ([what it defends against](security.md))."""
+
+    min_level: SandboxLevel = SandboxLevel.isolated
+    """Weakest protection to accept: limits, filtered (no network, processes or signals either) or isolated (nor other
+    files). What this machine allows is found out when the run starts."""
+    timeout: float = 10.0
+    """[s] Wall-clock time of one test."""
+    total_timeout: float = 30.0
+    """[s] Wall-clock time of all tests of one response; tests that it leaves no time for count as failed."""
+    memory_limit_mb: int = 1024
+    """[MB] Address space of the program."""
+    max_output_kb: int = 4096
+    """[kB] Output of one test."""
+    scratch_mb: int = 64
+    """[MB] Files that a program may write, in its own /tmp."""
+    max_processes: int = 1
+    """[processes] 1: a program may start threads, but no process. More than that needs namespaces."""
+    python_path: list[str] = field(default_factory=list)
+    """Folders of Python packages that programs may import, such as a site-packages with numpy; never written to."""
+
+    def check(self) -> None:
+        above(self, 0, "timeout", "total_timeout")
+        at_least(self, 64, "memory_limit_mb")
+        at_least(self, 1, "max_output_kb", "scratch_mb", "max_processes")
+
+
+@dataclass(kw_only=True, slots=True)
+class SandboxFusionConfig(ConfigNode):
+    """`reward_model.sandbox_fusion.*`: programs of responses run in a remote sandbox with SandboxFusion's API."""
+
+    url: str | None = None
+    """Address of its run_code. Null: programs run on this machine, see reward_model.sandbox."""
+    max_concurrent: int = 64
+    """[requests] Most requests at a time."""
+    memory_limit_mb: int = 1024
+    """[MB] Memory of one run."""
+    timeout: float = 10.0
+    """[s] Compile time and run time of one test."""
+    max_retries: int = 3
+    """[requests] Further tries after a transient error (no answer, HTTP 408, 425, 429 and 5xx, no result)."""
+    retry_delay: float = 1.0
+    """[s] Pause before the first further try; doubles with each."""
+
+    def check(self) -> None:
+        above(self, 0, "timeout")
+        at_least(self, 1, "max_concurrent", "memory_limit_mb")
+        at_least(self, 0, "max_retries", "retry_delay")
