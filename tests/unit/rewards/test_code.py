@@ -286,6 +286,7 @@ class TestRealData:
         assert len(suites) == 165
         assert sum(len(suite) for suite in suites if isinstance(suite, list)) == 1837
         for suite in suites[:8]:
+            assert isinstance(suite, list)
             answers = {test.stdin: test.expected for test in suite if isinstance(test, StdioTest)}
             table = f"import sys\nprint({answers!r}[sys.stdin.read()], end='')"
             truth = {"inputs": list(answers), "outputs": list(answers.values())}
