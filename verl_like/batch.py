@@ -250,6 +250,10 @@ class Rollouts(Sequences):
     weight_version_BR: Tensor = _padded(_RIGHT)  # int32: version of the weights that sampled each token
     finish_reasons: list[str]  # "stop" (end token), "length" (response budget used up) or "abort"
     rows: list[PromptRow]
+    # Multi-turn only. A turn is what the policy sampled between two observations.
+    step_BR: Tensor | None = _padded(_RIGHT, fill=-1, default=None)  # int32: turn of a sampled token, 0, 1, 2 ...; -1
+    anchor_BR: Tensor | None = _padded(_RIGHT, fill=-1, default=None)  # int64: id of the state before the turn
+    step_rewards_BR: Tensor | None = _padded(_RIGHT, default=None)  # float32: the environment's, on a turn's end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

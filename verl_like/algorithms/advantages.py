@@ -17,6 +17,7 @@ from torch import Tensor
 from verl_like.algorithms.groups import GroupStatistics, group_statistics
 from verl_like.algorithms.masked import masked_fill_zero, masked_sum, masked_whiten
 from verl_like.algorithms.registry import Registry
+from verl_like.algorithms.stepwise import Turns, anchor_advantages, normalised_by_group, turn_returns, turns_of
 from verl_like.config import AlgorithmConfig
 
 GRPO_EPS = 1e-6
@@ -31,6 +32,9 @@ class AdvantageInputs:
     group_B: Tensor  # int64: rows with the same number answer the same prompt
     values_BR: Tensor | None = None  # V(state before token t), from the critic
     old_log_probs_BR: Tensor | None = None
+    components: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # float64 [B]: rewards by name, for gdpo
+    step_BR: Tensor | None = None  # turn of each sampled token, and state before the turn: see algorithms/stepwise.py
+    anchor_BR: Tensor | None = None
 
     def reward_B(self) -> Tensor:
         """Reward of the whole response."""
@@ -202,6 +206,68 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmCo
     mask_BR = inputs.response_mask_BR
     raw_BR = above_group_mean(inputs)[0][:, None] * mask_BR
     advantages_BR = masked_whiten(raw_BR, mask_BR).float()
+    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+
+
+@register_advantage("gdpo")
+def gdpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """Several rewards: sum over algorithm.gdpo_reward_keys of weight * (its grpo advantage), then whitened.
+
+    Rewards that are added up first lose which of them a response earned; here each is normalised in its group on its
+    own (GDPO, Liu et al. 2026, arXiv 2601.05242). "score" is the response's reward after shaping and KL, other keys are
+    what the reward function returned. Whitened over all sampled tokens, as in verl; norm_adv_by_std_in_grpo acts as in
+    grpo.
+    """
+    keys = algorithm.gdpo_reward_keys
+    total_B = torch.zeros(len(inputs.group_B), dtype=torch.float64)
+    for key, weight in zip(keys, algorithm.gdpo_reward_weights or [1.0] * len(keys), strict=True):
+        values_B = inputs.reward_B() if key == "score" else inputs.components[key]
+        total_B += weight * normalised_by_group(values_B, inputs.group_B, algorithm.norm_adv_by_std_in_grpo)
+    raw_BR = total_B[:, None] * inputs.response_mask_BR
+    advantages_BR = masked_whiten(raw_BR, inputs.response_mask_BR).float()
+    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+
+
+# ---- from the returns of turns, for multi-turn responses
+
+
+def turns_in(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Turns:
+    """The batch's turns; ValueError naming the estimator when it has none."""
+    if inputs.step_BR is None:
+        raise ValueError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator!r} needs turns (step_BR), but these responses have one "
+            "turn only; use 'grpo' or 'reinforce' without multi-turn rollout"
+        )
+    return turns_of(inputs.step_BR, inputs.response_mask_BR)
+
+
+@register_advantage("step_reinforce")
+def step_reinforce(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """The return of the token's turn, discounted by step_reward_gamma a turn (ROLL's step-wise reinforce)."""
+    turns = turns_in(inputs, algorithm)
+    returns_BK = turn_returns(turns, inputs.token_rewards_BR, algorithm.step_reward_gamma)
+    returns_BR = turns.of_tokens(returns_BK).float()
+    return AdvantageOutputs(advantages_BR=returns_BR, returns_BR=returns_BR)
+
+
+@register_advantage("gigpo")
+def gigpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """Group in group (GiGPO, Feng et al. 2025, arXiv 2505.10978): the episode's advantage plus the turn's.
+
+    Episode: reward of the whole response, as in grpo. Turn: its return (step_reward_gamma), compared with the turns of
+    the same prompt that began in the same state. Weights: gigpo.episode_weight and gigpo.step_weight; without division
+    by deviations if norm_adv_by_std_in_grpo is false.
+    """
+    turns, by_std = turns_in(inputs, algorithm), algorithm.norm_adv_by_std_in_grpo
+    if inputs.anchor_BR is None:
+        raise ValueError(
+            "algorithm.adv_estimator='gigpo' needs the states before turns (anchor_BR), but there are none"
+        )
+    returns_BK = turn_returns(turns, inputs.token_rewards_BR, algorithm.step_reward_gamma)
+    episode_B = normalised_by_group(inputs.reward_B(), inputs.group_B, by_std)
+    step_BK = anchor_advantages(turns, returns_BK, inputs.anchor_BR, inputs.group_B, by_std)
+    weights = algorithm.gigpo
+    advantages_BR = turns.of_tokens(weights.episode_weight * episode_B[:, None] + weights.step_weight * step_BK).float()
     return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
 
 

@@ -17,7 +17,13 @@ from verl_like.algorithms.corrections import correct_on_driver
 from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.kl import kl_penalty, mean_sequence_kl
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var
-from verl_like.algorithms.reward_shaping import pf_ppo_rows, shape_advantages, shape_token_rewards, trainable_B
+from verl_like.algorithms.reward_shaping import (
+    pf_ppo_rows,
+    reward_components,
+    shape_advantages,
+    shape_token_rewards,
+    trainable_B,
+)
 from verl_like.algorithms.sample_weights import difficulties
 from verl_like.batch import Evaluated, Experience, Rollouts, Scores
 from verl_like.config import ActorConfig, AlgorithmConfig
@@ -53,6 +59,8 @@ def make_experience(
     mask_BR = rollouts.response_mask_BR
     corrected = correct_on_driver(algorithm.rollout_correction, actor, rollouts, evaluated)
     token_rewards_BR = place_on_last_token(reward_B, mask_BR)
+    if rollouts.step_rewards_BR is not None:
+        token_rewards_BR = token_rewards_BR + masked_fill_zero(rollouts.step_rewards_BR, mask_BR)
     if algorithm.use_kl_in_reward:
         token_rewards_BR, kl_metrics = subtract_kl(token_rewards_BR, mask_BR, evaluated, algorithm, kl_coef)
         metrics |= kl_metrics
@@ -63,6 +71,9 @@ def make_experience(
         group_B=rollouts.group_B,
         values_BR=evaluated.values_BR,
         old_log_probs_BR=evaluated.old_log_probs_BR,
+        components=reward_components(algorithm, scores),
+        step_BR=rollouts.step_BR,
+        anchor_BR=rollouts.anchor_BR,
     )
     outputs = compute_advantages(inputs, algorithm)
     advantages_BR, advantage_metrics = shape_advantages(algorithm, outputs.advantages_BR, mask_BR)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from verl_like.algorithms.groups import group_statistics
-from verl_like.algorithms.reward_shaping import extra_values, response_rewards, trainable_B
+from verl_like.algorithms.reward_shaping import extra_numbers, response_rewards, trainable_B
 from verl_like.batch import Rollouts, Scores
 from verl_like.config import FilterGroupsConfig, RewardModelConfig
 
@@ -30,7 +28,8 @@ def has_signal_B(
     """
     kept_B = trainable_B(rollouts, scores)
     values_B = _metric(config, reward_model, rollouts.select(kept_B), scores.select(kept_B), max_response_length)
-    groups = group_statistics(values_B, rollouts.group_B[kept_B])
+    # float32: sums of a group's equal values are then exact in float64, and its deviation is exactly 0
+    groups = group_statistics(values_B.float(), rollouts.group_B[kept_B])
     passes_G = groups.size_G > 1
     threshold = config.std_threshold
     if config.range is not None:
@@ -56,8 +55,4 @@ def _metric(
         return scores.score_B.double()
     if config.metric in _REWARDS:
         return response_rewards(reward_model, rollouts, scores, max_response_length)[0]
-    values = extra_values(scores, config.metric, "algorithm.filter_groups.metric")
-    for value in values:
-        if not isinstance(value, bool | int | float) or not math.isfinite(value):
-            raise ValueError(f"algorithm.filter_groups.metric={config.metric}: {value!r} is no finite number")
-    return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    return extra_numbers(scores, config.metric, "algorithm.filter_groups.metric")

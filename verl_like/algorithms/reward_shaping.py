@@ -9,6 +9,7 @@ Every statistic is one of the whole rollout batch, in float64; only rows that ar
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,21 @@ def _chosen(key: str | None, scores: Scores) -> Tensor:
     )
 
 
+def extra_numbers(scores: Scores, name: str, config_key: str) -> Tensor:
+    """The number that the reward function returned under `name` for each row: float64 [B]. ValueError if it is none."""
+    values = extra_values(scores, name, config_key)
+    for value in values:
+        if not isinstance(value, bool | int | float) or not math.isfinite(value):
+            raise ValueError(f"{config_key}={name}: {value!r} is no finite number")
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)
+
+
+def reward_components(algorithm: AlgorithmConfig, scores: Scores) -> dict[str, Tensor]:
+    """The rewards that gdpo compares besides the score: float64 [B] by name. Other estimators need none."""
+    keys = algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else []
+    return {key: extra_numbers(scores, key, "algorithm.gdpo_reward_keys") for key in keys if key != "score"}
+
+
 def extra_values(scores: Scores, name: str, config_key: str) -> list[Any]:
     """What the reward function returned under `name`, row by row; ValueError naming the key where a row has none."""
     for row, extras in enumerate(scores.extras):
@@ -174,7 +190,7 @@ def reward_norm(
     if std_scope is None:
         return centred_B, moments, metrics
     std_B = _statistics(std_scope, rewards_B, group_B, moments)[1]
-    return torch.where(std_B > 0, centred_B / (std_B + NORM_EPS), centred_B), moments, metrics
+    return torch.where(std_B > NORM_EPS, centred_B / (std_B + NORM_EPS), centred_B), moments, metrics
 
 
 def _statistics(scope: str, rewards_B: Tensor, group_B: Tensor, moments: RunningMoments) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Typed configuration. Each default lives in its dataclass; see docs/configuration.md for every key."""
 
 from verl_like.config.actor import ActorConfig, PolicyLossConfig, RefConfig, SampleWeightConfig, ToprConfig
-from verl_like.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
+from verl_like.config.algorithm import AlgorithmConfig, FilterGroupsConfig, GiGPOConfig, KLControlConfig
 from verl_like.config.base import ConfigNode
 from verl_like.config.correction import RolloutCorrectionConfig
 from verl_like.config.critic import CriticConfig
@@ -71,6 +71,7 @@ __all__ = [
     "FilterGroupsConfig",
     "FusedBackend",
     "FusedKernelConfig",
+    "GiGPOConfig",
     "KLControlConfig",
     "KLControlType",
     "KLKind",

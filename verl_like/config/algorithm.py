@@ -28,6 +28,19 @@ class KLControlConfig(ConfigNode):
 
 
 @dataclass(kw_only=True, slots=True)
+class GiGPOConfig(ConfigNode):
+    """`algorithm.gigpo.*`: weights of the two advantages of gigpo."""
+
+    episode_weight: float = 1.0
+    """Weight of the advantage of the whole response."""
+    step_weight: float = 1.0
+    """Weight of the advantage of the turn."""
+
+    def check(self) -> None:
+        at_least(self, 0, "episode_weight", "step_weight")
+
+
+@dataclass(kw_only=True, slots=True)
 class FilterGroupsConfig(ConfigNode):
     """`algorithm.filter_groups.*`: dynamic sampling, drops groups whose responses all score the same (DAPO)."""
 
@@ -58,13 +71,22 @@ class AlgorithmConfig(ConfigNode):
 
     adv_estimator: str = "gae"
     """Advantage estimator: gae (with a critic), reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo,
-    dr_grpo, grpo_passk, rloo, opo, gpg, maxrl, lite_ppo."""
+    dr_grpo, grpo_passk, rloo, opo, gpg, maxrl, lite_ppo, gdpo (several rewards), gigpo, step_reinforce (multi-turn)."""
     gamma: float = 1.0
     """Discount of future rewards, per token."""
     lam: float = 1.0
     """Trade between bias and variance in gae."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo, grpo_passk: divide advantages by the group's standard deviation (false: Dr. GRPO)."""
+    """grpo, grpo_passk, gdpo, gigpo: divide advantages by the group's standard deviation (false: Dr. GRPO)."""
+    gdpo_reward_keys: list[str] = field(default_factory=list)
+    """gdpo: rewards that are normalised one by one. score is the response's reward; others as the reward function names
+    them, such as acc."""
+    gdpo_reward_weights: list[float] = field(default_factory=list)
+    """gdpo: weight of each of them. Empty: 1."""
+    step_reward_gamma: float = 0.95
+    """gigpo, step_reinforce: discount of future rewards, per turn."""
+    gigpo: GiGPOConfig = field(default_factory=GiGPOConfig)
+    """Weights of gigpo."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference from the token rewards."""
     kl_penalty: KLKind = KLKind.kl
@@ -97,5 +119,5 @@ class AlgorithmConfig(ConfigNode):
     """Weights and rejections against the mismatch of trainer and rollout engine."""
 
     def check(self) -> None:
-        between(self, 0, 1, "gamma", "lam")
+        between(self, 0, 1, "gamma", "lam", "step_reward_gamma")
         at_least(self, 0, "reward_clip", "token_reward_clip", "advantage_clip")

@@ -11,7 +11,7 @@ from verl_like.config.doctor_correction import (
 from verl_like.config.doctor_losses import LOSS_IDLE, impossible_losses, two_decays
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
-from verl_like.config.enums import GROUP_ESTIMATORS
+from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
@@ -238,14 +238,14 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         ("algorithm.gamma",),
-        lambda c: c.algorithm.adv_estimator in GROUP_ESTIMATORS,
+        lambda c: c.algorithm.adv_estimator not in DISCOUNTING_ESTIMATORS,
         "algorithm.adv_estimator gives all tokens of a response one advantage",
     ),
     Idle(("algorithm.lam",), lambda c: c.algorithm.adv_estimator != "gae", "algorithm.adv_estimator is not gae"),
     Idle(
         ("algorithm.norm_adv_by_std_in_grpo",),
-        lambda c: c.algorithm.adv_estimator not in ("grpo", "grpo_passk"),
-        "algorithm.adv_estimator is not grpo or grpo_passk",
+        lambda c: c.algorithm.adv_estimator not in ("grpo", "grpo_passk", "gdpo", "gigpo"),
+        "algorithm.adv_estimator is not grpo, grpo_passk, gdpo or gigpo",
     ),
     *LOSS_IDLE,
     Idle(
@@ -363,7 +363,7 @@ def risky(config: PPOConfig) -> list[str]:
         budgets.append(("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu))
     lines = []
     estimator = config.algorithm.adv_estimator
-    if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
+    if estimator in (*GROUP_ESTIMATORS, "gdpo", "gigpo") and config.actor_rollout_ref.rollout.n == 1:
         lines.append(
             f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={estimator}: a group of one has nothing to compare with; "
             f"set {_ROLLOUT}.n to 2 or more"

@@ -1,6 +1,6 @@
 """The doctor's checks of everything between a score and an advantage: reward shaping, dynamic sampling."""
 
-from verl_like.config.enums import WHITENING_ESTIMATORS
+from verl_like.config.enums import STEP_ESTIMATORS, WHITENING_ESTIMATORS
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
 
@@ -9,7 +9,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 def impossible_rewards(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
-    return _normalisation(config) + _overlong(config) + _filter_groups(config)
+    return _normalisation(config) + _overlong(config) + _filter_groups(config) + _estimators(config)
 
 
 def _normalisation(config: PPOConfig) -> list[str]:
@@ -75,11 +75,61 @@ def _filter_groups(config: PPOConfig) -> list[str]:
     return problems
 
 
+def _estimators(config: PPOConfig) -> list[str]:
+    algorithm, problems = config.algorithm, []
+    estimator, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if estimator in STEP_ESTIMATORS and not config.actor_rollout_ref.rollout.multi_turn.enable:
+        problems.append(
+            f"algorithm.adv_estimator={estimator} needs the turns of multi-turn rollout, but {_ROLLOUT}.multi_turn."
+            "enable=False: responses have one turn; use grpo or reinforce"
+        )
+    if estimator == "gdpo" and not keys:
+        problems.append(
+            "algorithm.adv_estimator=gdpo with algorithm.gdpo_reward_keys=[]: name the rewards to compare, for "
+            "instance [score,acc]"
+        )
+    if weights and len(weights) != len(keys):
+        problems.append(
+            f"algorithm.gdpo_reward_weights={weights} with algorithm.gdpo_reward_keys={keys}: give one weight for each "
+            "key, or none"
+        )
+    if estimator == "gdpo" and algorithm.use_kl_in_reward and "score" not in keys:
+        problems.append(
+            f"algorithm.use_kl_in_reward=True with algorithm.gdpo_reward_keys={keys}: the penalty is part of score; "
+            "add score to the keys, or use actor_rollout_ref.actor.use_kl_loss=true"
+        )
+    return problems
+
+
+def _without_score(config: PPOConfig) -> bool:
+    return config.algorithm.adv_estimator == "gdpo" and "score" not in config.algorithm.gdpo_reward_keys
+
+
 def _no_norm(config: PPOConfig) -> bool:
     return config.algorithm.reward_norm.kind is None
 
 
 REWARD_IDLE: tuple[Idle, ...] = (
+    Idle(
+        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
+        lambda c: c.algorithm.adv_estimator != "gdpo",
+        "algorithm.adv_estimator is not gdpo",
+    ),
+    Idle(
+        (
+            *(f"algorithm.{name}" for name in ("reward_norm.", "reward_scaling.", "agent_reward_norm.", "reward_clip")),
+            *("algorithm.token_reward_clip", "algorithm.whiten_rewards"),
+            *("reward_model.length_reward.", "reward_model.overlong_buffer."),
+        ),
+        _without_score,
+        "algorithm.gdpo_reward_keys leaves out score, which it changes",
+    ),
+    Idle(
+        ("algorithm.step_reward_gamma",),
+        lambda c: c.algorithm.adv_estimator not in STEP_ESTIMATORS,
+        "algorithm.adv_estimator is not gigpo or step_reinforce",
+    ),
+    Idle(("algorithm.gigpo.",), lambda c: c.algorithm.adv_estimator != "gigpo", "algorithm.adv_estimator is not gigpo"),
     Idle(
         ("algorithm.reward_norm.shift", "algorithm.reward_norm.scale"),
         _no_norm,

@@ -29,6 +29,7 @@ SAMPLES: dict[str, Any] = {
     "algorithm.reward_norm.kind": "running",
     "algorithm.agent_reward_norm.clip": [-2.0, 2.0],
     "algorithm.filter_groups.range": [0.1, 0.9],
+    "algorithm.gdpo_reward_weights": [2.0],
     "actor_rollout_ref.rollout.mode": "async",
     "actor_rollout_ref.rollout.max_model_len": 4096,
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": "left",
