@@ -6,6 +6,7 @@ causes, they promise nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -49,8 +50,8 @@ def advise(seconds: Mapping[str, float], metrics: Mapping[str, float], settings:
 def empty_budget(seconds: Mapping[str, float], metrics: Mapping[str, float], settings: Settings) -> Cause | None:
     """Rows that do not pack well into the token budget: more, smaller micro-batches than needed."""
     fill, count = metrics.get("perf/micro_batch_fill"), metrics.get("perf/micro_batches", 0.0)
-    if settings.token_budget is None or fill is None or count <= 1 or fill >= 0.85:
-        return None
+    if settings.token_budget is None or fill is None or count <= math.ceil(count * fill):
+        return None  # no budget, or as few micro-batches as these tokens can have
     better = 1 << (2 * settings.token_budget - 1).bit_length()
     return Cause(
         seconds=0.5 * (1 - fill) * seconds.get("update_actor", 0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 
@@ -25,17 +26,24 @@ def build_requests(
     seed: int,
     step: int,
     seed_per_request: bool = True,
+    max_tokens: Sequence[int] | None = None,
 ) -> list[GenerationRequest]:
-    """n requests per prompt: all of prompt 0, then all of prompt 1, ... (B = prompts x n)."""
+    """n requests per prompt: all of prompt 0, then all of prompt 1, ... (B = prompts x n).
+
+    max_tokens: a limit of its own for each of the B requests, in place of the sampling's.
+    """
     groups = prompts.group_B.tolist()
+    limits = [sampling.max_tokens] * (len(groups) * n) if max_tokens is None else list(max_tokens)
+    if len(limits) != len(groups) * n:
+        raise ValueError(f"{len(limits)} limits (max_tokens) for {len(groups)} prompts x n={n}")
     return [
         GenerationRequest(
             request_id=f"{step}-{group}-{sample}",
             prompt_ids=prompt_ids,
-            sampling=sampling,
+            sampling=dataclasses.replace(sampling, max_tokens=limits[row * n + sample]),
             seed=request_seed(seed, step, group, sample) if seed_per_request else None,
         )
-        for group, prompt_ids in zip(groups, prompts.token_lists(), strict=True)
+        for row, (group, prompt_ids) in enumerate(zip(groups, prompts.token_lists(), strict=True))
         for sample in range(n)
     ]
 

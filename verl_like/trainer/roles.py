@@ -112,12 +112,22 @@ class PolicyGroup(RoleGroup):
         seed: int | None,
         step: int,
         on_response: ResponseReader | None = None,
+        max_tokens: Sequence[int] | None = None,
     ) -> Rollouts:
         """n responses to each prompt; a prompt's n requests stay on one replica, which then shares its prefix.
 
         `on_response` is called with every response as it ends, in whatever order, while others are still decoded.
+        max_tokens: a limit of its own for each response, in place of the sampling's.
         """
-        requests = build_requests(prompts, n, sampling, seed=seed or 0, step=step, seed_per_request=seed is not None)
+        requests = build_requests(
+            prompts,
+            n,
+            sampling,
+            seed=seed or 0,
+            step=step,
+            seed_per_request=seed is not None,
+            max_tokens=max_tokens,
+        )
         replicas, ranks_each = self.plan.rollout_replicas, self.plan.tensor_parallel_size
         shares = rows_per_rank(prompts.prompt_length_B.tolist(), replicas, balance=self.balance)
         by_replica = [[requests[p * n + i] for p in sorted(share) for i in range(n)] for share in shares]

@@ -51,6 +51,7 @@ def test_each_cause_has_its_sentence(changes, metrics, words):
     "changes, metrics",
     [
         ({}, {"perf/micro_batch_fill": 0.62, "perf/micro_batches": 1}),  # one micro-batch: nothing to merge
+        ({}, {"perf/micro_batch_fill": 0.84, "perf/micro_batches": 3}),  # 2.5 budgets of tokens need three
         ({"num_ranks": 1}, {"global_seqlen/mean": 100, "global_seqlen/balanced_max": 150}),
         ({"old_log_probs": "recompute", "optimizer_steps_per_rollout": 2}, {}),
         ({"gradient_checkpointing": True}, {"perf/memory_used_fraction": 0.9}),

@@ -1,0 +1,1 @@
+"""Benchmarks: the real trainer on fixed shapes, against floors and peers. They print, and assert nothing."""

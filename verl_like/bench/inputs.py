@@ -1,0 +1,97 @@
+"""Model, tokenizer, prompts and reward of a benchmark, made on the spot.
+
+Tokens are words, "t3" to "t<vocabulary - 1>": whatever a random model says decodes to text and encodes back to the same
+tokens. The reward is the share of a response's words with an even number, so that every group has a spread.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from verl_like.bench.shapes import ModelShape, Workload
+
+DATA_SOURCE = "bench/even_words"
+_SPECIAL = ["<pad>", "<eos>", "<unk>"]
+_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+REWARD = '''"""Share of words with an even number: t2 t3 t4 -> 2/3."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    numbers = [int(word[1:]) for word in solution_str.split() if word.startswith("t") and word[1:].isdigit()]
+    return sum(number % 2 == 0 for number in numbers) / max(len(numbers), 1)
+'''
+
+
+def write_inputs(folder: Path, shape: ModelShape, workload: Workload, *, num_steps: int, seed: int = 1) -> None:
+    """folder/{model,tokenizer,train.parquet,reward.py}: random weights, and enough prompts for `num_steps` steps.
+
+    The tokenizer has a folder of its own: beside a Qwen2 config transformers would split text by Qwen2's rules.
+    """
+    tokenizer = word_tokenizer(shape.vocab_size)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    write_model(folder / "model", shape, workload.prompt_length + workload.max_response, seed)
+    rows = prompt_rows(shape, workload, num_steps * workload.num_prompts, seed)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    (folder / "reward.py").write_text(REWARD)
+
+
+def write_model(folder: Path, shape: ModelShape, max_length: int, seed: int) -> None:
+    """A Hugging Face folder: config and random weights (float32, from `seed`)."""
+    config = Qwen2Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=max(max_length, 128),
+        tie_word_embeddings=shape.tied_embeddings,
+        bos_token_id=None,
+        eos_token_id=_SPECIAL.index("<eos>"),
+        pad_token_id=_SPECIAL.index("<pad>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.pad_token_id = config.pad_token_id
+    model.save_pretrained(folder)
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """One token a word; pad 0, end 1, unknown 2."""
+    words = [*_SPECIAL, *(f"t{i}" for i in range(len(_SPECIAL), vocab_size))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=_SPECIAL[0], eos_token=_SPECIAL[1], unk_token=_SPECIAL[2]
+    )
+    fast.chat_template = _TEMPLATE
+    return fast
+
+
+def prompt_rows(shape: ModelShape, workload: Workload, count: int, seed: int) -> list[dict[str, object]]:
+    """Random prompts of exactly `workload.prompt_length` tokens in verl's row schema."""
+    generator = random.Random(seed)
+    ids = range(len(_SPECIAL), shape.vocab_size)
+    rows = []
+    for index in range(count):
+        text = " ".join(f"t{i}" for i in generator.choices(ids, k=workload.prompt_length))
+        rows.append(
+            {
+                "data_source": DATA_SOURCE,
+                "prompt": [{"role": "user", "content": text}],
+                "ability": "bench",
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": index},
+            }
+        )
+    return rows

@@ -1,0 +1,18 @@
+"""Entry point of `verl-like`. Subcommands import what they need when they run, so that help is quick."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from verl_like.cli import bench
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and run the subcommand."""
+    parser = argparse.ArgumentParser(prog="verl-like", description="Tools around the trainer.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    bench.add_commands(commands.add_parser("bench", help="measure the trainer on fixed shapes"))
+    arguments = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], None] = arguments.run
+    run(arguments)
