@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -14,9 +13,10 @@ from verl_like.rewards.grading import Grading
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.protocol import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
+from verl_like.trainer.source import PlainSource
 
 
-class ForcedLengths:
+class ForcedLengths(PlainSource):
     """Each response has exactly the length that `lengths(step)` gives it: the end token does not end it."""
 
     def __init__(
@@ -28,8 +28,8 @@ class ForcedLengths:
         seed: int | None,
         lengths: Callable[[int], Sequence[int]],
     ) -> None:
-        self.loader, self.n, self.seed, self.lengths = loader, n, seed, lengths
-        self.sampling = dataclasses.replace(sampling, ignore_eos=True)
+        super().__init__(loader, dataclasses.replace(sampling, ignore_eos=True), n=n, seed=seed)
+        self.lengths = lengths
 
     def next_rollouts(self, policy: PolicyGroup, rewards: RewardManager, step: int) -> tuple[Rollouts, Grading]:
         prompts = self.loader.next()
@@ -44,12 +44,6 @@ class ForcedLengths:
             max_tokens=self.lengths(step),
         )
         return rollouts, grading
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
 
 
 class Replay(ForcedLengths):
