@@ -1,22 +1,23 @@
 """One attention function for packed tokens, registered with transformers' attention interface.
 
 The model call carries `segments`; queries, keys and values are [1, heads, T, head_dim] over all segments. On CUDA in
-half precision FlashAttention runs where it is installed, torch's own varlen attention otherwise; elsewhere SDPA runs
-segment by segment, neighbours of equal length in one call. No mask is ever built for the packed sequence.
+half precision FlashAttention (3 or 2) runs where it is installed, torch's own varlen attention otherwise; elsewhere,
+and for soft-capped scores without FlashAttention, sequences of similar length share a batched call
+(attention_groups.py). No mask is ever built for the packed sequence.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from verl_like.models.attention_groups import grouped_attention
 from verl_like.models.packing import Segments
 
 ATTENTION_NAME = "verl_like_packed"
@@ -40,18 +41,21 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    `sliding_window`: a token sees that many tokens, itself included. Raises ValueError for what is not built yet.
+    `sliding_window`: a token sees that many tokens, itself included. `softcap`: c of c * tanh(scores / c).
+    Raises ValueError for attention sinks.
     """
-    if softcap is not None or s_aux is not None:
+    if s_aux is not None:
         raise ValueError(
-            "attention with soft-capping or attention sinks is not available yet for packed sequences: "
+            "attention with sinks is not available for packed sequences: "
             "set actor_rollout_ref.model.use_remove_padding=False"
         )
     window = None if sliding_window is None or sliding_window >= segments.max_length else sliding_window
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        output = _varlen(query, key, value, segments, scaling, dropout, window)
-    else:
-        output = _segment_by_segment(query, key, value, segments, scaling, dropout, window)
+    half_on_gpu = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if half_on_gpu and (softcap is None or flash_attention_version() is not None):
+        return _varlen(query, key, value, segments, scaling, dropout, window, softcap)[None], None
+    output = grouped_attention(
+        query, key, value, segments, scaling=scaling, dropout=dropout, window=window, softcap=softcap
+    )
     return output[None], None
 
 
@@ -65,6 +69,14 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
+@functools.cache
+def flash_attention_version() -> int | None:
+    """3 on Hopper with flash_attn_interface, else 2 with flash_attn, else None."""
+    if importlib.util.find_spec("flash_attn_interface") is not None and torch.cuda.get_device_capability()[0] == 9:
+        return 3
+    return 2 if importlib.util.find_spec("flash_attn") is not None else None
+
+
 def _varlen(
     query: Tensor,
     key: Tensor,
@@ -73,24 +85,38 @@ def _varlen(
     scaling: float | None,
     dropout: float,
     window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, head_dim]
-    bounds, longest = segments.cu_seqlens, segments.max_length
-    left = -1 if window is None else window - 1
-    if importlib.util.find_spec("flash_attn") is not None:
-        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+    version, left = flash_attention_version(), -1 if window is None else window - 1
+    if version is None or (dropout and version == 3 and importlib.util.find_spec("flash_attn") is None):
+        if dropout:
+            raise ValueError("attention dropout on packed sequences needs flash-attn: install it, or set dropout to 0")
+        return _torch_varlen(q, k, v, segments, scaling, left)
+    options: dict[str, Any] = {
+        "cu_seqlens_q": segments.cu_seqlens,
+        "cu_seqlens_k": segments.cu_seqlens,
+        "max_seqlen_q": segments.max_length,
+        "max_seqlen_k": segments.max_length,
+        "softmax_scale": scaling,
+        "causal": True,
+        "window_size": (-1, -1) if window is None else (left, 0),
+        "softcap": softcap or 0.0,
+    }
+    if version == 3 and not dropout:
+        from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-        return flash_attn_varlen_func(
-            *(q, k, v, bounds, bounds, longest, longest),
-            dropout_p=dropout,
-            softmax_scale=scaling,
-            causal=True,
-            window_size=(left, 0) if window is not None else (-1, -1),
-        )
+        output = flash_attn_varlen_func(q, k, v, **options)
+        return output[0] if isinstance(output, tuple) else output  # earlier builds also return the logsumexp
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func(q, k, v, dropout_p=dropout, **options)
+
+
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, left: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout:
-        raise ValueError("attention dropout on packed sequences needs flash-attn: install it, or set dropout to 0")
+    bounds, longest = segments.cu_seqlens, segments.max_length
     options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -100,38 +126,3 @@ def _varlen(
     output = varlen_attn(*(q, k, v, bounds, bounds, longest, longest), **options)
     assert isinstance(output, Tensor)
     return output
-
-
-def _segment_by_segment(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
-    # one split for all groups: slicing would make the backward pass add up a full-size gradient per slice
-    groups = [(length, len(list(same))) for length, same in groupby(segments.lengths)]
-    pieces = (t[0].split([length * count for length, count in groups], dim=1) for t in (query, key, value))
-    outputs = []
-    for (length, count), *qkv in zip(groups, *pieces, strict=True):
-        q, k, v = (t.unflatten(1, (count, length)).transpose(0, 1) for t in qkv)
-        band = None if window is None or window >= length else _band(length, window, query.device)
-        attended = scaled_dot_product_attention(
-            *(q, k, v),
-            attn_mask=band,
-            dropout_p=dropout,
-            is_causal=band is None,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
-    return torch.cat(outputs)
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] bool: causal, and no further back than the window."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)

@@ -93,7 +93,7 @@ def _meta_hf(model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype:
         hf = AutoModelForCausalLM.from_config(
             hf_config,
             dtype=dtype,
-            attn_implementation=_implementation(model),
+            attn_implementation=_implementation(model, hf_config),
             trust_remote_code=model.trust_remote_code,
         )
         if kind == "value":
@@ -101,8 +101,13 @@ def _meta_hf(model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype:
     return hf
 
 
-def _implementation(model: ModelConfig) -> str:
-    return attention.ATTENTION_NAME if uses_packing(model) else "sdpa"
+def _implementation(model: ModelConfig, config: PretrainedConfig) -> str:
+    """Our packed attention, or transformers' own for padded rows; its SDPA leaves soft-capping out without a word."""
+    if uses_packing(model):
+        return attention.ATTENTION_NAME
+    text = config.get_text_config()
+    capped = "attn_logit_softcapping" in text and text.attn_logit_softcapping is not None
+    return "eager" if capped else "sdpa"
 
 
 def has_weights(path: str) -> bool:
@@ -153,7 +158,7 @@ def _load_weights(
     attention.register()
     transformers_logging.disable_progress_bar()  # one bar per rank and model would drown the run's own display
     path = os.path.expanduser(model.path)
-    implementation = _implementation(model)
+    implementation = _implementation(model, hf_config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if has_weights(path):

@@ -11,12 +11,15 @@ Letters: b rows, P prompt, R response, T packed tokens, S segments (= rows), N t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from verl_like.batch import Sequences
+
+if TYPE_CHECKING:
+    from verl_like.models.attention_groups import Groups
 
 
 class Segments:
@@ -27,6 +30,7 @@ class Segments:
         self.max_length = max(lengths)
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.cu_seqlens = bounds.to(device)  # int32 [S + 1]
+        self.groups: Groups | None = None  # layout for batched attention calls, where one is needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from verl_like.batch import Denominators, Experience, Metric, pad_rows
 from verl_like.config.batch_plan import MicroBatchRule
@@ -22,7 +30,14 @@ from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_dist
 
 VOCAB = 61
 ONE_BATCH = MicroBatchRule(max_tokens=10_000)
-_CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}
+_CONFIGS = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+}
 
 
 def model_folder(path: Path, architecture: str = "qwen2", **changes: Any) -> str:

@@ -1,4 +1,4 @@
-"""Packed = one sequence at a time = padded rows with full logits, in values and gradients, on several models."""
+"""Packed = one sequence at a time = transformers' padded eager forward with full logits, in values and gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,22 @@ from verl_like.models import loading, packing
 from verl_like.models.heads import TokenModel
 
 STORIES = Path(__file__).parents[4] / "shared" / "data" / "stories260k" / "hf"
+# alternating layers, tied embeddings that are scaled, another score scale than 1 / sqrt(head_dim)
+GEMMA = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 ARCHITECTURES = [
     ("qwen2", {}),
     ("qwen2", {"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2}),
     ("llama", {"tie_word_embeddings": True}),
     ("mistral", {"sliding_window": 5}),
+    ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    ("gemma2", {"sliding_window": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, **GEMMA}),
+    ("gemma3", {"sliding_window": 5, **GEMMA}),
 ]
 WANT = frozenset({"log_probs", "entropy", "sum_pi_squared"})
 
@@ -27,14 +38,17 @@ WANT = frozenset({"log_probs", "entropy", "sum_pi_squared"})
 def build(path: str, *, packed: bool, kind: str = "policy", vocab_size: int | None = tiny.VOCAB) -> TokenModel:
     config = ModelConfig(path=path, use_remove_padding=packed, use_fused_kernels=packed)
     hf_config = loading.load_hf_config(config)
-    return loading.build_token_model(
+    model = loading.build_token_model(
         config,
         hf_config,
-        kind=kind,
+        kind=kind,  # type: ignore[arg-type]
         dtype=torch.float32,
         vocab_size=vocab_size,
-        seed=5,  # type: ignore[arg-type]
+        seed=5,
     )
+    if not packed:
+        model.hf.set_attn_implementation("eager")
+    return model
 
 
 def run(model: TokenModel, rows: Experience, *, packed: bool, policy: bool = True) -> dict[str, Tensor]:
