@@ -190,7 +190,14 @@ def test_one_rank_and_two_make_the_same_run(tmp_path: Path, tiny_model: Path, ro
         ("grpo_passk", "policy_gradient"),
         ("gpg", "gpg"),
         ("reinforce", "dro"),
-        ("reinforce_plus_plus", "vanilla"),
+        ("reinforce_plus_plus", "clip_cov"),
+        ("grpo", "kl_cov"),
+        ("grpo", "dppo_tv"),
+        ("grpo", "dppo_kl"),
+        ("rloo", "luspo"),
+        ("grpo", "vespo"),
+        ("reinforce", "topr"),
+        ("grpo", "kimi"),
         ("reinforce_plus_plus_baseline", "vanilla"),
     ],
 )
@@ -204,3 +211,25 @@ def test_the_menu_trains(tmp_path: Path, tiny_model: Path, estimator: str, loss:
     records = run(tmp_path, tiny_model, **settings)
     assert len(records) == 2
     assert all(record["actor/grad_norm"] > 0 and record["actor/skipped_steps"] == 0 for record in records)
+
+
+def test_options_of_the_update_together(tmp_path: Path, tiny_model: Path) -> None:
+    """Everything the driver prepares and the objective adds, in one real run of two mini-batches a step."""
+    actor = "actor_rollout_ref.actor"
+    settings = {
+        f"{actor}.policy_loss.loss_mode": "kl_cov",
+        f"{actor}.ppo_mini_batch_size": 4,
+        f"{actor}.sft_loss_coef": 0.1,
+        f"{actor}.rl_loss_coef": 0.5,
+        f"{actor}.sample_weight.length": True,
+        f"{actor}.ratio_skip_threshold": 20.0,
+        f"{actor}.mask_truncated": True,
+        f"{actor}.use_kl_loss": True,
+        f"{actor}.use_unbiased_kl": True,
+        f"{actor}.optim.l2_coeff": 1e-4,
+        f"{actor}.optim.weight_decay": 0.0,
+        "trainer.total_training_steps": 2,
+    }
+    for record in run(tmp_path, tiny_model, **settings):
+        assert record["actor/selected_frac"] > 0 and record["actor/skip_ratio"] == 0
+        assert record["actor/sft_loss"] >= 0 and record["actor/kl_loss"] >= 0 and record["actor/grad_norm"] > 0

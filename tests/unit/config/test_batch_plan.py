@@ -10,12 +10,14 @@ from verl_like.config import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
+    PolicyLossConfig,
     PPOConfig,
     RefConfig,
     RolloutConfig,
     TrainerConfig,
 )
 from verl_like.config.batch_plan import BatchPlan, MicroBatchRule
+from verl_like.config.loss_knobs import SELECTING_LOSSES
 
 
 def config(*, batch=64, mini=16, n=8, actor=None, rollout=None, ref=None, critic=None, algorithm=None, trainer=None):
@@ -101,6 +103,15 @@ def test_detach_is_refused_where_it_would_be_wrong():
     built = config(mini=64, actor={"old_log_probs": "detach"}, algorithm={"use_kl_in_reward": True})
     with pytest.raises(ValueError, match=r"use_kl_in_reward=True needs them earlier"):
         BatchPlan.build(built, 1)
+
+
+@pytest.mark.parametrize("loss", SELECTING_LOSSES)
+def test_losses_that_select_tokens_need_old_log_probs_before_the_update(loss):
+    """One update per step would detach: the driver then has nothing to select by."""
+    policy_loss = PolicyLossConfig(loss_mode=loss)
+    assert BatchPlan.build(config(mini=64, actor={"policy_loss": policy_loss}), 1).old_log_probs == "recompute"
+    with pytest.raises(ValueError, match=rf"loss_mode={loss} selects tokens by them before the update"):
+        BatchPlan.build(config(mini=64, actor={"policy_loss": policy_loss, "old_log_probs": "detach"}), 1)
 
 
 @pytest.mark.parametrize(("loss", "reward", "needed"), [(0, 0, False), (1, 0, True), (0, 1, True)])

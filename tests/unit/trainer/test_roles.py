@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl_like.batch import Evaluated, Experience, Metric, PromptRow, Prompts
-from verl_like.config import PPOConfig
+from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.rollout.protocol import Completion, SamplingParams
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules, average_steps
@@ -162,6 +162,84 @@ def test_update_cuts_minibatches_before_it_balances() -> None:
         assert groups == expected
         tokens = sum(int(rows.response_mask_BR.sum()) for rows, _ in parts)
         assert {(d.num_tokens, d.num_sequences) for _, d in parts} == {(tokens, 6)}
+
+
+def minibatches_given(actor: ActorConfig, world_size: int, rows: Experience, step: int = 1) -> list[list[Any]]:
+    """Per optimizer step, what each rank was given: (rows, denominators)."""
+
+    def train(method: str, rank: int, minibatches: list[Any]) -> list[dict[str, Metric]]:
+        return [{"rows": Metric(value=len(part), reduction="sum")} for part, _ in minibatches]
+
+    group = FakeGroup(world_size, train)
+    rules = UpdateRules(prompts_per_mini_batch=2, epochs=2, shuffle=False, seed=1, max_response_length=3, actor=actor)
+    PolicyGroup(group, plan(world_size), balance=True, timeout_s=1).update("update_actor", rows, rules, step)
+    ((_, per_rank),) = group.given
+    return [list(parts) for parts in zip(*(rank[0] for rank in per_rank), strict=True)]
+
+
+def with_columns(rows: Experience) -> Experience:
+    generator = torch.Generator().manual_seed(0)
+    mask, count = rows.response_mask_BR, len(rows)
+    return rows.replace(
+        advantages_BR=torch.randn(mask.shape, generator=generator) * mask,
+        old_log_probs_BR=torch.randn(mask.shape, generator=generator) * mask,
+        truncated_B=torch.arange(count) % 5 == 1,
+        prompt_ids_BP=torch.arange(count, dtype=torch.int32)[:, None],  # tells the rows apart
+    )
+
+
+def by_row(parts: list[Any], column: str) -> dict[int, Any]:
+    """A column's entries of one mini-batch by row, whatever rank it went to."""
+    found: dict[int, Any] = {}
+    for rows, _ in parts:
+        for name, value in zip(rows.prompt_ids_BP[:, 0].tolist(), getattr(rows, column), strict=True):
+            found[name] = value.nonzero().flatten().tolist() if value.ndim else pytest.approx(value.item())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_choices_over_a_minibatch_do_not_depend_on_ranks(mode: str) -> None:
+    loss = PolicyLossConfig(loss_mode=mode, clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.3, kl_cov_ratio=0.3)
+    actor = ActorConfig(policy_loss=loss, mask_truncated=True, sample_weight=SampleWeightConfig(length=True))
+    rows = with_columns(experience(4, 3))
+    one, three = minibatches_given(actor, 1, rows), minibatches_given(actor, 3, rows)
+    assert len(one) == len(three) == 4
+    for alone, spread in zip(one, three, strict=True):
+        assert by_row(alone, "sample_weight_B") == by_row(spread, "sample_weight_B")
+        assert by_row(alone, "selected_BR") == by_row(spread, "selected_BR")
+        kept = by_row(alone, "sample_weight_B")
+        assert {d.num_sequences for _, d in spread} == {len(kept)} and not {1, 6, 11} & set(kept)
+        chosen = sum(int(part.selected_BR.sum()) for part, _ in spread)
+        assert chosen == max(int(0.3 * spread[0][1].num_tokens), 1)
+
+
+def test_clip_cov_draws_anew_for_each_step_and_epoch() -> None:
+    loss = PolicyLossConfig(loss_mode="clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.3)
+    rows = with_columns(experience(4, 6))
+    draws = [
+        str(by_row(parts, "selected_BR"))
+        for step in (1, 2)
+        for parts in minibatches_given(ActorConfig(policy_loss=loss), 1, rows, step)[::2]  # the same two prompts
+    ]
+    assert len(set(draws)) == 4
+    again = minibatches_given(ActorConfig(policy_loss=loss), 1, rows, 2)[::2]
+    assert [str(by_row(parts, "selected_BR")) for parts in again] == draws[2:]
+
+
+def test_an_empty_minibatch_is_left_out_and_counted() -> None:
+    rows = with_columns(experience(4, 2)).replace(truncated_B=torch.tensor([True] * 4 + [False] * 4))
+
+    def train(method: str, rank: int, minibatches: list[Any]) -> list[dict[str, Metric]]:
+        return [{"rows": Metric(value=len(part), reduction="sum")} for part, _ in minibatches]
+
+    rules = UpdateRules(
+        prompts_per_mini_batch=2, epochs=1, shuffle=False, seed=1, max_response_length=3,
+        actor=ActorConfig(mask_truncated=True),
+    )  # fmt: skip
+    policy = PolicyGroup(FakeGroup(2, train), plan(2), balance=True, timeout_s=1)
+    assert policy.update("update_actor", rows, rules, 1) == {"rows": 4.0, "empty_minibatches": 1.0}
+    all_cut = rows.replace(truncated_B=torch.ones(8, dtype=torch.bool))
+    assert policy.update("update_actor", all_cut, rules, 1) == {"empty_minibatches": 2.0}
 
 
 def test_metrics_over_optimizer_steps() -> None:

@@ -1,0 +1,77 @@
+"""Every legal combination of policy loss, aggregation, KL term and options, enumerated from the registries.
+
+Nothing is picked by hand: a name that is registered is in. `legal` asks the doctor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.algorithms.aggregate import AGGREGATIONS
+from verl_like.algorithms.kl import KL_ESTIMATORS
+from verl_like.algorithms.policy_losses import POLICY_LOSSES
+from verl_like.config import ActorConfig, KLKind, PolicyLossConfig, SampleWeightConfig, ToprConfig
+from verl_like.config.doctor_losses import impossible_losses
+from verl_like.config.enums import RatioLevel, RewardSource
+
+# Wide windows and shares, so that few tokens suffice for every branch to be taken.
+_SELECTION = {"clip_cov_lb": 0.0, "clip_cov_ub": 9.0, "clip_cov_ratio": 0.3, "kl_cov_ratio": 0.3}
+_TOPR = tuple(
+    ToprConfig(ratio_level=level, reward_source=source, negative_weight=0.7)
+    for level, source in itertools.product(RatioLevel, RewardSource)
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "entropy": {"entropy_coeff": 0.1},
+    "imitation": {"sft_loss_coef": 0.2},
+    "rl_coef": {"rl_loss_coef": 0.7},
+    "skip": {"ratio_skip_threshold": 1.2},
+    "weights": {"sample_weight": SampleWeightConfig(difficulty=True, length=True)},
+    "truncated": {"mask_truncated": True},
+    "no_dual_clip": {"clip_ratio_c": None},
+}
+
+
+@dataclass(frozen=True)
+class KLTerm:
+    """A KL term in the loss: its kind (None: no term), and whether the ratio multiplies it."""
+
+    kind: str | None
+    unbiased: bool = False
+
+
+LOSSES: tuple[tuple[str, ToprConfig], ...] = tuple(
+    (name, topr) for name in POLICY_LOSSES.names() for topr in (_TOPR if name == "topr" else _TOPR[:1])
+)
+KL_TERMS = (
+    KLTerm(None),
+    *(KLTerm(kind, unbiased) for kind in KL_ESTIMATORS.names() for unbiased in (False, True)),
+)
+SUBSETS: tuple[tuple[str, ...], ...] = tuple(
+    names for size in range(len(OPTIONS) + 1) for names in itertools.combinations(OPTIONS, size)
+)
+
+
+def actor_of(loss: tuple[str, ToprConfig], mode: str, kl: KLTerm, options: tuple[str, ...]) -> ActorConfig:
+    """The configuration of one combination."""
+    keys: dict[str, Any] = {"loss_agg_mode": mode, "clip_ratio_high": 0.28, "loss_scale_factor": 5.0}
+    if kl.kind is not None:
+        keys |= {"use_kl_loss": True, "kl_loss_coef": 0.3, "use_unbiased_kl": kl.unbiased}
+        keys["kl_loss_type"] = KLKind(kl.kind)
+    for name in options:
+        keys |= OPTIONS[name]
+    return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss[0], topr=loss[1], **_SELECTION), **keys)
+
+
+def legal(actor: ActorConfig) -> bool:
+    """Whether the doctor lets it pass."""
+    return not impossible_losses(actor)
+
+
+def covering(loss: tuple[str, ToprConfig]) -> Iterator[ActorConfig]:
+    """All legal (aggregation, KL term) of a loss, and all subsets of options, each at least once."""
+    terms = [t for t in itertools.product(AGGREGATIONS.names(), KL_TERMS) if legal(actor_of(loss, *t, ()))]
+    for i in range(max(len(terms), len(SUBSETS))):
+        yield actor_of(loss, *terms[i % len(terms)], SUBSETS[i % len(SUBSETS)])

@@ -1,0 +1,98 @@
+"""The menu of losses through the real engine, in each of several processes: comparable gradients for every cut."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.unit.algorithms.combinations import LOSSES, SUBSETS, covering
+from tests.unit.engine import scenarios
+from tests.unit.engine.tiny import build_engine, experience
+from verl_like.algorithms.minibatch import denominators_of
+from verl_like.algorithms.objectives import PolicyObjective
+from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
+from verl_like.batch import Denominators, Experience
+from verl_like.config import ActorConfig, OptimConfig
+from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.protocol import LossFn
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.fsdp import gather
+
+NUM_ROWS = 7
+STRIDE = 41  # step through a loss's combinations: neighbours differ in one option only
+L2 = 0.5
+WHOLE = MicroBatchRule(max_tokens=10_000)
+Job = tuple[ActorConfig, Experience, Denominators]
+
+
+def chosen_actors() -> list[ActorConfig]:
+    """For each loss one of its combinations, in turn, so that modes, KL terms and options change from loss to loss."""
+    actors = []
+    for i, loss in enumerate(LOSSES):
+        actors.append(next(itertools.islice(covering(loss), i * STRIDE % len(SUBSETS), None)))
+    return actors
+
+
+def jobs(engine: FSDPEngine) -> list[Job]:
+    """What the driver sends: prepared mini-batches whose old log-probs lie near those of the engine's weights."""
+    found = []
+    for seed, actor in enumerate(chosen_actors()):
+        g = torch.Generator().manual_seed(seed)
+        rows = experience(NUM_ROWS, seed=seed)
+        current = engine.forward(rows, want=frozenset({"log_probs"}), rule=WHOLE)["log_probs"]
+        near = [current + 0.25 * torch.randn(current.shape, generator=g) for _ in range(3)]
+        rows = rows.replace(
+            old_log_probs_BR=near[0],
+            ref_log_probs_BR=near[1],
+            rollout_log_probs_BR=near[2],
+            score_B=torch.randint(-1, 2, (NUM_ROWS,), generator=g).float(),
+            truncated_B=torch.arange(NUM_ROWS) == 2,
+            difficulty_B=torch.rand(NUM_ROWS, generator=g),
+        )
+        kept = prepare_minibatch(prepare_batch(rows, actor), actor, seed=(seed,))
+        found.append((actor, kept, denominators_of(kept, 64)))
+    return found
+
+
+def gradients(engine: FSDPEngine, rows: Experience, loss: LossFn, counts: Denominators, rule: MicroBatchRule) -> Any:
+    """Full gradient of one mini-batch, before clipping, as one vector, and the metrics; no weight changes."""
+    kept: list[Tensor] = []
+
+    def keep() -> dict[str, Any]:
+        for p in engine.model.parameters():
+            assert p.grad is not None
+            kept.append(gather(p.grad, engine.device, torch.float32).flatten().clone())
+        return {}
+
+    real, engine._step = engine._step, keep  # type: ignore[method-assign]
+    metrics = engine.train_minibatch(rows, loss, counts, rule=rule)
+    engine._step = real  # type: ignore[method-assign]
+    numbers = {name: (m.value, m.reduction) for name, m in metrics.items() if not name.startswith("perf/")}
+    return torch.cat(kept), numbers
+
+
+def run(engine: FSDPEngine, process: ProcessInfo, work: list[Job], rule: MicroBatchRule, share: str) -> list[Any]:
+    """Gradient and metrics of each job on this rank's share of its rows."""
+    return [
+        gradients(engine, scenarios.my_rows(process, rows, share), PolicyObjective(actor), counts, rule)
+        for actor, rows, counts in work
+    ]
+
+
+def norm_with_l2(process: ProcessInfo, path: str, job: Job) -> float:
+    """Reported gradient norm of a real step with coupled L2."""
+    actor, rows, counts = job
+    engine = build_engine(process, path, optim=OptimConfig(lr=1e-2, l2_coeff=L2))
+    part = scenarios.my_rows(process, rows, "even")
+    return engine.train_minibatch(part, PolicyObjective(actor), counts, rule=scenarios.RULE)["grad_norm"].value
+
+
+def on_rank(process: ProcessInfo, path: str, work_path: str) -> dict[str, Any]:
+    """Every job with its rows spread over the ranks, and with all rows on the first; the norm of one with L2."""
+    engine, work = build_engine(process, path), torch.load(work_path, weights_only=False)
+    answers: dict[str, Any] = {s: run(engine, process, work, scenarios.RULE, s) for s in ("even", "first")}
+    return answers | {"l2": norm_with_l2(process, path, work[0])}
