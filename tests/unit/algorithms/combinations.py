@@ -1,4 +1,4 @@
-"""Every legal combination of policy loss, aggregation, KL term and options, enumerated from the registries.
+"""Every legal combination of policy loss, aggregation, KL term, options and correction, enumerated from the registries.
 
 Nothing is picked by hand: a name that is registered is in. `legal` asks the doctor.
 """
@@ -12,8 +12,17 @@ from typing import Any
 
 from verl_like.algorithms.aggregate import AGGREGATIONS
 from verl_like.algorithms.kl import KL_ESTIMATORS
+from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
-from verl_like.config import ActorConfig, KLKind, PolicyLossConfig, SampleWeightConfig, ToprConfig
+from verl_like.config import (
+    ActorConfig,
+    KLKind,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
+    SampleWeightConfig,
+    ToprConfig,
+)
+from verl_like.config.correction import IS_LEVELS, RS_OPTIONS
 from verl_like.config.doctor_losses import impossible_losses
 from verl_like.config.enums import RatioLevel, RewardSource
 
@@ -32,6 +41,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "truncated": {"mask_truncated": True},
     "no_dual_clip": {"clip_ratio_c": None},
 }
+
+
+_BOUNDS = {"k1": "0.4_2.5", "k2": "0.5", "k3": "0.5", "diff": "-0.2_0.2"}
 
 
 @dataclass(frozen=True)
@@ -65,13 +77,40 @@ def actor_of(loss: tuple[str, ToprConfig], mode: str, kl: KLTerm, options: tuple
     return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss[0], topr=loss[1], **_SELECTION), **keys)
 
 
+# Weights and rejections that the engine computes for its micro-batch: one of each kind, then one of each level.
+CORRECTIONS = (
+    RolloutCorrectionConfig(),
+    *(RolloutCorrectionConfig(rollout_is=level) for level in IS_LEVELS),
+    *(
+        RolloutCorrectionConfig(
+            rollout_rs=option,
+            rollout_rs_threshold=_BOUNDS[option.rpartition("_")[2]],
+            rollout_is=IS_LEVELS[i % len(IS_LEVELS)],
+        )
+        for i, option in enumerate(RS_OPTIONS)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What one run might be configured to minimise."""
+
+    actor: ActorConfig
+    correction: RolloutCorrectionConfig
+
+    def objective(self) -> PolicyObjective:
+        return PolicyObjective(self.actor, self.correction)
+
+
 def legal(actor: ActorConfig) -> bool:
     """Whether the doctor lets it pass."""
     return not impossible_losses(actor)
 
 
-def covering(loss: tuple[str, ToprConfig]) -> Iterator[ActorConfig]:
-    """All legal (aggregation, KL term) of a loss, and all subsets of options, each at least once."""
+def covering(loss: tuple[str, ToprConfig]) -> Iterator[Combination]:
+    """All legal (aggregation, KL term) of a loss, all subsets of options, all corrections, each at least once."""
     terms = [t for t in itertools.product(AGGREGATIONS.names(), KL_TERMS) if legal(actor_of(loss, *t, ()))]
-    for i in range(max(len(terms), len(SUBSETS))):
-        yield actor_of(loss, *terms[i % len(terms)], SUBSETS[i % len(SUBSETS)])
+    for i in range(max(len(terms), len(SUBSETS), len(CORRECTIONS))):
+        actor = actor_of(loss, *terms[i % len(terms)], SUBSETS[i % len(SUBSETS)])
+        yield Combination(actor, CORRECTIONS[i % len(CORRECTIONS)])

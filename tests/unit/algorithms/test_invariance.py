@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.algorithms.builders import MAX_RESPONSE_LENGTH, experience, outputs_for
-from tests.unit.algorithms.combinations import KL_TERMS, LOSSES, SUBSETS, actor_of, covering, legal
+from tests.unit.algorithms.combinations import (
+    CORRECTIONS,
+    KL_TERMS,
+    LOSSES,
+    SUBSETS,
+    Combination,
+    actor_of,
+    covering,
+    legal,
+)
 from verl_like.algorithms.advantages import AdvantageInputs, compute_advantages
 from verl_like.algorithms.aggregate import AGGREGATIONS
 from verl_like.algorithms.experience import place_on_last_token
@@ -76,13 +85,13 @@ def prepared(rows: Experience, actor: ActorConfig) -> tuple[Experience, Tensor, 
     return kept, kept.response_ids_BR[:, 0].long(), denominators_of(kept, MAX_RESPONSE_LENGTH)
 
 
-def answer(rows: Experience, actor: ActorConfig, seed: int, cut: Cut | None) -> Answer:
+def answer(rows: Experience, combination: Combination, seed: int, cut: Cut | None) -> Answer:
     """The whole mini-batch at once (cut None), or its pieces added up."""
     outputs = {name: value for name, value in outputs_for(rows, seed + 1).items() if name != "values"}
-    kept, index, counts = prepared(rows, actor)
-    objective, parts = PolicyObjective(actor), list[dict[str, Metric]]()
+    kept, index, counts = prepared(rows, combination.actor)
+    objective, parts = combination.objective(), list[dict[str, Metric]]()
     total = torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
-    for piece in [torch.arange(len(kept))] if cut is None else pieces(len(kept), cut):
+    for piece in pieces(len(kept), cut):
         micro = kept.select(piece).trim()
         padding = 0 if cut is None else cut.padding
         width = micro.response_mask_BR.shape[1] + padding
@@ -98,7 +107,10 @@ def answer(rows: Experience, actor: ActorConfig, seed: int, cut: Cut | None) -> 
     return Answer(total.detach(), gradients, {name: metric.value for name, metric in merged.items()})
 
 
-def pieces(num_rows: int, cut: Cut) -> list[Tensor]:
+def pieces(num_rows: int, cut: Cut | None) -> list[Tensor]:
+    """Rows of each micro-batch; none where no row is left: such a mini-batch is never sent."""
+    if cut is None or num_rows == 0:
+        return [torch.arange(num_rows)][: min(num_rows, 1)]
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(cut.order))
     return list(order.split(cut.micro))
 
@@ -129,58 +141,61 @@ def assert_same(a: Answer, b: Answer) -> None:
     assert a.metrics == pytest.approx(b.metrics, rel=1e-5, abs=1e-5)
 
 
-def proves(actor: ActorConfig, seed: int, lengths: tuple[int, ...], cut: Cut, estimator: str = "grpo") -> None:
+def proves(combination: Combination, seed: int, lengths: tuple[int, ...], cut: Cut, estimator: str = "grpo") -> None:
     """One combination on one batch: another cut, and other names for the groups."""
     groups = torch.arange(len(lengths)) % 3
     renamed = torch.tensor([70, 5, 900])[groups]
-    whole = answer(batch(seed, lengths, groups, estimator), actor, seed, None)
-    assert_same(whole, answer(batch(seed, lengths, renamed, estimator), actor, seed, cut))
+    whole = answer(batch(seed, lengths, groups, estimator), combination, seed, None)
+    assert_same(whole, answer(batch(seed, lengths, renamed, estimator), combination, seed, cut))
 
 
 def test_nothing_registered_is_left_out() -> None:
     assert {name for name, _ in LOSSES} == set(POLICY_LOSSES.names()) == set(LOSS_MODES)
     for loss in LOSSES:
         seen = list(covering(loss))
-        assert {actor.loss_agg_mode for actor in seen} == set(AGGREGATIONS.names())
-        assert len(seen) >= len(SUBSETS), "not every subset of options comes up"
+        assert {one.actor.loss_agg_mode for one in seen} == set(AGGREGATIONS.names())
+        assert len(seen) >= max(len(SUBSETS), len(CORRECTIONS)), "not every subset of options comes up"
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss[0]}-{loss[1].ratio_level}-{loss[1].reward_source}")
 def test_every_combination(loss: Any) -> None:
-    """All (aggregation, KL term) of a loss and all subsets of options, each on a batch and a cut of its own."""
-    for i, actor in enumerate(covering(loss)):
+    """All aggregations, KL terms, subsets of options and corrections, each on a batch and a cut of its own."""
+    for i, combination in enumerate(covering(loss)):
         generator = torch.Generator().manual_seed(i)
         lengths = tuple(torch.randint(1, WIDTH + 1, (6,), generator=generator).tolist())
-        proves(actor, i, lengths, Cut(micro=1 + i % 4, padding=i % 3, order=i, poison=i % 2 == 0))
+        proves(combination, i, lengths, Cut(micro=1 + i % 4, padding=i % 3, order=i, poison=i % 2 == 0))
 
 
-COMBINATIONS = st.builds(
+ACTORS = st.builds(
     actor_of,
     st.sampled_from(LOSSES),
     st.sampled_from(AGGREGATIONS.names()),
     st.sampled_from(KL_TERMS),
     st.sampled_from(SUBSETS),
 ).filter(legal)
+COMBINATIONS = st.builds(Combination, ACTORS, st.sampled_from(CORRECTIONS))
 CUTS = st.builds(
     Cut, micro=st.integers(1, 9), padding=st.integers(0, 4), order=st.integers(0, 99), poison=st.booleans()
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
-    actor=COMBINATIONS,
+    combination=COMBINATIONS,
     cut=CUTS,
     lengths=st.lists(st.integers(1, WIDTH), min_size=1, max_size=9),
     seed=st.integers(0, 10_000),
     estimator=st.sampled_from(["grpo", "rloo", "reinforce_plus_plus_baseline"]),
 )
 def test_drawn_combinations_on_drawn_batches(
-    actor: ActorConfig, cut: Cut, lengths: list[int], seed: int, estimator: str
+    combination: Combination, cut: Cut, lengths: list[int], seed: int, estimator: str
 ) -> None:
-    proves(actor, seed, tuple(lengths), cut, estimator)
+    proves(combination, seed, tuple(lengths), cut, estimator)
 
 
 # ---- the proof can fail
+
+ONE_ROW_EACH = Cut(micro=1, padding=0, order=0, poison=False)
 
 
 class MeanOfMeans(PolicyObjective):
@@ -191,9 +206,11 @@ class MeanOfMeans(PolicyObjective):
 
 
 def test_a_local_denominator_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.algorithms.test_invariance.PolicyObjective", MeanOfMeans)
+    monkeypatch.setattr("tests.unit.algorithms.combinations.PolicyObjective", MeanOfMeans)
     with pytest.raises(AssertionError):
-        proves(ActorConfig(), 1, (3, 5, 2, 8), Cut(micro=1, padding=0, order=0, poison=False))
+        proves(
+            Combination(ActorConfig(), CORRECTIONS[0]), 1, (3, 5, 2, 8), Cut(micro=1, padding=0, order=0, poison=False)
+        )
 
 
 def test_a_weight_of_the_micro_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +221,6 @@ def test_a_weight_of_the_micro_batch_is_caught(monkeypatch: pytest.MonkeyPatch) 
     def per_micro_batch(outputs: Any, rows: Experience, counts: Denominators) -> Any:
         return inner(outputs, prepare_minibatch(rows, actor, (0,)), counts)
 
-    monkeypatch.setattr("tests.unit.algorithms.test_invariance.PolicyObjective", lambda _: per_micro_batch)
+    monkeypatch.setattr("tests.unit.algorithms.combinations.PolicyObjective", lambda *_: per_micro_batch)
     with pytest.raises(AssertionError):
-        proves(actor, 1, (3, 5, 2, 8), Cut(micro=1, padding=0, order=0, poison=False))
+        proves(Combination(actor, CORRECTIONS[0]), 1, (3, 5, 2, 8), ONE_ROW_EACH)

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.unit.algorithms.combinations import LOSSES, SUBSETS, covering
+from tests.unit.algorithms.combinations import LOSSES, SUBSETS, Combination, covering
 from tests.unit.engine import scenarios
 from tests.unit.engine.tiny import build_engine, experience
 from verl_like.algorithms.minibatch import denominators_of
-from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Denominators, Experience
-from verl_like.config import ActorConfig, OptimConfig
+from verl_like.config import OptimConfig
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.protocol import LossFn
@@ -26,21 +25,19 @@ NUM_ROWS = 7
 STRIDE = 41  # step through a loss's combinations: neighbours differ in one option only
 L2 = 0.5
 WHOLE = MicroBatchRule(max_tokens=10_000)
-Job = tuple[ActorConfig, Experience, Denominators]
+Job = tuple[Combination, Experience, Denominators]
 
 
-def chosen_actors() -> list[ActorConfig]:
+def chosen() -> list[Combination]:
     """For each loss one of its combinations, in turn, so that modes, KL terms and options change from loss to loss."""
-    actors = []
-    for i, loss in enumerate(LOSSES):
-        actors.append(next(itertools.islice(covering(loss), i * STRIDE % len(SUBSETS), None)))
-    return actors
+    return [next(itertools.islice(covering(loss), i * STRIDE % len(SUBSETS), None)) for i, loss in enumerate(LOSSES)]
 
 
 def jobs(engine: FSDPEngine) -> list[Job]:
     """What the driver sends: prepared mini-batches whose old log-probs lie near those of the engine's weights."""
     found = []
-    for seed, actor in enumerate(chosen_actors()):
+    for seed, combination in enumerate(chosen()):
+        actor = combination.actor
         g = torch.Generator().manual_seed(seed)
         rows = experience(NUM_ROWS, seed=seed)
         current = engine.forward(rows, want=frozenset({"log_probs"}), rule=WHOLE)["log_probs"]
@@ -54,7 +51,7 @@ def jobs(engine: FSDPEngine) -> list[Job]:
             difficulty_B=torch.rand(NUM_ROWS, generator=g),
         )
         kept = prepare_minibatch(prepare_batch(rows, actor), actor, seed=(seed,))
-        found.append((actor, kept, denominators_of(kept, 64)))
+        found.append((combination, kept, denominators_of(kept, 64)))
     return found
 
 
@@ -78,17 +75,17 @@ def gradients(engine: FSDPEngine, rows: Experience, loss: LossFn, counts: Denomi
 def run(engine: FSDPEngine, process: ProcessInfo, work: list[Job], rule: MicroBatchRule, share: str) -> list[Any]:
     """Gradient and metrics of each job on this rank's share of its rows."""
     return [
-        gradients(engine, scenarios.my_rows(process, rows, share), PolicyObjective(actor), counts, rule)
-        for actor, rows, counts in work
+        gradients(engine, scenarios.my_rows(process, rows, share), combination.objective(), counts, rule)
+        for combination, rows, counts in work
     ]
 
 
 def norm_with_l2(process: ProcessInfo, path: str, job: Job) -> float:
     """Reported gradient norm of a real step with coupled L2."""
-    actor, rows, counts = job
+    combination, rows, counts = job
     engine = build_engine(process, path, optim=OptimConfig(lr=1e-2, l2_coeff=L2))
     part = scenarios.my_rows(process, rows, "even")
-    return engine.train_minibatch(part, PolicyObjective(actor), counts, rule=scenarios.RULE)["grad_norm"].value
+    return engine.train_minibatch(part, combination.objective(), counts, rule=scenarios.RULE)["grad_norm"].value
 
 
 def on_rank(process: ProcessInfo, path: str, work_path: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from verl_like.batch import Metric, merge_metrics
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.parallel.fsdp import gather
 
-NAMES = [actor.policy_loss.loss_mode for actor in losses.chosen_actors()]
+NAMES = [combination.actor.policy_loss.loss_mode for combination in losses.chosen()]
 PLAIN = {"use_remove_padding": False, "use_fused_kernels": False}
 
 
@@ -92,9 +92,11 @@ def test_coupled_l2_is_added_before_the_norm(
 
 
 def test_every_loss_and_many_options_take_part() -> None:
-    actors = losses.chosen_actors()
+    actors = [combination.actor for combination in losses.chosen()]
+    corrections = [combination.correction for combination in losses.chosen()]
     assert {actor.policy_loss.loss_mode for actor in actors} == {name for name, _ in losses.LOSSES}
     assert len({actor.loss_agg_mode for actor in actors}) >= 4
     assert len({(actor.use_kl_loss, actor.kl_loss_type) for actor in actors}) >= 6
+    assert len({(correction.rollout_is, correction.rollout_rs) for correction in corrections}) >= 6
     for name in ("mask_truncated", "use_unbiased_kl"):
         assert {getattr(actor, name) for actor in actors} == {True, False}
