@@ -8,19 +8,18 @@ of it is ever executed.
 from __future__ import annotations
 
 import ast
-import re
 from fractions import Fraction
 from typing import Any
 
+from verl_like.rewards.think_answer import extract_answer
+
 MAX_EQUATION_CHARS = 200  # bounds the depth of the syntax tree too
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _OPERATOR_SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})  # times, divided by, minus
 
 
 def extract_equation(solution_str: str) -> str | None:
     """The text of the last <answer> ... </answer>, or None."""
-    found = _ANSWER.findall(solution_str)
-    return found[-1].strip() if found else None
+    return extract_answer(solution_str)
 
 
 def compute_score(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from verl_like.rewards import math_boxed
-
-_FORMAT = re.compile(r"<think>.*?</think>.*?\\boxed\{", re.DOTALL)
 
 
 def compute_score(
@@ -20,6 +17,12 @@ def compute_score(
 ) -> dict[str, Any]:
     """(1 - format_weight) x right + format_weight x well-formed."""
     graded = math_boxed.compute_score(data_source, solution_str, ground_truth, extra_info)
-    formatted = graded["format"] > 0 and _FORMAT.match(solution_str.strip()) is not None
+    formatted = graded["format"] > 0 and _thinks_first(solution_str.strip())
     score = (1 - format_weight) * graded["acc"] + format_weight * formatted
     return {"score": score, "acc": graded["acc"], "format": float(formatted), "pred": graded["pred"]}
+
+
+def _thinks_first(text: str) -> bool:
+    """<think> ... </think> ... \\boxed{"""
+    end = text.find("</think>")
+    return text.startswith("<think>") and end > 0 and text.find("\\boxed{", end) > 0

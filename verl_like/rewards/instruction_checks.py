@@ -1,5 +1,7 @@
 """The checks behind the `instruction` grader: does a response obey a format instruction?
 
+All take time linear in the length of the response: no pattern may look twice at a long run of the same characters.
+
 Names, arguments and meanings are those of IFEval (J. Zhou et al., arXiv 2311.07911) and its `instruction_id_list`.
 Departures: sentences are counted by their full stops instead of with nltk, keywords are text, not regular expressions,
 and `language:response_language` is not there, for it needs a language detector.
@@ -16,7 +18,7 @@ from typing import Any
 Check = Callable[..., bool]
 
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_SENTENCE_END = re.compile(r"[.!?]+[\"')\]*]*(?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]*]*+(?=\s|$)")
 
 
 def _related(count: int, number: int, relation: str | None) -> bool:
@@ -88,7 +90,7 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
 
 
 def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
-    return len(re.findall(r"^\s*(?:\*(?!\*)|-(?!-))\s*\S", text, re.MULTILINE)) == num_bullets
+    return len(re.findall(r"^[ \t]*(?:\*(?!\*)|-(?!-))[ \t]*\S", text, re.MULTILINE)) == num_bullets
 
 
 def constrained_response(text: str) -> bool:
@@ -96,7 +98,7 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
-    return len(re.findall(r"\*\*[^\n*]*[^\s*][^\n*]*\*\*|\*[^\n*]*[^\s*][^\n*]*\*", text)) >= num_highlights
+    return sum(bool(part.strip()) for part in re.findall(r"\*{1,2}([^\n*]+)\*{1,2}", text)) >= num_highlights
 
 
 def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
@@ -104,16 +106,16 @@ def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> 
 
 
 def json_format(text: str) -> bool:
-    body = re.sub(r"^```(?:json|JSON)?\s*|\s*```$", "", text.strip())
+    body = text.strip().removesuffix("```").removeprefix("```").removeprefix("json").removeprefix("JSON")
     try:
-        json.loads(body)
+        json.loads(body.strip())
     except (ValueError, RecursionError):
         return False
     return True
 
 
 def title(text: str) -> bool:
-    return re.search(r"<<[^\n<>]*[^\s<>][^\n<>]*>>", text) is not None
+    return any(part.strip() for part in re.findall(r"<<([^\n<>]+)>>", text))
 
 
 def two_responses(text: str) -> bool:

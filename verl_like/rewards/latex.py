@@ -121,6 +121,9 @@ _SPELLINGS = [
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+        (r"\\pmod\s*(\d+)", r"\\pmod{\1}"),
+        (r"\.(\d*)\\(?:overline|bar)\s*\{?\s*(\d+)\s*\}?", r".\1\\overline{\2}"),
         (r"\\(?:text|textrm|mathrm|rm)\s*\{\s*(i|e|and|or)\s*\}", r" \1 "),
         (r"(?<=[\d)\]}])\s*,?\s*\b(?:and|or)\b\s*(?=[-\\\d(\[{a-z])", ","),
     ]

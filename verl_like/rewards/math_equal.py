@@ -25,6 +25,7 @@ _ROUNDING_DECIMALS = 6  # a decimal with so many places stands for the number it
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.])([1-9]\d{0,2}(?: \d{3})+)(?!\d)")
+_PERIODIC = re.compile(r"(-?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 _MIXED = re.compile(r"^(-?\d+) (\d+)/(\d+)$")
 _BASED = re.compile(r"^(-?[0-9A-Z]+)_\{(\d+)\}$")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
@@ -116,16 +117,16 @@ def _compare_text(truth: str, answer: str) -> bool | None:
 
 
 def _compare_values(truth: Quantity, answer: Quantity) -> Verdict:
-    if not compatible(truth.unit, answer.unit):
+    if not compatible(truth, answer):
         return Verdict(False, "value")
     texts = squeeze(plain_text(truth.value)), squeeze(plain_text(answer.value))
-    if texts[0] == texts[1]:
+    if texts[0] == texts[1] and truth.percent == answer.percent:
         return Verdict(bool(texts[0]), "text")
     left, right = _tree(texts[0]), _tree(texts[1])
     if left is None or right is None:
         return Verdict(symbolic.equal(truth.value, answer.value), "math-verify")
     same = _same_value(left, right, texts)
-    if not same and truth.percent != answer.percent:  # 50% is 0.5, and where the question asks for percent, 50
+    if truth.percent != answer.percent and not (same and _may_mean_percent(truth, left)):
         hundredth = ("num", Fraction(1, 100))
         left = ("mul", left, hundredth) if truth.percent else left
         right = ("mul", right, hundredth) if answer.percent else right
@@ -135,9 +136,19 @@ def _compare_values(truth: Quantity, answer: Quantity) -> Verdict:
     return Verdict(same, "value")
 
 
+def _may_mean_percent(truth: Quantity, tree: expression.Node) -> bool:
+    """Whether a percent sign may be left out or added: always if the reference has one; 50 may be 50%, 0.5 not 0.5%."""
+    value = expression_value.real_value(tree)
+    return truth.percent or value is None or abs(value) > 1
+
+
 def _tree(text: str) -> expression.Node | None:
     if len(text) <= 60 and _NUMBER.fullmatch(text):
         return ("num", Fraction(text))
+    if len(text) <= 60 and (match := _PERIODIC.fullmatch(text)):
+        sign, whole, head, period = match.groups()
+        value = Fraction(f"{whole or 0}.{head or 0}") + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(head))
+        return ("num", -value if sign else value)
     return expression.parse(text)
 
 

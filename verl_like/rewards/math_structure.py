@@ -106,7 +106,8 @@ def compare_relations(truth: str, answer: str, same: Same) -> bool | None:
     """Assignments (`x = 5` is 5), memberships, equations, inequalities (as intervals)."""
     left, right = _as_set(truth), _as_set(answer)
     if (left, right) != (truth, answer):
-        return same(left, right)
+        unsolved = any(_RELATION.search(side) for side in (left, right))  # 2x + 1 < 5
+        return symbolic.equal(truth, answer) if unsolved else same(left, right)
     if "=" not in truth + answer or any((parts_of(side) or Parts("", [])).kind == "list" for side in (truth, answer)):
         return None  # x=1, y=2 is compared part by part
     named = _ASSIGNMENT.match(truth), _ASSIGNMENT.match(answer)

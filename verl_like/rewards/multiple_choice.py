@@ -23,7 +23,7 @@ def extract_letter(solution_str: str, *, choices: str = "ABCDEFGHIJ", strict: bo
     that is nothing but a letter; then, unless `strict`, the last letter in round brackets."""
     for framed in (last_boxed(solution_str), extract_answer(solution_str)):
         if framed is not None:
-            return _first(_ONLY.findall(plain_text(framed).strip()), choices)
+            return _first(_ONLY.findall(plain_text(framed[:TAIL_CHARS]).strip()), choices)
     tail = solution_str[-TAIL_CHARS:].strip()
     said = _last(_SAYS.findall(tail), choices)
     if said is not None:

@@ -17,7 +17,7 @@ from verl_like.rewards.think_answer import extract_answer
 MAX_PRED_CHARS = 300
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ANSWER_LINE = re.compile(r"(?i)answer\s*(?:is)?\s*:\s*([^\n]+)")
+_ANSWER_LINE = re.compile(r"(?i)answer(?: is)? ?: *([^\n]+)")
 _FROM = ("auto", "tags", "boxed", "line", "whole")
 _METRICS = ("exact", "f1", "contains")
 

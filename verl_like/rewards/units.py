@@ -51,6 +51,7 @@ _BARE_UNIT = re.compile(
     rf"^(?P<value>.*[\d)}}\]]) ?(?P<words>[A-Za-z]{{1,12}}(?:[ /][A-Za-z]{{1,12}}){{0,3}}){_POWER}$",
     re.DOTALL,
 )
+_COUNTED = re.compile(r"^(?P<value>-?[\d.,/]*\d) (?!or |and |pi\b)[a-z]{3,20}(?: [a-z]{2,20}){0,3}$")  # 5 red apples
 _DEGREE = re.compile(r"^(?P<value>.*?)\s*\^\s*\{?\s*\\circ\s*\}?\s*(?P<scale>[CF]?)$", re.DOTALL)
 _PERCENT = re.compile(
     r"^(?P<value>.*?)\s*(?:\\?%|(?:\\text\s*\{)?\s*\b(?:percent|per cent|percentage)\b\s*\}?)$", re.DOTALL
@@ -84,13 +85,15 @@ def split_unit(text: str, *, one_letter: bool = False) -> Quantity:
             name = _name(words, match[3])
             if name:
                 return Quantity(match["value"].strip(), name)
+    if match := _COUNTED.match(text):
+        return Quantity(match["value"], "other")
     return Quantity(text)
 
 
-def compatible(truth: str, answer: str) -> bool:
+def compatible(truth: Quantity, answer: Quantity) -> bool:
     """Whether two units do not contradict each other: one is missing or unknown, or they are the same."""
-    silent = ("", "other", "unit", "unit2", "unit3")
-    return truth == answer or truth in silent or answer in silent
+    units = ["percent" if side.percent else side.unit for side in (truth, answer)]
+    return units[0] == units[1] or any(unit in ("", "other", "unit", "unit2", "unit3") for unit in units)
 
 
 def _name(words: str, power: str | None) -> str:
