@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tests.unit.data.factory import CharTokenizer as PromptTokenizer
 from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
-from verl_like.data.reading import reward_styles
+from verl_like.data.dataset import PromptDataset
 from verl_like.rewards import graders
 from verl_like.rewards.manager import RewardManager
 
@@ -89,9 +91,14 @@ def test_the_style_of_a_row_names_its_grader() -> None:
         assert manager.score(rollouts, step=1).score_B.tolist() == [1.0]
 
 
-def test_a_table_says_which_sources_and_styles_it_has() -> None:
-    truths = [{"style": style, "ground_truth": "1"} for style in ("rule", "boxed", "rule", None)]
-    table = pa.table({"data_source": ["a", "a", "a", "b"], "reward_model": truths})
-    assert reward_styles(table, "data_source") == {("a", "rule"), ("a", "boxed"), ("b", "")}
-    assert reward_styles(table.select(["data_source"]), "data_source") == {("a", ""), ("b", "")}
-    assert reward_styles(table, "source") == {("unknown", "rule"), ("unknown", "boxed"), ("unknown", "")}
+def test_a_data_set_says_which_sources_and_styles_it_has(tmp_path: Path) -> None:
+    rows = {
+        "data_source": ["a", "a", "a", "b"],
+        "prompt": ["hi"] * 4,
+        "reward_model": [{"style": style, "ground_truth": "1"} for style in ("rule", "boxed", "rule", None)],
+    }
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    keys = DataConfig(filter_overlong_prompts=False)
+    dataset = PromptDataset(keys, str(tmp_path / "rows.parquet"), PromptTokenizer(), split="train")
+    assert dataset.reward_styles() == [("a", "boxed"), ("a", "rule"), ("b", "")]
+    assert dataset.row(1).style == "boxed"
