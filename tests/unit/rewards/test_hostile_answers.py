@@ -47,7 +47,7 @@ TRUTHS: dict[str, Any] = {
 }
 MATHS = [r"\frac{1}{2}", "x^2+1", r"(1,2]\cup(3,4)", r"\{1,2\}", "x=5", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"]
 # graders that run other programs have their own tests of hostile input
-NAMES = [name for name in GRADERS if not name.startswith("code")]
+NAMES = [name for name, entry in GRADERS.items() if not entry.runs_programs]
 FRAGMENTS = re.split(
     " ",
     r"\frac \sqrt \sin \cos \log_ \ln \pi \infty \cup \cap \pm \{ \} \\ \le \text{ \boxed{ \left( \right) \binom{9}{3} "
