@@ -24,6 +24,7 @@ from verl_like.data.reading import (
     read_files,
     style_of,
     to_messages,
+    tools_of,
 )
 from verl_like.data.templates import find_system_prompt, find_template
 
@@ -110,7 +111,7 @@ class PromptDataset:
         row = file.rows.row(offset)
         media = handles(file.path, self._media[number], offset)
         messages = self._with_media(self.messages(row, place), media, place)
-        tools = None if self.data.tools_key is None else row.get(self.data.tools_key)
+        tools = None if self.data.tools_key is None else tools_of(row, self.data.tools_key, place)
         return PromptRow(
             index=position,
             data_source=source_of(row, self.data),

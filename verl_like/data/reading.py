@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -197,4 +198,16 @@ def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any
         return {}
     if not isinstance(value, dict):
         raise ValueError(f"{place}: column {column!r} must hold a dictionary, not {str(value)[:200]!r}")
+    return value
+
+
+def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]] | None:
+    """Tool schemas: a list, or JSON text of one (schemas differ from row to row, which a table's column cannot)."""
+    value = row.get(column)
+    try:
+        value = json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: column {column!r} is text but no JSON: {error}") from error
+    if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        raise ValueError(f"{place}: column {column!r} must hold a list of tool schemas, not {str(value)[:200]!r}")
     return value

@@ -83,7 +83,10 @@ def test_broken_lines(tmp_path: Path, line: str) -> None:
         gsm8k.convert_split(tmp_path / "train.jsonl", tmp_path, "train")
 
 
-@pytest.mark.parametrize("module", ["gsm8k", "countdown", "arithmetic"])
+SCRIPTS = sorted(path.stem for path in Path(schema.__file__).parent.glob("[a-z]*.py") if path.stem != "schema")
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
 def test_help_needs_no_torch(module: str) -> None:
     code = (
         f"import sys; from verl_like.data.preprocess import {module} as m\n"

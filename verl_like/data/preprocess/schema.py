@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.progress import track
+
+from verl_like.data.rows import READERS, file_format, iterate, read_rows
 
 
 def make_row(
@@ -40,7 +43,9 @@ def parser(description: str, *, local_source: str | None = None) -> argparse.Arg
     arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     if local_source is not None:
         arguments.add_argument("--local_dataset_path", type=Path, help=local_source)
-    arguments.add_argument("--local_save_dir", type=Path, required=True, help="folder for the parquet files")
+    arguments.add_argument(
+        "--local_save_dir", "--local_dir", type=Path, required=True, help="folder for the parquet files"
+    )
     return arguments
 
 
@@ -54,6 +59,61 @@ def read_jsonl(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
     if not records:
         raise ValueError(f"{path} is empty")
     return records
+
+
+def read_records(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """All rows of a file in any format of `data.rows`. ValueError if it is empty or a column is missing."""
+    rows = read_rows(require_file(path))
+    missing = [name for name in required if name not in rows.columns]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)} (it has: {', '.join(rows.columns)})")
+    if not len(rows):
+        raise ValueError(f"{path} is empty")
+    return list(iterate(rows))
+
+
+def required_source(options: Any, where: str) -> Path:
+    """--local_dataset_path. ValueError that says where to download it from."""
+    if options.local_dataset_path is None:
+        raise ValueError(f"--local_dataset_path is missing: download {where}, and name it")
+    return options.local_dataset_path.expanduser()
+
+
+def find_splits(source: Path, splits: Sequence[str] = ("train", "test")) -> dict[str, Path]:
+    """Split -> file: a single file is the first split; in a folder the files whose names begin with a split's name."""
+    if not source.is_dir():
+        return {splits[0]: require_file(source)}
+    found: dict[str, Path] = {}
+    for split in splits:
+        files = sorted(
+            path for path in source.iterdir() if path.name.startswith(split) and file_format(path) in READERS
+        )
+        if len(files) > 1:
+            raise ValueError(f"{source} has several {split} files ({', '.join(f.name for f in files)}); name one file")
+        if files:
+            found[split] = files[0]
+    if not found:
+        listing = ", ".join(sorted(path.name for path in source.iterdir())[:10]) or "nothing"
+        raise ValueError(f"{source} has no file that begins with {' or '.join(splits)} (it holds: {listing})")
+    return found
+
+
+def hold_out(records: Sequence[Any], num_test: int, seed: int) -> dict[str, list[Any]]:
+    """{"train", "test"}: `num_test` random records and the others, both in their old order."""
+    if not 0 <= num_test < len(records):
+        raise ValueError(f"--num_test {num_test} leaves nothing of the {len(records)} records")
+    chosen = set(random.Random(seed).sample(range(len(records)), num_test))
+    parts = {"train": [r for i, r in enumerate(records) if i not in chosen]}
+    return parts | ({"test": [records[i] for i in sorted(chosen)]} if num_test else {})
+
+
+def write_splits(
+    parts: Mapping[str, Sequence[Any]], to_row: Callable[[Any, int, str], dict[str, Any]], folder: Path, *, title: str
+) -> None:
+    """Convert each split's records with `to_row(record, index, split)` into `folder`/<split>.parquet."""
+    for number, (split, records) in enumerate(parts.items()):
+        rows = convert(records, lambda record, index, s=split: to_row(record, index, s), title=f"{title} {split}")
+        write_rows(rows, folder / f"{split}.parquet", show_sample=number == 0)
 
 
 def _parse(line: str, place: str, required: Sequence[str]) -> dict[str, Any]:
@@ -94,10 +154,22 @@ def write_rows(rows: list[dict[str, Any]], path: Path, *, show_sample: bool = Tr
         raise ValueError(f"{path}: there are no rows to write")
     path = path.expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    try:
+        table = pa.table({name: [row.get(name) for row in rows] for name in columns})
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ValueError(
+            f"{path}: a column holds values of different types ({error}); write them as JSON text"
+        ) from error
+    pq.write_table(table, path)
     print(f"{path}: {len(rows):,} rows")
     if show_sample:
-        print("first row:", json.dumps(rows[0], indent=2, ensure_ascii=False), sep="\n")
+        print("first row:", _shortened(json.dumps(rows[0], indent=2, ensure_ascii=False)), sep="\n")
+
+
+def _shortened(text: str, limit: int = 4000) -> str:
+    """Rows with megabytes of test cases do not fill the screen."""
+    return text if len(text) <= limit else f"{text[:limit]}\n... ({len(text):,} characters)"
 
 
 def run(main: Callable[[list[str] | None], None]) -> None:
