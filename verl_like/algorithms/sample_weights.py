@@ -36,9 +36,9 @@ def difficulties(rollouts: Rollouts, options: SampleWeightConfig) -> Tensor | No
 def sample_weights(rows: Experience, options: SampleWeightConfig) -> Tensor | None:
     """Weight of each row, float32 [B] of mean 1, or None when both kinds are off.
 
-    difficulty: 0.5 + 1.5 * clip(difficulty, 0, 1). length: 1.5 - (T - T_min) / (T_max - T_min + 1e-8), T sampled
-    tokens. Both together multiply. Then w *= B / sum(w) over the given rows. Source: ROLL (actor worker), which does it
-    per micro-batch.
+    difficulty: 0.5 + 1.5 * clip(difficulty, 0, 1). length: 1.5 - (T - T_min) / (T_max - T_min + 1e-8), T the response's
+    length, whatever a correction rejected of it. Both together multiply. Then w *= B / sum(w) over the given rows.
+    Source: ROLL (actor worker), which does it per micro-batch.
     """
     if not (options.difficulty or options.length) or not len(rows):
         return None
@@ -48,7 +48,7 @@ def sample_weights(rows: Experience, options: SampleWeightConfig) -> Tensor | No
             raise ValueError("sample_weight.difficulty=True needs difficulties, but the batch has none")
         weight_B = weight_B * (0.5 + 1.5 * rows.difficulty_B.clamp(0.0, 1.0))
     if options.length:
-        length_B = rows.response_mask_BR.sum(dim=1).float()
+        length_B = rows.response_length_B.float()
         spread = length_B.max() - length_B.min() + LENGTH_EPS
         weight_B = weight_B * (1.5 - (length_B - length_B.min()) / spread)
     return weight_B * len(rows) / weight_B.sum()

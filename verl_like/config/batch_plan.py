@@ -268,6 +268,15 @@ def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConf
     return correction.bypass_mode or actor.old_log_probs == OldLogProbs.rollout
 
 
+def takes_own_log_probs(config: PPOConfig) -> bool:
+    """Whether the update's first forward pass gives the old log-probs: every probability ratio is 1 then."""
+    actor = config.actor_rollout_ref.actor
+    if uses_sampler_log_probs(actor, config.algorithm.rollout_correction) or _driver_needs(config):
+        return False
+    one_update = actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1
+    return actor.old_log_probs == OldLogProbs.detach or (actor.old_log_probs == OldLogProbs.auto and one_update)
+
+
 def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
     """Resolve auto; refuse what would be wrong."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction

@@ -1,10 +1,10 @@
 """The doctor's checks of the policy's update: which loss reads which knob, and terms that cannot work together."""
 
 from verl_like.config.actor import ActorConfig
-from verl_like.config.batch_plan import needs_critic
+from verl_like.config.batch_plan import needs_critic, takes_own_log_probs
 from verl_like.config.doctor_correction import is_reinforce
 from verl_like.config.idle import Idle
-from verl_like.config.loss_knobs import FIXED_AGGREGATION, READ_BY, UNBIASED_KL_KINDS
+from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, UNBIASED_KL_KINDS
 from verl_like.config.ppo import PPOConfig
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -52,12 +52,22 @@ def _read_by(key: str, losses: tuple[str, ...]) -> Idle:
     return Idle((f"{_ACTOR}.{key}",), lambda c: _loss(c) not in losses, why)
 
 
+def _at_ratio_one(key: str) -> Idle:
+    """A knob that acts on ratios other than 1, in a run that has none."""
+    why = (
+        "with one update per rollout batch the old log-probs are the update's own: all ratios are 1 "
+        f"(smaller {_ACTOR}.ppo_mini_batch_size, more ppo_epochs, or old_log_probs=recompute change that)"
+    )
+    return Idle((f"{_ACTOR}.{key}",), lambda c: takes_own_log_probs(c) and _loss(c) in READ_BY[key], why)
+
+
 def _has_side_terms(actor: ActorConfig) -> bool:
     return actor.entropy_coeff != 0 or actor.use_kl_loss or actor.sft_loss_coef != 0
 
 
 LOSS_IDLE: tuple[Idle, ...] = (
     *(_read_by(key, losses) for key, losses in READ_BY.items()),
+    *(_at_ratio_one(key) for key in IDLE_AT_RATIO_ONE),
     Idle(
         (f"{_ACTOR}.clip_ratio",),
         lambda c: (

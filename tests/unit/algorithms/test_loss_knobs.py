@@ -18,7 +18,7 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Experience
 from verl_like.config import ActorConfig, KLKind, PolicyLossConfig, SampleWeightConfig, ToprConfig
-from verl_like.config.loss_knobs import FIXED_AGGREGATION, READ_BY
+from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, SELECTING_LOSSES
 
 LOSSES = POLICY_LOSSES.names()
 # Values far enough from the defaults to show in a random batch.
@@ -90,6 +90,17 @@ def test_which_loss_reads_which_knob(key: str) -> None:
         if (plain["loss"], plain["gradient"]) != (changed["loss"], changed["gradient"]):
             readers.add(name)
     assert readers == set(READ_BY[key])
+
+
+@pytest.mark.parametrize("key", IDLE_AT_RATIO_ONE)
+def test_which_knobs_need_ratios_other_than_one(key: str) -> None:
+    """Where the update takes its own log-probs as the old ones, these change no gradient, as the doctor says."""
+    rows = experience(6, lengths=(8, 5, 7, 3, 6, 8, 2, 4)).replace(old_log_probs_BR=None)
+    for name in set(READ_BY[key]) - set(SELECTING_LOSSES):
+        plain, changed = (
+            numbers(with_key(k, other_value(key), policy_loss={"loss_mode": name}), rows) for k in (None, key)
+        )
+        assert changed["gradient"] == pytest.approx(plain["gradient"], rel=1e-9), name
 
 
 def test_every_knob_of_a_loss_has_a_row() -> None:

@@ -90,6 +90,7 @@ def test_all_problems_in_one_error():
         ([f"{A}.policy_loss.kl_cov_ratio=0.1"], "does not read it (read by kl_cov)"),
         ([f"{A}.policy_loss.topr.negative_weight=0.5"], "does not read it (read by topr)"),
         ([f"{A}.policy_loss.loss_mode=gspo", f"{A}.loss_agg_mode=token-sum"], "prescribes its aggregation"),
+        ([f"{A}.ppo_mini_batch_size=1024", f"{A}.clip_ratio_high=0.28"], "all ratios are 1"),
         ([f"{A}.use_unbiased_kl=true"], f"{A}.use_kl_loss is false"),
         ([f"{A}.sample_weight.difficulty_key=hard"], f"{A}.sample_weight.difficulty is false"),
         ([f"{A}.sample_weight.scope=batch"], ".difficulty and .length are false"),
@@ -109,6 +110,14 @@ def test_all_problems_in_one_error():
 )
 def test_idle_and_risky_settings_are_warned_about(overrides, message):
     assert [w for w in warnings_of(*overrides) if message in w], warnings_of(*overrides)
+
+
+def test_bounds_count_where_ratios_move():
+    assert warnings_of(f"{A}.clip_ratio_high=0.28") == []  # four mini-batches a step
+    one_update = [f"{A}.ppo_mini_batch_size=1024", f"{A}.clip_ratio_high=0.28"]
+    assert warnings_of(*one_update, f"{A}.ppo_epochs=2") == []
+    assert warnings_of(*one_update, f"{A}.old_log_probs=recompute") == []
+    assert warnings_of(*one_update, "algorithm.rollout_correction.bypass_mode=true") == []
 
 
 def test_a_setting_equal_to_the_default_is_not_warned_about():
