@@ -20,6 +20,7 @@ from verl_like.config.ppo import PPOConfig
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
+_ULYSSES = "ulysses_sequence_parallel_size"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -51,6 +52,9 @@ class BatchPlan:
     responses_per_prompt: int
     sequences_per_step: int
     data_parallel_size: int
+    actor_ulysses: int
+    ref_ulysses: int
+    critic_ulysses: int
     rollout_replicas: int
     tensor_parallel_size: int
     sequences_per_rank: int
@@ -86,9 +90,12 @@ class BatchPlan:
         problems: list[str] = []
         actor, rollout, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.critic
         prompts, n = config.data.train_batch_size, rollout.n
-        data_parallel = _share(
-            problems, world_size, f"{_ACTOR}.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size
-        )
+        data_parallel = _share(problems, world_size, f"{_ACTOR}.{_ULYSSES}", actor.ulysses_sequence_parallel_size)
+        reference = config.actor_rollout_ref.ref
+        if needs_reference(config):
+            _share(problems, world_size, f"{_REF}.{_ULYSSES}", reference.ulysses_sequence_parallel_size)
+        if needs_critic(critic, config.algorithm):
+            _share(problems, world_size, f"critic.{_ULYSSES}", critic.ulysses_sequence_parallel_size)
         replicas = _share(
             problems, world_size, f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
         )
@@ -115,6 +122,9 @@ class BatchPlan:
             responses_per_prompt=n,
             sequences_per_step=prompts * n,
             data_parallel_size=data_parallel,
+            actor_ulysses=actor.ulysses_sequence_parallel_size,
+            ref_ulysses=reference.ulysses_sequence_parallel_size,
+            critic_ulysses=critic.ulysses_sequence_parallel_size,
             rollout_replicas=replicas,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             sequences_per_rank=math.ceil(prompts * n / data_parallel),

@@ -25,6 +25,7 @@ from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import FSDP2Sharding
 from verl_like.parallel.fsdp1 import FSDP1Sharding
+from verl_like.parallel.ulysses import sequence_group
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig, ModelConfig, OptimConfig
@@ -43,6 +44,7 @@ class FSDPEngine:
     num_schedule_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
     strategy: "fsdp2", or "fsdp" for FSDP1.
     compile_blocks: torch.compile each sharded layer.
+    ulysses_size: so many neighbouring ranks share the same rows and hold a slice of their tokens each.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
     sync_every_micro_batch: reduce gradients after each micro-batch (least memory) or once at the last one, at the
     price of an unsharded float32 gradient on every rank.
@@ -65,8 +67,6 @@ class FSDPEngine:
         seed: int = 1,
         sync_every_micro_batch: bool = True,
     ) -> None:
-        if ulysses_size != 1:
-            raise ValueError(f"ulysses_sequence_parallel_size={ulysses_size} is not available yet: set it to 1")
         self.kind: Kind = kind
         self.process = process
         self.device = process.device
@@ -74,6 +74,8 @@ class FSDPEngine:
         self._grad_clip, self._sync_every = grad_clip, sync_every_micro_batch
         self._packed = loading.uses_packing(model)
         self.hf_config = loading.load_hf_config(model)
+        loading.check_ulysses(model, self.hf_config, ulysses_size)
+        self._sequence_group = sequence_group(ulysses_size)
         self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self.model = self._build_model(tokenizer_size, seed, training=optim is not None)
         self._sharding = self._shard(strategy, compile_blocks=compile_blocks)
@@ -148,11 +150,16 @@ class FSDPEngine:
     def _answers(self, rows: Sequences | None, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
         """Outputs [b, R] of one micro-batch; a placeholder's when this rank has no rows left (collective)."""
         inputs = self._model_input(rows)
-        return {name: inputs.unpack(values) for name, values in self._sharding.root(inputs, want, temperature).items()}
+        values = self._sharding.root(inputs, want, temperature)
+        answers = {name: inputs.unpack(values_N) for name, values_N in values.items()}
+        group = self._sequence_group
+        return answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
 
     def _model_input(self, rows: Sequences | None) -> packing.ModelInput:
-        if rows is None:
-            return packing.placeholder(self.device, packed=self._packed)
+        inputs = packing.placeholder(self.device, packed=self._packed) if rows is None else self._whole_input(rows)
+        return inputs if self._sequence_group is None else packing.take_slice(inputs, self._sequence_group)
+
+    def _whole_input(self, rows: Sequences) -> packing.ModelInput:
         wanted_BR = packing.response_positions(rows, sampled_only=self.kind == "policy")
         if isinstance(self.model, PolicyModel):
             _check_vocabulary(rows.response_ids_BR[wanted_BR], self.model.vocab_size)
@@ -204,7 +211,8 @@ class FSDPEngine:
         if not loss.requires_grad:  # the loss selected no token: the collectives of backward must run all the same
             loss = loss + _zero_loss(outputs)
         loss.backward()
-        return metrics
+        repeats = self._sequence_group is not None and self._sequence_group.rank > 0
+        return {} if repeats else metrics  # the ranks of a sequence group compute the same loss: count it once
 
     def advance_schedule(self) -> None:
         """See TrainEngine.advance_schedule."""

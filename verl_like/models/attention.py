@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from verl_like.models.attention_groups import grouped_attention
 from verl_like.models.packing import Segments
+from verl_like.parallel.ulysses import repeated_key_heads
 
 ATTENTION_NAME = "verl_like_packed"
 
@@ -49,14 +50,34 @@ def packed_attention(
             "attention with sinks is not available for packed sequences: "
             "set actor_rollout_ref.model.use_remove_padding=False"
         )
+    parallel = segments.parallel
+    if parallel is not None:  # queries of all tokens for some of the heads
+        repeats = repeated_key_heads(query.shape[1], key.shape[1], parallel.size)
+        if repeats > 1:
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+        query, key, value = (parallel.heads_in(t) for t in (query, key, value))
+    output = _attend(query, key, value, segments, scaling, dropout, sliding_window, softcap)[None]
+    return output if parallel is None else parallel.tokens_in(output), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[1, heads, T, head_dim] -> [T, heads, head_dim]."""
     window = None if sliding_window is None or sliding_window >= segments.max_length else sliding_window
     half_on_gpu = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if half_on_gpu and (softcap is None or flash_attention_version() is not None):
-        return _varlen(query, key, value, segments, scaling, dropout, window, softcap)[None], None
-    output = grouped_attention(
+        return _varlen(query, key, value, segments, scaling, dropout, window, softcap)
+    return grouped_attention(
         query, key, value, segments, scaling=scaling, dropout=dropout, window=window, softcap=softcap
     )
-    return output[None], None
 
 
 def register() -> None:

@@ -28,6 +28,7 @@ from verl_like.models.heads import (
     attach_value_head,
 )
 from verl_like.parallel.sharding import sized_units
+from verl_like.parallel.ulysses import repeated_key_heads
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig, ModelConfig
@@ -115,6 +116,18 @@ def has_weights(path: str) -> bool:
     folder = Path(path)
     patterns = ("*.safetensors", "pytorch_model*.bin")
     return not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in patterns)
+
+
+def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> None:
+    """Raises ValueError where the model cannot be run on slices of its sequences, `size` ranks each."""
+    if size == 1:
+        return
+    if not uses_packing(model):
+        raise ValueError(
+            f"ulysses_sequence_parallel_size={size} needs packed sequences: set model.use_remove_padding=True"
+        )
+    text = config.get_text_config()
+    repeated_key_heads(text.num_attention_heads, text.num_key_value_heads, size)
 
 
 def uses_packing(model: ModelConfig) -> bool:

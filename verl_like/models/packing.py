@@ -20,6 +20,7 @@ from verl_like.batch import Sequences
 
 if TYPE_CHECKING:
     from verl_like.models.attention_groups import Groups
+    from verl_like.parallel.ulysses import SequenceGroup
 
 
 class Segments:
@@ -30,6 +31,7 @@ class Segments:
         self.max_length = max(lengths)
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.cu_seqlens = bounds.to(device)  # int32 [S + 1]
+        self.parallel: SequenceGroup | None = None  # where each rank holds a slice of the tokens
         self.groups: Groups | None = None  # layout for batched attention calls, where one is needed
 
 
@@ -121,6 +123,33 @@ def placeholder(device: torch.device, *, packed: bool) -> ModelInput:
         targets_N=zero[0],
         out_N=zero[0],
         out_shape=(1, 1),
+    )
+
+
+def take_slice(whole: ModelInput, parallel: SequenceGroup) -> ModelInput:
+    """This rank's slice of a packed input, the last one filled up with a segment of padding.
+
+    Targets were taken before, so a token whose successor is in the next slice keeps its own. `segments` and positions
+    stay those of the whole.
+    """
+    assert whole.segments is not None
+    total = whole.input_ids.shape[1]
+    width = -(-total // parallel.size)
+    filling = width * parallel.size - total
+    lengths = [*whole.segments.lengths, *([filling] if filling else [])]
+    segments = Segments(lengths, whole.input_ids.device)
+    segments.parallel = parallel
+    first = parallel.rank * width
+    mine_N = (whole.select_N >= first) & (whole.select_N < first + width)
+    return ModelInput(
+        input_ids=torch.nn.functional.pad(whole.input_ids, (0, filling))[:, first : first + width],
+        position_ids=torch.nn.functional.pad(whole.position_ids, (0, filling))[:, first : first + width],
+        attention_mask=None,
+        segments=segments,
+        select_N=whole.select_N[mine_N] - first,
+        targets_N=whole.targets_N[mine_N],
+        out_N=whole.out_N[mine_N],
+        out_shape=whole.out_shape,
     )
 
 

@@ -27,7 +27,7 @@ from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
-from verl_like.models.loading import load_hf_config, load_tokenizer
+from verl_like.models.loading import check_ulysses, load_hf_config, load_tokenizer
 from verl_like.observe.progress import build_progress
 from verl_like.observe.trackers import build_trackers, check_trackers
 from verl_like.rewards.manager import RewardManager
@@ -179,6 +179,8 @@ def load_inputs(config: PPOConfig) -> Inputs:
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     hf_config = load_hf_config(model)
+    for section in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
+        check_ulysses(model, hf_config, section.ulysses_sequence_parallel_size)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(

@@ -53,23 +53,31 @@ class RoleGroup:
         self.group, self.plan = group, plan
         self.balance, self.timeout_s = balance, timeout_s
 
-    def evaluate(self, method: str, batch: Sequences) -> Evaluated:
+    def ranks_per_row(self) -> int:
+        """Neighbouring ranks that get the same rows, and a slice of their tokens each (Ulysses)."""
+        raise NotImplementedError
+
+    def evaluate(self, method: str, batch: Sequences, *, ranks_per_row: int | None = None) -> Evaluated:
         """Call a forward method on balanced shares of the rows."""
-        light = as_sequences(batch)
-        shares = rows_per_rank(light.num_tokens_B().tolist(), self.group.world_size, balance=self.balance)
-        parts = self.wait(self.group.call(method, [(part,) for part in split_rows(light, shares)]))
-        return join_rows(parts, shares, batch.response_ids_BR.shape[1])
+        light, copies = as_sequences(batch), ranks_per_row or self.ranks_per_row()
+        shares = self._shares(light, copies)
+        parts = self.wait(self.group.call(method, _repeated(split_rows(light, shares), copies)))
+        return join_rows(parts[::copies], shares, batch.response_ids_BR.shape[1])
+
+    def _shares(self, rows: Sequences, copies: int) -> list[list[int]]:
+        return rows_per_rank(rows.num_tokens_B().tolist(), self.group.world_size // copies, balance=self.balance)
 
     def update(self, method: str, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
         """All optimizer steps of one role in one call; metrics joined over ranks, then over optimizer steps."""
-        per_rank: list[Minibatches] = [[] for _ in range(self.group.world_size)]
+        copies = self.ranks_per_row()
+        shares: list[Minibatches] = [[] for _ in range(self.group.world_size // copies)]
         num_empty = 0
         for rows in self._minibatches(experience, rules, step):
             if len(rows):
-                self._append_minibatch(per_rank, rows, rules)
+                self._append_minibatch(shares, rows, rules)
             else:
                 num_empty += 1
-        steps_by_rank = self.wait(self.group.call(method, [(minibatches,) for minibatches in per_rank]))
+        steps_by_rank = self.wait(self.group.call(method, _repeated(shares, copies)))
         metrics = average_steps([merge_metrics(parts) for parts in zip(*steps_by_rank, strict=True)])
         return metrics | {"empty_minibatches": float(num_empty)} if num_empty else metrics
 
@@ -89,11 +97,11 @@ class RoleGroup:
                 rows, seed = experience.select(index), (rules.seed, step, epoch, number)
                 yield rows if rules.actor is None else prepare_minibatch(rows, rules.actor, seed)
 
-    def _append_minibatch(self, per_rank: list[Minibatches], rows: Experience, rules: UpdateRules) -> None:
+    def _append_minibatch(self, per_share: list[Minibatches], rows: Experience, rules: UpdateRules) -> None:
         """Cut first, balance second: rows change ranks only inside their own mini-batch."""
         denominators = denominators_of(rows, rules.max_response_length)
-        shares = rows_per_rank(rows.num_tokens_B().tolist(), self.group.world_size, balance=self.balance)
-        for minibatches, part in zip(per_rank, split_rows(rows, shares), strict=True):
+        shares = self._shares(rows, self.ranks_per_row())
+        for minibatches, part in zip(per_share, split_rows(rows, shares), strict=True):
             minibatches.append((part, denominators))
 
     def wait(self, pending: PendingResult) -> list[Any]:
@@ -102,6 +110,9 @@ class RoleGroup:
 
 class PolicyGroup(RoleGroup):
     """Actor, reference and rollout of the pool."""
+
+    def ranks_per_row(self) -> int:
+        return self.plan.actor_ulysses
 
     def generate(
         self,
@@ -149,7 +160,7 @@ class PolicyGroup(RoleGroup):
         return self.evaluate("old_log_probs", rollouts)
 
     def ref_log_probs(self, rollouts: Rollouts) -> Evaluated:
-        return self.evaluate("ref_log_probs", rollouts)
+        return self.evaluate("ref_log_probs", rollouts, ranks_per_row=self.plan.ref_ulysses)
 
     def sync_weights(self, version: int) -> SyncReport | None:
         """Fill the rollout engines with the trained weights; the slowest rank's report."""
@@ -173,6 +184,9 @@ class PolicyGroup(RoleGroup):
 class CriticGroup(RoleGroup):
     """The value model of the pool."""
 
+    def ranks_per_row(self) -> int:
+        return self.plan.critic_ulysses
+
     def values(self, rollouts: Rollouts) -> Evaluated:
         return self.evaluate("values", rollouts)
 
@@ -181,6 +195,11 @@ class CriticGroup(RoleGroup):
 
     def load(self, path: str) -> None:
         self.wait(self.group.call_all("load_critic", path))
+
+
+def _repeated(shares: Sequence[Any], copies: int) -> list[tuple[Any]]:
+    """Arguments of every rank: `copies` neighbours get the same share."""
+    return [(share,) for share in shares for _ in range(copies)]
 
 
 def as_sequences(batch: Sequences) -> Sequences:

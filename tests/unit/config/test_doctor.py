@@ -141,7 +141,6 @@ def test_every_row_names_real_keys():
     ("override", "line"),
     [
         (f"{A}.strategy=megatron", f"{A}.strategy=megatron: not available yet; use fsdp2"),
-        (f"{A}.ulysses_sequence_parallel_size=2", "not available yet; set it to 1"),
         ("actor_rollout_ref.model.lora_rank=8", "not available yet; set it to 0"),
         (f"{R}.name=sglang", f"{R}.name=sglang: not available yet; use vllm or hf"),
         (f"{R}.multi_turn.enable=True", "not available yet"),

@@ -109,6 +109,35 @@ def hybrid_sharding(process: ProcessInfo, path: str) -> dict[str, Tensor]:
     return gradients(engine, my_rows(process, batch, "even"), batch)
 
 
+SEQUENCE_MODELS: dict[str, dict[str, Any]] = {
+    "grouped": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "one_key_head": {"num_attention_heads": 4, "num_key_value_heads": 1},
+}
+
+
+def sequence_parallel(process: ProcessInfo, path: str, size: int) -> dict[str, Any]:
+    """Each group of `size` ranks holds the same rows and a slice of the tokens; once only the first group has rows."""
+    result: dict[str, Any] = {}
+    index, groups = process.rank // size, process.world_size // size
+    for name, override in SEQUENCE_MODELS.items():
+        engine = build_engine(process, path, ulysses_size=size, model={"override_config": override})
+        batch = experience(9)
+        mine = batch.select(range(index, len(batch), groups))
+        result[name] = gradients(engine, mine, batch)
+        alone = batch.select(range(len(batch) if index == 0 else 0))
+        result[f"{name}_alone"] = gradients(engine, alone, batch)
+    result["outputs"] = engine.forward(mine, want=frozenset({"log_probs", "entropy"}), rule=RULE, temperature=0.7)
+    metrics = engine.train_minibatch(mine, PolicyLoss(), denominators(batch), rule=RULE)
+    result["reports_loss"] = "pg_loss" in metrics
+    result["grad_norm"] = metrics["grad_norm"].value
+    checkpointed = {"override_config": override, "enable_gradient_checkpointing": True}
+    engine = build_engine(process, path, ulysses_size=size, model=checkpointed)
+    result["checkpointed"] = gradients(engine, mine, batch)
+    critic = build_engine(process, path, ulysses_size=size, kind="value", model={"override_config": override})
+    result["values"] = critic.forward(mine, want=frozenset({"values"}), rule=RULE)["values"]
+    return result
+
+
 def tied_and_checkpointed(process: ProcessInfo, path: str) -> dict[str, Tensor]:
     """Tied embeddings (one parameter of the root, used twice) under gradient checkpointing."""
     model = {"override_config": {"tie_word_embeddings": True}, "enable_gradient_checkpointing": True}

@@ -186,7 +186,7 @@ def test_refusals(process: ProcessInfo, path: str) -> None:
     with pytest.raises(ValueError, match="token id 60, but the tokenizer knows only 50"):
         bad = batch.replace(response_ids_BR=torch.full_like(batch.response_ids_BR, 60))
         build_engine(process, path, tokenizer_size=50).forward(bad, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)
-    with pytest.raises(ValueError, match="ulysses"):
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=2 does not divide the 1 ranks"):
         build_engine(process, path, ulysses_size=2)
 
 

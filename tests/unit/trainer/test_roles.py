@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -240,6 +241,37 @@ def test_an_empty_minibatch_is_left_out_and_counted() -> None:
     assert policy.update("update_actor", rows, rules, 1) == {"rows": 4.0, "empty_minibatches": 1.0}
     all_cut = rows.replace(truncated_B=torch.ones(8, dtype=torch.bool))
     assert policy.update("update_actor", all_cut, rules, 1) == {"empty_minibatches": 2.0}
+
+
+def test_neighbours_of_a_sequence_group_get_the_same_rows() -> None:
+    """Four ranks, Ulysses over 2: two shares of the rows, each to two neighbours; one answer of each share counts."""
+
+    def values(method: str, rank: int, batch: Any) -> Evaluated:
+        assert method == "values"
+        return Evaluated(response_length_B=batch.response_length_B, values_BR=batch.response_ids_BR.float() + rank // 2)
+
+    sizes = dataclasses.replace(plan(4), actor_ulysses=2, critic_ulysses=2)
+    group = FakeGroup(4, values)
+    critic = CriticGroup(group, sizes, balance=True, timeout_s=1)
+    batch = experience(3, 2)
+    joined = critic.values(batch).values_BR  # type: ignore[arg-type]
+    (_, per_rank), seen = group.given[0], []
+    for first, second in ((0, 1), (2, 3)):
+        assert torch.equal(per_rank[first][0].response_ids_BR, per_rank[second][0].response_ids_BR)
+        seen += [first // 2] * len(per_rank[first][0])
+    assert joined is not None and joined.shape == batch.response_ids_BR.shape
+    assert len(seen) == len(batch) and 0 < sum(seen) < len(batch)
+
+    def train(method: str, rank: int, minibatches: list[Any]) -> list[dict[str, Metric]]:
+        report = {"rows": Metric(value=len(minibatches[0][0]), reduction="sum")} if rank % 2 == 0 else {}
+        return [report for _ in minibatches]
+
+    group = FakeGroup(4, train)
+    rules = UpdateRules(prompts_per_mini_batch=3, epochs=1, shuffle=False, seed=1, max_response_length=3)
+    metrics = PolicyGroup(group, sizes, balance=True, timeout_s=1).update("update_actor", batch, rules, 1)
+    assert metrics == {"rows": 6.0}
+    (_, per_rank) = group.given[0]
+    assert per_rank[0] is per_rank[1] or per_rank[0][0] is per_rank[1][0]
 
 
 def test_metrics_over_optimizer_steps() -> None:

@@ -1,0 +1,86 @@
+"""Sequence parallelism: two ranks on one sequence group, and four as two groups, against one rank with all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.engine import scenarios, tiny
+from tests.unit.engine.tiny import build_engine
+from verl_like.models import packing
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.ulysses import SequenceGroup, repeated_key_heads
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    yield tiny.single_process()
+    shutdown_distributed()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny.model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def one(process: ProcessInfo, path: str) -> dict[str, Any]:
+    return scenarios.sequence_parallel(process, path, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)]
+)
+def test_nothing_depends_on_the_slices(one: dict[str, Any], path: str, tmp_path: Path, ranks: int, size: int) -> None:
+    """Gradients, log-probs, entropies, values; with one key head for several ranks (it is repeated)."""
+    many = tiny.spawn_ranks(ranks, scenarios.sequence_parallel, tmp_path, path, size)
+    shares = ("checkpointed", *scenarios.SEQUENCE_MODELS, *(f"{name}_alone" for name in scenarios.SEQUENCE_MODELS))
+    for rank, result in enumerate(many):
+        for share in shares:
+            for name, gradient in one[share].items():
+                scale = float(gradient.abs().max()) + 1e-12
+                gap = float((result[share][name] - gradient).abs().max()) / scale
+                assert gap < 3e-6, f"rank {rank}, {share}, {name}: {gap:.1e}"
+        index, groups = rank // size, ranks // size
+        outputs = {**result["outputs"], "values": result["values"]}
+        for name, whole in {**one["outputs"], "values": one["values"]}.items():
+            mine = whole[index::groups]
+            torch.testing.assert_close(outputs[name][:, : mine.shape[1]], mine, rtol=0, atol=1e-5)
+        assert result["reports_loss"] == (rank % size == 0)  # its sum over ranks must count every row once
+        assert result["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+def test_slices_cover_every_wanted_token_once() -> None:
+    """Ten tokens over three ranks: four each, two of padding at the end; targets cross the cut."""
+    rows = tiny.experience(3, max_response=4)
+    whole = packing.pack(rows, packing.response_positions(rows, sampled_only=False), torch.device("cpu"))
+    groups = [SequenceGroup(group=None, size=3, rank=rank) for rank in range(3)]  # type: ignore[arg-type]
+    slices = [packing.take_slice(whole, group) for group in groups]
+    assert len({part.input_ids.shape for part in slices}) == 1
+    total = whole.input_ids.shape[1]
+    assert torch.equal(torch.cat([part.input_ids for part in slices], dim=1)[:, :total], whole.input_ids)
+    assert torch.equal(torch.cat([part.position_ids for part in slices], dim=1)[:, :total], whole.position_ids)
+    width = slices[0].input_ids.shape[1]
+    chosen = torch.cat([part.select_N + rank * width for rank, part in enumerate(slices)])
+    assert sorted(chosen.tolist()) == sorted(whole.select_N.tolist())
+    assert sorted(torch.cat([p.targets_N for p in slices]).tolist()) == sorted(whole.targets_N.tolist())
+    for part in slices:
+        assert part.segments is not None and sum(part.segments.lengths) == 3 * width
+
+
+def test_head_counts() -> None:
+    assert repeated_key_heads(8, 8, 4) == 1
+    assert repeated_key_heads(8, 2, 4) == 2
+    with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size=4 .* 14 attention heads.*\[1, 2, 7, 14\]"):
+        repeated_key_heads(14, 2, 4)
+    with pytest.raises(ValueError, match="4 neither divides the model's 3 key-value heads"):
+        repeated_key_heads(12, 3, 4)
+
+
+def test_padded_rows_are_refused(process: ProcessInfo, path: str) -> None:
+    with pytest.raises(ValueError, match="use_remove_padding=True"):
+        build_engine(process, path, ulysses_size=2, model={"use_remove_padding": False})
