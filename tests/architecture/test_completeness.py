@@ -35,6 +35,7 @@ def test_group_files_compose(group: Path) -> None:
         "actor": "actor_rollout_ref.actor",
         "ref": "actor_rollout_ref.ref",
         "rollout": "actor_rollout_ref.rollout",
+        "preset": "_global_",
     }
     target = package.get(group.parts[0])
     override = f"{group.parts[0]}@{target}={choice}" if target else f"{group.parts[0]}={choice}"

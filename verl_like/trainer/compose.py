@@ -47,6 +47,7 @@ GROUPS = {
     "reward_model": "reward_model",
     "algorithm": "algorithm",
     "trainer": "trainer",
+    "preset": "_global_",
 }
 
 ConfigStore.instance().store(name="ppo_schema", node=PPOConfig)

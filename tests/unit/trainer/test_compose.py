@@ -175,3 +175,17 @@ def test_a_missing_config_file_is_named(tmp_path):
     with pytest.raises(SystemExit) as caught:
         run_main(lambda config: None, ["--config-path", str(tmp_path), "--config-name", "nope"])
     assert "there is no file" in str(caught.value.code)
+
+
+def test_a_preset_sets_several_sections_and_the_user_wins(tmp_path):
+    config, _ = compose_with_warnings(["algorithm=ppo", "preset=dapo", "algorithm.filter_groups.metric=acc"])
+    actor = config.actor_rollout_ref.actor
+    assert (config.algorithm.adv_estimator, actor.clip_ratio_high, actor.clip_ratio_c) == ("grpo", 0.28, 10.0)
+    assert (config.algorithm.filter_groups.metric, config.actor_rollout_ref.rollout.n) == ("acc", 16)
+    (tmp_path / "own.yaml").write_text(
+        "defaults:\n  - preset: dapo\n  - _self_\nactor_rollout_ref:\n  rollout:\n    n: 4\n"
+    )
+    own, _ = compose_with_warnings([], [tmp_path / "own.yaml"])
+    assert (own.actor_rollout_ref.rollout.n, own.reward_model.overlong_buffer.enable) == (4, True)
+    with pytest.raises(ValueError, match="dapoo"):
+        compose_with_warnings(["preset=dapoo"])
