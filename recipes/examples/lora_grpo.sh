@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LoRA is not available yet: refused, naming the key.
+# LoRA: adapters of rank 64 are trained, the reference is the base model without them, so that no second copy is kept.
 set -euo pipefail
 
 python -m verl_like.trainer.main_ppo \
@@ -10,8 +10,9 @@ python -m verl_like.trainer.main_ppo \
     data.max_prompt_length=512 \
     data.max_response_length=1024 \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.lr=3e-5 \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.use_kl_loss=True \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.model.lora_rank=64 \

@@ -28,6 +28,8 @@ RENAMED: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.rollout\.checkpoint_engine\.update_weights_bucket_megabytes",
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     ),
+    (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha)", r"\1.lora_\2"),
+    (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
     (r"trainer\.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     (r"global_profiler\.steps", "trainer.profile_steps"),

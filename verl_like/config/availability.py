@@ -66,17 +66,6 @@ NOT_YET: list[NotYet] = [
         row
         for section in (_MODEL, "critic.model")
         for row in (
-            NotYet(
-                f"{section}.lora_rank",
-                _above(0),
-                "set it to 0 and train all weights",
-                (
-                    f"{section}.lora_alpha",
-                    f"{section}.target_modules",
-                    f"{section}.exclude_modules",
-                    *((f"{_ROLLOUT}.layered_summon",) if section == _MODEL else ()),
-                ),
-            ),
             *_off(f"{section}.use_liger", f"{section}.use_shm"),
             NotYet(f"{section}.fused_kernel_options.impl_backend", _is("triton"), "use torch"),
         )
@@ -136,6 +125,7 @@ NOT_YET: list[NotYet] = [
 NO_EFFECT: dict[str, str] = {
     "data.dataloader_num_workers": "the driver tokenises the prompts of a batch itself",
     f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",
+    f"{_ROLLOUT}.layered_summon": "weights are always gathered tensor by tensor",
     f"{_ROLLOUT}.calculate_log_probs": "the sampler's log-probs always come along and are always compared",
     f"{_ROLLOUT}.mode": "sync and async are the same: the engine always works request by request",
     **{
@@ -156,7 +146,7 @@ NO_EFFECT: dict[str, str] = {
 NEWER: dict[str, str] = {
     "actor_rollout_ref.model.mtp": "multi-token prediction",
     "actor_rollout_ref.model.tiled_mlp": "tiled MLP",
-    "actor_rollout_ref.model.lora": "LoRA",
+    "actor_rollout_ref.model.lora": "more options of LoRA",
     "actor_rollout_ref.actor.megatron": "Megatron training",
     "actor_rollout_ref.ref.megatron": "Megatron training",
     "actor_rollout_ref.actor.router_replay": "router replay of mixture-of-experts models",

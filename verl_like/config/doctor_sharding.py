@@ -55,7 +55,24 @@ def _wraps_by_class(get: Callable[[PPOConfig], FSDPConfig], config: PPOConfig) -
     return bool(get(config).wrap_policy.transformer_layer_cls_to_wrap)
 
 
+def _without_lora(get: Callable[[PPOConfig], ModelConfig], config: PPOConfig) -> bool:
+    return get(config).lora_rank == 0
+
+
 SHARDING_IDLE: tuple[Idle, ...] = (
+    *(
+        Idle(
+            tuple(f"{section}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")),
+            partial(_without_lora, get),
+            f"{section}.lora_rank is 0",
+        )
+        for section, get in _MODELS
+    ),
+    Idle(
+        (f"{_REF}.", "actor_rollout_ref.ref.use_torch_compile"),
+        lambda c: needs_reference(c) and c.actor_rollout_ref.model.lora_rank > 0,
+        "with LoRA the reference is the actor's own base model (actor_rollout_ref.model.lora_rank)",
+    ),
     *(
         Idle(
             (f"{section}.recompute_granularity",),

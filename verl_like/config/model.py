@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.config.base import ConfigNode, at_least
+from verl_like.config.base import ConfigNode, above, at_least, require
 from verl_like.config.enums import FusedBackend, Recompute
 from verl_like.config.fsdp import FSDPConfig
 
@@ -58,7 +58,13 @@ class ModelConfig(ConfigNode):
     """Modules that get none: a pattern or a list of names."""
 
     def check(self) -> None:
-        at_least(self, 0, "lora_rank", "lora_alpha")
+        at_least(self, 0, "lora_rank")
+        above(self, 0, "lora_alpha")
+        for key in ("target_modules", "exclude_modules"):
+            value = getattr(self, key)
+            names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+            legal = names or (isinstance(value, str) and value != "") or (value is None and key == "exclude_modules")
+            require(legal, key, value, "give a pattern or a list of module names, for instance [q_proj,v_proj]")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import microbatch, selfcheck, state
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
-from verl_like.models import blocks, loading, packing
+from verl_like.models import blocks, loading, lora, packing
 from verl_like.models.heads import HF_PREFIX, PolicyModel, TokenModel, dtype_of
 from verl_like.models.loading import Kind
 from verl_like.parallel import sharding
@@ -77,7 +77,8 @@ class FSDPEngine:
         loading.check_ulysses(model, self.hf_config, ulysses_size)
         self._sequence_group = sequence_group(ulysses_size)
         self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
-        self.model = self._build_model(tokenizer_size, seed, training=optim is not None)
+        self._adapters: lora.Adapters | None = None
+        self.model = self._build_model(tokenizer_size, seed, strategy, training=optim is not None)
         self._sharding = self._shard(strategy, compile_blocks=compile_blocks)
         self.optimizer = None if optim is None else build_optimizer(self._sharding.parameters(), optim)
         self._activations: ActivationOffload | None = None
@@ -93,9 +94,11 @@ class FSDPEngine:
         if fsdp.param_offload:
             self.offload(params=True, optimizer=False)
 
-    def _build_model(self, tokenizer_size: int | None, seed: int, *, training: bool) -> TokenModel:
-        compute = self._compute_dtype
-        stored = dtype_of(self._fsdp.model_dtype) if training else compute
+    def _build_model(self, tokenizer_size: int | None, seed: int, strategy: str, *, training: bool) -> TokenModel:
+        compute, master = self._compute_dtype, dtype_of(self._fsdp.model_dtype)
+        with_lora = training and self._model_config.lora_rank > 0
+        frozen = with_lora and strategy == "fsdp2"  # a frozen base needs no master copy; FSDP1 mixes no precisions
+        stored = master if training and not frozen else compute
         config = self._model_config
         model = loading.build_token_model(
             config,
@@ -109,6 +112,8 @@ class FSDPEngine:
         if training and config.enable_gradient_checkpointing:
             blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
         model.requires_grad_(training)
+        if with_lora:
+            self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed)
         return model
 
     def _shard(self, strategy: str, *, compile_blocks: bool) -> sharding.Sharding:
@@ -194,6 +199,7 @@ class FSDPEngine:
             for i, part in enumerate(parts):
                 self._sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature))
+            self._sharding.reshard()
             metrics += [self._step(), microbatch.fill_metrics(parts, rule)]
             self.optimizer.zero_grad(set_to_none=True)
         return merge_metrics(metrics)
@@ -242,12 +248,21 @@ class FSDPEngine:
             "skipped_steps": Metric(value=skipped, reduction="sum"),
         }
 
+    @contextmanager
+    def base_model(self) -> Iterator[None]:
+        """See TrainEngine.base_model."""
+        if self._adapters is None:
+            raise ValueError("this engine trains all weights: only LoRA keeps the base model (model.lora_rank)")
+        with self._adapters.disabled():
+            yield
+
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """See TrainEngine.export_weights. Shards are cast before they are gathered; tied weights come once."""
-        for name, tensor in self._sharding.full_weights(dtype):
-            yield name.removeprefix(HF_PREFIX), tensor
+        """See TrainEngine.export_weights. Shards are cast before they are gathered; tied weights come once. LoRA
+        adapters arrive inside the weights they adapt."""
+        named = ((name.removeprefix(HF_PREFIX), tensor) for name, tensor in self._sharding.full_weights(dtype))
+        yield from named if self._adapters is None else self._adapters.merged(named)
 
     def weight_names(self) -> dict[str, torch.Size]:
         """See TrainEngine.weight_names."""
@@ -300,7 +315,8 @@ class FSDPEngine:
         """See TrainEngine.save. Folders: model and optimizer (torch.distributed.checkpoint), extra, huggingface."""
         folder = Path(path)
         if "model" in contents:
-            state.save_sharded(self._sharding.model_state(), folder / "model")
+            state.save_sharded(self._model_state(), folder / "model")
+            self._save_adapter(folder / "adapter")
         if self.optimizer is not None and "optimizer" in contents:
             with self._resident(optimizer=True):  # states that do not exist yet are made beside their parameters
                 state.save_sharded(self._sharding.optimizer_state(self.optimizer), folder / "optimizer")
@@ -313,7 +329,7 @@ class FSDPEngine:
         """See TrainEngine.load. Raises ValueError when the checkpoint lacks a part that is asked for."""
         folder = Path(path)
         if "model" in contents:
-            tensors = self._sharding.model_state()
+            tensors = self._model_state()
             state.load_sharded(tensors, folder / "model")
             self._sharding.set_model_state(tensors)
         if self.optimizer is not None and "optimizer" in contents:
@@ -325,6 +341,22 @@ class FSDPEngine:
             counters = state.load_extra(folder / "extra", self.process.rank)
             if self.schedule is not None:
                 self.schedule.steps_done = counters["schedule_steps"]
+
+    def _model_state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model: of LoRA the adapters alone where model.path has the base's weights."""
+        tensors = self._sharding.model_state()
+        if self._adapters is None or not loading.has_weights(self._model_config.path):
+            return tensors
+        return {name: tensor for name, tensor in tensors.items() if lora.is_adapter(name)}
+
+    def _save_adapter(self, folder: Path) -> None:
+        """The adapter as the peft library reads it, beside the sharded state."""
+        if self._adapters is None:
+            return
+        named = ((name.removeprefix(HF_PREFIX), t) for name, t in self._sharding.full_weights(torch.float32))
+        tensors = ((lora.peft_name(name), tensor.cpu()) for name, tensor in named if lora.is_adapter(name))
+        config = self._adapters.peft_config(self._model_config.path, is_value_model=self.kind == "value")
+        state.export_adapter(tensors, config, folder, rank=self.process.rank)
 
     def _counters(self) -> dict[str, int]:
         return {"schedule_steps": 0 if self.schedule is None else self.schedule.steps_done}

@@ -7,6 +7,7 @@ Letters: B rows of this rank, b rows of a micro-batch, R response, as in verl_li
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -66,6 +67,10 @@ class TrainEngine(Protocol):
     def advance_schedule(self) -> None:
         """One step of the learning-rate schedule. It counts training steps (one rollout batch each), as verl's does:
         call it once after all mini-batches of a batch."""
+        ...
+
+    def base_model(self) -> AbstractContextManager[None]:
+        """LoRA: forward passes inside run the base model, without adapters. Else a ValueError."""
         ...
 
     def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

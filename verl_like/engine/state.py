@@ -67,6 +67,16 @@ def export_hf(
     dist.barrier()
 
 
+def export_adapter(weights: Iterator[tuple[str, Tensor]], config: dict[str, Any], folder: Path, *, rank: int) -> None:
+    """Write a LoRA adapter as the peft library reads it; every rank drains `weights`, rank 0 writes (collective)."""
+    collected = {name: tensor.contiguous() for name, tensor in weights if rank == 0}
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(collected, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    dist.barrier()
+
+
 def _write_config(hf: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     config = hf.config.__class__.from_dict(hf.config.to_dict())
     name = type(hf).__name__.removeprefix("FSDP")

@@ -84,10 +84,14 @@ class FSDP1Sharding:
             module._sync_gradients = enabled
 
     def reshard(self) -> None:
-        """See Sharding. A unit that keeps its weights after the forward pass is asked to drop them."""
+        """See Sharding. A unit without a trained weight stays gathered after a backward pass too."""
         for module in FSDP.fsdp_modules(self.root):
             handle = module._handle
-            if handle is not None and handle.uses_sharded_strategy and handle.is_sharded(handle.flat_param) is False:
+            if handle is None:
+                continue
+            if not handle.uses_sharded_strategy:
+                handle._use_sharded_views()
+            elif not handle.is_sharded(handle.flat_param):
                 handle.reshard(True)
                 handle.post_reshard()
 
@@ -105,13 +109,10 @@ class FSDP1Sharding:
 
     def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See Sharding. One unit is gathered at a time, in the precision of its shards, and cast afterwards."""
-        seen: set[int] = set()
         for unit in FSDP.fsdp_modules(self.root):
             with FSDP.summon_full_params(unit, recurse=False, writeback=False):
                 for name, parameter in _own_parameters(self.root, unit):
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        yield name, parameter.detach().to(device=self._device, dtype=dtype, copy=True)
+                    yield name, parameter.detach().to(device=self._device, dtype=dtype, copy=True)
 
     def move_params(self, device: torch.device) -> None:
         """See Sharding."""
@@ -132,7 +133,7 @@ class FSDP1Sharding:
 
     def set_model_state(self, state: dict[str, Tensor]) -> None:
         """See Sharding."""
-        set_model_state_dict(self.root, state)
+        set_model_state_dict(self.root, get_model_state_dict(self.root) | state)  # it takes nothing less than all
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """See Sharding."""

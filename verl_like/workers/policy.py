@@ -7,6 +7,7 @@ arrived. All methods are SPMD: every rank of the pool is called with its own sha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 
@@ -33,7 +34,9 @@ class PolicyWorker:
         self.spec, self.process = spec, process
         self.temperature = spec.config.actor_rollout_ref.rollout.temperature
         self.actor = self._build_actor()
-        self.reference = self._build_reference() if spec.plan.needs_reference else None
+        self._lora = spec.config.actor_rollout_ref.model.lora_rank > 0
+        builds_reference = spec.plan.needs_reference and not self._lora
+        self.reference = self._build_reference() if builds_reference else None
         self.objective = PolicyObjective(
             spec.config.actor_rollout_ref.actor,
             spec.config.algorithm.rollout_correction,
@@ -146,11 +149,13 @@ class PolicyWorker:
     def ref_log_probs(self, batch: Sequences) -> Evaluated:
         """Log-probs of the frozen reference on this rank's rows (may be none)."""
         self.enter_train()
-        if self.reference is None:
+        engine = self.actor if self._lora else self.reference
+        if engine is None or not self.spec.plan.needs_reference:
             raise RuntimeError("ref_log_probs was called, but this run's plan has no reference model")
-        out = self.reference.forward(
-            batch, want=frozenset({"log_probs"}), rule=self.spec.plan.ref_micro, temperature=self.temperature
-        )
+        with self.actor.base_model() if self._lora else nullcontext():  # LoRA: the reference is the actor's own base
+            out = engine.forward(
+                batch, want=frozenset({"log_probs"}), rule=self.spec.plan.ref_micro, temperature=self.temperature
+            )
         return Evaluated(response_length_B=batch.response_length_B, ref_log_probs_BR=out["log_probs"])
 
     def update_actor(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:

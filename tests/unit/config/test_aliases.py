@@ -23,6 +23,8 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{A}.fsdp_config.ulysses_sequence_parallel_size", f"{A}.ulysses_sequence_parallel_size"),
         ("reward_model.model.fsdp_config.min_num_params", "reward_model.model.fsdp_config.wrap_policy.min_num_params"),
         (f"{A}.fsdp_config.mixed_precision.param_dtype", f"{A}.fsdp_config.dtype"),
+        ("actor_rollout_ref.model.lora.rank", "actor_rollout_ref.model.lora_rank"),
+        ("critic.model.lora.target_modules", "critic.model.target_modules"),
         (f"{A}.use_remove_padding", "actor_rollout_ref.model.use_remove_padding"),
         ("actor_rollout_ref.model.external_libs", "actor_rollout_ref.model.external_lib"),
         (f"{R}.checkpoint_engine.update_weights_bucket_megabytes", f"{R}.update_weights_bucket_megabytes"),

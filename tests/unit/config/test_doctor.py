@@ -60,6 +60,12 @@ def test_all_problems_in_one_error():
         ([f"{A}.kl_loss_coef=0.1"], f"{A}.use_kl_loss is false"),
         ([f"{A}.fsdp_config.param_offload=true", "trainer.device=cpu"], "everything is in host memory"),
         ([f"{A}.fsdp_config.grad_offload=true"], "gradients are freed after every optimizer step"),
+        (["actor_rollout_ref.model.lora_alpha=8"], "actor_rollout_ref.model.lora_rank is 0"),
+        (
+            ["actor_rollout_ref.model.lora_rank=8", f"{A}.use_kl_loss=true", f"{F}.fsdp_config.param_offload=true"],
+            "with LoRA the reference is the actor's own base model",
+        ),
+        ([f"{R}.layered_summon=true"], "gathered tensor by tensor"),
         ([f"{A}.entropy_checkpointing=true"], "recomputes it in the backward pass"),
         (
             [
@@ -141,7 +147,6 @@ def test_every_row_names_real_keys():
     ("override", "line"),
     [
         (f"{A}.strategy=megatron", f"{A}.strategy=megatron: not available yet; use fsdp2"),
-        ("actor_rollout_ref.model.lora_rank=8", "not available yet; set it to 0"),
         (f"{R}.name=sglang", f"{R}.name=sglang: not available yet; use vllm or hf"),
         (f"{R}.multi_turn.enable=True", "not available yet"),
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: not available yet; use one of gae, "),

@@ -10,7 +10,6 @@ from verl_like.trainer.compose import compose
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "examples"
 REFUSED = {
-    "lora_grpo": "actor_rollout_ref.model.lora_rank",
 }
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 

@@ -39,6 +39,8 @@ SAMPLES: dict[str, Any] = {
     "algorithm.rollout_correction.rollout_rs": "token_k1,seq_max_k2",
     "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0,3",
     "algorithm.rollout_correction.loss_type": "reinforce",
+    "actor_rollout_ref.model.target_modules": ["q_proj"],
+    "critic.model.target_modules": ["q_proj"],
     "trainer.controller_nsight_options": {"trace": "cuda"},
     "trainer.worker_nsight_options": {"trace": "cuda"},
 }

@@ -16,6 +16,7 @@ from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.materialize import Materializer
 
+LORA = {"lora_rank": 4, "lora_alpha": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2_keep_gathered": {"fsdp": FSDPConfig(reshard_after_forward=False)},
@@ -33,6 +34,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp1_replicated": {"strategy": "fsdp", "fsdp": FSDPConfig(fsdp_size=1)},
     "fsdp1_tied": {"strategy": "fsdp", "model": {"override_config": {"tie_word_embeddings": True}}},
     "fsdp2_tied": {"model": {"override_config": {"tie_word_embeddings": True}}},
+    "fsdp2_lora": {"model": LORA},
+    "fsdp1_lora": {"strategy": "fsdp", "model": LORA},
+    "fsdp2_checkpointed_lora": {"model": LORA | {"enable_gradient_checkpointing": True}},
     "fsdp1_selective": {
         "strategy": "fsdp",
         "model": {"enable_gradient_checkpointing": True, "recompute_granularity": "selective"},
@@ -48,17 +52,17 @@ def gradients_of_all(process: ProcessInfo, path: str) -> dict[str, dict[str, Ten
     }
 
 
-def train_and_save(process: ProcessInfo, path: str, folder: str) -> dict[str, Any]:
+def train_and_save(process: ProcessInfo, path: str, folder: str, model: dict[str, Any]) -> dict[str, Any]:
     """Two steps under FSDP1, a checkpoint, one more step; and the same from FSDP2, which reads FSDP1's folder."""
     result: dict[str, Any] = {}
-    first = build_engine(process, path, strategy="fsdp")
+    first = build_engine(process, path, strategy="fsdp", model=model)
     for seed in range(2):
         step(process, first, seed)
     first.save(str(Path(folder)), contents=["model", "optimizer", "extra"])
     step(process, first, 2)
     result["uninterrupted"] = weights(first)
     for strategy in ("fsdp", "fsdp2"):
-        other = build_engine(process, path, strategy=strategy, seed=50)
+        other = build_engine(process, path, strategy=strategy, seed=50, model=model)
         other.load(str(Path(folder)), contents=["model", "optimizer", "extra"])
         step(process, other, 2)
         result[strategy] = weights(other)
@@ -74,7 +78,8 @@ def step(process: ProcessInfo, engine: FSDPEngine, seed: int) -> None:
 def everything(process: ProcessInfo, path: str, folder: str) -> dict[str, Any]:
     return {
         "gradients": gradients_of_all(process, path),
-        "saved": train_and_save(process, path, folder),
+        "saved": train_and_save(process, path, f"{folder}/full", {}),
+        "saved_lora": train_and_save(process, path, f"{folder}/lora", LORA),
         "mismatch": mismatch(process),
     }
 

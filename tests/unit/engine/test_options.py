@@ -51,7 +51,8 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 2
 
 
 def default_of(name: str) -> str:
-    return "fsdp2_tied" if name.endswith("_tied") else "fsdp2"
+    special = name.rpartition("_")[2]
+    return f"fsdp2_{special}" if special in ("tied", "lora") else "fsdp2"
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -67,8 +68,9 @@ def test_two_ranks_give_the_default_gradient_of_one(
         assert_same(one[default_of(name)], result["gradients"][name])
 
 
-def test_fsdp1_resumes_and_fsdp2_reads_its_checkpoint(two: list[dict[str, Any]]) -> None:
-    saved = two[0]["saved"]
+@pytest.mark.parametrize("part", ["saved", "saved_lora"])
+def test_fsdp1_resumes_and_fsdp2_reads_its_checkpoint(two: list[dict[str, Any]], part: str) -> None:
+    saved = two[0][part]
     assert_same(saved["uninterrupted"], saved["fsdp"], 0.0)
     assert_same(saved["uninterrupted"], saved["fsdp2"], 1e-5)
 

@@ -1,0 +1,178 @@
+"""LoRA (arXiv 2106.09685): frozen weights W, trained low-rank additions, W' = W + (alpha / rank) B A.
+
+An adapted module is still a linear layer with its own name and weight; `lora_A` and `lora_B` sit inside it, so that the
+parameter names are those of the peft library without its prefix. B starts at zero: training starts from the base model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from verl_like.config import ModelConfig
+
+_WEIGHT, _A, _B = "weight", "lora_A.weight", "lora_B.weight"
+_VALUE_HEAD = "score"  # new in a value model: trained as a whole
+_PEFT_PREFIX = "base_model.model."
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer that shares its weight and bias with `base`, and its adapter."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        options: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": dtype}
+        self.lora_A = nn.Linear(self.in_features, rank, **options)
+        self.lora_B = nn.Linear(rank, self.out_features, **options)
+        self.scale, self.enabled = scale, True
+        if base.weight.device.type != "meta":
+            nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))  # as peft
+            nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """W x + b, plus the adapter's part while it is enabled."""
+        output = functional.linear(input, self.weight, self.bias)
+        return output + self.lora_B(self.lora_A(input)) * self.scale if self.enabled else output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """The adapters of one model.
+
+    names: the adapted modules, by Hugging Face name. targets: the shortest list of names that means them to peft.
+    """
+
+    names: tuple[str, ...]
+    targets: tuple[str, ...]
+    modules: tuple[LoRALinear, ...]
+    rank: int
+    alpha: float
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base model inside."""
+        for module in self.modules:
+            module.enabled = False
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                module.enabled = True
+
+    def merged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights of `stream` with every adapter added into its base weight, under the base model's names.
+
+        Sums are float32. Raises RuntimeError when an adapter, or a base weight of one, did not come.
+        """
+        adapted, parts = set(self.names), {}
+        for name, tensor in stream:
+            module, part = _split(name)
+            if module not in adapted or part is None:
+                yield name, tensor
+                continue
+            parts.setdefault(module, {})[part] = tensor
+            if len(parts[module]) == 3:
+                yield f"{module}.{_WEIGHT}", self._sum(parts.pop(module))
+                adapted.remove(module)
+        if adapted:
+            raise RuntimeError(f"{len(adapted)} LoRA adapters did not reach the merge, for instance {min(adapted)}")
+
+    def _sum(self, parts: dict[str, Tensor]) -> Tensor:
+        delta = parts[_B].float() @ parts[_A].float()
+        return (parts[_WEIGHT].float() + self.alpha / self.rank * delta).to(parts[_WEIGHT].dtype)
+
+    def peft_config(self, base: str, *, is_value_model: bool) -> dict[str, Any]:
+        """What the peft library reads as adapter_config.json."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "TOKEN_CLS" if is_value_model else "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "inference_mode": True,
+            "target_modules": list(self.targets),
+            "modules_to_save": [_VALUE_HEAD] if is_value_model else None,
+        }
+
+
+def attach(hf: PreTrainedModel, model: ModelConfig, *, dtype: torch.dtype, seed: int) -> Adapters:
+    """Put adapters into the target modules, in place, and freeze everything else but a value head.
+
+    dtype: of the adapters (and the value head); the base keeps its own. Raises ValueError when nothing is targeted.
+    """
+    linear = {name: part for name, part in hf.named_modules() if isinstance(part, nn.Linear)}
+    names = _targets(hf, linear, model)
+    hf.requires_grad_(False)
+    modules = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            adapter = LoRALinear(linear[name], model.lora_rank, model.lora_alpha / model.lora_rank, dtype)
+            setattr(hf.get_submodule(parent), leaf, adapter)
+            modules.append(adapter)
+    head = dict(hf.named_children()).get(_VALUE_HEAD)
+    if head is not None:
+        head.to(dtype).requires_grad_(True)
+    leaves = {name.rpartition(".")[2] for name in names}
+    exact = {name for name in linear if name.rpartition(".")[2] in leaves} == set(names)
+    targets = tuple(sorted(leaves)) if exact else tuple(names)
+    return Adapters(
+        names=tuple(names), targets=targets, modules=tuple(modules), rank=model.lora_rank, alpha=model.lora_alpha
+    )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of a trained one: an adapter's, or the value head's."""
+    return name.endswith((f".{_A}", f".{_B}")) or name.endswith(f"{_VALUE_HEAD}.{_WEIGHT}")
+
+
+def peft_name(name: str) -> str:
+    """The name of an adapter's tensor in peft's adapter_model.safetensors."""
+    return f"{_PEFT_PREFIX}{name}"
+
+
+def _targets(hf: PreTrainedModel, linear: dict[str, nn.Module], model: ModelConfig) -> list[str]:
+    heads = {id(hf.get_output_embeddings()), id(dict(hf.named_children()).get(_VALUE_HEAD))}
+    body = [name for name, part in linear.items() if id(part) not in heads]
+    chosen = [name for name in body if _matches(name, model.target_modules)]
+    chosen = [name for name in chosen if model.exclude_modules is None or not _matches(name, model.exclude_modules)]
+    if not chosen:
+        leaves = sorted({name.rpartition(".")[2] for name in body})
+        raise ValueError(
+            f"model.target_modules={model.target_modules!r} (exclude_modules={model.exclude_modules!r}) names no "
+            f"linear layer of this model: use all-linear, or some of {leaves}"
+        )
+    return chosen
+
+
+def _matches(name: str, wanted: Any) -> bool:
+    """As peft: all-linear; a pattern for the whole name; or a list of names, each a whole name or its end."""
+    if wanted == "all-linear":
+        return True
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == end or name.endswith(f".{end}") for end in wanted)
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    for part in (_A, _B, _WEIGHT):
+        if name.endswith(f".{part}"):
+            return name.removesuffix(f".{part}"), part
+    return name, None
