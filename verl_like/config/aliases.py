@@ -84,6 +84,7 @@ _LOAD_FORMATS = {
     "hf": "dummy_hf",
 }
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_OPTIMIZERS = {"AdamW": "adamw", "AdamW8bit": "adamw_8bit"}
 _KL_KINDS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _LOGGERS = {"tracking": "wandb", "stdout": "console"}
 
@@ -114,6 +115,7 @@ VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     (r"actor_rollout_ref\.rollout\.(val_kwargs\.)?top_k", _top_k),
     (r"actor_rollout_ref\.rollout\.dtype|.+\.fsdp_config\.(model_dtype|dtype)", _mapped(_DTYPES)),
     (r"actor_rollout_ref\.actor\.kl_loss_type|algorithm\.kl_penalty", _mapped(_KL_KINDS)),
+    (r".+\.optim\.optimizer", _mapped(_OPTIMIZERS)),
     (r"trainer\.logger", _loggers),
     (r"trainer\.n_gpus_per_node", _null_is("auto")),
     (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),

@@ -35,11 +35,20 @@ def impossible_sharding(config: PPOConfig) -> list[str]:
         roles.append((_REF, policy.ref.strategy, policy.ref.fsdp_config))
     if needs_critic(config.critic, config.algorithm):
         roles.append((_CRITIC, config.critic.strategy, config.critic.model.fsdp_config))
-    return [
+    problems = [
         f"{section}.offload_policy=True with strategy=fsdp: FSDP1 has no such policy here; set strategy=fsdp2, or use "
         "param_offload and optimizer_offload"
         for section, strategy, fsdp in roles
         if strategy == "fsdp" and fsdp.offload_policy
+    ]
+    optimizers = [("actor_rollout_ref.actor", policy.actor.strategy, policy.actor.optim)]
+    if needs_critic(config.critic, config.algorithm):
+        optimizers.append(("critic", config.critic.strategy, config.critic.optim))
+    return problems + [
+        f"{section}.optim.optimizer=adamw_8bit with strategy=fsdp: FSDP1 flattens weights, and the 8-bit scales belong "
+        "to rows; set strategy=fsdp2 or optimizer=adamw_bf16"
+        for section, strategy, optim in optimizers
+        if strategy == "fsdp" and optim.optimizer == "adamw_8bit"
     ]
 
 

@@ -106,6 +106,14 @@ class WeightScope(StrEnum):
     batch = "batch"
 
 
+class OptimizerName(StrEnum):
+    """AdamW with float32 states (in the precision of the weights), bfloat16 states, or 8-bit states."""
+
+    adamw = "adamw"
+    adamw_bf16 = "adamw_bf16"
+    adamw_8bit = "adamw_8bit"
+
+
 class WarmupStyle(StrEnum):
     """Learning-rate schedule after the linear warm-up."""
 

@@ -4,13 +4,16 @@ however many optimizer steps each one makes."""
 from dataclasses import dataclass, field
 
 from verl_like.config.base import ConfigNode, above, at_least, between, minus_one_or_positive, require
-from verl_like.config.enums import WarmupStyle
+from verl_like.config.enums import OptimizerName, WarmupStyle
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig(ConfigNode):
     """`actor_rollout_ref.actor.optim.*`, `critic.optim.*`."""
 
+    optimizer: OptimizerName = OptimizerName.adamw
+    """adamw; adamw_bf16 (averages in bfloat16) or adamw_8bit (averages in 8 bits), both with stochastic rounding, which
+    bfloat16 weights (fsdp_config.model_dtype) get too."""
     lr: float = 1e-6
     """Peak learning rate."""
     lr_warmup_steps: int = -1

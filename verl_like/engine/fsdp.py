@@ -80,7 +80,7 @@ class FSDPEngine:
         self._adapters: lora.Adapters | None = None
         self.model = self._build_model(tokenizer_size, seed, strategy, training=optim is not None)
         self._sharding = self._shard(strategy, compile_blocks=compile_blocks)
-        self.optimizer = None if optim is None else build_optimizer(self._sharding.parameters(), optim)
+        self.optimizer = None if optim is None else self._build_optimizer(optim)
         self._activations: ActivationOffload | None = None
         if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
             self._activations = ActivationOffload(self.device)
@@ -131,6 +131,9 @@ class FSDPEngine:
             buffer_dtype=None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
             device=self.device,
         )
+
+    def _build_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
+        return build_optimizer(self._sharding.parameters(), optim, shard_index=self._sharding.shard_index)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 

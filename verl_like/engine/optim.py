@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from verl_like.engine.lean_optim import LeanAdamW
 
 if TYPE_CHECKING:
     from verl_like.config import OptimConfig
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over the shards; weight decay on every parameter, as verl."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=True,
-    )
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], optim: OptimConfig, *, shard_index: int = 0
+) -> torch.optim.Optimizer:
+    """The optimizer of `optim.optimizer` over the shards; weight decay on every parameter, as verl.
+
+    shard_index: which shard this rank holds (see LeanAdamW).
+    """
+    settings: dict[str, Any] = {
+        "lr": optim.lr,
+        "betas": (optim.betas[0], optim.betas[1]),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
+    if optim.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, **settings, fused=True)
+    return LeanAdamW(parameters, **settings, bits=_BITS[optim.optimizer], shard_index=shard_index)
+
+
+_BITS = {"adamw_bf16": 16, "adamw_8bit": 8}
 
 
 class Schedule:

@@ -51,8 +51,10 @@ class FSDP2Sharding:
         self.root, self._device = model, device
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.offload_policy else OffloadPolicy()
         weights = Materializer(model, *fill_devices(fsdp, device), buffer_dtype)
+        mesh = build_mesh(device, fsdp.fsdp_size)
+        self.shard_index = mesh.get_local_rank("shard")
         shared = {
-            "mesh": build_mesh(device, fsdp.fsdp_size),
+            "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
             "offload_policy": offload,
         }

@@ -50,6 +50,7 @@ class FSDP1Sharding:
         self._device = device
         mesh = build_mesh(device, fsdp.fsdp_size)
         sharded = mesh["shard"].size() > 1
+        self.shard_index = mesh.get_local_rank("shard")
         self.reduces_once = not sharded  # FSDP1 then reduces the accumulated gradient, earlier sums included
         self._shard_group = mesh.get_group("shard") if sharded else None
         if not sharded:  # every rank holds the whole model: FSDP1 has a strategy of its own for that, on one axis

@@ -6,7 +6,7 @@ Gradients are plain SUMS over ranks: losses are divided by global counts already
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ class Sharding(Protocol):
 
     root: nn.Module
     """The module to call."""
+    shard_index: int
+    """Which shard this rank holds; the same on all replicas of it."""
     reduces_once: bool
     """Gradients may be reduced only once per optimizer step, not after every micro-batch."""
 
@@ -112,19 +114,25 @@ def named_states(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torc
             state = optimizer.state[parameter]
             if not state:
                 init_state(optimizer, parameter, state)
-            flat |= {f"{name}.{key}": state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
+            flat |= {f"{name}.{key}": value for key, value in state.items()}
     return {key: value.detach() for key, value in flat.items()}
 
 
 def init_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
-    """The state of a parameter that was never stepped, as AdamW makes it at its first step."""
-    make = getattr(optimizer, "init_state", None)
-    if make is not None:  # an optimizer of engine/optimizers.py, which knows its own precision
-        make(parameter, state)
+    """The state of a parameter that was never stepped, as the optimizer makes it at its first step."""
+    if isinstance(optimizer, MakesState):
+        optimizer.init_state(parameter, state)
         return
-    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)  # torch's AdamW
     state["exp_avg"] = torch.zeros_like(parameter)
     state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+@runtime_checkable
+class MakesState(Protocol):
+    """An optimizer that knows the precision of its own states (engine/lean_optim.py)."""
+
+    def init_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None: ...
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

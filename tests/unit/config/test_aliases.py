@@ -53,6 +53,7 @@ def test_renamed(old, new):
         (f"{R}.load_format", "dummy_megatron", "dummy_dtensor", True),
         (f"{R}.load_format", "hf", "dummy_hf", True),
         (f"{R}.load_format", "dummy_hf", "dummy_hf", False),
+        (f"{A}.optim.optimizer", "AdamW8bit", "adamw_8bit", True),
         ("trainer.logger", "tracking", ["wandb"], True),
         ("trainer.logger", "wandb", ["wandb"], False),
         ("trainer.logger", ["stdout", "tracking"], ["console", "wandb"], True),
