@@ -9,8 +9,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.trainer.compose import compose
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "examples"
-REFUSED = {
-}
+REFUSED = {}
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 
 
