@@ -233,3 +233,19 @@ def test_options_of_the_update_together(tmp_path: Path, tiny_model: Path) -> Non
     for record in run(tmp_path, tiny_model, **settings):
         assert record["actor/selected_frac"] > 0 and record["actor/skip_ratio"] == 0
         assert record["actor/sft_loss"] >= 0 and record["actor/kl_loss"] >= 0 and record["actor/grad_norm"] > 0
+
+
+def test_a_step_whose_responses_were_all_cut_off_trains_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {
+        **WITH_WEIGHTS,
+        "actor_rollout_ref.actor.mask_truncated": True,
+        "actor_rollout_ref.actor.optim.lr": 1.0,  # any step would show
+        "data.max_response_length": 1,
+        "actor_rollout_ref.rollout.ignore_eos": True,
+        "trainer.total_training_steps": 2,
+        "trainer.save_freq": 1,
+    }
+    for record in run(tmp_path, tiny_model, **settings):
+        assert record["actor/empty_minibatches"] >= 1 and "actor/grad_norm" not in record
+    first, second = (weights_of(tmp_path / "out", step) for step in (1, 2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

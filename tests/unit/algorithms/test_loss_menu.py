@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, Token
 from verl_like.batch import Experience
 from verl_like.config import ActorConfig, PolicyLossConfig, ToprConfig
 from verl_like.config.enums import LOSS_MODES
-from verl_like.config.loss_knobs import FIXED_AGGREGATION
+from verl_like.config.loss_knobs import FIXED_AGGREGATION, SELECTING_LOSSES
 
 ACTOR = ActorConfig(
     clip_ratio_low=0.1,
@@ -277,3 +278,65 @@ def test_a_row_that_went_far_on_one_side_stays_finite(name: str, gap: float, adv
     out = run(name, PolicyBatch(log_probs_BR=log_probs, **columns))
     (gradient,) = torch.autograd.grad(out.loss_BR[mask].sum(), log_probs)
     assert out.loss_BR[mask].isfinite().all() and gradient.isfinite().all() and (gradient[~mask] == 0).all()
+
+
+# ---- forms that a default configuration does not show
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_luspo_is_gspo_times_the_length_of_each_row(seed: int) -> None:
+    rows = experience(seed)
+    log_probs, counts = outputs_for(rows, seed + 50)["log_probs"], denominators(rows)
+    batch = policy_batch(rows, log_probs)
+    luspo = aggregate(run("luspo", batch).loss_BR, batch.mask_BR, "seq-mean-token-sum", counts)
+    gspo_BR, length_B = run("gspo", batch).loss_BR, batch.mask_BR.sum(dim=1)
+    per_row = [gspo_BR[i][mask].mean() * n for i, (mask, n) in enumerate(zip(batch.mask_BR, length_B, strict=True))]
+    assert luspo.item() == pytest.approx(torch.stack(per_row).mean().item())
+
+
+def topr(level: str, source: str) -> ActorConfig:
+    options = ToprConfig(ratio_level=level, reward_source=source, positive_weight=2.0, negative_weight=0.5)  # type: ignore[arg-type]
+    return ActorConfig(policy_loss=PolicyLossConfig(topr=options))
+
+
+def test_topr_by_token_takes_each_tokens_own_ratio_and_sign() -> None:
+    batch = batch_of([0.5, 0.8, 3.0], [1.0, -1.0, -2.0])
+    (gradient,) = torch.autograd.grad(run("topr", batch, topr("token", "advantage")).loss_BR.sum(), batch.log_probs_BR)
+    assert gradient[0].tolist() == pytest.approx([-2.0, 0.5 * 0.8, 2 * 0.5])
+
+
+def test_topr_by_row_takes_the_product_and_the_sign_of_the_mean() -> None:
+    batch = batch_of([0.5, 0.8, 1.5], [1.0, -1.0, -2.0])
+    out = run("topr", batch, topr("seq", "advantage"))
+    (gradient,) = torch.autograd.grad(out.loss_BR.sum(), batch.log_probs_BR)
+    weight = 0.5 * 0.6  # 0.5 x 0.8 x 1.5
+    assert gradient[0].tolist() == pytest.approx([-weight, weight, 2 * weight])
+    assert not out.metrics_BR["pg_clipfrac"].any()
+
+
+@pytest.mark.parametrize("level", ["seq", "token"])
+def test_topr_from_scores_ignores_the_advantages(level: str) -> None:
+    batch = batch_of([0.5, 0.8], [7.0, -7.0])
+    for score, weights in ((1.0, [2.0, 2.0]), (0.0, [0.0, 0.0]), (-1.0, None)):
+        scored = dataclasses.replace(batch, score_B=torch.tensor([score]))
+        (gradient,) = torch.autograd.grad(run("topr", scored, topr(level, "score")).loss_BR.sum(), batch.log_probs_BR)
+        bad = [0.5 * 0.4, 0.5 * 0.4] if level == "seq" else [0.5 * 0.5, 0.5 * 0.8]
+        assert gradient[0].tolist() == pytest.approx(bad if weights is None else [-w for w in weights])
+    with pytest.raises(ValueError, match="reward_source=score needs the scores"):
+        run("topr", batch, topr(level, "score"))
+
+
+def test_losses_that_need_a_selection_say_so() -> None:
+    batch = dataclasses.replace(batch_of([1.0], [1.0]), selected_BR=None)
+    for name in SELECTING_LOSSES:
+        with pytest.raises(ValueError, match="need tokens selected over the mini-batch"):
+            run(name, batch)
+
+
+def test_vespo_fades_on_both_sides_and_peaks_at_k_over_lambda() -> None:
+    def weight(ratio: float) -> float:
+        return run("vespo", batch_of([ratio], [1.0])).metrics_BR["vespo_weight"].item()
+
+    assert weight(1.0) == pytest.approx(1.0)
+    assert weight(1e-3) < 1e-4 and weight(30.0) < 1e-30
+    assert weight(2 / 3) > max(weight(0.6), weight(0.75))
