@@ -39,7 +39,7 @@ _GREEK = re.findall(
 _WORDS = sorted([*_FUNCTIONS, "sqrt", "pi"], key=len, reverse=True)  # known without a backslash
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d*)?|\.\d+)|\\(?P<command>[A-Za-z]+)|(?P<word>" + "|".join(_WORDS) + r")(?![a-z])|"
-    r"(?P<letter>[A-Za-z])|(?P<sign>[-+*/^(){}\[\]|!_,]))\s*"
+    r"(?P<letter>[A-Za-z]\d*)|(?P<sign>[-+*/^(){}\[\]|!_,]))\s*"
 )
 
 
@@ -123,8 +123,8 @@ class _Parser:
             elif self._operator("/", "div"):
                 node = ("div", node, self._signed_power())
             elif self._starts_factor():
-                if self._peek()[0] == self._tokens[self._at - 1][0] == "number":
-                    raise UnknownExpression("two numbers side by side")
+                if self._peek()[0] == "number" and self._tokens[self._at - 1][0] in ("number", "letter"):
+                    raise UnknownExpression("a number after a number or a letter")
                 node = self._juxtaposed(node)
             else:
                 return node
@@ -179,8 +179,8 @@ class _Parser:
             self._expect("}")
             return node
         kind, value = self._peek()
-        if kind == "number" and len(value) > 1 and value.isdigit():
-            self._tokens[self._at : self._at + 1] = [("number", value[0]), ("number", value[1:])]
+        if len(value) > 1 and value.isascii() and value.isalnum() and kind in ("number", "letter"):
+            self._tokens[self._at : self._at + 1] = [(kind, value[0]), ("number", value[1:])]
         return self._atom()
 
     def _atom(self) -> Node:
@@ -205,13 +205,18 @@ class _Parser:
         raise UnknownExpression(f"unexpected {value!r}")
 
     def _symbol(self, name: str) -> Node:
+        """A variable, with its subscript: x_1, x_{1}, and x1."""
+        if len(name) > 1 and name[1:].isdigit():
+            return ("sym", f"{name[0]}_{name[1:]}")
         if self._accept("_"):
             opened = self._accept("{")
             parts = []
             while (token := self._next())[0] in ("number", "letter"):
                 parts.append(token[1])
-                if not opened:
+                if not opened and len(token[1]) == 1:
                     return ("sym", f"{name}_{parts[0]}")
+                if not opened:
+                    raise UnknownExpression("a subscript of several signs needs braces")
             if not parts or token != ("sign", "}"):
                 raise UnknownExpression("subscript")
             return ("sym", f"{name}_{''.join(parts)}")

@@ -95,7 +95,7 @@ _SPELLINGS = [
     for pattern, replacement in [
         (r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr|big|Big|bigg|Bigg)(?![A-Za-z])\s*\.?", ""),
         (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut)(?![A-Za-z])", ""),
-        (r",\\!", ","),
+        (r"(?<=\d),\\!(?=\d{3})", ""),
         (r"\{,\}", ","),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;: >]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|~", " "),
@@ -117,6 +117,7 @@ _SPELLINGS = [
         (r"\\(?:degree|degrees)(?![A-Za-z])", r"^\\circ "),
         (r"_\s*\{\s*(\w+)\s*\}", r"_{\1}"),
         (r"(\d)_(\d)", r"\1_{\2}"),
+        (r"_(\d+)(?=\s)", r"_{\1}"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),

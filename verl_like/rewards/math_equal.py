@@ -16,17 +16,25 @@ from fractions import Fraction
 
 from verl_like.rewards import expression, expression_value, symbolic
 from verl_like.rewards.latex import MAX_ANSWER_CHARS, normalise, plain_text, split_top_level, squeeze
-from verl_like.rewards.math_structure import compare_collections, compare_matrices, compare_relations, compare_unions
+from verl_like.rewards.math_structure import (
+    compare_collections,
+    compare_matrices,
+    compare_relations,
+    compare_unions,
+    parts_of,
+)
 from verl_like.rewards.units import Quantity, compatible, split_unit
 
 _MAX_NESTING = 6
 _ROUNDING_DECIMALS = 6  # a decimal with so many places stands for the number it is the rounding of
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
-_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?!\d|,\d)")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.])([1-9]\d{0,2}(?: \d{3})+)(?!\d)")
 _PERIODIC = re.compile(r"(-?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 _MIXED = re.compile(r"^(-?\d+) (\d+)/(\d+)$")
+_LEADING_ZERO = re.compile(r"(?:^|[\s,(\[{])0\d")
+_SIDE_BY_SIDE = re.compile(r"\d \d|(?<![\\A-Za-z])[A-Za-z] \d")  # 4 0 is no product
 _BASED = re.compile(r"^(-?[0-9A-Z]+)_\{(\d+)\}$")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' \-]*$")
@@ -65,8 +73,13 @@ def _readings(text: str) -> list[str]:
     joined = _THOUSANDS.sub(lambda match: match[1].replace(",", ""), text)
     joined = _SPACED_THOUSANDS.sub(lambda match: match[1].replace(" ", ""), joined)
     joined = _MIXED.sub(r"\1\\frac{\2}{\3}", joined)
+    if joined == text:
+        return [text]
+    before, after = parts_of(text), parts_of(joined)
+    if before and before.kind != "list" and (after is None or len(after.elements) < 2):
+        return [text]  # (20,100) is a pair
     listed = len(split_top_level(text)) > 1 or text[:1] in ("(", "[", "\\")
-    return [joined, text] if joined != text and listed else [joined]
+    return [joined, text] if listed and not _LEADING_ZERO.search(text) else [joined]
 
 
 def _compare_approximations(truth: str, answer: str) -> Verdict:
@@ -98,7 +111,7 @@ def _compare(truth: str, answer: str, nesting: int) -> Verdict:
 
 def _compare_text(truth: str, answer: str) -> bool | None:
     """Words, multiple-choice letters, times and numbers of another base: compared as they are written."""
-    left, right = (squeeze(plain_text(side).strip(" .\"'")) for side in (truth, answer))
+    left, right = (squeeze(plain_text(side).strip(" \"'").rstrip(".")) for side in (truth, answer))
     if left == right:
         return bool(left)
     choices = _CHOICE.match(left), _CHOICE.match(right)
@@ -122,6 +135,8 @@ def _compare_values(truth: Quantity, answer: Quantity) -> Verdict:
     texts = squeeze(plain_text(truth.value)), squeeze(plain_text(answer.value))
     if texts[0] == texts[1] and truth.percent == answer.percent:
         return Verdict(bool(texts[0]), "text")
+    if any(_SIDE_BY_SIDE.search(text) for text in texts):
+        return Verdict(False, "value")
     left, right = _tree(texts[0]), _tree(texts[1])
     if left is None or right is None:
         return Verdict(symbolic.equal(truth.value, answer.value), "math-verify")
