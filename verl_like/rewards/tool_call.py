@@ -7,20 +7,20 @@ Arguments are compared by value: 1 and 1.0 are equal, text regardless of case an
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PRED_CHARS = 1000
 
 
 def extract_call(solution_str: str) -> dict[str, Any] | None:
     """The last call of a response, None if there is none that can be read."""
-    found = _CALL.findall(solution_str)
-    if not found:
+    end = solution_str.rfind(_CLOSE)
+    start = solution_str.rfind(_OPEN, 0, max(end, 0))
+    if start < 0:
         return None
     try:
-        call = json.loads(found[-1])
+        call = json.loads(solution_str[start + len(_OPEN) : end])
     except (ValueError, RecursionError):
         return None
     return call if isinstance(call, dict) and isinstance(call.get("name"), str) else None

@@ -44,6 +44,8 @@ TRUTHS: dict[str, Any] = {
     "countdown": {"target": 24, "numbers": [1, 2, 3]},
     "multiple_choice": "B",
     "instruction": INSTRUCTIONS,
+    "tool_call": {"name": "look_up", "arguments": {"city": "Paris", "days": 3}},
+    "knights_and_knaves": "Zoey is a knave, Noah is a knight",
 }
 MATHS = [r"\frac{1}{2}", "x^2+1", r"(1,2]\cup(3,4)", r"\{1,2\}", "x=5", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"]
 # graders that run other programs have their own tests of hostile input
@@ -92,6 +94,8 @@ HORRORS = {
     "new lines": "\n" * MANY + "x",
     "answer tags": "<answer>" * (MANY // 8),
     "closing tags": "<think>" + "</think>" * (MANY // 8) + r"\boxed{1",
+    "tool calls": "<tool_call>" * (MANY // 8),
+    "deep tool call": "<tool_call>" + "[" * MANY + "</tool_call>",
     "brackets": "[" * MANY,
     "deep json": "[" * MANY + "]" * MANY,
     "punctuation in a box": r"\boxed{" + "." * MANY + "}",
@@ -118,7 +122,7 @@ def truth_for(name: str, number: int = 0) -> Any:
 def test_garbage_gets_a_finite_score(name: str, frame: str, body: str, number: int) -> None:
     graded = compute_score("any", frame % body, truth_for(name, number), {}, grader=name)
     assert math.isfinite(graded["score"])
-    assert isinstance(graded["pred"], str) and len(graded["pred"]) <= 400
+    assert isinstance(graded["pred"], str) and len(graded["pred"]) <= 1000
 
 
 def test_horrors_through_the_pool_cost_no_worker() -> None:
