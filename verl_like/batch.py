@@ -274,6 +274,7 @@ class Scores(TensorStruct):
     valid_B: Tensor  # bool
     extras: list[dict[str, Any]]  # further values of the reward function, per row ("acc", "pred" ...)
     failures: list[RewardFailure | None]
+    baseline_B: Tensor | None = None  # float32: reward of the greedy response to the row's prompt (remax)
     trained_B: Tensor | None = None  # bool: false where a row stays in the batch, but no token of it is trained on
 
 
@@ -284,6 +285,7 @@ class Evaluated(TensorStruct):
     response_length_B: Tensor  # int64
     old_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
     entropy_BR: Tensor | None = _padded(_RIGHT, default=None)
+    sum_pi_squared_BR: Tensor | None = _padded(_RIGHT, default=None)  # over the vocabulary, of squared probabilities
     ref_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
     values_BR: Tensor | None = _padded(_RIGHT, default=None)
 

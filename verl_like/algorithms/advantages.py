@@ -35,6 +35,9 @@ class AdvantageInputs:
     components: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # float64 [B]: rewards by name, for gdpo
     step_BR: Tensor | None = None  # turn of each sampled token, and state before the turn: see algorithms/stepwise.py
     anchor_BR: Tensor | None = None
+    sum_pi_squared_BR: Tensor | None = None  # over the vocabulary, of squared probabilities, under the old policy
+    importance_weights_BR: Tensor | None = None  # of algorithm.rollout_correction, where the driver has them
+    baseline_B: Tensor | None = None  # reward of the greedy response to the row's prompt
 
     def reward_B(self) -> Tensor:
         """Reward of the whole response."""
@@ -298,4 +301,87 @@ def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> 
     """The discounted return, whitened over all sampled tokens (REINFORCE++, Hu et al. 2025, arXiv 2501.03262)."""
     returns_BR = discounted_returns(inputs, algorithm.gamma)
     advantages_BR = masked_whiten(returns_BR, inputs.response_mask_BR)
+    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=returns_BR)
+
+
+# ---- against a baseline from outside the batch, or one for each position
+
+
+@register_advantage("remax")
+def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """Undiscounted return - reward of the greedy response to the same prompt (ReMax, Li et al. 2023, arXiv 2310.10505).
+
+    The baseline does not depend on the sampled response, so the gradient stays unbiased, also with one response each.
+    """
+    mask_BR = inputs.response_mask_BR
+    if inputs.baseline_B is None:
+        raise ValueError("algorithm.adv_estimator='remax' needs the scores of greedy responses, but there are none")
+    returns_BR = discounted_returns(inputs, gamma=1.0)
+    advantages_BR = masked_fill_zero(returns_BR - inputs.baseline_B[:, None], mask_BR)
+    metrics = {"critic/baseline/mean": inputs.baseline_B.mean().item()} if len(inputs.baseline_B) else {}
+    return AdvantageOutputs(advantages_BR=advantages_BR.float(), returns_BR=returns_BR, metrics=metrics)
+
+
+@register_advantage("optimal_token_baseline")
+def optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """Return - the group's variance-minimal baseline at each position (Li et al. 2026, arXiv 2602.07078).
+
+    b_t = sum_i G_it W_it / sum_i W_it,  W_it = sum_{j <= t} w_ij,  w = 1 - 2 p(y) + sum_v p(v)^2: the squared norm of
+    the token's score with respect to the logits, times its squared importance weight where there is one. Where only
+    one row of the group has a sampled token b_t is 0 (as in verl); a group of one has advantage 0, as everywhere here.
+    """
+    returns_BR = discounted_returns(inputs, gamma=1.0)
+    return _above_optimal_baseline(returns_BR, _path_energy(inputs), inputs.response_mask_BR, inputs)
+
+
+@register_advantage("tir_optimal_token_baseline")
+def tir_optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
+    """The same with positions counted in sampled tokens, tool text left out: for tool-integrated reasoning."""
+    mask_BR = inputs.response_mask_BR
+    rows, columns = mask_BR.nonzero(as_tuple=True)
+    place = (mask_BR.cumsum(dim=1) - 1)[rows, columns]
+
+    def compact(values_BR: Tensor) -> Tensor:
+        packed = torch.zeros_like(values_BR)
+        packed[rows, place] = values_BR[rows, columns]
+        return packed
+
+    returns_BR = discounted_returns(inputs, gamma=1.0)
+    packed = _above_optimal_baseline(compact(returns_BR), compact(_path_energy(inputs)), compact(mask_BR), inputs)
+    advantages_BR = torch.zeros_like(returns_BR)
+    advantages_BR[rows, columns] = packed.advantages_BR[rows, place]
+    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=returns_BR)
+
+
+def _path_energy(inputs: AdvantageInputs) -> Tensor:
+    """W of each token (float64 [B, R]): the row's summed squared score norms up to and with it."""
+    if inputs.old_log_probs_BR is None or inputs.sum_pi_squared_BR is None:
+        raise ValueError(
+            "algorithm.adv_estimator=(tir_)optimal_token_baseline needs old log-probs and sums of squared "
+            "probabilities: set actor_rollout_ref.actor.old_log_probs=recompute"
+        )
+    norm_BR = 1 - 2 * inputs.old_log_probs_BR.double().exp() + inputs.sum_pi_squared_BR.double()
+    if inputs.importance_weights_BR is not None:
+        norm_BR = norm_BR * inputs.importance_weights_BR.double() ** 2
+    return masked_fill_zero(norm_BR.clamp(min=0), inputs.response_mask_BR).cumsum(dim=1)
+
+
+def _above_optimal_baseline(
+    returns_BR: Tensor, energy_BR: Tensor, mask_BR: Tensor, inputs: AdvantageInputs
+) -> AdvantageOutputs:
+    """Returns minus the weighted mean return of the group's rows that have a token at the position."""
+    ids, row_group_B = torch.unique(inputs.group_B, return_inverse=True)
+
+    def over_group(values_BR: Tensor) -> Tensor:
+        masked_BR = masked_fill_zero(values_BR.double(), mask_BR)
+        sums_GR = masked_BR.new_zeros(len(ids), mask_BR.shape[1]).index_add(0, row_group_B, masked_BR)
+        return sums_GR[row_group_B]
+
+    count_BR, weight_BR = over_group(torch.ones_like(returns_BR)), over_group(energy_BR)
+    plain_BR = over_group(returns_BR) / count_BR.clamp(min=1)  # where no row's score has any energy
+    weighted_BR = over_group(returns_BR * energy_BR) / torch.where(weight_BR > 0, weight_BR, torch.ones_like(weight_BR))
+    baseline_BR = torch.where(weight_BR > 0, weighted_BR, plain_BR)
+    alone_B1 = (torch.bincount(row_group_B, minlength=len(ids))[row_group_B] == 1)[:, None]
+    advantages_BR = returns_BR - masked_fill_zero(baseline_BR, count_BR > 1)
+    advantages_BR = masked_fill_zero(advantages_BR, mask_BR & ~alone_B1).float()
     return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=returns_BR)

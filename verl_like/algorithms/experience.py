@@ -74,6 +74,9 @@ def make_experience(
         components=reward_components(algorithm, scores),
         step_BR=rollouts.step_BR,
         anchor_BR=rollouts.anchor_BR,
+        sum_pi_squared_BR=evaluated.sum_pi_squared_BR,
+        importance_weights_BR=corrected.weights_BR,
+        baseline_B=scores.baseline_B,
     )
     outputs = compute_advantages(inputs, algorithm)
     advantages_BR, advantage_metrics = shape_advantages(algorithm, outputs.advantages_BR, mask_BR)

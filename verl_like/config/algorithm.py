@@ -71,7 +71,8 @@ class AlgorithmConfig(ConfigNode):
 
     adv_estimator: str = "gae"
     """Advantage estimator: gae (with a critic), reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo,
-    dr_grpo, grpo_passk, rloo, opo, gpg, maxrl, lite_ppo, gdpo (several rewards), gigpo, step_reinforce (multi-turn)."""
+    dr_grpo, grpo_passk, rloo, opo, gpg, maxrl, lite_ppo, remax, optimal_token_baseline, tir_optimal_token_baseline,
+    gdpo (several rewards), gigpo, step_reinforce (multi-turn)."""
     gamma: float = 1.0
     """Discount of future rewards, per token."""
     lam: float = 1.0

@@ -13,7 +13,7 @@ from verl_like.config.actor import ActorConfig
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.correction import RolloutCorrectionConfig, rejects
 from verl_like.config.critic import CriticConfig
-from verl_like.config.enums import OldLogProbs
+from verl_like.config.enums import OPTIMAL_BASELINE_ESTIMATORS, OldLogProbs
 from verl_like.config.errors import raise_if_any
 from verl_like.config.loss_knobs import SELECTING_LOSSES
 from verl_like.config.ppo import PPOConfig
@@ -273,6 +273,11 @@ def _draw(problems: list[str], config: PPOConfig, num_train_prompts: int | None)
     return data.gen_batch_size
 
 
+def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
+    """The pass of old log-probs also gives each token's sum of squared probabilities."""
+    return algorithm.adv_estimator in OPTIMAL_BASELINE_ESTIMATORS
+
+
 def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
     """Whether the old log-probs are the rollout engine's own (two policies instead of three)."""
     return correction.bypass_mode or actor.old_log_probs == OldLogProbs.rollout
@@ -296,6 +301,9 @@ def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
         fix = "bypass_mode takes the sampler's; leave old_log_probs out"
         problems.append(f"algorithm.rollout_correction.bypass_mode=True with {key}={choice}: {fix}")
     if uses_sampler_log_probs(actor, correction):
+        if needs_sum_pi_squared(config.algorithm):
+            fix = "it needs the trainer's probabilities; leave bypass_mode and old_log_probs out"
+            problems.append(f"algorithm.adv_estimator={config.algorithm.adv_estimator} with {key}=rollout: {fix}")
         return str(OldLogProbs.rollout)
     if choice == OldLogProbs.auto:
         return str(OldLogProbs.detach if updates == 1 and not needs else OldLogProbs.recompute)
@@ -314,6 +322,8 @@ def _driver_needs(config: PPOConfig) -> str | None:
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if loss in SELECTING_LOSSES:
         return f"{_ACTOR}.policy_loss.loss_mode={loss}, which selects tokens by them before the update,"
+    if needs_sum_pi_squared(algorithm):
+        return f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if rejects(correction):  # rejected tokens leave the denominators, which are counted before any backward pass
         return "a rejection of algorithm.rollout_correction"
     if correction.rollout_is is not None and correction.rollout_is_batch_normalize:

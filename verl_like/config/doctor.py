@@ -5,13 +5,14 @@ from verl_like.config.batch_plan import needs_critic, needs_reference
 from verl_like.config.doctor_correction import (
     CORRECTION_IDLE,
     impossible_correction,
+    risky_baseline,
     risky_correction,
     two_policies,
 )
 from verl_like.config.doctor_losses import LOSS_IDLE, impossible_losses, two_decays
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
-from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS
+from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
@@ -238,8 +239,13 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         ("algorithm.gamma",),
-        lambda c: c.algorithm.adv_estimator not in DISCOUNTING_ESTIMATORS,
+        lambda c: c.algorithm.adv_estimator not in (*DISCOUNTING_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "remax"),
         "algorithm.adv_estimator gives all tokens of a response one advantage",
+    ),
+    Idle(
+        ("algorithm.gamma",),
+        lambda c: c.algorithm.adv_estimator in (*OPTIMAL_BASELINE_ESTIMATORS, "remax"),
+        "algorithm.adv_estimator takes undiscounted returns",
     ),
     Idle(("algorithm.lam",), lambda c: c.algorithm.adv_estimator != "gae", "algorithm.adv_estimator is not gae"),
     Idle(
@@ -363,13 +369,14 @@ def risky(config: PPOConfig) -> list[str]:
         budgets.append(("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu))
     lines = []
     estimator = config.algorithm.adv_estimator
-    if estimator in (*GROUP_ESTIMATORS, "gdpo", "gigpo") and config.actor_rollout_ref.rollout.n == 1:
+    compares = (*GROUP_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "gdpo", "gigpo")
+    if estimator in compares and config.actor_rollout_ref.rollout.n == 1:
         lines.append(
             f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={estimator}: a group of one has nothing to compare with; "
             f"set {_ROLLOUT}.n to 2 or more"
         )
     rollout = config.actor_rollout_ref.rollout
-    lines += risky_correction(config)
+    lines += risky_correction(config) + risky_baseline(config)
     if two_policies(config) and (rollout.top_p < 1 or rollout.top_k > 0):
         lines.append(
             f"{_ACTOR}.old_log_probs=rollout with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the "

@@ -47,6 +47,27 @@ def risky_correction(config: PPOConfig) -> list[str]:
     return []
 
 
+def risky_baseline(config: PPOConfig) -> list[str]:
+    """remax compares rewards with the score of the greedy response, as graded."""
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    if algorithm.adv_estimator != "remax":
+        return []
+    lines = []
+    norm = algorithm.reward_norm
+    normalised = [norm.mean, norm.std, norm.kind, algorithm.agent_reward_norm.grouping]
+    if algorithm.reward_scaling.enable or any(value is not None for value in normalised):
+        lines.append(
+            "algorithm.adv_estimator=remax with normalised rewards: the greedy response's score is not normalised, so "
+            "it is a poor baseline; leave reward_norm, reward_scaling and agent_reward_norm out"
+        )
+    if not rollout.do_sample:
+        lines.append(
+            f"algorithm.adv_estimator=remax with {_ROLLOUT}.do_sample=False: the response is the greedy one, and every "
+            f"advantage 0; set {_ROLLOUT}.do_sample=true"
+        )
+    return lines
+
+
 CORRECTION_IDLE: tuple[Idle, ...] = (
     Idle(
         (f"{_SECTION}.rollout_is_threshold", f"{_SECTION}.rollout_is_batch_normalize"),

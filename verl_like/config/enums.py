@@ -197,10 +197,18 @@ GROUP_ESTIMATORS = (
     "lite_ppo",
     "reinforce_plus_plus_baseline",
 )
+OPTIMAL_BASELINE_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 WHITENING_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 MULTI_REWARD_ESTIMATORS = ("gdpo",)  # read algorithm.gdpo_reward_keys
 STEP_ESTIMATORS = ("gigpo", "step_reinforce")  # need the turns of multi-turn rollout
-ADV_ESTIMATORS = (*DISCOUNTING_ESTIMATORS, *GROUP_ESTIMATORS, *MULTI_REWARD_ESTIMATORS, *STEP_ESTIMATORS)
+ADV_ESTIMATORS = (
+    *DISCOUNTING_ESTIMATORS,
+    *GROUP_ESTIMATORS,
+    *OPTIMAL_BASELINE_ESTIMATORS,
+    *MULTI_REWARD_ESTIMATORS,
+    *STEP_ESTIMATORS,
+    "remax",
+)
 LOSS_MODES = (
     "vanilla",
     "gspo",

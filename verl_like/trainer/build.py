@@ -35,6 +35,7 @@ from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource
+from verl_like.trainer.greedy_baseline import GreedyBaselineSource
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import CriticGroup, PolicyGroup
@@ -200,13 +201,15 @@ def load_inputs(config: PPOConfig) -> Inputs:
 def build_source(
     config: PPOConfig, plan: BatchPlan, loader: PromptLoader, eos_ids: tuple[int, ...], seed: int | None
 ) -> BatchSource:
-    """Plain batches, or with algorithm.filter_groups those of dynamic sampling."""
+    """Plain batches, or with algorithm.filter_groups those of dynamic sampling; remax adds its greedy responses."""
     rollout, rules = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     sampling = train_sampling(rollout, eos_ids)
     if not rules.enable:
-        return PlainSource(loader, sampling, n=rollout.n, seed=seed)
-    source = ResamplingSource if rules.resample else MaskingSource
-    return source(loader, sampling, config, n=rollout.n, seed=seed)
+        source = PlainSource(loader, sampling, n=rollout.n, seed=seed)
+    else:
+        kind = ResamplingSource if rules.resample else MaskingSource
+        source = kind(loader, sampling, config, n=rollout.n, seed=seed)
+    return GreedyBaselineSource(source, sampling) if config.algorithm.adv_estimator == "remax" else source
 
 
 def with_system_prompt(config: PPOConfig) -> DataConfig:

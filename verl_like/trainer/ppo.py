@@ -116,6 +116,7 @@ class PPOTrainer:
             response_length_B=rollouts.response_length_B,
             old_log_probs_BR=old_log_probs,
             entropy_BR=old.entropy_BR if old else None,
+            sum_pi_squared_BR=old.sum_pi_squared_BR if old else None,
             ref_log_probs_BR=reference.ref_log_probs_BR if reference else None,
             values_BR=values.values_BR if values else None,
         )

@@ -14,8 +14,9 @@ import torch
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.config import resolve_dtype
+from verl_like.config.batch_plan import needs_sum_pi_squared
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.protocol import TrainEngine
+from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED, TrainEngine
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config
 from verl_like.observe.metrics import memory_metrics
@@ -134,16 +135,20 @@ class PolicyWorker:
                 yield completions
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:
-        """Log-probs and entropy of the current actor on this rank's rows (may be none)."""
+        """Log-probs, entropy and what else the estimator needs of the current actor on this rank's rows (or none)."""
         self.enter_train()
+        more = {SUM_PI_SQUARED} if needs_sum_pi_squared(self.spec.config.algorithm) else set()
         out = self.actor.forward(
             batch,
-            want=frozenset({"log_probs", "entropy"}),
+            want=frozenset({LOG_PROBS, ENTROPY, *more}),
             rule=self.spec.plan.log_prob_micro,
             temperature=self.temperature,
         )
         return Evaluated(
-            response_length_B=batch.response_length_B, old_log_probs_BR=out["log_probs"], entropy_BR=out["entropy"]
+            response_length_B=batch.response_length_B,
+            old_log_probs_BR=out[LOG_PROBS],
+            entropy_BR=out[ENTROPY],
+            sum_pi_squared_BR=out[SUM_PI_SQUARED] if more else None,
         )
 
     def ref_log_probs(self, batch: Sequences) -> Evaluated:

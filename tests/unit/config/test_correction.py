@@ -135,9 +135,14 @@ def test_which_old_log_probs_a_correction_needs() -> None:
     assert plan(f"{S}.preset=decoupled_geo_rs") == "recompute"
     assert plan(f"{S}.rollout_token_veto_threshold=1e-4") == "recompute"
     assert plan(f"{S}.preset=decoupled_token_is", f"{S}.rollout_is_batch_normalize=true") == "recompute"
+    assert plan("algorithm.adv_estimator=optimal_token_baseline") == "recompute"
     assert plan(f"{S}.bypass_mode=true", updates=4) == plan(f"{A}.old_log_probs=rollout", updates=4) == "rollout"
     for overrides, message in (
         ([f"{A}.old_log_probs=detach", f"{S}.preset=decoupled_geo_rs"], "a rejection of algorithm.rollout_correction"),
+        (
+            ["algorithm.adv_estimator=optimal_token_baseline", f"{S}.bypass_mode=true"],
+            "needs the trainer's probabilities",
+        ),
         ([f"{A}.old_log_probs=recompute", f"{S}.bypass_mode=true"], "bypass_mode=True with .*old_log_probs=recompute"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -154,6 +159,10 @@ def test_which_old_log_probs_a_correction_needs() -> None:
         ([f"{S}.preset=bypass_pg_is", f"{A}.policy_loss.loss_mode=gspo"], "loss_type=reinforce sets the loss"),
         ([f"{S}.preset=bypass_pg_is", f"{A}.clip_ratio=0.1"], "loss_mode does not read it"),
         ([f"{S}.preset=decoupled_token_is", f"{R}.top_p=0.9"], "every weight is below 1"),
+        (["algorithm.adv_estimator=remax", "algorithm.reward_norm.mean=group"], "remax with normalised rewards"),
+        (["algorithm.adv_estimator=remax", f"{R}.n=1", f"{R}.do_sample=false"], "every advantage 0"),
+        (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], "takes undiscounted returns"),
+        (["algorithm.adv_estimator=optimal_token_baseline", f"{R}.n=1"], "a group of one has nothing to compare with"),
     ],
 )
 def test_idle_and_risky_settings_warn(overrides: list[str], message: str) -> None:

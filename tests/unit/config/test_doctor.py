@@ -149,7 +149,7 @@ def test_every_row_names_real_keys():
         (f"{A}.strategy=megatron", f"{A}.strategy=megatron: not available yet; use fsdp2"),
         (f"{R}.name=sglang", f"{R}.name=sglang: not available yet; use vllm or hf"),
         (f"{R}.multi_turn.enable=True", "not available yet"),
-        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: not available yet; use one of gae, "),
+        ("algorithm.adv_estimator=raft", "algorithm.adv_estimator=raft: not available yet; use one of gae, "),
         (f"{A}.policy_loss.loss_mode=m2po", "not available yet; use one of vanilla, "),
         ("actor_rollout_ref.hybrid_engine=False", "not available yet"),
         ("+trainer.v1.trainer_mode=async", "not available yet (asynchronous trainers)"),
