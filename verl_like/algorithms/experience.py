@@ -7,13 +7,14 @@ is one of the whole batch; nothing here is computed per mini- or micro-batch.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import torch
 from torch import Tensor
 
 from verl_like.algorithms.advantages import AdvantageInputs, AdvantageOutputs, compute_advantages
-from verl_like.algorithms.corrections import correct_on_driver
+from verl_like.algorithms.corrections import DriverCorrection, correct_on_driver
 from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.kl import kl_penalty, mean_sequence_kl
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var
@@ -84,6 +85,25 @@ def make_experience(
     metrics |= reward_metrics(scores.score_B, inputs) | credit_metrics(inputs, outputs, advantages_BR)
     if evaluated.entropy_BR is not None:
         metrics["actor/entropy"] = masked_mean(evaluated.entropy_BR, mask_BR).item()
+    outputs = dataclasses.replace(outputs, advantages_BR=advantages_BR)
+    experience = put_together(actor, rollouts, scores, evaluated, corrected, outputs)
+    left_B = corrected.mask_BR.any(dim=1)  # rows with a token that was not rejected
+    if algorithm.use_pf_ppo:
+        rows_B, resampling_metrics = pf_ppo_rows(scores.score_B, algorithm.pf_ppo, seed)
+        experience, metrics = experience.select(rows_B), metrics | resampling_metrics
+        left_B = left_B[rows_B]
+    return experience.select(left_B).trim(), metrics
+
+
+def put_together(
+    actor: ActorConfig,
+    rollouts: Rollouts,
+    scores: Scores,
+    evaluated: Evaluated,
+    corrected: DriverCorrection,
+    outputs: AdvantageOutputs,
+) -> Experience:
+    """The columns of an update; tokens that are not trained on have advantage 0 and are not in the mask."""
     trained_BR = corrected.mask_BR
     if scores.trained_B is not None:
         trained_BR = trained_BR & scores.trained_B[:, None]
@@ -94,7 +114,7 @@ def make_experience(
         response_length_B=rollouts.response_length_B,
         response_mask_BR=trained_BR,
         group_B=rollouts.group_B,
-        advantages_BR=masked_fill_zero(advantages_BR, trained_BR),
+        advantages_BR=masked_fill_zero(outputs.advantages_BR, trained_BR),
         returns_BR=None if evaluated.values_BR is None else outputs.returns_BR,
         old_log_probs_BR=evaluated.old_log_probs_BR,
         ref_log_probs_BR=evaluated.ref_log_probs_BR if actor.use_kl_loss else None,
@@ -106,12 +126,7 @@ def make_experience(
         difficulty_B=difficulties(rollouts, actor.sample_weight),
     )
     experience.check()
-    left_B = corrected.mask_BR.any(dim=1)  # rows with a token that was not rejected
-    if algorithm.use_pf_ppo:
-        rows_B, resampling_metrics = pf_ppo_rows(scores.score_B, algorithm.pf_ppo, seed)
-        experience, metrics = experience.select(rows_B), metrics | resampling_metrics
-        left_B = left_B[rows_B]
-    return experience.select(left_B).trim(), metrics
+    return experience
 
 
 def trainable_rows(rollouts: Rollouts, scores: Scores) -> tuple[Tensor, dict[str, float]]:
