@@ -70,7 +70,6 @@ NOT_YET: list[NotYet] = [
             NotYet(f"{section}.fused_kernel_options.impl_backend", _is("triton"), "use torch"),
         )
     ],
-    *_off(f"{_ACTOR}.checkpoint.async_save", "critic.checkpoint.async_save"),
     # The policy's update
     NotYet(
         f"{_ACTOR}.policy_loss.loss_mode",

@@ -27,7 +27,7 @@ class CheckpointConfig(ConfigNode):
     load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     """What is loaded on resume."""
     async_save: bool = False
-    """Write checkpoints in the background."""
+    """Copy weights and optimizer states to host memory and write them while training goes on."""
 
     def check(self) -> None:
         for key, value in (("save_contents", self.save_contents), ("load_contents", self.load_contents)):

@@ -15,6 +15,7 @@ from torch import Tensor
 from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_metrics
 from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import microbatch, selfcheck, state
+from verl_like.engine.background import BackgroundWriter, Part
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
 from verl_like.models import blocks, loading, lora, packing
@@ -88,6 +89,7 @@ class FSDPEngine:
         self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
         self._params_offloaded = self._optimizer_offloaded = False
         self._weight_names: dict[str, torch.Size] | None = None
+        self._writer: BackgroundWriter | None = None
         if self._packed:
             selfcheck.check_packing(self._sharding.root, self.model, self.hf_config, self.device, self._compute_dtype)
             self._sharding.reshard()
@@ -314,15 +316,13 @@ class FSDPEngine:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, path: str, *, contents: Sequence[str]) -> None:
+    def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> None:
         """See TrainEngine.save. Folders: model and optimizer (torch.distributed.checkpoint), extra, huggingface."""
         folder = Path(path)
+        with self._resident(optimizer="optimizer" in contents):  # states are made beside their parameters
+            self._save_parts(self._parts(folder, contents), background=background)
         if "model" in contents:
-            state.save_sharded(self._model_state(), folder / "model")
             self._save_adapter(folder / "adapter")
-        if self.optimizer is not None and "optimizer" in contents:
-            with self._resident(optimizer=True):  # states that do not exist yet are made beside their parameters
-                state.save_sharded(self._sharding.optimizer_state(self.optimizer), folder / "optimizer")
         if "extra" in contents:
             state.save_extra(folder / "extra", self.process.rank, self._counters())
         if "hf_model" in contents:
@@ -344,6 +344,31 @@ class FSDPEngine:
             counters = state.load_extra(folder / "extra", self.process.rank)
             if self.schedule is not None:
                 self.schedule.steps_done = counters["schedule_steps"]
+
+    def _parts(self, folder: Path, contents: Sequence[str]) -> list[Part]:
+        parts: list[Part] = []
+        if "model" in contents:
+            parts.append((self._model_state(), folder / "model"))
+        if self.optimizer is not None and "optimizer" in contents:
+            parts.append((self._sharding.optimizer_state(self.optimizer), folder / "optimizer"))
+        return parts
+
+    def _save_parts(self, parts: list[Part], *, background: bool) -> None:
+        if background:
+            if self._writer is None:
+                self._writer = BackgroundWriter()
+            self._writer.write(parts)
+            return
+        for tensors, folder in parts:
+            state.save_sharded(tensors, folder)
+
+    def saved(self, *, wait: bool) -> bool:
+        """See TrainEngine.saved."""
+        if self._writer is None:
+            return True
+        if wait:
+            self._writer.wait()
+        return self._writer.done()
 
     def _model_state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: of LoRA the adapters alone where model.path has the base's weights."""

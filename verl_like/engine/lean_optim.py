@@ -116,7 +116,7 @@ def quantise(values: Tensor, power: int, noise: torch.Generator, *, signed: bool
     top = 127.0 if signed else 255.0
     blocks = nn.functional.pad(values.abs(), (0, -values.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scale = blocks.amax(-1)
-    level = (blocks / scale.clamp(min=1e-38)[..., None]).pow_(1 / power).mul_(top)
+    level = _root_(blocks / scale.clamp(min=1e-38)[..., None], power).mul_(top)
     level = level.add_(torch.rand(level.shape, device=level.device, generator=noise)).floor_().clamp_(max=top)
     codes = level.flatten(1)[:, : values.shape[1]]
     return (codes.copysign(values).to(torch.int8), scale) if signed else (codes.to(torch.uint8), scale)
@@ -128,8 +128,17 @@ def dequantise(codes: Tensor, scale: Tensor, power: int) -> Tensor:
     signed = codes.dtype == torch.int8
     level = codes.float().abs_() / 127.0 if signed else codes.float().clamp_(min=0.5) / 255.0
     wide = scale.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
-    values = level.pow_(power).mul_(wide)
+    values = _raise_(level, power).mul_(wide)
     return values.copysign_(codes.float()) if signed else values
+
+
+def _root_(values: Tensor, power: int) -> Tensor:
+    """The second or fourth root, in place: pow_ is many times slower."""
+    return values.sqrt_() if power == 2 else values.sqrt_().sqrt_()
+
+
+def _raise_(values: Tensor, power: int) -> Tensor:
+    return values.square_() if power == 2 else values.square_().square_()
 
 
 def _read(state: dict[str, Tensor], name: str, power: int) -> Tensor:

@@ -89,8 +89,16 @@ class TrainEngine(Protocol):
         """Undo `offload`."""
         ...
 
-    def save(self, path: str, *, contents: Sequence[str]) -> None:
-        """Write a checkpoint; contents out of "model", "optimizer", "extra" (schedule, RNG), "hf_model"."""
+    def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> None:
+        """Write a checkpoint; contents out of "model", "optimizer", "extra" (schedule, RNG), "hf_model".
+
+        background: the shards of "model" and "optimizer" are copied now and written while training goes on; the
+        checkpoint is whole when `saved` says so on every rank.
+        """
+        ...
+
+    def saved(self, *, wait: bool) -> bool:
+        """Whether this rank writes no checkpoint in the background any more; `wait`: until it is so."""
         ...
 
     def load(self, path: str, *, contents: Sequence[str]) -> None:

@@ -19,14 +19,18 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
 
-def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Every rank writes its shards (collective)."""
-    dcp.save(tensors, checkpoint_id=str(folder))
+def save_sharded(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank writes its shards (collective over `group`, or all ranks). RuntimeError when any rank cannot."""
+    try:
+        dcp.save(tensors, checkpoint_id=str(folder), process_group=group)
+    except CheckpointException as error:  # a BaseException: it would pass by whoever reports errors of a rank
+        raise RuntimeError(f"writing {folder} failed: {error}") from error
 
 
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +17,7 @@ from verl_like.checkpoint.layout import (
     read_trainer_state,
     resolve_resume,
     rotate,
+    step_of,
     write_latest,
     write_trainer_state,
 )
@@ -35,6 +36,7 @@ class Checkpoints:
         self.config, self.tokenizer = trainer, tokenizer
         self.root = Path(trainer.default_local_dir).expanduser()
         self._saved_step: int | None = None
+        self._incomplete: tuple[Path, dict[str, Any]] | None = None  # written but not declared complete
 
     def restore(self, run: PPOTrainer) -> None:
         """Load the checkpoint that trainer.resume_mode names, if there is one."""
@@ -64,17 +66,33 @@ class Checkpoints:
 
     def save(self, run: PPOTrainer) -> None:
         """Write one whole checkpoint, then mark it as the latest, then drop old ones."""
+        self.complete(run, wait=True)
         path = prepare_step_dir(self.root, run.state.step)
         run.policy.save(str(path / "actor"))
         if run.critic is not None:
             run.critic.save(str(path / "critic"))
         if (path / "actor" / "huggingface").is_dir():
             self.tokenizer.save_pretrained(path / "actor" / "huggingface")
-        write_trainer_state(path, {"state": run.state.state_dict(), "source": run.source.state_dict()})
-        write_latest(self.root, run.state.step)
         self._saved_step = run.state.step
+        self._incomplete = (path, {"state": run.state.state_dict(), "source": run.source.state_dict()})
+        if not self._in_background(run):
+            self.complete(run, wait=True)
+
+    def complete(self, run: PPOTrainer, *, wait: bool) -> None:
+        """Declare the checkpoint under way complete once all its files are written (checkpoint.async_save); `wait` for
+        them. Until then the one before stays the newest."""
+        if self._incomplete is None or not run.policy.saved(wait=wait):
+            return
+        (path, state), self._incomplete = self._incomplete, None
+        write_trainer_state(path, state)
+        write_latest(self.root, step_of(path))
         rotate(self.root, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep)
         logger.info("saved checkpoint %s", path)
+
+    @staticmethod
+    def _in_background(run: PPOTrainer) -> bool:
+        actor, critic = run.config.actor_rollout_ref.actor.checkpoint, run.config.critic.checkpoint
+        return actor.async_save or (run.critic is not None and critic.async_save)
 
 
 def _require_weights(run: PPOTrainer, path: Path) -> None:

@@ -181,6 +181,7 @@ class PPOTrainer:
 
     def save_if_due(self) -> None:
         """Every trainer.save_freq steps, and after the last one."""
+        self.checkpoints.complete(self, wait=False)
         if self._due(self.config.trainer.save_freq):
             with self.clock("save_checkpoint"):
                 self.checkpoints.save(self)
@@ -209,6 +210,7 @@ class PPOTrainer:
         if self.stop.requested:
             logger.warning("stopping after step %d, as asked", self.state.step)
             self.checkpoints.save_unless_saved(self)
+        self.checkpoints.complete(self, wait=True)
 
 
 def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -180,6 +180,10 @@ class PolicyGroup(RoleGroup):
     def load(self, path: str) -> None:
         self.wait(self.group.call_all("load_actor", path))
 
+    def saved(self, *, wait: bool) -> bool:
+        """Whether no rank writes a checkpoint in the background; `wait`: until it is so."""
+        return all(self.wait(self.group.call_all("saved_all", wait)))
+
 
 class CriticGroup(RoleGroup):
     """The value model of the pool."""

@@ -45,7 +45,11 @@ class CriticWorker:
         return steps
 
     def save(self, path: str) -> None:
-        self.engine.save(path, contents=self.spec.config.critic.checkpoint.save_contents)
+        checkpoint = self.spec.config.critic.checkpoint
+        self.engine.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
+
+    def saved(self, wait: bool) -> bool:
+        return self.engine.saved(wait=wait)
 
     def load(self, path: str) -> None:
         self.engine.load(path, contents=self.spec.config.critic.checkpoint.load_contents)

@@ -88,6 +88,11 @@ class HybridWorker:
     def save_actor(self, path: str) -> None:
         self.policy.save(path)
 
+    def saved_all(self, wait: bool) -> bool:
+        """Whether no role of this rank writes a checkpoint in the background; `wait`: until it is so."""
+        actor = self.policy.saved(wait)
+        return (self.critic is None or self.critic.saved(wait)) and actor
+
     def load_actor(self, path: str) -> None:
         self.policy.load(path)
 

@@ -179,7 +179,12 @@ class PolicyWorker:
     def save(self, path: str) -> None:
         """Write the actor's checkpoint; a collective of all ranks."""
         self.enter_train()
-        self.actor.save(path, contents=self.spec.config.actor_rollout_ref.actor.checkpoint.save_contents)
+        checkpoint = self.spec.config.actor_rollout_ref.actor.checkpoint
+        self.actor.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
+
+    def saved(self, wait: bool) -> bool:
+        """Whether no checkpoint is being written in the background; `wait`: until it is so."""
+        return self.actor.saved(wait=wait)
 
     def load(self, path: str) -> None:
         """Restore the actor from a checkpoint; the rollout engine must be synced afterwards."""
