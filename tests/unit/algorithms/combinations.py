@@ -22,7 +22,7 @@ from verl_like.config import (
     SampleWeightConfig,
     ToprConfig,
 )
-from verl_like.config.correction import IS_LEVELS, RS_OPTIONS
+from verl_like.config.correction import IS_LEVELS, LOSS_TYPES, RS_OPTIONS
 from verl_like.config.doctor_losses import impossible_losses
 from verl_like.config.enums import RatioLevel, RewardSource
 
@@ -77,7 +77,7 @@ def actor_of(loss: tuple[str, ToprConfig], mode: str, kl: KLTerm, options: tuple
     return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss[0], topr=loss[1], **_SELECTION), **keys)
 
 
-# Weights and rejections that the engine computes for its micro-batch: one of each kind, then one of each level.
+# Weights and rejections that the engine computes for its micro-batch: every level, every rejection, both bypass losses.
 CORRECTIONS = (
     RolloutCorrectionConfig(),
     *(RolloutCorrectionConfig(rollout_is=level) for level in IS_LEVELS),
@@ -89,6 +89,7 @@ CORRECTIONS = (
         )
         for i, option in enumerate(RS_OPTIONS)
     ),
+    *(RolloutCorrectionConfig(bypass_mode=True, loss_type=kind, rollout_is="token") for kind in LOSS_TYPES),
 )
 
 
@@ -100,7 +101,7 @@ class Combination:
     correction: RolloutCorrectionConfig
 
     def objective(self) -> PolicyObjective:
-        return PolicyObjective(self.actor, self.correction)
+        return PolicyObjective(self.actor, self.correction, two_policies=self.correction.bypass_mode)
 
 
 def legal(actor: ActorConfig) -> bool:

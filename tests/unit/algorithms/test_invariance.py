@@ -221,6 +221,6 @@ def test_a_weight_of_the_micro_batch_is_caught(monkeypatch: pytest.MonkeyPatch) 
     def per_micro_batch(outputs: Any, rows: Experience, counts: Denominators) -> Any:
         return inner(outputs, prepare_minibatch(rows, actor, (0,)), counts)
 
-    monkeypatch.setattr("tests.unit.algorithms.combinations.PolicyObjective", lambda *_: per_micro_batch)
+    monkeypatch.setattr("tests.unit.algorithms.combinations.PolicyObjective", lambda *_, **__: per_micro_batch)
     with pytest.raises(AssertionError):
         proves(Combination(actor, CORRECTIONS[0]), 1, (3, 5, 2, 8), ONE_ROW_EACH)
