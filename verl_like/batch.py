@@ -188,6 +188,11 @@ class MediaHandle:
     number: int  # in the cell's list
 
 
+def _unpadded_left(ids_BP: Tensor, length_B: Tensor) -> list[list[int]]:
+    width = ids_BP.shape[1]
+    return [ids[width - n :].tolist() for ids, n in zip(ids_BP, length_B.tolist(), strict=True)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
     """What a dataset row says beyond its tokens. Fields are those of verl's parquet schema.
@@ -220,10 +225,7 @@ class Prompts(TensorStruct):
 
     def token_lists(self) -> list[list[int]]:
         """The prompts as Python lists, without padding."""
-        width = self.prompt_ids_BP.shape[1]
-        return [
-            ids[width - n :].tolist() for ids, n in zip(self.prompt_ids_BP, self.prompt_length_B.tolist(), strict=True)
-        ]
+        return _unpadded_left(self.prompt_ids_BP, self.prompt_length_B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +241,10 @@ class Sequences(TensorStruct):
     def num_tokens_B(self) -> Tensor:
         """Prompt plus response tokens of each row, int64 [B]: the cost that balancing and budgets count."""
         return self.prompt_length_B + self.response_length_B
+
+    def prompt_lists(self) -> list[list[int]]:
+        """The prompts as Python lists, without padding."""
+        return _unpadded_left(self.prompt_ids_BP, self.prompt_length_B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from verl_like.observe.trackers import read_metrics
 from verl_like.trainer.build import build_trainer, log_dir
 from verl_like.trainer.compose import compose
 from verl_like.trainer.ppo import PPOTrainer
-from verl_like.trainer.run import worker_group
+from verl_like.trainer.run import worker_groups
 from verl_like.trainer.source import PlainSource
 
 PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
@@ -99,7 +99,7 @@ def run(
     folder = log_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     setup_driver_logging(folder)
-    with build_trainer(config, worker_group) as trainer:
+    with build_trainer(config, worker_groups) as trainer:
         choose_source(trainer, workload, recording)
         trainer.fit()
         shape = trainer.report.speed.shape

@@ -17,7 +17,12 @@ _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_MODELS = (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config")
+_MODELS = (
+    f"{_ACTOR}.fsdp_config",
+    f"{_REF}.fsdp_config",
+    "critic.model.fsdp_config",
+    "reward_model.model.fsdp_config",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +102,7 @@ NOT_YET: list[NotYet] = [
         instead="leave it out: the engine is built in",
     ),
     # Rewards
-    NotYet(
-        "reward_model.enable",
-        _truthy,
-        "score with custom_reward_function",
-        (
-            "reward_model.model.",
-            "reward_model.strategy",
-            "reward_model.enable_resource_pool",
-            "reward_model.nnodes",
-            "reward_model.n_gpus_per_node",
-            "reward_model.micro_batch_size",
-            "reward_model.micro_batch_size_per_gpu",
-            "reward_model.max_length",
-            "reward_model.use_dynamic_bsz",
-            "reward_model.forward_max_token_len_per_gpu",
-            "reward_model.ulysses_sequence_parallel_size",
-        ),
-    ),
+    *_off("reward_model.model.use_shm"),
     NotYet("reward_model.reward_manager", _is_not("naive"), "use naive", ("reward_model.reward_kwargs",)),
     # The run
     NotYet("trainer.default_hdfs_dir", _truthy, "copy trainer.default_local_dir yourself"),
@@ -122,6 +110,7 @@ NOT_YET: list[NotYet] = [
 ]
 
 NO_EFFECT: dict[str, str] = {
+    "reward_model.model.use_fused_kernels": "they belong to the language-model head, which a reward model has not",
     "data.dataloader_num_workers": "the driver tokenises the prompts of a batch itself",
     f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",
     f"{_ROLLOUT}.layered_summon": "weights are always gathered tensor by tensor",

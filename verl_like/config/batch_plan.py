@@ -17,6 +17,7 @@ from verl_like.config.enums import OPTIMAL_BASELINE_ESTIMATORS, OldLogProbs
 from verl_like.config.errors import raise_if_any
 from verl_like.config.loss_knobs import SELECTING_LOSSES
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.reward import RewardModelConfig
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
@@ -55,6 +56,7 @@ class BatchPlan:
     actor_ulysses: int
     ref_ulysses: int
     critic_ulysses: int
+    reward_ulysses: int
     rollout_replicas: int
     tensor_parallel_size: int
     sequences_per_rank: int
@@ -69,11 +71,13 @@ class BatchPlan:
     ref_micro: MicroBatchRule
     critic_micro: MicroBatchRule
     critic_forward_micro: MicroBatchRule
+    reward_micro: MicroBatchRule
     optimizer_steps_per_rollout: int
     critic_optimizer_steps_per_rollout: int
     old_log_probs: str
     needs_reference: bool
     needs_critic: bool
+    needs_reward_model: bool
     steps_per_epoch: int | None
     total_training_steps: int | None
     optimizer_steps_total: int | None
@@ -111,6 +115,7 @@ class BatchPlan:
         draw = _draw(problems, config, num_train_prompts)
         per_epoch, total = _lengths(problems, config, num_train_prompts)
         rules = _micro_rules(problems, config, data_parallel, with_critic)
+        rules["reward_micro"] = _reward_rule(problems, config.reward_model, world_size)
         old_log_probs = _old_log_probs(problems, config, updates)
         raise_if_any(problems)
         actor_steps = None if total is None else max(0, total - config.trainer.critic_warmup) * updates
@@ -125,6 +130,7 @@ class BatchPlan:
             actor_ulysses=actor.ulysses_sequence_parallel_size,
             ref_ulysses=reference.ulysses_sequence_parallel_size,
             critic_ulysses=critic.ulysses_sequence_parallel_size,
+            reward_ulysses=config.reward_model.ulysses_sequence_parallel_size,
             rollout_replicas=replicas,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             sequences_per_rank=math.ceil(prompts * n / data_parallel),
@@ -139,6 +145,7 @@ class BatchPlan:
             old_log_probs=old_log_probs,
             needs_reference=needs_reference(config),
             needs_critic=with_critic,
+            needs_reward_model=config.reward_model.enable,
             steps_per_epoch=per_epoch,
             total_training_steps=total,
             optimizer_steps_total=actor_steps,
@@ -185,6 +192,8 @@ class BatchPlan:
                 ("critic micro-batch", str(self.critic_micro)),
                 ("critic forward", str(self.critic_forward_micro)),
             ]
+        if self.needs_reward_model:
+            rows.append(("reward micro-batch", str(self.reward_micro)))
         return rows + self._length_rows()
 
     def _draw_rows(self) -> list[tuple[str, str]]:
@@ -395,6 +404,24 @@ def _policy_keys(config: PPOConfig) -> tuple[_MicroKeys, _MicroKeys, _MicroKeys]
         *_LOG_PROB_NAMES,
     )
     return update, log_prob, reference
+
+
+def _reward_rule(problems: list[str], reward: RewardModelConfig, world_size: int) -> MicroBatchRule:
+    """The reward model's forward pass, in the run's processes or in those of its own pool."""
+    ulysses = reward.ulysses_sequence_parallel_size
+    processes = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else world_size
+    found = problems if reward.enable else []
+    keys = _MicroKeys(
+        "reward_model",
+        reward.use_dynamic_bsz,
+        reward.forward_max_token_len_per_gpu * ulysses,
+        reward.micro_batch_size_per_gpu,
+        reward.micro_batch_size,
+        "micro_batch_size_per_gpu",
+        "micro_batch_size",
+    )
+    share = _share(found, processes, "reward_model.ulysses_sequence_parallel_size", ulysses)
+    return _rule(found, keys, max(1, share), None)
 
 
 def _critic_keys(critic: CriticConfig) -> tuple[_MicroKeys, _MicroKeys]:

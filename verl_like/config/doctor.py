@@ -10,6 +10,7 @@ from verl_like.config.doctor_correction import (
     two_policies,
 )
 from verl_like.config.doctor_losses import LOSS_IDLE, impossible_losses, two_decays
+from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
@@ -41,6 +42,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + _lengths(config)
         + _run(config)
         + impossible_rewards(config)
+        + impossible_reward_model(config)
         + impossible_correction(config)
     )
 
@@ -343,6 +345,7 @@ IDLE: tuple[Idle, ...] = (
         "custom_reward_function.path is not set",
     ),
     *REWARD_IDLE,
+    *REWARD_MODEL_IDLE,
 )
 
 

@@ -37,19 +37,20 @@ class RewardNetworkConfig(ConfigNode):
     """`reward_model.model.*`: a sequence classifier that scores."""
 
     path: str | None = None
-    """Folder of a Hugging Face sequence-classification model."""
+    """Folder of a Hugging Face sequence-classification model with one label."""
     input_tokenizer: str | None = None
-    """Folder of the policy's tokenizer when the reward model has another chat template. Null: same template."""
+    """Folder of the policy's tokenizer when the reward model has a tokenizer or chat template of its own: responses are
+    then decoded and written with that. Null: the reward model reads the policy's tokens."""
     external_lib: str | None = None
     """Python package imported first; follows actor_rollout_ref.model.external_lib."""
     use_shm: bool = False
     """Copy the weights to shared memory before loading."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
-    use_remove_padding: bool = False
-    """Pack sequences without padding."""
+    use_remove_padding: bool = True
+    """Pack sequences without padding. False: the padded reference path."""
     use_fused_kernels: bool = False
-    """Use fused kernels."""
+    """Of the language-model head, which a reward model does not have."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding of the reward model."""
 
@@ -59,11 +60,15 @@ class RewardModelConfig(ConfigNode):
     """`reward_model.*`."""
 
     enable: bool = False
-    """Score with a reward model."""
+    """Score with a reward model (`model.path`)."""
+    model_weight: float = 1.0
+    """[reward] Factor of the reward model's score."""
+    rule_weight: float = 0.0
+    """[reward] Factor of the rule-based reward that is added to it. 0: rules do not grade where a reward model does."""
     enable_resource_pool: bool = False
-    """Give the reward model processes of its own."""
+    """Give the reward model processes of its own (n_gpus_per_node x nnodes)."""
     n_gpus_per_node: int = 0
-    """[GPUs] Size of that pool per node."""
+    """[processes] Size of that pool per node."""
     nnodes: int = 0
     """[nodes] Nodes of that pool."""
     strategy: Strategy = Strategy.fsdp2
@@ -75,7 +80,7 @@ class RewardModelConfig(ConfigNode):
     micro_batch_size_per_gpu: int | None = None
     """[sequences] Sequences of one forward."""
     max_length: int | None = None
-    """[tokens] Longest sequence that is scored."""
+    """[tokens] Texts are cut on the right at this length before they are scored. Null: never."""
     use_dynamic_bsz: bool = True
     """Cut micro-batches by tokens; follows the critic's."""
     forward_max_token_len_per_gpu: int = 32768

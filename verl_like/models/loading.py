@@ -202,3 +202,21 @@ def _stored_tensor(folder: Path, name: str) -> Tensor | None:
             if name in stored.keys():  # noqa: SIM118 (not a dict)
                 return stored.get_tensor(name)
     return None
+
+
+def check_score_head(model: ModelConfig, hf_config: PretrainedConfig, key: str) -> None:
+    """ValueError, naming `key`, unless the folder holds a trained head with one output (score.weight).
+
+    Without it the value model would start from a random head, and a reward model would score noise.
+    """
+    path = Path(os.path.expanduser(model.path))
+    if not path.is_dir():
+        raise ValueError(f"{key}={model.path}: a reward model must be a local folder; download it first")
+    head = _stored_tensor(path, VALUE_HEAD)
+    hidden = hf_config.get_text_config().hidden_size
+    if head is None or tuple(head.shape) != (1, hidden):
+        found = "there is none" if head is None else f"it has shape {tuple(head.shape)}"
+        raise ValueError(
+            f"{key}={model.path}: a reward model needs {VALUE_HEAD} of shape (1, {hidden}) in its safetensors files, "
+            f"as AutoModelForSequenceClassification with num_labels=1 saves it; {found}"
+        )

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from verl_like.batch import PromptRow, RewardFailure, Scores
+from verl_like.rewards.model_score import Answer, ModelScore, without_rule
 from verl_like.rewards.protocol import RewardCall, RewardOutcome
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,14 @@ class Grading:
         grader_of: Callable[[PromptRow], str | None],
         submit: Submit,
         may_all_fail: bool = False,
+        model: ModelScore | None = None,
+        prompt_ids: Sequence[Sequence[int]] = (),
     ) -> None:
         self._rows, self._step, self._may_all_fail = rows, step, may_all_fail
+        self._model, self._prompt_ids = model, prompt_ids
+        self._rule = model is None or model.needs_rule
+        self._responses: dict[int, Sequence[int]] = {}
         self._decode, self._grader_of, self._submit = decode, grader_of, submit
-        self._calls: dict[int, RewardCall] = {}
         self._futures: dict[int, Future[RewardOutcome]] = {}
         self._scores: Scores | None = None
 
@@ -62,7 +67,10 @@ class Grading:
         self.add_tokens(row, response.token_ids)
 
     def add_tokens(self, row: int, token_ids: Sequence[int]) -> None:
-        """Start grading one row's response, given as tokens."""
+        """Start grading one row's response, given as tokens. A reward model scores all rows at once, in `result`."""
+        self._responses[row] = token_ids
+        if not self._rule:
+            return
         source = self._rows[row]
         call = RewardCall(
             data_source=source.data_source,
@@ -71,11 +79,10 @@ class Grading:
             extra_info=source.extra_info,
             grader=self._grader_of(source),
         )
-        self._calls[row] = call
         (self._futures[row],) = self._submit([call])
 
     def wait(self) -> None:
-        """Return when every row has been graded."""
+        """Return when every row has been graded by its rule."""
         wait_for(self._futures.values())
 
     def result(self) -> Scores:
@@ -85,14 +92,24 @@ class Grading:
         then due.
         """
         if self._scores is None:
-            if missing := len(self._rows) - len(self._futures):
+            if missing := len(self._rows) - len(self._responses):
                 raise RuntimeError(f"{missing} of {len(self._rows)} responses were never given to the graders")
-            outcomes = [self._futures[row].result() for row in range(len(self._rows))]
-            self._scores = to_scores(outcomes, [row.data_source for row in self._rows])
+            scores = self._by_rule() if self._rule else without_rule(len(self._rows))
+            self._scores = scores if self._model is None else self._model.add_to(scores, self._answers())
             self._report(self._scores)
             if not self._may_all_fail:
                 require_any([self._scores], step=self._step)
         return self._scores
+
+    def _by_rule(self) -> Scores:
+        outcomes = [self._futures[row].result() for row in range(len(self._rows))]
+        return to_scores(outcomes, [row.data_source for row in self._rows])
+
+    def _answers(self) -> list[Answer]:
+        return [
+            Answer(row=row, prompt_ids=self._prompt_ids[i], response_ids=self._responses[i])
+            for i, row in enumerate(self._rows)
+        ]
 
     def _report(self, scores: Scores) -> None:
         failures = [failure for failure in scores.failures if failure is not None]
@@ -106,7 +123,7 @@ class Grading:
             logger.warning(
                 "reward %s: row %d (dataset index %d, data_source %s), response %r:\n%s",
                 *(failure.kind, failure.row, self._rows[failure.row].index, failure.data_source),
-                *(self._calls[failure.row].solution_str[:_HEAD_CHARS], failure.message),
+                *(self._decode(self._responses[failure.row])[:_HEAD_CHARS], failure.message),
             )
 
 

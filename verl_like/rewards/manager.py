@@ -17,6 +17,7 @@ from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
 from verl_like.rewards.grading import Grading
 from verl_like.rewards.loading import resolve_path
+from verl_like.rewards.model_score import ModelScore
 from verl_like.rewards.pool import WorkerPool
 from verl_like.rewards.protocol import ScorerSpec
 
@@ -40,6 +41,8 @@ class RewardManager:
         tokenizer: Any,
     ) -> None:
         _check_supported(custom, reward_model)
+        self._model: ModelScore | None = None
+        self.rule_grades = not reward_model.enable or reward_model.rule_weight != 0
         self._choice = graders.choose(reward_model.rule, reward_model.rule_by_source, reward_model.rule_kwargs)
         self._tokenizer = tokenizer
         self._reward_fn_key = data.reward_fn_key
@@ -60,9 +63,13 @@ class RewardManager:
             self._pool.close()
             raise
 
+    def use_model(self, model: ModelScore) -> None:
+        """Score with a reward model too, once its workers are there (reward_model.enable)."""
+        self._model = model
+
     def check_rows(self, rows: Iterable[tuple[str, str]]) -> None:
         """ValueError if there is no reward for a (data_source, style). Call it with the data set's before training."""
-        if self._custom:
+        if self._custom or not self.rule_grades:
             return
         rows = list(rows)
         self._choice.check_rows(rows)
@@ -75,17 +82,21 @@ class RewardManager:
 
         may_all_fail: this is one batch of several, so that its `result` need not hold a score.
         """
-        return self._grading([row for row in prompts.rows for _ in range(n)], step=step, may_all_fail=may_all_fail)
+        rows = [row for row in prompts.rows for _ in range(n)]
+        prompt_ids = [ids for ids in prompts.token_lists() for _ in range(n)]
+        return self._grading(rows, prompt_ids, step=step, may_all_fail=may_all_fail)
 
     def score(self, rollouts: Rollouts, *, step: int) -> Scores:
         """One reward per response of rollouts that are complete: `begin` and `Grading.result` in one."""
-        grading = self._grading(rollouts.rows, step=step)
+        grading = self._grading(rollouts.rows, rollouts.prompt_lists(), step=step)
         lengths = rollouts.response_length_B.tolist()
         for row, (ids, length) in enumerate(zip(rollouts.response_ids_BR, lengths, strict=True)):
             grading.add_tokens(row, ids[:length].tolist())
         return grading.result()
 
-    def _grading(self, rows: Sequence[PromptRow], *, step: int, may_all_fail: bool = False) -> Grading:
+    def _grading(
+        self, rows: Sequence[PromptRow], prompt_ids: Sequence[list[int]], *, step: int, may_all_fail: bool = False
+    ) -> Grading:
         self.check_rows((row.data_source, row.style) for row in rows)
         return Grading(
             rows,
@@ -94,6 +105,8 @@ class RewardManager:
             grader_of=self._grader_of,
             submit=self._pool.submit,
             may_all_fail=may_all_fail,
+            model=self._model,
+            prompt_ids=prompt_ids,
         )
 
     def _grader_of(self, row: PromptRow) -> str | None:
@@ -146,8 +159,6 @@ def reward_metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> d
 
 
 def _check_supported(custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig) -> None:
-    if reward_model.enable:
-        raise ValueError("reward_model.enable=True: reward models are not available yet; set it to False")
     if reward_model.reward_manager not in _MANAGERS:
         raise ValueError(
             f"reward_model.reward_manager={reward_model.reward_manager}: not available yet; choose one of "

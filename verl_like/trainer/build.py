@@ -27,10 +27,11 @@ from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
-from verl_like.models.loading import check_ulysses, load_hf_config, load_tokenizer
+from verl_like.models.loading import check_score_head, check_ulysses, load_hf_config, load_tokenizer
 from verl_like.observe.progress import build_progress
 from verl_like.observe.trackers import build_trackers, check_trackers
 from verl_like.rewards.manager import RewardManager
+from verl_like.rewards.model_score import ModelScore
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
@@ -38,17 +39,27 @@ from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource
 from verl_like.trainer.greedy_baseline import GreedyBaselineSource
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.roles import CriticGroup, PolicyGroup
+from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
 from verl_like.trainer.self_check import self_check
 from verl_like.trainer.source import BatchSource, PlainSource
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
+from verl_like.workers.reward import network_config
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
 WORKER = "verl_like.workers.hybrid:HybridWorker"
+REWARD_WORKER = "verl_like.workers.reward:RewardPoolWorker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGroups:
+    """The processes of a run: the policy's, and the reward model's (the same ones unless it has a pool of its own)."""
+
+    policy: WorkerGroup
+    reward: WorkerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +77,7 @@ class Inputs:
 def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTrainer]:
     """A trainer whose processes live as long as the context.
 
-    connect_workers(config, spec, device, ranks_per_node) is a context manager that gives the WorkerGroup: see
+    connect_workers(config, spec, device, ranks_per_node) is a context manager that gives the WorkerGroups: see
     `trainer.run`, the one place that knows whether that is Ray.
     """
     with ExitStack() as stack:
@@ -90,15 +101,31 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
             )
             for dataset in (inputs.train, inputs.val):
                 rewards.check_rows(dataset.reward_styles() if dataset else ())
-            if config.data.self_check_rows:
+            if config.data.self_check_rows and rewards.rule_grades:
                 self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
-        group = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
+        groups = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
+        group = groups.policy
+        if plan.needs_reward_model:
+            scorer = RewardModelGroup(groups.reward, plan, balance=True, timeout_s=config.trainer.rpc_timeout)
+            rewards.use_model(model_score(config, inputs, scorer))
         stop = stack.enter_context(graceful_interrupt())
         peaks = group.call_all("device_peak").wait(timeout=config.trainer.rpc_timeout)
         speed = SpeedReport.of(config, plan, costs, peaks, device)
         report = build_reporter(config, plan, inputs, group.world_size, speed)
         stack.callback(report.close)
         yield assemble(config, plan, inputs, rewards, group, report, stop)
+
+
+def model_score(config: PPOConfig, inputs: Inputs, scorer: RewardModelGroup) -> ModelScore:
+    """The reward model's side of the scores, with its own tokenizer where input_tokenizer says that texts differ."""
+    model = config.reward_model.model
+    policy_tokenizer, own_tokenizer = inputs.tokenizer, None
+    if model.input_tokenizer is not None:
+        policy_tokenizer = load_tokenizer(model.input_tokenizer, model.trust_remote_code)
+        own_tokenizer = load_tokenizer(str(model.path), model.trust_remote_code)
+    return ModelScore(
+        config.reward_model, scorer.scores, policy_tokenizer=policy_tokenizer, own_tokenizer=own_tokenizer
+    )
 
 
 @contextmanager
@@ -188,6 +215,9 @@ def load_inputs(config: PPOConfig) -> Inputs:
             f"actor_rollout_ref.model.path={model.path}: its vocabulary has {vocab_size} ids, but the tokenizer "
             f"({data.tokenizer or model.path}) knows {len(tokenizer)}; set data.tokenizer to the model's own tokenizer"
         )
+    if config.reward_model.enable:
+        network = network_config(config.reward_model)
+        check_score_head(network, load_hf_config(network), "reward_model.model.path")
     seed = config.trainer.seed
     train = build_dataset(data, data.train_files, tokenizer, split="train", seed=seed)
     val = build_dataset(data, data.val_files, tokenizer, split="val", seed=seed) if data.val_files else None

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from verl_like.algorithms.minibatch import cut_minibatches, denominators_of
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import (
@@ -21,6 +23,7 @@ from verl_like.batch import (
     Rollouts,
     Sequences,
     merge_metrics,
+    pad_rows,
 )
 from verl_like.cluster.protocol import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig
@@ -204,6 +207,28 @@ class CriticGroup(RoleGroup):
 def _repeated(shares: Sequence[Any], copies: int) -> list[tuple[Any]]:
     """Arguments of every rank: `copies` neighbours get the same share."""
     return [(share,) for share in shares for _ in range(copies)]
+
+
+class RewardModelGroup(RoleGroup):
+    """The reward model, in the policy's processes or in a pool of its own."""
+
+    def ranks_per_row(self) -> int:
+        return self.plan.reward_ulysses
+
+    def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """One number for each text, given as tokens; see workers.reward for how a text becomes a row."""
+        count = len(texts)
+        one = torch.ones(count, dtype=torch.int64)
+        rows = Sequences(
+            prompt_ids_BP=pad_rows(texts, side="left", dtype=torch.int32),
+            prompt_length_B=torch.tensor([len(text) for text in texts]),
+            response_ids_BR=torch.zeros(count, 1, dtype=torch.int32),
+            response_length_B=one,
+            response_mask_BR=one.bool()[:, None],
+        )
+        values_BR = self.evaluate("reward_scores", rows).values_BR
+        assert values_BR is not None
+        return values_BR[:, 0].tolist()
 
 
 def as_sequences(batch: Sequences) -> Sequences:

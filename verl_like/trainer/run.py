@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from verl_like.cluster.protocol import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.observe.logs import setup_driver_logging
-from verl_like.trainer.build import WORKER, build_trainer, input_errors, log_dir, profile_dir, resolve_world
+from verl_like.trainer.build import (
+    REWARD_WORKER,
+    WORKER,
+    WorkerGroups,
+    build_trainer,
+    input_errors,
+    log_dir,
+    profile_dir,
+    resolve_world,
+)
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.nsight import check_nsight, restart_under_nsight, worker_runtime_env
 from verl_like.workers.spec import WorkerSpec
@@ -29,25 +38,22 @@ def run(config: PPOConfig) -> None:
         with input_errors():
             check_nsight(config, resolve_world(config)[0])
         restart_under_nsight(config, profile_dir(config))
-        with build_trainer(config, worker_group) as trainer:
+        with build_trainer(config, worker_groups) as trainer:
             trainer.fit()
     except ConfigError as error:  # what only the files or the number of processes could show to be wrong
         sys.exit(f"error: {error}")
 
 
 @contextmanager
-def worker_group(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int) -> Iterator[WorkerGroup]:
+def worker_groups(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int) -> Iterator[WorkerGroups]:
     """The workers of trainer.launcher, stopped at the end of the context."""
-    build = _local_group if str(config.trainer.launcher) == "local" else _ray_group
-    with build(config, spec, device, ranks_per_node) as group:
-        try:
-            yield group
-        finally:
-            group.shutdown()
+    start = _local_groups if str(config.trainer.launcher) == "local" else _ray_groups
+    with start(config, spec, device, ranks_per_node) as groups:
+        yield groups
 
 
 @contextmanager
-def _local_group(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int) -> Iterator[WorkerGroup]:
+def _local_groups(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int) -> Iterator[WorkerGroups]:
     from verl_like.cluster.local import LocalWorkerGroup
 
     if config.trainer.nnodes * ranks_per_node != 1:
@@ -55,38 +61,59 @@ def _local_group(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_nod
             f"trainer.launcher=local runs one rank in this process, but trainer.nnodes={config.trainer.nnodes} x "
             f"trainer.n_gpus_per_node={ranks_per_node} asks for more; set both to 1 or trainer.launcher=ray"
         )
-    yield LocalWorkerGroup(WORKER, spec, device=device)
+    with _stopped_after(LocalWorkerGroup(WORKER, spec, device=device)) as group:
+        yield WorkerGroups(policy=group, reward=group)
 
 
 @contextmanager
-def _ray_group(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int) -> Iterator[WorkerGroup]:
+def _ray_groups(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int) -> Iterator[WorkerGroups]:
     from verl_like.cluster.launch import connect
     from verl_like.cluster.ray_group import RayWorkerGroup
     from verl_like.cluster.resources import allocate
 
-    ray_init, settings = config.ray_init, config.trainer
+    ray_init, settings, reward = config.ray_init, config.trainer, config.reward_model
+    own_pool = reward.enable and reward.enable_resource_pool
     with connect(
         address=ray_init.address,
         num_cpus=ray_init.num_cpus,
-        min_cpus=ranks_per_node + 1,
+        min_cpus=ranks_per_node + 1 + (reward.n_gpus_per_node if own_pool else 0),
         temp_dir=ray_init.temp_dir,
         timeline_json_file=ray_init.timeline_json_file,
         run_id=new_run_id(),
         extra={"runtime_env": dict(ray_init.runtime_env)} if ray_init.runtime_env else None,
     ) as session:
-        allocation = allocate(
-            settings.nnodes,
-            ranks_per_node,
-            device=device,
-            timeout=settings.ray_wait_register_center_timeout,
-            may_grow=not session.owned,
-        )
-        yield RayWorkerGroup(
-            WORKER,
-            spec,
-            allocation=allocation,
-            run_id=session.run_id,
-            log_dir=log_dir(config) / "workers",
-            start_timeout=settings.worker_start_timeout,
-            runtime_env=worker_runtime_env(config, profile_dir(config)),
-        )
+
+        def start(worker: str, nnodes: int, ranks: int, name: str) -> WorkerGroup:
+            allocation = allocate(
+                nnodes,
+                ranks,
+                device=device,
+                timeout=settings.ray_wait_register_center_timeout,
+                may_grow=not session.owned,
+            )
+            return RayWorkerGroup(
+                worker,
+                spec,
+                allocation=allocation,
+                run_id=session.run_id,
+                log_dir=log_dir(config) / "workers",
+                start_timeout=settings.worker_start_timeout,
+                runtime_env=worker_runtime_env(config, profile_dir(config)),
+                name=name,
+            )
+
+        with ExitStack() as stack:
+            policy = stack.enter_context(_stopped_after(start(WORKER, settings.nnodes, ranks_per_node, "worker")))
+            pool = policy
+            if own_pool:
+                group = start(REWARD_WORKER, reward.nnodes, reward.n_gpus_per_node, "reward")
+                pool = stack.enter_context(_stopped_after(group))
+            yield WorkerGroups(policy=policy, reward=pool)
+
+
+@contextmanager
+def _stopped_after(group: WorkerGroup) -> Iterator[WorkerGroup]:
+    try:
+        yield group
+    finally:
+        group.shutdown()

@@ -18,6 +18,7 @@ from verl_like.weight_sync.sync import SyncReport
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.policy import PolicyWorker
 from verl_like.workers.profiling import WorkerProfiler
+from verl_like.workers.reward import RewardWorker
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class HybridWorker:
             _import_external(spec.config.actor_rollout_ref.model.external_lib)
             # The rollout engine comes last: at its start gpu_memory_utilization of the device must be free.
             self.critic = CriticWorker(spec, self.process) if spec.plan.needs_critic else None
+            own_pool = spec.config.reward_model.enable_resource_pool
+            self.reward = RewardWorker(spec, self.process) if spec.plan.needs_reward_model and not own_pool else None
             self.policy = PolicyWorker(spec, self.process, env.run_id)
         except BaseException:
             shutdown_distributed()  # in the driver's own process (trainer.launcher=local) another group may follow
@@ -70,6 +73,13 @@ class HybridWorker:
     def values(self, batch: Sequences) -> Evaluated:
         with self.profiler.phase("critic", "values"):
             return self._critic().values(batch)
+
+    def reward_scores(self, batch: Sequences) -> Evaluated:
+        if self.reward is None:
+            raise RuntimeError("reward_scores was called, but this worker hosts no reward model")
+        with self.profiler.phase("reward", "reward_scores"):
+            self.policy.enter_train()
+            return self.reward.scores(batch)
 
     def update_actor(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
         with self.profiler.phase("actor", "update_actor"):

@@ -53,6 +53,7 @@ class PolicyWorker:
         )
         self.switch = PhaseSwitch(enter_train=self.rollout.sleep, enter_rollout=self._enter_rollout)
         self.rollout.sleep()
+        self._changed_since_sync = True  # whether the rollout engine holds other weights than the actor, or none
 
     def _build_actor(self) -> TrainEngine:
         policy = self.spec.config.actor_rollout_ref
@@ -115,10 +116,12 @@ class PolicyWorker:
     def sync_weights(self, version: int) -> SyncReport | None:
         """Bring the rollout engine to `version` of the trained weights; None when it already holds it."""
         if self.rollout.weight_version == version:
+            self._changed_since_sync = False
             self.switch.switch(Phase.rollout)
             return None
         self.enter_train()
         report = self.weight_sync.sync(version)  # wakes the engine's weights first, its cache when they are loaded
+        self._changed_since_sync = False
         self.switch.switch(Phase.rollout)
         return report
 
@@ -128,6 +131,8 @@ class PolicyWorker:
 
     def generate(self, requests: list[GenerationRequest]) -> Iterator[list[Completion]]:
         """Completions as they end. Of a tensor-parallel replica the first rank reports them."""
+        if not self._changed_since_sync:  # another engine had the device meanwhile, but the weights are the actor's
+            self.switch.switch(Phase.rollout)
         self.switch.require(Phase.rollout, "generate")
         reports = self.process.rank % self.spec.plan.tensor_parallel_size == 0
         for completions in self.rollout.stream(requests):
@@ -165,6 +170,7 @@ class PolicyWorker:
 
     def update_actor(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
         """One optimizer step per mini-batch on this rank's rows; the metrics of each step."""
+        self._changed_since_sync = True
         self.enter_train()
         steps = [
             self.actor.train_minibatch(
@@ -188,6 +194,7 @@ class PolicyWorker:
 
     def load(self, path: str) -> None:
         """Restore the actor from a checkpoint; the rollout engine must be synced afterwards."""
+        self._changed_since_sync = True
         self.enter_train()
         self.rollout.unload()  # whatever version it holds, it is not this one
         self.actor.load(path, contents=self.spec.config.actor_rollout_ref.actor.checkpoint.load_contents)

@@ -1,0 +1,99 @@
+"""Training on the scores of a reward model: in the policy's process, with its own template, beside a rule."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT, load_script
+from tests.e2e.support import main_ppo, metrics_of, overrides, write_task
+from verl_like.models.loading import load_tokenizer
+from verl_like.trainer.compose import compose
+from verl_like.trainer.main_ppo import train
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model that learnt from pairs to prefer the answer with more sevens."""
+    recipe = load_script(ROOT / "recipes" / "reward_model" / "train.py", "reward_model_recipe")
+    tokenizer = load_tokenizer(str(tiny_model))
+    generator = random.Random(1)
+    texts = [["".join(generator.choices("0123456777", k=6)) for _ in range(2)] for _ in range(400)]
+    ordered = [sorted(pair, key=lambda text: text.count("7")) for pair in texts]
+    pairs = [
+        tuple(tokenizer(f"{generator.randrange(10)}+1={text}").input_ids for text in (more, fewer))
+        for fewer, more in ordered
+        if more.count("7") > fewer.count("7")
+    ]
+    settings = recipe.Settings(hidden_size=64, num_layers=1, steps=120, batch_size=32, learning_rate=3e-3)
+    model = recipe.build_model(len(tokenizer), tokenizer.pad_token_id, settings)
+    recipe.train(model, pairs, settings)
+    assert recipe.accuracy(model, pairs[:50]) > 0.9
+    folder = tmp_path_factory.mktemp("judge")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(tmp_path: Path, model: Path, judge: Path, **settings: Any) -> list[dict[str, Any]]:
+    task = write_task(tmp_path)
+    values = {"reward_model.enable": True, "reward_model.model.path": str(judge)} | settings
+    train(compose(overrides(task, model, tmp_path / "out", **values)))
+    return metrics_of(tmp_path / "out")
+
+
+def test_the_policy_learns_what_the_reward_model_likes(tmp_path: Path, tiny_model: Path, judge: Path) -> None:
+    """Rules do not grade the training, but the validation's samples show that sevens come."""
+    settings = {
+        "custom_reward_function.path": None,
+        "reward_model.model.input_tokenizer": str(tiny_model),
+        "data.val_files": "[]",
+        "trainer.total_training_steps": 16,
+        "trainer.rollout_data_dir": str(tmp_path / "samples"),
+        "actor_rollout_ref.model.use_remove_padding": True,
+    }
+    records = run(tmp_path, tiny_model, judge, **settings)
+    early, late = (sum(r["reward/model_score/mean"] for r in part) / 4 for part in (records[:4], records[-4:]))
+    assert late > early + 0.5
+    first, last = ((tmp_path / "samples" / f"{step}.jsonl").read_text().count("7") for step in (1, 16))
+    assert last > 1.5 * first
+
+
+def test_a_rule_counts_beside_the_model_also_in_validation(tmp_path: Path, tiny_model: Path, judge: Path) -> None:
+    settings = {
+        "reward_model.rule_weight": 2.0,
+        "reward_model.model_weight": 0.5,
+        "trainer.test_freq": 1,
+        "trainer.total_training_steps": 2,
+    }
+    for record in run(tmp_path, tiny_model, judge, **settings):
+        expected = 0.5 * record["reward/model_score/mean"] + 2.0 * record["reward/rule_score/mean"]
+        assert record["critic/score/mean"] == pytest.approx(expected, rel=1e-5)
+        assert "val-core/sevens/acc/mean@1" in record
+
+
+def test_a_pool_of_its_own_scores_for_two_ranks(tmp_path: Path, tiny_model: Path, judge: Path) -> None:
+    settings = {
+        "trainer.launcher": "ray",
+        "trainer.n_gpus_per_node": 2,
+        "reward_model.enable_resource_pool": True,
+        "reward_model.nnodes": 1,
+        "reward_model.n_gpus_per_node": 1,
+        "custom_reward_function.path": None,
+        "data.val_files": "[]",
+        "trainer.total_training_steps": 2,
+    }
+    task = write_task(tmp_path)
+    values = {"reward_model.enable": True, "reward_model.model.path": str(judge)} | settings
+    result = main_ppo(overrides(task, tiny_model, tmp_path / "out", **values))
+    assert result.returncode == 0, result.stdout[-3000:]
+    records = metrics_of(tmp_path / "out")
+    assert [r["critic/score/mean"] == r["reward/model_score/mean"] for r in records] == [True, True]
+    assert sorted(path.name for path in (tmp_path / "out" / "workers").glob("*rank*")) == [
+        "reward_rank0.log",
+        "worker_rank0.log",
+        "worker_rank1.log",
+    ]

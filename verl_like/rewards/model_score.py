@@ -1,0 +1,92 @@
+"""Scores of a reward model: the text it reads, and how its score is joined with the rule's.
+
+The model reads prompt and response as tokens. Where it has a tokenizer and chat template of its own
+(reward_model.model.input_tokenizer names the policy's), the response is decoded, put behind the row's messages as the
+assistant's answer, and written with the reward model's template; otherwise it reads the policy's own tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_like.batch import PromptRow, RewardFailure, Scores
+from verl_like.config import RewardModelConfig
+
+Score = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # texts as tokens -> one number each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One response with its prompt, both as the policy's tokens."""
+
+    row: PromptRow
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+
+
+class ModelScore:
+    """Scores answers with the reward model that `score` runs, and joins rule and model.
+
+    own_tokenizer: the reward model's, where its text differs from the policy's; None: it reads the policy's tokens.
+    """
+
+    def __init__(self, config: RewardModelConfig, score: Score, *, policy_tokenizer: Any, own_tokenizer: Any) -> None:
+        self._config, self._score = config, score
+        self._policy_tokenizer, self._own_tokenizer = policy_tokenizer, own_tokenizer
+
+    @property
+    def needs_rule(self) -> bool:
+        """Whether rules grade as well (reward_model.rule_weight)."""
+        return self._config.rule_weight != 0
+
+    def texts(self, answers: Sequence[Answer]) -> list[list[int]]:
+        """What the reward model reads, cut on the right at reward_model.max_length tokens."""
+        read = self._templated if self._own_tokenizer is not None else _as_sampled
+        return [read(answer)[: self._config.max_length] for answer in answers]
+
+    def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
+        """model_weight * model + rule_weight * rule; both parts are kept in the extras (model_score, rule_score).
+
+        A row whose rule failed stays failed; a model score that is not finite is a failure of its row.
+        """
+        values = self._score(self.texts(answers))
+        joined, failures, extras = [], list(scores.failures), []
+        for row, (value, rule) in enumerate(zip(values, scores.score_B.tolist(), strict=True)):
+            parts = {"model_score": value} | ({"rule_score": rule} if self.needs_rule else {})
+            extras.append({**scores.extras[row], **parts})
+            if failures[row] is None and not math.isfinite(value):
+                source = answers[row].row.data_source
+                message = f"the reward model's score is {value}"
+                failures[row] = RewardFailure(row=row, data_source=source, kind="bad_value", message=message)
+            weighted = self._config.model_weight * value + (self._config.rule_weight * rule if self.needs_rule else 0.0)
+            joined.append(math.nan if failures[row] is not None else weighted)
+        return Scores(
+            score_B=torch.tensor(joined, dtype=torch.float32),
+            valid_B=torch.tensor([failure is None for failure in failures], dtype=torch.bool),
+            extras=extras,
+            failures=failures,
+        )
+
+    def _templated(self, answer: Answer) -> list[int]:
+        text = self._policy_tokenizer.decode(answer.response_ids, skip_special_tokens=True)
+        messages = [*answer.row.messages, {"role": "assistant", "content": text}]
+        return list(self._own_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+
+
+def _as_sampled(answer: Answer) -> list[int]:
+    return [*answer.prompt_ids, *answer.response_ids]
+
+
+def without_rule(count: int) -> Scores:
+    """The scores of rows that no rule grades: 0, to which the model's are added."""
+    return Scores(
+        score_B=torch.zeros(count),
+        valid_B=torch.ones(count, dtype=torch.bool),
+        extras=[{} for _ in range(count)],
+        failures=[None] * count,
+    )

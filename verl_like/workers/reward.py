@@ -1,0 +1,79 @@
+"""The reward model: a sequence classifier with one output, sharded like every other model, that only scores."""
+
+from __future__ import annotations
+
+from verl_like.batch import Evaluated, Sequences
+from verl_like.cluster.protocol import RankEnv
+from verl_like.config import ModelConfig, RewardModelConfig
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.workers.spec import WorkerSpec
+
+
+class RewardWorker:
+    """One rank of the reward model. Its engine keeps on the device only what its fsdp_config says."""
+
+    def __init__(self, spec: WorkerSpec, process: ProcessInfo) -> None:
+        section = spec.config.reward_model
+        self.rule = spec.plan.reward_micro
+        self.engine = FSDPEngine(
+            kind="value",
+            process=process,
+            model=network_config(section),
+            fsdp=section.model.fsdp_config,
+            strategy=section.strategy,
+            optim=None,
+            grad_clip=None,
+            ulysses_size=section.ulysses_sequence_parallel_size,
+            tokenizer_size=None,
+            seed=spec.config.trainer.seed,
+        )
+
+    def scores(self, batch: Sequences) -> Evaluated:
+        """values_BR [B, 1]: the head's output at the last token of each row's prompt.
+
+        A row is a whole text as its prompt, with one placeholder as its response: the value in front of that is the one
+        at the text's end, and no token of the text sees it.
+        """
+        out = self.engine.forward(batch, want=frozenset({"values"}), rule=self.rule)
+        return Evaluated(response_length_B=batch.response_length_B, values_BR=out["values"])
+
+
+class RewardPoolWorker:
+    """A worker process that hosts nothing but the reward model (reward_model.enable_resource_pool)."""
+
+    def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
+        process = init_distributed(
+            rank=env.rank,
+            world_size=env.world_size,
+            local_rank=env.local_rank,
+            local_world_size=env.local_world_size,
+            master_address=env.master_address,
+            master_port=env.master_port,
+            device=env.device,
+            timeout_s=spec.config.trainer.rpc_timeout,
+        )
+        try:
+            self.reward = RewardWorker(spec, process)
+        except BaseException:
+            shutdown_distributed()
+            raise
+
+    def reward_scores(self, batch: Sequences) -> Evaluated:
+        return self.reward.scores(batch)
+
+    def shutdown(self) -> None:
+        shutdown_distributed()
+
+
+def network_config(section: RewardModelConfig) -> ModelConfig:
+    """reward_model.model as the engines read it."""
+    model = section.model
+    assert model.path is not None
+    return ModelConfig(
+        path=model.path,
+        external_lib=model.external_lib,
+        use_shm=model.use_shm,
+        trust_remote_code=model.trust_remote_code,
+        use_remove_padding=model.use_remove_padding,
+    )
