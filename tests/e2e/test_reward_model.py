@@ -91,7 +91,7 @@ def test_a_pool_of_its_own_scores_for_two_ranks(tmp_path: Path, tiny_model: Path
     result = main_ppo(overrides(task, tiny_model, tmp_path / "out", **values))
     assert result.returncode == 0, result.stdout[-3000:]
     records = metrics_of(tmp_path / "out")
-    assert [r["critic/score/mean"] == r["reward/model_score/mean"] for r in records] == [True, True]
+    assert [r["critic/score/mean"] for r in records] == pytest.approx([r["reward/model_score/mean"] for r in records])
     assert sorted(path.name for path in (tmp_path / "out" / "workers").glob("*rank*")) == [
         "reward_rank0.log",
         "worker_rank0.log",
