@@ -217,7 +217,9 @@ def load_inputs(config: PPOConfig) -> Inputs:
         )
     if config.reward_model.enable:
         network = network_config(config.reward_model)
-        check_score_head(network, load_hf_config(network), "reward_model.model.path")
+        network_hf = load_hf_config(network)
+        check_score_head(network, network_hf, "reward_model.model.path")
+        check_ulysses(network, network_hf, config.reward_model.ulysses_sequence_parallel_size)
     seed = config.trainer.seed
     train = build_dataset(data, data.train_files, tokenizer, split="train", seed=seed)
     val = build_dataset(data, data.val_files, tokenizer, split="val", seed=seed) if data.val_files else None
