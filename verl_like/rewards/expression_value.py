@@ -83,7 +83,8 @@ def proportional(left: Node, right: Node) -> bool | None:
             over, under = evaluate(left, point), evaluate(right, point)
             if over == 0 or under == 0:
                 return None
-            ratios.append(over / under)
+            with _mpmath().workdps(_DIGITS):
+                ratios.append(_OPERATIONS["div"](over, under))
     except (UnknownExpression, ZeroDivisionError):
         return None
     return len(ratios) > 1 and all(_close(ratio, ratios[0]) for ratio in ratios)

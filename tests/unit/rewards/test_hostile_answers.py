@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl_like.rewards.graders import GRADERS, compute_score
+from verl_like.rewards.math_equal import compare
 from verl_like.rewards.pool import WorkerPool
 from verl_like.rewards.protocol import RewardCall, ScorerSpec
 
@@ -123,6 +124,74 @@ def test_garbage_gets_a_finite_score(name: str, frame: str, body: str, number: i
     graded = compute_score("any", frame % body, truth_for(name, number), {}, grader=name)
     assert math.isfinite(graded["score"])
     assert isinstance(graded["pred"], str) and len(graded["pred"]) <= 1000
+
+
+EXPRESSIONS = st.recursive(
+    st.sampled_from(["1", "2", "0", "0.5", "-3", "10", "x", "y", "n", "i", "e", r"\pi ", r"\infty ", "x_1", "50\\%"]),
+    lambda inner: st.builds(
+        lambda form, left, right: form.replace("A", left).replace("B", right),
+        st.sampled_from(
+            [
+                r"\frac{A}{B}",
+                r"\sqrt{A}",
+                r"\sqrt[3]{A}",
+                "A+B",
+                "A-B",
+                r"A\cdot B",
+                "(A)(B)",
+                "(A)^{B}",
+                "A!",
+                "|A|",
+                r"\sin(A)",
+                r"\tan A",
+                r"\ln(A)",
+                r"\log_{A} B",
+                r"\binom{A}{B}",
+                "-A",
+                "A/B",
+                r"\lfloor A \rfloor",
+            ]
+        ),
+        inner,
+        inner,
+    ),
+    max_leaves=8,
+)
+ANSWERS = st.builds(
+    lambda form, left, right: form.replace("A", left).replace("B", right),
+    st.sampled_from(
+        [
+            "A",
+            "A",
+            "A=B",
+            "x=A",
+            "y=A+B",
+            "(A,B)",
+            "[A,B)",
+            r"(A,B]\cup(B,\infty)",
+            r"\{A,B\}",
+            "A, B",
+            r"A \pm B",
+            r"A < x \le B",
+            "x > A",
+            r"\begin{pmatrix}A&B\\B&A\end{pmatrix}",
+            r"A \text{ cm}",
+            r"A^\circ",
+            r"A \approx B",
+        ]
+    ),
+    EXPRESSIONS,
+    EXPRESSIONS,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(truth=ANSWERS, answer=ANSWERS)
+def test_well_formed_answers_compare(truth: str, answer: str) -> None:
+    """Every pair has a verdict, and every answer is the same as itself, also with other spaces."""
+    assert compare(truth, answer).same in (True, False)
+    assert compare(truth, f" ${truth}$. ").same
+    assert compare(f"({truth})", f"({truth})").same
 
 
 def test_horrors_through_the_pool_cost_no_worker() -> None:
