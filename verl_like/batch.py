@@ -293,6 +293,7 @@ class Evaluated(TensorStruct):
     entropy_BR: Tensor | None = _padded(_RIGHT, default=None)
     sum_pi_squared_BR: Tensor | None = _padded(_RIGHT, default=None)  # over the vocabulary, of squared probabilities
     ref_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
+    full_kl_BR: Tensor | None = _padded(_RIGHT, default=None)  # KL to the reference over the whole vocabulary
     values_BR: Tensor | None = _padded(_RIGHT, default=None)
 
 

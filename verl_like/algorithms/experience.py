@@ -16,7 +16,7 @@ from torch import Tensor
 from verl_like.algorithms.advantages import AdvantageInputs, AdvantageOutputs, compute_advantages
 from verl_like.algorithms.corrections import DriverCorrection, correct_on_driver
 from verl_like.algorithms.groups import signal_metrics
-from verl_like.algorithms.kl import kl_penalty, mean_sequence_kl
+from verl_like.algorithms.kl import FULL_KL_KIND, kl_penalty, mean_sequence_kl
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var
 from verl_like.algorithms.reward_shaping import (
     pf_ppo_rows,
@@ -158,13 +158,15 @@ def check_inputs(
             "algorithm.use_kl_in_reward=True needs old log-probs on the driver: "
             f"set actor_rollout_ref.actor.old_log_probs=recompute (it is {str(actor.old_log_probs)!r})"
         )
-    for key, wanted in (
-        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward),
-        ("actor_rollout_ref.actor.use_kl_loss", actor.use_kl_loss),
+    for key, kind, wanted in (
+        ("algorithm.use_kl_in_reward", algorithm.kl_penalty, algorithm.use_kl_in_reward),
+        ("actor_rollout_ref.actor.use_kl_loss", actor.kl_loss_type, actor.use_kl_loss),
     ):
-        if wanted and evaluated.ref_log_probs_BR is None:
+        if wanted and kind != FULL_KL_KIND and evaluated.ref_log_probs_BR is None:
             raise ValueError(f"{key}=True needs reference log-probs, but none were computed")
-    for name in ("old_log_probs_BR", "ref_log_probs_BR", "values_BR"):
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL_KIND and evaluated.full_kl_BR is None:
+        raise ValueError("algorithm.kl_penalty=full needs the KL of every token, but none was computed")
+    for name in ("old_log_probs_BR", "ref_log_probs_BR", "full_kl_BR", "values_BR"):
         column = evaluated.columns().get(name)
         if isinstance(column, Tensor):
             _require_finite(name, column, rollouts.response_mask_BR)
@@ -194,8 +196,12 @@ def subtract_kl(
     token_rewards_BR: Tensor, mask_BR: Tensor, evaluated: Evaluated, algorithm: AlgorithmConfig, kl_coef: float
 ) -> tuple[Tensor, dict[str, float]]:
     """reward_t - kl_coef * KL_t on every sampled token; critic/kl is what the controller is updated with."""
-    assert evaluated.old_log_probs_BR is not None and evaluated.ref_log_probs_BR is not None
-    kl_BR = kl_penalty(evaluated.old_log_probs_BR, evaluated.ref_log_probs_BR, algorithm.kl_penalty)
+    if algorithm.kl_penalty == FULL_KL_KIND:
+        assert evaluated.full_kl_BR is not None
+        kl_BR = evaluated.full_kl_BR
+    else:
+        assert evaluated.old_log_probs_BR is not None and evaluated.ref_log_probs_BR is not None
+        kl_BR = kl_penalty(evaluated.old_log_probs_BR, evaluated.ref_log_probs_BR, algorithm.kl_penalty)
     kl_BR = masked_fill_zero(kl_BR, mask_BR)
     metrics = {"critic/kl": mean_sequence_kl(kl_BR, mask_BR), "critic/kl_coeff": kl_coef}
     return token_rewards_BR - kl_coef * kl_BR, metrics

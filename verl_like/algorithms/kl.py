@@ -2,7 +2,8 @@
 
 Estimators follow John Schulman, "Approximating KL divergence" (2020), with d = log_prob - ref_log_prob of the sampled
 token. Chosen by algorithm.kl_penalty (in the reward) and actor.kl_loss_type (in the loss). A name that ends in "+" has
-the value of the estimator and the gradient of k2.
+the value of the estimator and the gradient of k2. "full" is no estimator but the divergence itself, which the engine
+sums over the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from verl_like.algorithms.masked import masked_mean
 from verl_like.algorithms.registry import Registry
 from verl_like.config import KLControlConfig, KLControlType
 
+FULL_KL_KIND = "full"
 EXPONENT_LIMIT = 20.0  # exp(20) = 4.9e8: nothing above it carries information, and nothing overflows
 K3_LIMIT = 10.0
 

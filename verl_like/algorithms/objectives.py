@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_like.algorithms.aggregate import AGGREGATIONS, aggregate
 from verl_like.algorithms.corrections import correct
-from verl_like.algorithms.kl import KL_ESTIMATORS, kl_penalty
+from verl_like.algorithms.kl import FULL_KL_KIND, KL_ESTIMATORS, kl_penalty
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
 from verl_like.algorithms.mismatch import NONFINITE, PREFIX, count_gap, gap_between
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss, log_ratio, token_ratio
@@ -30,7 +30,7 @@ class PolicyObjective:
     is a metric, which the engine's fused function computes next to the log-probs.
     """
 
-    wants = frozenset({"log_probs", "entropy"})
+    wants: frozenset[str] = frozenset({"log_probs", "entropy"})
 
     def __init__(
         self, actor: ActorConfig, correction: RolloutCorrectionConfig | None = None, *, two_policies: bool = False
@@ -44,7 +44,9 @@ class PolicyObjective:
         self.aggregation = self.policy_loss.aggregation or actor.loss_agg_mode
         AGGREGATIONS.lookup(self.aggregation)
         AGGREGATIONS.lookup(actor.loss_agg_mode)
-        if actor.use_kl_loss:
+        if actor.use_kl_loss and actor.kl_loss_type == FULL_KL_KIND:
+            self.wants = self.wants | {"full_kl"}
+        elif actor.use_kl_loss:
             KL_ESTIMATORS.lookup(actor.kl_loss_type)
 
     def __call__(
@@ -60,7 +62,9 @@ class PolicyObjective:
         loss_BR = token_loss.loss_BR if factor_BR is None else token_loss.loss_BR * factor_BR
         loss = sums["pg_loss"] = self._policy_term(loss_BR, kept_BR, experience, denominators)
         if self.actor.use_kl_loss:
-            sums["kl_loss"] = self._aggregate(self._kl(batch, experience), kept_BR, denominators)
+            exact = self.actor.kl_loss_type == FULL_KL_KIND
+            kl_BR = outputs["full_kl"] if exact else self._kl(batch, experience)
+            sums["kl_loss"] = self._aggregate(kl_BR, kept_BR, denominators)
             loss = loss + self.actor.kl_loss_coef * sums["kl_loss"]
         loss = self.actor.rl_loss_coef * loss
         entropy_BR = outputs["entropy"]

@@ -81,8 +81,6 @@ NOT_YET: list[NotYet] = [
         _is_not(*LOSS_MODES),
         f"use one of {', '.join(LOSS_MODES)}",
     ),
-    NotYet(f"{_ACTOR}.kl_loss_type", _is("full"), "use low_var_kl"),
-    NotYet("algorithm.kl_penalty", _is("full"), "use kl or low_var_kl"),
     NotYet("algorithm.adv_estimator", _is_not(*ADV_ESTIMATORS), f"use one of {', '.join(ADV_ESTIMATORS)}"),
     # Rollout
     NotYet("actor_rollout_ref.hybrid_engine", lambda v: not v, "set it to true: actor and rollout share processes"),

@@ -76,6 +76,7 @@ class BatchPlan:
     critic_optimizer_steps_per_rollout: int
     old_log_probs: str
     needs_reference: bool
+    reference_outputs: frozenset[str]  # what the driver asks of the reference before the update; full_kl of both models
     needs_critic: bool
     needs_reward_model: bool
     steps_per_epoch: int | None
@@ -100,6 +101,11 @@ class BatchPlan:
             _share(problems, world_size, f"{_REF}.{_ULYSSES}", reference.ulysses_sequence_parallel_size)
         if needs_critic(critic, config.algorithm):
             _share(problems, world_size, f"critic.{_ULYSSES}", critic.ulysses_sequence_parallel_size)
+        outputs, sizes = _reference_outputs(config), (actor, reference)
+        exact = "full_kl" in outputs and len({part.ulysses_sequence_parallel_size for part in sizes}) > 1
+        if exact:
+            numbers = " and ".join(str(part.ulysses_sequence_parallel_size) for part in sizes)
+            problems.append(f"algorithm.kl_penalty=full needs one {_ULYSSES} for actor and ref, but they are {numbers}")
         replicas = _share(
             problems, world_size, f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
         )
@@ -144,6 +150,7 @@ class BatchPlan:
             critic_optimizer_steps_per_rollout=critic_updates,
             old_log_probs=old_log_probs,
             needs_reference=needs_reference(config),
+            reference_outputs=outputs,
             needs_critic=with_critic,
             needs_reward_model=config.reward_model.enable,
             steps_per_epoch=per_epoch,
@@ -231,6 +238,15 @@ _OLD_LOG_PROBS_TEXT = {
 def needs_reference(config: PPOConfig) -> bool:
     """A KL term, in the loss or in the reward, needs the frozen reference."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def _reference_outputs(config: PPOConfig) -> frozenset[str]:
+    """The exact KL (full) stays in the worker: as loss it needs no pass before the update, in the reward one number."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    in_reward = {algorithm.kl_penalty} if algorithm.use_kl_in_reward else set()
+    in_loss = {actor.kl_loss_type} if actor.use_kl_loss else set()
+    outputs = {"full_kl" if kind == "full" else "log_probs" for kind in in_reward}
+    return frozenset(outputs | {"log_probs" for kind in in_loss if kind != "full"})
 
 
 def needs_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> bool:

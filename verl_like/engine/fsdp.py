@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,10 @@ from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import microbatch, selfcheck, state
 from verl_like.engine.background import BackgroundWriter, Part
 from verl_like.engine.optim import Schedule, build_optimizer
-from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
+from verl_like.engine.protocol import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
 from verl_like.models import blocks, loading, lora, packing
-from verl_like.models.heads import HF_PREFIX, PolicyModel, TokenModel, dtype_of
+from verl_like.models.fused_linear import Head, Reference
+from verl_like.models.heads import HF_PREFIX, HIDDEN, PolicyModel, TokenModel, dtype_of
 from verl_like.models.loading import Kind
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
@@ -87,6 +89,7 @@ class FSDPEngine:
             self._activations = ActivationOffload(self.device)
         self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
         self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
+        self._reference: FSDPEngine | None = None
         self._params_offloaded = self._optimizer_offloaded = False
         self._weight_names: dict[str, torch.Size] | None = None
         self._writer: BackgroundWriter | None = None
@@ -114,6 +117,7 @@ class FSDPEngine:
         if training and config.enable_gradient_checkpointing:
             blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
         model.requires_grad_(training)
+        self._head_names = model.head_names()
         if with_lora:
             self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed)
         return model
@@ -137,6 +141,35 @@ class FSDPEngine:
     def _build_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
         return build_optimizer(self._sharding.parameters(), optim, shard_index=self._sharding.shard_index)
 
+    def attach_reference(self, reference: FSDPEngine) -> None:
+        """Offer "full_kl": the KL divergence of this policy from `reference`, whose weights must not change."""
+        if self.kind != "policy" or reference.kind != "policy":
+            raise ValueError("full_kl compares two policies")
+        self._reference = reference
+
+    @contextmanager
+    def _comparison(self, want: frozenset[str]) -> Iterator[Head | None]:
+        """The reference on the device, and its gathered head, while "full_kl" is wanted. LoRA: this model's base."""
+        if FULL_KL not in want:
+            yield None
+            return
+        if self._reference is None:
+            yield self._gathered_head()
+            return
+        with self._reference._resident(optimizer=False):
+            self._reference._sharding.root.eval()
+            yield self._reference._gathered_head()
+            self._reference._sharding.reshard()
+
+    @torch.no_grad()
+    def _gathered_head(self) -> Head:
+        """The whole output head on this rank (collective)."""
+        assert isinstance(self.model, PolicyModel)
+        found = {name: t for name, t in self._sharding.full_weights(self._compute_dtype) if name in self._head_names}
+        weight, bias = (found.get(name) for name in self._head_names)
+        assert weight is not None
+        return dataclasses.replace(self.model.head(), weight_VH=weight, bias_V=bias)
+
     # --- forward -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -148,19 +181,31 @@ class FSDPEngine:
         self._sharding.root.eval()
         batch = batch.to("cpu")
         outputs = {name: torch.zeros(batch.response_ids_BR.shape) for name in sorted(want)}
-        with self._resident(optimizer=False):
+        with self._resident(optimizer=False), self._comparison(want) as other:
             for part in microbatch.cut(batch, rule):
-                answers = self._answers(None if part is None else part[1], want, temperature)
+                answers = self._answers(None if part is None else part[1], want, temperature, other)
                 if part is not None:
                     for name, full in outputs.items():
                         full[part[0], : answers[name].shape[1]] = answers[name].float().cpu()
             self._sharding.reshard()
         return outputs
 
-    def _answers(self, rows: Sequences | None, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
-        """Outputs [b, R] of one micro-batch; a placeholder's when this rank has no rows left (collective)."""
+    def _answers(
+        self, rows: Sequences | None, want: frozenset[str], temperature: float, other: Head | None = None
+    ) -> dict[str, Tensor]:
+        """Outputs [b, R] of one micro-batch; a placeholder's when this rank has no rows left (collective).
+
+        `other`: the reference's head, for "full_kl".
+        """
         inputs = self._model_input(rows)
-        values = self._sharding.root(inputs, want, temperature)
+        if other is None:
+            values = self._sharding.root(inputs, want, temperature)
+        else:
+            root = (self._reference or self)._sharding.root
+            with torch.no_grad(), self.base_model() if self._reference is None else nullcontext():
+                hidden_NH = root(inputs, frozenset({HIDDEN}), temperature)[HIDDEN]
+            reference = Reference(hidden_NH=hidden_NH, head=other)
+            values = self._sharding.root(inputs, want, temperature, reference)
         answers = {name: inputs.unpack(values_N) for name, values_N in values.items()}
         group = self._sequence_group
         return answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
@@ -177,8 +222,10 @@ class FSDPEngine:
         return build(rows, wanted_BR, self.device)
 
     def _check_want(self, want: frozenset[str]) -> None:
-        if not want <= _OFFERS[self.kind]:
-            raise ValueError(f"a {self.kind} engine gives {sorted(_OFFERS[self.kind])}, not {sorted(want)}")
+        compares = self.kind == "policy" and (self._reference is not None or self._adapters is not None)
+        offers = _OFFERS[self.kind] | {FULL_KL} if compares else _OFFERS[self.kind]
+        if not want <= offers:
+            raise ValueError(f"a {self.kind} engine gives {sorted(offers)}, not {sorted(want)}")
 
     # --- update ------------------------------------------------------------------------------------------------------
 
@@ -196,25 +243,30 @@ class FSDPEngine:
             raise ValueError("this engine is forward only (it was built with optim=None)")
         self._check_want(loss_fn.wants)
         self._sharding.root.train()
-        with self._resident(optimizer=True):
+        with self._resident(optimizer=True), self._comparison(loss_fn.wants) as other:
             self.optimizer.zero_grad(set_to_none=True)
             parts = microbatch.cut(batch.to("cpu"), rule)
             metrics = []
             sync_every = self._sync_every and not self._sharding.reduces_once
             for i, part in enumerate(parts):
                 self._sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
-                metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature))
+                metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
             self._sharding.reshard()
             metrics += [self._step(), microbatch.fill_metrics(parts, rule)]
             self.optimizer.zero_grad(set_to_none=True)
         return merge_metrics(metrics)
 
     def _backward(
-        self, rows: Experience | None, loss_fn: LossFn, denominators: Denominators, temperature: float
+        self,
+        rows: Experience | None,
+        loss_fn: LossFn,
+        denominators: Denominators,
+        temperature: float,
+        other: Head | None = None,
     ) -> dict[str, Metric]:
         """Forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
         with nullcontext() if self._activations is None else self._activations.active():
-            outputs = self._answers(rows, loss_fn.wants, temperature)
+            outputs = self._answers(rows, loss_fn.wants, temperature, other)
         if rows is None:
             _zero_loss(outputs).backward()
             return {}

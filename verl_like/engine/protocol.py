@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
 
 LOG_PROBS, ENTROPY, SUM_PI_SQUARED, VALUES = "log_probs", "entropy", "sum_pi_squared", "values"
+FULL_KL = "full_kl"
 
 
 class LossFn(Protocol):
@@ -46,6 +47,7 @@ class TrainEngine(Protocol):
 
         want: "log_probs", "entropy" and "sum_pi_squared" (sum over the vocabulary of squared probabilities) of a
         policy, under logits / temperature, at response_mask (0 elsewhere);
+        "full_kl" (KL to the attached reference over the whole vocabulary) where one is attached;
         "values" of a value model inside response_length: entry t predicts the state BEFORE response token t.
         """
         ...

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from verl_like.models.fused_linear import Head, full_logits_reductions, fused_reductions
+from verl_like.models.fused_linear import Head, Reference, full_logits_reductions, fused_reductions
 from verl_like.models.packing import ModelInput
 
+HIDDEN = "hidden_states"
 HF_PREFIX = "hf."  # `TokenModel.hf` holds the Hugging Face model: the rest of a parameter's name is Hugging Face's
 
 
@@ -22,6 +23,13 @@ class TokenModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+
+    def head_names(self) -> tuple[str, str]:
+        """Names of the output head's weight and bias among the parameters; a tied weight has the embedding's name."""
+        head = self.hf.get_output_embeddings()
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        found = ("", "") if head is None else (names[id(head.weight)], names.get(id(head.bias), ""))
+        return found
 
     def hidden_states(self, inputs: ModelInput) -> Tensor:
         """[N, H] final hidden states of the wanted tokens; all other tokens are dropped here."""
@@ -49,9 +57,17 @@ class PolicyModel(TokenModel):
             softcap=self.softcap,
         )
 
-    def forward(self, inputs: ModelInput, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
-        """{name of `want`: [N]} float32, under logits / temperature; the names are those of `fused_linear`."""
-        return self.reduce(self.hidden_states(inputs), self.head(), inputs.targets_N, want, temperature=temperature)
+    def forward(
+        self, inputs: ModelInput, want: frozenset[str], temperature: float, reference: Reference | None = None
+    ) -> dict[str, Tensor]:
+        """{name of `want`: [N]} float32, under logits / temperature; the names are those of `fused_linear`.
+
+        Wanted alone, `HIDDEN` gives the final hidden states [N, H]: a reference's part of `full_kl`.
+        """
+        if want == {HIDDEN}:
+            return {HIDDEN: self.hidden_states(inputs)}
+        hidden, head = self.hidden_states(inputs), self.head()
+        return self.reduce(hidden, head, inputs.targets_N, want, temperature=temperature, reference=reference)
 
 
 class ValueModel(TokenModel):

@@ -103,7 +103,7 @@ class PPOTrainer:
         if self.plan.old_log_probs == "recompute":
             with self.clock("old_log_prob"):
                 old = self.policy.old_log_probs(rollouts)
-        if self.plan.needs_reference:
+        if self.plan.reference_outputs:
             with self.clock("ref"):
                 reference = self.policy.ref_log_probs(rollouts)
         if self.critic is not None:
@@ -118,6 +118,7 @@ class PPOTrainer:
             entropy_BR=old.entropy_BR if old else None,
             sum_pi_squared_BR=old.sum_pi_squared_BR if old else None,
             ref_log_probs_BR=reference.ref_log_probs_BR if reference else None,
+            full_kl_BR=reference.full_kl_BR if reference else None,
             values_BR=values.values_BR if values else None,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequenc
 from verl_like.config import resolve_dtype
 from verl_like.config.batch_plan import needs_sum_pi_squared
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED, TrainEngine
+from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config
 from verl_like.observe.metrics import memory_metrics
@@ -38,6 +39,8 @@ class PolicyWorker:
         self._lora = spec.config.actor_rollout_ref.model.lora_rank > 0
         builds_reference = spec.plan.needs_reference and not self._lora
         self.reference = self._build_reference() if builds_reference else None
+        if self.reference is not None:
+            self.actor.attach_reference(self.reference)
         self.objective = PolicyObjective(
             spec.config.actor_rollout_ref.actor,
             spec.config.algorithm.rollout_correction,
@@ -55,7 +58,7 @@ class PolicyWorker:
         self.rollout.sleep()
         self._changed_since_sync = True  # whether the rollout engine holds other weights than the actor, or none
 
-    def _build_actor(self) -> TrainEngine:
+    def _build_actor(self) -> FSDPEngine:
         policy = self.spec.config.actor_rollout_ref
         return FSDPEngine(
             kind="policy",
@@ -72,7 +75,7 @@ class PolicyWorker:
             seed=self.spec.config.trainer.seed,
         )
 
-    def _build_reference(self) -> TrainEngine:
+    def _build_reference(self) -> FSDPEngine:
         policy = self.spec.config.actor_rollout_ref
         return FSDPEngine(
             kind="policy",
@@ -157,16 +160,19 @@ class PolicyWorker:
         )
 
     def ref_log_probs(self, batch: Sequences) -> Evaluated:
-        """Log-probs of the frozen reference on this rank's rows (may be none)."""
+        """What the plan asks of the reference on this rank's rows (may be none): its log-probs, the exact KL to it."""
         self.enter_train()
         engine = self.actor if self._lora else self.reference
         if engine is None or not self.spec.plan.needs_reference:
             raise RuntimeError("ref_log_probs was called, but this run's plan has no reference model")
-        with self.actor.base_model() if self._lora else nullcontext():  # LoRA: the reference is the actor's own base
-            out = engine.forward(
-                batch, want=frozenset({"log_probs"}), rule=self.spec.plan.ref_micro, temperature=self.temperature
-            )
-        return Evaluated(response_length_B=batch.response_length_B, ref_log_probs_BR=out["log_probs"])
+        wanted, log_probs, full_kl = self.spec.plan.reference_outputs, None, None
+        options: Any = {"rule": self.spec.plan.ref_micro, "temperature": self.temperature}
+        if "log_probs" in wanted:
+            with self.actor.base_model() if self._lora else nullcontext():  # the reference is the actor's base
+                log_probs = engine.forward(batch, want=frozenset({"log_probs"}), **options)["log_probs"]
+        if "full_kl" in wanted:
+            full_kl = self.actor.forward(batch, want=frozenset({"full_kl"}), **options)["full_kl"]
+        return Evaluated(response_length_B=batch.response_length_B, ref_log_probs_BR=log_probs, full_kl_BR=full_kl)
 
     def update_actor(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
         """One optimizer step per mini-batch on this rank's rows; the metrics of each step."""

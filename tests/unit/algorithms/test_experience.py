@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.algorithms.builders import evaluated, rollouts, scores
 from verl_like.algorithms.experience import make_experience, place_on_last_token
 from verl_like.batch import Evaluated, Rollouts, Scores
-from verl_like.config import ActorConfig, AlgorithmConfig
+from verl_like.config import ActorConfig, AlgorithmConfig, KLKind
 
 GRPO = AlgorithmConfig(adv_estimator="grpo")
 ACTOR = ActorConfig()
@@ -52,6 +52,19 @@ def test_kl_in_reward_by_hand() -> None:
     assert metrics["critic/rewards/mean"] == pytest.approx(sum(rewards) / 2)
     assert metrics["critic/score/mean"] == 0.5
     assert experience.advantages_BR[0, 0].item() == pytest.approx((rewards[0] - rewards[1]) / 2)
+
+
+def test_exact_kl_in_reward() -> None:
+    """kl_penalty=full: the engine's own number per token, 0.25 on three tokens and 2 on one."""
+    algorithm = AlgorithmConfig(adv_estimator="grpo", use_kl_in_reward=True, kl_penalty=KLKind.full)
+    batch = rollouts((3, 1), [0, 0])
+    said = evaluated(batch)
+    with pytest.raises(ValueError, match="kl_penalty=full"):
+        make_experience(algorithm, ACTOR, batch, scores([1.0, 0.0]), said, 0.1)
+    said = said.replace(full_kl_BR=torch.tensor([[0.25, 0.25, 0.25], [2.0, 9.0, 9.0]]))
+    _, metrics = make_experience(algorithm, ACTOR, batch, scores([1.0, 0.0]), said, 0.1)
+    assert metrics["critic/kl"] == pytest.approx((0.25 + 2.0) / 2)
+    assert metrics["critic/rewards/mean"] == pytest.approx((1.0 - 0.075 - 0.2) / 2)
 
 
 def test_gae_batch_by_hand() -> None:

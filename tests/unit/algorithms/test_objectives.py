@@ -96,6 +96,24 @@ def test_value_objective_finite_differences_and_metrics() -> None:
     assert metrics["vpred_mean"].value == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_exact_kl_comes_from_the_engine(mode: str) -> None:
+    """kl_loss_type=full wants one more output, adds its aggregate, and needs no reference log-probs in the batch."""
+    plain = ActorConfig(loss_agg_mode=mode)
+    exact = ActorConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type=KLKind.full)
+    assert PolicyObjective(exact).wants - PolicyObjective(plain).wants == {"full_kl"}
+    rows = experience(1).replace(ref_log_probs_BR=None)
+    full_kl_BR = torch.rand(rows.response_mask_BR.shape, dtype=torch.float64, requires_grad=True)
+    outputs = outputs_for(rows) | {"full_kl": full_kl_BR}
+    loss, metrics = run(PolicyObjective(exact), rows, outputs)
+    kl = naive_aggregate([full_kl_BR[i][rows.response_mask_BR[i]].tolist() for i in range(len(rows))], mode)
+    assert metrics["kl_loss"].value == pytest.approx(kl, rel=1e-5)
+    without = run(PolicyObjective(plain), rows, outputs)[0]
+    assert loss.item() == pytest.approx(without.item() + 0.3 * kl)
+    (gradient,) = torch.autograd.grad(loss, full_kl_BR)
+    assert bool((gradient[rows.response_mask_BR] > 0).all()) and not gradient[~rows.response_mask_BR].any()
+
+
 # ---- every combination of loss and aggregation; invariance of the policy's: test_invariance.py
 
 
@@ -249,8 +267,6 @@ def test_missing_columns_are_named() -> None:
 def test_wrong_names_fail_when_built() -> None:
     with pytest.raises(ValueError, match=r"loss_mode='vanila' is not known\. Did you mean 'vanilla'"):
         PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="vanila")))
-    with pytest.raises(ValueError, match="kl_loss_type='full' is not known"):
-        PolicyObjective(ActorConfig(use_kl_loss=True, kl_loss_type=KLKind.full))
     PolicyObjective(ActorConfig(kl_loss_type=KLKind.full))  # off: nobody asks
 
 

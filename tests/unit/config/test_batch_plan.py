@@ -10,6 +10,7 @@ from verl_like.config import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
+    KLKind,
     PolicyLossConfig,
     PPOConfig,
     RefConfig,
@@ -17,6 +18,7 @@ from verl_like.config import (
     TrainerConfig,
 )
 from verl_like.config.batch_plan import BatchPlan, MicroBatchRule
+from verl_like.config.errors import ConfigError
 from verl_like.config.loss_knobs import SELECTING_LOSSES
 
 
@@ -44,6 +46,31 @@ def test_one_rank_by_hand():
     assert plan.optimizer_steps_total == 3480 * 8
     assert plan.old_log_probs == "recompute"
     assert (plan.needs_critic, plan.critic_mini_batches, plan.critic_optimizer_steps_total) == (False, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("actor", "algorithm", "outputs"),
+    [
+        ({}, {}, set()),
+        ({"use_kl_loss": True}, {}, {"log_probs"}),
+        ({"use_kl_loss": True, "kl_loss_type": KLKind.full}, {}, set()),
+        ({}, {"use_kl_in_reward": True}, {"log_probs"}),
+        ({}, {"use_kl_in_reward": True, "kl_penalty": KLKind.full}, {"full_kl"}),
+        ({"use_kl_loss": True}, {"use_kl_in_reward": True, "kl_penalty": KLKind.full}, {"full_kl", "log_probs"}),
+    ],
+)
+def test_passes_of_the_reference(actor, algorithm, outputs):
+    plan = BatchPlan.build(config(actor=actor, algorithm=algorithm), world_size=1, num_train_prompts=99)
+    assert plan.reference_outputs == outputs
+    assert plan.needs_reference == bool(actor or algorithm)
+
+
+def test_exact_kl_needs_both_models_on_the_same_slices():
+    built = config(
+        actor={"ulysses_sequence_parallel_size": 2}, algorithm={"use_kl_in_reward": True, "kl_penalty": KLKind.full}
+    )
+    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size for actor and ref, but they are 2 and 1"):
+        BatchPlan.build(built, world_size=2, num_train_prompts=99)
 
 
 def test_many_ranks_by_hand():
