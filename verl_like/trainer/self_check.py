@@ -7,6 +7,7 @@ says is right, and once with an answer that cannot be right; the table says how 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -105,9 +106,19 @@ def reference_answers(row: PromptRow) -> list[str]:
             answers += [text, f"```python\n{text}\n```"]
     truth = row.ground_truth
     truth = truth[0] if isinstance(truth, list) and truth else truth
-    if isinstance(truth, str | int | float) and str(truth).strip():
+    if isinstance(truth, str | int | float) and str(truth).strip() and not _is_structure(truth):
         answers += [form.format(truth) for form in _FORMS]
     return list(dict.fromkeys(answers))
+
+
+def _is_structure(truth: Any) -> bool:
+    """Whether it is JSON text of tests or the like: what is graded with, not an answer."""
+    if not isinstance(truth, str) or not truth.lstrip().startswith(("{", "[{", '["')):
+        return False
+    try:
+        return isinstance(json.loads(truth), dict | list)
+    except json.JSONDecodeError:
+        return False
 
 
 def _rollouts(trials: Sequence[_Trial], tokenizer: Any) -> Rollouts:

@@ -96,3 +96,5 @@ def test_reference_answers_are_the_rows_own_first() -> None:
     assert "```python\nprint(1)\n```" in reference_answers(row({"inputs": []}, canonical_solution="print(1)"))
     assert "\\boxed{5}" in reference_answers(row(["5", "five"]))
     assert reference_answers(row({"inputs": []})) == reference_answers(row(None)) == []
+    assert reference_answers(row('{"inputs": ["1"], "outputs": ["2"]}')) == []  # tests as JSON text
+    assert "#### [1, 2)" in reference_answers(row("[1, 2)")) and "#### {1}" in reference_answers(row("{1}"))
