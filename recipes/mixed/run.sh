@@ -26,7 +26,7 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     'data.domain_weights={openai/gsm8k: 2, DigitalLearningGmbH/MATH-lighteval: 1, countdown: 1, codecontests: 1}' \
     data.val_files="{gsm8k: $OUT/data/gsm8k/test.parquet, math: $OUT/data/math/test.parquet, countdown: $OUT/data/countdown/test.parquet, humaneval: $OUT/data/humaneval/test.parquet}" \
     data.train_batch_size=20 \
-    data.max_prompt_length=512 \
+    data.max_prompt_length=1024 \
     data.max_response_length=64 \
     data.filter_overlong_prompts=True \
     data.val_max_samples=8 \

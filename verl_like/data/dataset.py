@@ -80,6 +80,7 @@ class PromptDataset:
         self._media: list[list[MediaColumn]] = [media_columns(file.path, file.rows, names) for file in self.files]
         self._ends = list(accumulate(len(file.rows) for file in self.files))
         self._tokens: dict[int, array[int]] = {}  # by position in the files
+        self._sources: dict[int, list[str]] = {}  # by number of the file
         max_samples = data.train_max_samples if split == "train" else data.val_max_samples
         self._kept = self._choose(max_samples, seed if data.seed is None else data.seed)
         if data.filter_overlong_prompts:
@@ -135,11 +136,11 @@ class PromptDataset:
 
     def data_sources(self) -> list[str]:
         """The data sources of all files, sorted, also of rows that were dropped."""
-        return sorted({source for file in self.files for source in self._file_sources(file)})
+        return sorted({source for number in range(len(self.files)) for source in self._file_sources(number)})
 
     def domains(self) -> list[str]:
         """See Dataset."""
-        sources = [source for file in self.files for source in self._file_sources(file)]
+        sources = [source for number in range(len(self.files)) for source in self._file_sources(number)]
         return [sources[position] for position in self._kept]
 
     def reward_styles(self) -> list[tuple[str, str]]:
@@ -147,9 +148,9 @@ class PromptDataset:
         return sorted(
             {
                 (source, str(style or ""))
-                for file in self.files
+                for number, file in enumerate(self.files)
                 for source, style in zip(
-                    self._file_sources(file), file.rows.subcolumn("reward_model", "style"), strict=True
+                    self._file_sources(number), file.rows.subcolumn("reward_model", "style"), strict=True
                 )
             }
         )
@@ -167,11 +168,14 @@ class PromptDataset:
             if self._media[number]
         )
 
-    def _file_sources(self, file: DataFile) -> list[str]:
-        if self.data.reward_fn_key not in file.rows.columns:
-            return [self.data.default_data_source] * len(file.rows)
-        values = file.rows.column(self.data.reward_fn_key)
-        return [self.data.default_data_source if value is None else str(value) for value in values]
+    def _file_sources(self, number: int) -> list[str]:
+        """The data source of each row of a file."""
+        if number not in self._sources:
+            rows, default = self.files[number].rows, self.data.default_data_source
+            known = self.data.reward_fn_key in rows.columns
+            values = rows.column(self.data.reward_fn_key) if known else [None] * len(rows)
+            self._sources[number] = [default if value is None else str(value) for value in values]
+        return self._sources[number]
 
     def _with_media(self, messages: list[dict[str, Any]], media: list[MediaHandle], place: str) -> list[dict[str, Any]]:
         return insert_media(messages, media, place) if media else messages

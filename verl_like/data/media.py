@@ -32,16 +32,10 @@ def media_columns(path: Path, rows: AnyRows, columns: dict[str, str]) -> list[Me
     found = []
     for kind, column in columns.items():
         if column in rows.columns:
-            counts = [_count(value) for value in read_rows(path, {column}).column(column)]
+            counts = read_rows(path, {column}).counts(column)
             if any(counts):
                 found.append(MediaColumn(kind=kind, column=column, counts=counts))
     return found
-
-
-def _count(value: Any) -> int:
-    if value in (None, ""):
-        return 0
-    return len(value) if isinstance(value, list) else 1
 
 
 def handles(path: Path, columns: list[MediaColumn], row: int) -> list[MediaHandle]:

@@ -46,6 +46,10 @@ class Rows(Protocol):
         """One field of a column of dictionaries, None where a row has none."""
         ...
 
+    def counts(self, name: str) -> list[int]:
+        """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one."""
+        ...
+
 
 class TableRows:
     """Rows of a pyarrow table, which may hold some of the file's `columns` only."""
@@ -78,6 +82,12 @@ class TableRows:
             return [None] * len(self)
         return pc.struct_field(column, field).to_pylist()
 
+    def counts(self, name: str) -> list[int]:
+        column = self.table.column(name)
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
+        return pc.cast(column.is_valid(), pa.int64()).to_pylist()
+
 
 class RecordRows:
     """Rows of a json or csv file: dictionaries, or the text of one JSON object each."""
@@ -102,6 +112,10 @@ class RecordRows:
     def subcolumn(self, name: str, field: str) -> list[Any]:
         values = self.column(name)
         return [value.get(field) if isinstance(value, dict) else None for value in values]
+
+    def counts(self, name: str) -> list[int]:
+        values = self.column(name)
+        return [len(v) if isinstance(v, list) else int(v not in (None, "")) for v in values]
 
 
 AnyRows = TableRows | RecordRows

@@ -72,5 +72,7 @@ def find_template(name: str) -> str | None:
 
 
 def find_system_prompt(name: str | None) -> str | None:
-    """The text of data.system_prompt."""
+    """The text of data.system_prompt. ValueError for auto, which only a run with reward_model.rule can resolve."""
+    if name == "auto":
+        raise ValueError("data.system_prompt=auto is the prompt of reward_model.rule, which is not known here")
     return None if name is None else SYSTEM_PROMPTS.get(name, name)

@@ -64,6 +64,8 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     assert rows.column("data_source") == ["s"] * 3
     assert rows.subcolumn("reward_model", "ground_truth") == ["00", "01", "02"]  # a number in text stays text
     assert rows.subcolumn("reward_model", "absent") == [None] * 3
+    assert rows.counts("data_source") == [1, 1, 1]
+    assert name.endswith((".csv", ".tsv", ".csv.gz")) or rows.counts("prompt") == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])

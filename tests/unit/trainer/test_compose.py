@@ -189,3 +189,16 @@ def test_a_preset_sets_several_sections_and_the_user_wins(tmp_path):
     assert (own.actor_rollout_ref.rollout.n, own.reward_model.overlong_buffer.enable) == (4, True)
     with pytest.raises(ValueError, match="dapoo"):
         compose_with_warnings(["preset=dapoo"])
+
+
+def test_validation_files_may_be_a_dictionary_of_names(tmp_path):
+    config = compose(["data.val_files={easy: a.parquet, hard: [b.jsonl, c.csv]}"])
+    assert config.data.val_files == {"easy": "a.parquet", "hard": ["b.jsonl", "c.csv"]}
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {val_files: {easy: a.parquet}, domain_weights: {openai/gsm8k: 2}}")
+    config = compose(["data.domain_weights={math: 1}"], [file])
+    assert config.data.val_files == {"easy": "a.parquet"}
+    assert config.data.domain_weights == {"openai/gsm8k": 2, "math": 1}
+    assert compose(["data.val_files=b.parquet"], [file]).data.val_files == ["b.parquet"]  # a list replaces it
+    with pytest.raises(ValueError, match="val_files=3: give a path, a list of paths or a dictionary"):
+        compose(["data.val_files=3"])
