@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DAPO's pieces that exist: clip-higher, token-mean, no KL.
+# DAPO's loss alone: clip-higher, token-mean, no KL; without dynamic sampling.
 set -euo pipefail
 
 python -m verl_like.trainer.main_ppo \

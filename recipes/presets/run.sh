@@ -6,7 +6,7 @@ HERE=$(cd "$(dirname "$0")" && pwd)
 PRESET=${PRESET:-grpo}
 OUT=${OUT:-outputs/quickstart}
 SEED=${SEED:-1}
-STEPS=${STEPS:-30}
+STEPS=${STEPS:-100}
 PYTHON=${PYTHON:-python}
 
 "$PYTHON" "$HERE/../quickstart/prepare.py" --output-dir "$OUT" --seed "$SEED"

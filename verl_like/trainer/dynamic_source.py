@@ -7,6 +7,7 @@ others. Both need the scores to choose, so grading is over when they return.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from verl_like.data.loader import PromptLoader
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.protocol import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
+
+logger = logging.getLogger(__name__)
 
 PASSES_WITHOUT_BOUND = 10  # max_num_gen_batches=0: a step that has seen all prompts ten times will not fill up
 
@@ -166,6 +169,8 @@ class MaskingSource(FilteringSource):
         """The step's batch, with `Scores.trained_B`."""
         self.tally = Tally()
         rollouts, scores, signal_B = self.answer(self.loader.next(), policy, rewards, step)
+        if not signal_B.any():
+            logger.warning("step %d: no group has a signal (algorithm.filter_groups): nothing is learnt from it", step)
         return rollouts, Graded(scores.replace(trained_B=signal_B))
 
 
