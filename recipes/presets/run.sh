@@ -8,6 +8,8 @@ OUT=${OUT:-outputs/quickstart}
 SEED=${SEED:-1}
 STEPS=${STEPS:-100}
 PYTHON=${PYTHON:-python}
+# 256 responses a step: presets that answer a prompt once need more prompts
+case "$PRESET" in ppo | reinforce_plus_plus) PROMPTS=256 ;; *) PROMPTS=32 ;; esac
 
 "$PYTHON" "$HERE/../quickstart/prepare.py" --output-dir "$OUT" --seed "$SEED"
 
@@ -16,7 +18,7 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     preset="$PRESET" \
     data.train_files="$OUT/data/train.parquet" \
     data.val_files="$OUT/data/val.parquet" \
-    data.train_batch_size=32 \
+    data.train_batch_size="$PROMPTS" \
     data.max_prompt_length=8 \
     data.max_response_length=6 \
     data.seed="$SEED" \
@@ -24,7 +26,7 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     reward_model.overlong_buffer.len=1 \
     actor_rollout_ref.model.path="$OUT/model" \
     actor_rollout_ref.model.enable_gradient_checkpointing=False \
-    actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+    actor_rollout_ref.actor.ppo_mini_batch_size="$PROMPTS" \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 \
     actor_rollout_ref.actor.optim.lr=3e-4 \
     actor_rollout_ref.actor.optim.weight_decay=0.0 \

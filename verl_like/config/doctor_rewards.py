@@ -188,6 +188,11 @@ REWARD_IDLE: tuple[Idle, ...] = (
         "algorithm.filter_groups.resample is false: prompts are drawn once a step",
     ),
     Idle(
+        ("reward_model.launch_reward_fn_async",),
+        lambda c: c.algorithm.filter_groups.enable,
+        "algorithm.filter_groups chooses groups by their scores, so grading ends before log-probs are computed",
+    ),
+    Idle(
         ("reward_model.length_reward.coef",),
         lambda c: not c.reward_model.length_reward.enable,
         "reward_model.length_reward.enable is false",

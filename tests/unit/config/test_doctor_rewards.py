@@ -71,6 +71,8 @@ def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None
         (["data.gen_batch_size=8"], "only dynamic sampling draws more than once"),
         ([*GRPO, f"{FILTER}.enable=true", f"{FILTER}.resample=false", "data.gen_batch_size=8"],
          "prompts are drawn once a step"),
+        ([*GRPO, f"{FILTER}.enable=true", "reward_model.launch_reward_fn_async=true"],
+         "chooses groups by their scores"),
         ([f"{BUFFER}.penalty_factor=1"], "overlong_buffer.enable is false"),
     ],
 )  # fmt: skip
