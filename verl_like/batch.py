@@ -281,6 +281,7 @@ class Scores(TensorStruct):
     extras: list[dict[str, Any]]  # further values of the reward function, per row ("acc", "pred" ...)
     failures: list[RewardFailure | None]
     baseline_B: Tensor | None = None  # float32: reward of the greedy response to the row's prompt (remax)
+    seconds_B: Tensor | None = None  # float32: how long grading took, where that is known
     trained_B: Tensor | None = None  # bool: false where a row stays in the batch, but no token of it is trained on
 
 

@@ -33,7 +33,7 @@ from verl_like.config.reward import (
     RewardModelConfig,
     RewardNetworkConfig,
 )
-from verl_like.config.reward_execution import SandboxConfig, SandboxFusionConfig
+from verl_like.config.reward_execution import JudgeConfig, SandboxConfig, SandboxFusionConfig
 from verl_like.config.rollout import (
     AgentConfig,
     EngineKwargsConfig,
@@ -72,6 +72,7 @@ __all__ = [
     "FusedBackend",
     "FusedKernelConfig",
     "GiGPOConfig",
+    "JudgeConfig",
     "KLControlConfig",
     "KLControlType",
     "KLKind",

@@ -101,7 +101,6 @@ NOT_YET: list[NotYet] = [
     ),
     # Rewards
     *_off("reward_model.model.use_shm"),
-    NotYet("reward_model.reward_manager", _is_not("naive"), "use naive", ("reward_model.reward_kwargs",)),
     # The run
     NotYet("trainer.default_hdfs_dir", _truthy, "copy trainer.default_local_dir yourself"),
     *_off("trainer.del_local_ckpt_after_load"),

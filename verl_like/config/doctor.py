@@ -336,7 +336,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         ("reward_model.rule", "reward_model.rule_by_source", "reward_model.rule_kwargs"),
-        lambda c: c.custom_reward_function.path is not None,
+        lambda c: c.custom_reward_function.path is not None and not c.reward_model.weights,
         "custom_reward_function.path grades all rows",
     ),
     Idle(

@@ -1,6 +1,6 @@
 """The doctor's checks of everything between a score and an advantage: reward shaping, dynamic sampling."""
 
-from verl_like.config.enums import STEP_ESTIMATORS, WHITENING_ESTIMATORS
+from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
 
@@ -130,6 +130,26 @@ REWARD_IDLE: tuple[Idle, ...] = (
         "algorithm.adv_estimator is not gigpo or step_reinforce",
     ),
     Idle(("algorithm.gigpo.",), lambda c: c.algorithm.adv_estimator != "gigpo", "algorithm.adv_estimator is not gigpo"),
+    Idle(
+        ("reward_model.reward_kwargs",),
+        lambda c: c.reward_model.reward_manager in REWARD_MANAGERS,
+        "reward_model.reward_manager is built in: only a class of your own takes arguments",
+    ),
+    Idle(
+        ("reward_model.judge.",),
+        lambda c: c.reward_model.judge.url is None,
+        "reward_model.judge.url is not set",
+    ),
+    Idle(
+        ("reward_model.sandbox.",),
+        lambda c: c.reward_model.sandbox_fusion.url is not None,
+        "reward_model.sandbox_fusion.url is set: programs run there",
+    ),
+    Idle(
+        ("reward_model.sandbox_fusion.",),
+        lambda c: c.reward_model.sandbox_fusion.url is None,
+        "reward_model.sandbox_fusion.url is not set",
+    ),
     Idle(
         ("algorithm.reward_norm.shift", "algorithm.reward_norm.scale"),
         _no_norm,

@@ -236,6 +236,7 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
 )
 CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_zero")
+REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 ROLLOUT_MODES = ("sync", "async")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.actor import not_both
-from verl_like.config.base import ConfigNode, above, at_least
-from verl_like.config.enums import Strategy
+from verl_like.config.base import ConfigNode, above, at_least, require
+from verl_like.config.enums import REWARD_MANAGERS, Strategy
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.profiler import ProfilerConfig
-from verl_like.config.reward_execution import SandboxConfig, SandboxFusionConfig
+from verl_like.config.reward_execution import JudgeConfig, SandboxConfig, SandboxFusionConfig
 from verl_like.config.shaping import LengthRewardConfig, OverlongBufferConfig
 
 
@@ -26,10 +26,15 @@ class CustomRewardFunctionConfig(ConfigNode):
     """[s] A call that takes longer is stopped and counted as failed."""
     num_workers: int = 1
     """[processes] Processes that grade."""
+    memory_limit_mb: int | None = None
+    """[MB] Address space of each of these processes; a call that needs more fails. Null: no limit."""
+    max_pending: int = 65536
+    """[rows] Most responses that wait for a process; generation is held up while there are more."""
 
     def check(self) -> None:
         above(self, 0, "timeout")
-        at_least(self, 1, "num_workers")
+        at_least(self, 1, "num_workers", "max_pending")
+        at_least(self, 256, "memory_limit_mb")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,7 +93,16 @@ class RewardModelConfig(ConfigNode):
     ulysses_sequence_parallel_size: int = 1
     """[processes] Processes that share one sequence."""
     reward_manager: str = "naive"
-    """How rule-based rewards are computed: naive."""
+    """How reward functions are called: naive and dapo (row by row), prime (the same in as many processes as there are
+    CPU cores, if num_workers is 1), batch (one call with lists for a whole batch), or a class of your own around the
+    function, as file.py:Name or pkg://module:Name."""
+    weights: dict[str, Any] = field(default_factory=dict)
+    """Several rewards for a row, added up: {data_source or pattern: {part: weight}}. A part is the name of a built-in
+    grader, custom (custom_reward_function) or judge."""
+    failure_penalty: float | None = None
+    """Score of a row whose reward could not be computed. Null: the row is left out of training."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """A language model as judge."""
     rule: str | None = None
     """Built-in grader of every row, by name ([rewards](rewards.md)). Null: by data_source."""
     rule_by_source: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +121,7 @@ class RewardModelConfig(ConfigNode):
     length_reward: LengthRewardConfig = field(default_factory=LengthRewardConfig)
     """Reward for length."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the reward manager."""
+    """Keyword arguments of a reward manager of your own."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """Profiling of the reward model."""
 
@@ -115,4 +129,8 @@ class RewardModelConfig(ConfigNode):
         at_least(self, 1, "micro_batch_size", "micro_batch_size_per_gpu", "max_length")
         at_least(self, 1, "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size")
         at_least(self, 0, "n_gpus_per_node", "nnodes")
+        manager = self.reward_manager
+        known = manager in REWARD_MANAGERS or ":" in manager.removeprefix("pkg://")
+        fix = f"choose one of {', '.join(REWARD_MANAGERS)}, or a class of your own as file.py:Name or pkg://module:Name"
+        require(known, "reward_manager", manager, fix)
         not_both(self, "micro_batch_size", "micro_batch_size_per_gpu")

@@ -1,8 +1,9 @@
 """`reward_model.sandbox.*`, `reward_model.sandbox_fusion.*`: where programs in responses are run."""
 
+import re
 from dataclasses import dataclass, field
 
-from verl_like.config.base import ConfigNode, above, at_least
+from verl_like.config.base import ConfigNode, above, at_least, require
 from verl_like.config.enums import SandboxLevel
 
 
@@ -55,3 +56,62 @@ class SandboxFusionConfig(ConfigNode):
         above(self, 0, "timeout")
         at_least(self, 1, "max_concurrent", "memory_limit_mb")
         at_least(self, 0, "max_retries", "retry_delay")
+
+
+_JUDGE_PROMPT = """\
+Question:
+{question}
+
+Reference answer:
+{reference}
+
+Response to be graded:
+{response}
+
+Is the response's final answer correct? Think briefly, then end with the single word Yes or No."""
+
+
+@dataclass(kw_only=True, slots=True)
+class JudgeConfig(ConfigNode):
+    """`reward_model.judge.*`: a language model behind an OpenAI-compatible endpoint grades responses."""
+
+    url: str | None = None
+    """Base address, as in http://host:8000/v1; chat/completions is added. Null: no judge."""
+    model: str = "judge"
+    """Model name that is sent."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key. Null: none is sent."""
+    prompt: str = _JUDGE_PROMPT
+    """What the judge is asked. {question} (last user message), {response} and {reference} (ground_truth) are filled
+    in."""
+    score_pattern: str = r"(?i)score:\s*(-?[0-9.]+)"
+    """Regular expression whose last match holds the score; without a match the last yes (1) or no (0) counts."""
+    score_scale: float = 10.0
+    """The matched number is divided by this."""
+    max_rpm: int | None = None
+    """[requests/minute] Null: no limit."""
+    max_tpm: int | None = None
+    """[tokens/minute] Prompt and answer. Null: no limit."""
+    max_concurrent: int = 16
+    """[requests] Most requests at a time."""
+    timeout: float = 300.0
+    """[s] A request that gets no answer for so long has failed."""
+    max_tokens: int = 512
+    """[tokens] Longest answer of the judge."""
+    temperature: float = 0.0
+    """Of the judge."""
+    max_retries: int = 3
+    """[requests] Further tries after a transient error."""
+    retry_delay: float = 1.0
+    """[s] Pause before the first further try; doubles with each."""
+
+    def check(self) -> None:
+        above(self, 0, "timeout")
+        at_least(self, 1, "max_rpm", "max_tpm", "max_concurrent", "max_tokens")
+        at_least(self, 0, "temperature", "max_retries", "retry_delay")
+        require(self.score_scale != 0, "score_scale", self.score_scale, "must not be 0")
+        try:
+            groups = re.compile(self.score_pattern).groups
+        except re.error as error:
+            raise ValueError(f"score_pattern={self.score_pattern!r}: no regular expression ({error})") from error
+        require(groups == 1, "score_pattern", self.score_pattern, "needs exactly one group, the number")

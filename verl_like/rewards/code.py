@@ -49,7 +49,7 @@ def compute_score(
     max_tests: only the first that many. bare_code: a response without a fenced block is a program as a whole. sandbox,
     remote: settings of the runner, filled in from reward_model.sandbox and reward_model.sandbox_fusion. A test that
     runs out of time fails the ones after it, unrun. Raises ValueError for tests it cannot read, SandboxError or
-    RemoteSandboxError when the machinery fails: that is a failed reward, never a score of 0.
+    ServiceError when the machinery fails: that is a failed reward, never a score of 0.
     """
     suite = code_cases.parse(ground_truth)
     if max_tests is not None and not isinstance(suite, AssertTests):

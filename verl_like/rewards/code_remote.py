@@ -7,12 +7,8 @@ the code, in one program with it: code that means to cheat can pass these (docs/
 
 from __future__ import annotations
 
-import http.client
 import json
 import secrets
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,9 +16,10 @@ from typing import Any
 
 from verl_like.rewards.code_cases import AssertTests, CallTest, StdioTest, same_output, same_value
 from verl_like.rewards.code_runner import TestResult
+from verl_like.rewards.http_json import Service, TransientError
 
 _SHOWN_CHARS = 300
-_REPLY_BYTES = 64 * 1024**2
+_OVERHEAD_S = 10.0  # of the sandbox, besides compiling and running
 _MARK = "__result__:"
 _CALL = """
 import json as _json, sys as _sys
@@ -31,10 +28,6 @@ _function = _names[{name!r}] if {name!r} in _names else getattr(_names["Solution
 _value = _function(*_json.loads(_sys.stdin.read()))
 print("\\n" + {mark!r} + _json.dumps(_value))
 """
-
-
-class RemoteSandboxError(RuntimeError):
-    """The remote sandbox could not run a program, also after trying again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +78,7 @@ class RemoteRunner:
                 threads.shutdown(wait=False, cancel_futures=True)
 
     def _run_one(self, code: str, stdin: str) -> dict[str, Any]:
-        """One run's result, {"status", "stdout", "stderr", "return_code"}; tries again what may be transient."""
+        """One run's result, {"status", "stdout", "stderr", "return_code"}."""
         body = {
             "code": code,
             "stdin": stdin,
@@ -94,48 +87,24 @@ class RemoteRunner:
             "run_timeout": self.timeout,
             "memory_limit_MB": self.memory_limit_mb,
         }
-        trouble = ""
-        for attempt in range(self.max_retries + 1):
-            if attempt:
-                time.sleep(self.retry_delay * 2 ** (attempt - 1))
-            try:
-                return _read(self._post(body))
-            except _Transient as error:
-                trouble = str(error)
-        raise RemoteSandboxError(f"{self.url} failed {self.max_retries + 1} times; the last: {trouble}")
-
-    def _post(self, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            self.url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        service = Service(
+            url=self.url,
+            timeout=2 * self.timeout + _OVERHEAD_S,
+            max_retries=self.max_retries,
+            retry_delay=self.retry_delay,
         )
-        try:
-            with urllib.request.urlopen(request, timeout=2 * self.timeout + 10) as response:
-                return json.loads(response.read(_REPLY_BYTES))
-        except urllib.error.HTTPError as error:
-            if error.code in (408, 425, 429) or error.code >= 500:
-                raise _Transient(f"HTTP {error.code}") from error
-            raise RemoteSandboxError(f"{self.url} refuses the request: HTTP {error.code}: {_body(error)}") from error
-        except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, too slow, no JSON
-            raise _Transient(f"{type(error).__name__}: {error}") from error
-
-
-class _Transient(Exception):
-    """Worth another try."""
-
-
-def _body(error: urllib.error.HTTPError) -> str:
-    return error.read(500).decode("utf-8", "replace")
+        return service.post(body, _read)
 
 
 def _read(reply: Any) -> dict[str, Any]:
     """The part of the sandbox's reply that tells how the program ended."""
     if not isinstance(reply, dict) or reply.get("status") not in ("Success", "Failed"):
         text = json.dumps(reply)[:_SHOWN_CHARS]
-        raise _Transient(f"the reply is not a result: {text}")
+        raise TransientError(f"the reply is not a result: {text}")
     compiled, run = reply.get("compile_result") or {}, reply.get("run_result") or {}
     ended = run if run else compiled
     if not isinstance(ended, dict) or "status" not in ended:
-        raise _Transient(f"the reply has no result: {json.dumps(reply)[:_SHOWN_CHARS]}")
+        raise TransientError(f"the reply has no result: {json.dumps(reply)[:_SHOWN_CHARS]}")
     return {
         "status": str(ended["status"]) if run else f"compile {ended['status']}",
         "stdout": str(ended.get("stdout") or ""),

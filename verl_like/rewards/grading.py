@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from verl_like.batch import PromptRow, RewardFailure, Scores
 from verl_like.rewards.model_score import Answer, ModelScore, without_rule
+from verl_like.rewards.parts import Part, combine
 from verl_like.rewards.protocol import RewardCall, RewardOutcome
 
 logger = logging.getLogger(__name__)
 
 _LOGGED_FAILURES = 3  # rows shown in full per batch
 _HEAD_CHARS = 200
+_SLOW_S = 1.0  # a reward that takes longer is worth a line in the log
 
 Submit = Callable[[Sequence[RewardCall]], list[Future[RewardOutcome]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """One way to grade a row: where the call goes, and the built-in grader it names (None: the user's function)."""
+
+    part: Part
+    submit: Submit
+    grader: str | None = None
 
 
 class Response(Protocol):
@@ -48,18 +61,22 @@ class Grading:
         *,
         step: int,
         decode: Callable[[Sequence[int]], str],
-        grader_of: Callable[[PromptRow], str | None],
-        submit: Submit,
+        scorers_of: Callable[[PromptRow], Sequence[Scorer]],
         may_all_fail: bool = False,
         model: ModelScore | None = None,
         prompt_ids: Sequence[Sequence[int]] = (),
+        together: bool = False,
+        failure_penalty: float | None = None,
     ) -> None:
+        """together: all rows in one call of `submit`, when the last has come. failure_penalty: score of failed rows."""
         self._rows, self._step, self._may_all_fail = rows, step, may_all_fail
         self._model, self._prompt_ids = model, prompt_ids
         self._rule = model is None or model.needs_rule
         self._responses: dict[int, Sequence[int]] = {}
-        self._decode, self._grader_of, self._submit = decode, grader_of, submit
-        self._futures: dict[int, Future[RewardOutcome]] = {}
+        self._decode, self._together, self._failure_penalty = decode, together, failure_penalty
+        self._scorers = [tuple(scorers_of(row)) for row in rows] if self._rule else []
+        self._calls: dict[int, RewardCall] = {}
+        self._futures: dict[int, list[Future[RewardOutcome]]] = {}
         self._scores: Scores | None = None
 
     def add(self, row: int, response: Response) -> None:
@@ -72,18 +89,26 @@ class Grading:
         if not self._rule:
             return
         source = self._rows[row]
-        call = RewardCall(
+        self._calls[row] = RewardCall(
             data_source=source.data_source,
             solution_str=self._decode(token_ids),
             ground_truth=source.ground_truth,
             extra_info=source.extra_info,
-            grader=self._grader_of(source),
+            question=question_of(source),
         )
-        (self._futures[row],) = self._submit([call])
+        if not self._together:
+            self._futures[row] = [scorer.submit([self._call(row, scorer)])[0] for scorer in self._scorers[row]]
+        elif len(self._calls) == len(self._rows):
+            scorer = self._scorers[0][0]  # one function for the whole batch
+            calls = [self._call(each, scorer) for each in range(len(self._rows))]
+            self._futures = {each: [future] for each, future in enumerate(scorer.submit(calls))}
+
+    def _call(self, row: int, scorer: Scorer) -> RewardCall:
+        return dataclasses.replace(self._calls[row], grader=scorer.grader)
 
     def wait(self) -> None:
         """Return when every row has been graded by its rule."""
-        wait_for(self._futures.values())
+        wait_for([future for futures in self._futures.values() for future in futures])
 
     def result(self) -> Scores:
         """Scores in row order. Rows that failed have score NaN, valid_B false and a RewardFailure; they are logged.
@@ -102,8 +127,13 @@ class Grading:
         return self._scores
 
     def _by_rule(self) -> Scores:
-        outcomes = [self._futures[row].result() for row in range(len(self._rows))]
-        return to_scores(outcomes, [row.data_source for row in self._rows])
+        outcomes = [
+            combine([scorer.part for scorer in self._scorers[row]], [f.result() for f in self._futures[row]])
+            for row in range(len(self._rows))
+        ]
+        self._report_slowest(outcomes)
+        sources = [row.data_source for row in self._rows]
+        return to_scores(outcomes, sources, failure_penalty=self._failure_penalty)
 
     def _answers(self) -> list[Answer]:
         return [
@@ -116,8 +146,9 @@ class Grading:
         if not failures:
             return
         logger.warning(
-            "step %d: %d of %d rewards failed (%s); these rows are left out",
+            "step %d: %d of %d rewards failed (%s); these rows %s",
             *(self._step, len(failures), len(scores), _kinds(failures)),
+            "are left out" if self._failure_penalty is None else f"score {self._failure_penalty:g}",
         )
         for failure in failures[:_LOGGED_FAILURES]:
             logger.warning(
@@ -126,21 +157,40 @@ class Grading:
                 *(self._decode(self._responses[failure.row])[:_HEAD_CHARS], failure.message),
             )
 
+    def _report_slowest(self, outcomes: Sequence[RewardOutcome]) -> None:
+        row, slowest = max(enumerate(outcomes), key=lambda item: item[1].seconds, default=(0, None))
+        if slowest is not None and slowest.seconds >= _SLOW_S:
+            logger.info(
+                "step %d: the slowest reward took %.1f s: row %d (dataset index %d, data_source %s), response %r",
+                *(self._step, slowest.seconds, row, self._rows[row].index, self._rows[row].data_source),
+                self._calls[row].solution_str[:_HEAD_CHARS],
+            )
 
-def to_scores(outcomes: Sequence[RewardOutcome], data_sources: Sequence[str]) -> Scores:
-    """Outcomes of a batch, in order, as the struct that training uses."""
+
+def question_of(row: PromptRow) -> str:
+    """The last user message of the prompt, as text."""
+    contents = [message["content"] for message in row.messages if message.get("role") == "user"]
+    return contents[-1] if contents and isinstance(contents[-1], str) else ""
+
+
+def to_scores(
+    outcomes: Sequence[RewardOutcome], data_sources: Sequence[str], *, failure_penalty: float | None = None
+) -> Scores:
+    """Outcomes of a batch, in order, as the struct that training uses. failure_penalty: see Grading."""
     failures = [
         None
         if outcome.kind is None
         else RewardFailure(row=row, data_source=source, kind=outcome.kind, message=outcome.message)
         for row, (outcome, source) in enumerate(zip(outcomes, data_sources, strict=True))
     ]
-    values = [math.nan if outcome.score is None else outcome.score for outcome in outcomes]
+    failed = math.nan if failure_penalty is None else failure_penalty
+    values = [failed if outcome.score is None else outcome.score for outcome in outcomes]
     return Scores(
         score_B=torch.tensor(values, dtype=torch.float32),
-        valid_B=torch.tensor([failure is None for failure in failures], dtype=torch.bool),
+        valid_B=torch.tensor([f is None or failure_penalty is not None for f in failures], dtype=torch.bool),
         extras=[dict(outcome.extras) for outcome in outcomes],
         failures=failures,
+        seconds_B=torch.tensor([outcome.seconds for outcome in outcomes], dtype=torch.float32),
     )
 
 

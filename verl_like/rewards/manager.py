@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from verl_like.batch import PromptRow, Prompts, Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
+from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import Grading
+from verl_like.rewards.grading import Grading, Scorer
+from verl_like.rewards.judge import Judge
 from verl_like.rewards.loading import resolve_path
 from verl_like.rewards.model_score import ModelScore
+from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
 from verl_like.rewards.pool import WorkerPool
 from verl_like.rewards.protocol import ScorerSpec
 
 logger = logging.getLogger(__name__)
 
-_MANAGERS = ("naive",)
+_MOST_WORKERS = 64
 
 
 class RewardManager:
@@ -45,23 +50,37 @@ class RewardManager:
         self.rule_grades = not reward_model.enable or reward_model.rule_weight != 0
         self._choice = graders.choose(reward_model.rule, reward_model.rule_by_source, reward_model.rule_kwargs)
         self._tokenizer = tokenizer
-        self._reward_fn_key = data.reward_fn_key
         self._custom = custom.path is not None
-        self._execution = ExecutionPlace(reward_model, num_workers=custom.num_workers, call_timeout=custom.timeout)
-        spec = ScorerSpec(
-            path=None if custom.path is None else resolve_path(custom.path),
-            name=custom.name,
-            kwargs=dict(custom.reward_kwargs)
-            if self._custom
-            else {"options": self._execution.add_to(self._choice.options)},
-            timeout=float(custom.timeout),
+        self._manager = reward_model.reward_manager
+        self._failure_penalty = reward_model.failure_penalty
+        has_judge = reward_model.judge.url is not None
+        self._weights = Weights(reward_model.weights, has_custom=self._custom, has_judge=has_judge)
+        num_workers = _num_workers(custom, self._manager)
+        self._execution = ExecutionPlace(reward_model, num_workers=num_workers, call_timeout=custom.timeout)
+        self._judge = Judge(reward_model.judge) if has_judge else None
+        self._pool = WorkerPool(
+            self._spec(custom, reward_model), num_workers=num_workers, max_pending=custom.max_pending
         )
-        self._pool = WorkerPool(spec, num_workers=custom.num_workers)
         try:
             self._pool.start()
         except BaseException:
-            self._pool.close()
+            self.close()
             raise
+
+    def _spec(self, custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig) -> ScorerSpec:
+        own = self._manager not in REWARD_MANAGERS
+        return ScorerSpec(
+            path=None if custom.path is None else resolve_path(custom.path),
+            name=custom.name,
+            kwargs=dict(custom.reward_kwargs) if self._custom else {},
+            options=self._execution.add_to(self._choice.options),
+            choice=self._choice,
+            manager=self._manager if own else None,
+            manager_kwargs=dict(reward_model.reward_kwargs) if own else {},
+            batch=self._manager == "batch",
+            timeout=float(custom.timeout),
+            memory_limit_mb=custom.memory_limit_mb,
+        )
 
     def use_model(self, model: ModelScore) -> None:
         """Score with a reward model too, once its workers are there (reward_model.enable)."""
@@ -69,12 +88,16 @@ class RewardManager:
 
     def check_rows(self, rows: Iterable[tuple[str, str]]) -> None:
         """ValueError if there is no reward for a (data_source, style). Call it with the data set's before training."""
-        if self._custom or not self.rule_grades:
+        if not self.rule_grades:
             return
-        rows = list(rows)
-        self._choice.check_rows(rows)
-        graders_used = {self._choice.grader_of_row(source, style) for source, style in rows}
-        if any(graders.GRADERS[name].runs_programs for name in graders_used if name is not None):
+        graders_used = self._weights.names()
+        rows = [(source, style) for source, style in rows if not self._weights.parts_of(source)]
+        if not self._custom:
+            if rows and self._judge is not None and not self._weights.names():
+                return  # the judge grades all rows
+            self._choice.check_rows(rows)
+            graders_used |= {self._choice.grader_of_row(source, style) or "" for source, style in rows}
+        if any(name in graders.GRADERS and graders.GRADERS[name].runs_programs for name in graders_used):
             self._execution.require()
 
     def begin(self, prompts: Prompts, *, n: int, step: int, may_all_fail: bool = False) -> Grading:
@@ -102,15 +125,34 @@ class RewardManager:
             rows,
             step=step,
             decode=self._decode,
-            grader_of=self._grader_of,
-            submit=self._pool.submit,
+            scorers_of=self._scorers_of,
             may_all_fail=may_all_fail,
             model=self._model,
             prompt_ids=prompt_ids,
+            together=self._manager == "batch",
+            failure_penalty=self._failure_penalty,
         )
 
-    def _grader_of(self, row: PromptRow) -> str | None:
-        return None if self._custom else self._choice.grader_of_row(row.data_source, row.style)
+    def _scorers_of(self, row: PromptRow) -> list[Scorer]:
+        """The parts that reward_model.weights names, or the one way that grades the row."""
+        return [self._scorer(part, row) for part in self._weights.parts_of(row.data_source)] or [
+            self._scorer(Part(self._default_part(row)), row)
+        ]
+
+    def _default_part(self, row: PromptRow) -> str:
+        if self._custom:
+            return CUSTOM
+        if self._judge is not None and not self._weights.names():
+            return JUDGE
+        name = self._choice.grader_of_row(row.data_source, row.style)
+        assert name is not None, "check_rows lets no such row pass"
+        return name
+
+    def _scorer(self, part: Part, row: PromptRow) -> Scorer:
+        if part.name == JUDGE and self._judge is not None:
+            return Scorer(part, self._judge.submit)
+        own_manager = self._manager not in REWARD_MANAGERS and not self._weights.names()
+        return Scorer(part, self._pool.submit, None if part.name == CUSTOM or own_manager else part.name)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -128,6 +170,8 @@ class RewardManager:
 
     def close(self) -> None:
         """Kill the worker processes. Safe to call twice."""
+        if self._judge is not None:
+            self._judge.close()
         self._pool.close()
 
     def __enter__(self) -> RewardManager:
@@ -145,6 +189,11 @@ def reward_metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> d
         "reward/timeouts": float(sum(failure.kind == "timeout" for failure in failures)),
         "reward/failure_fraction": len(failures) / max(1, len(scores)),
     }
+    for kind, count in Counter(failure.kind for failure in failures).items():
+        metrics[f"reward/failures/{kind}"] = float(count)
+    if scores.seconds_B is not None and len(scores):
+        metrics["reward/seconds/mean"] = float(scores.seconds_B.mean())
+        metrics["reward/seconds/max"] = float(scores.seconds_B.max())
     collected: dict[str, list[float]] = {}
     for extras in scores.extras:
         for key, value in extras.items():
@@ -158,14 +207,24 @@ def reward_metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> d
     return metrics | {name: sum(values) / len(values) for name, values in collected.items()}
 
 
+def _num_workers(custom: CustomRewardFunctionConfig, manager: str) -> int:
+    """prime: as many processes as there are cores to run on, unless the user says how many."""
+    if manager == "prime" and custom.num_workers == 1:
+        return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    return custom.num_workers
+
+
 def _check_supported(custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig) -> None:
-    if reward_model.reward_manager not in _MANAGERS:
-        raise ValueError(
-            f"reward_model.reward_manager={reward_model.reward_manager}: not available yet; choose one of "
-            f"{', '.join(_MANAGERS)}"
-        )
     if custom.path is None and custom.reward_kwargs:
         logger.warning(
             "custom_reward_function.reward_kwargs has no effect: custom_reward_function.path is not set; options of "
             "built-in graders go to reward_model.rule_kwargs"
         )
+    if reward_model.reward_manager == "batch":
+        if custom.path is None:
+            raise ValueError(
+                "reward_model.reward_manager=batch calls a function of yours with lists, but "
+                "custom_reward_function.path is not set; set it, or use naive"
+            )
+        if reward_model.weights:
+            raise ValueError("reward_model.weights with reward_manager=batch: use naive, which grades row by row")

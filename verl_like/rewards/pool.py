@@ -15,10 +15,12 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -43,10 +45,10 @@ _MAX_FAILED_STARTS = 3
 class _Call:
     """A submitted call and its future. `alone`: sent in a message of its own, to find out which call kills workers."""
 
-    __slots__ = ("alone", "call", "future")
+    __slots__ = ("alone", "call", "future", "group")
 
-    def __init__(self, call: RewardCall) -> None:
-        self.call = call
+    def __init__(self, call: RewardCall, group: object) -> None:
+        self.call, self.group = call, group  # calls of one group were submitted together
         self.future: Future[RewardOutcome] = Future()
         self.alone = False
 
@@ -56,6 +58,7 @@ class _Worker:
 
     def __init__(self, spec: ScorerSpec) -> None:
         ours, theirs = socket.socketpair()
+        self._temporary = tempfile.mkdtemp(prefix="verl_like_reward_")  # a killed process cannot tidy up itself
         with theirs:
             arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
             self.process = subprocess.Popen(
@@ -63,7 +66,7 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C does not reach it, and its own children can be killed with it
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env={"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": self._temporary},
             )
         self.connection = Connection(ours.detach())
         with contextlib.suppress(OSError):  # it died at once: its closed pipe will tell
@@ -81,20 +84,26 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):  # it is gone, and left no children
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 class WorkerPool:
     """Runs reward calls in `num_workers` processes, each call within `timeout` seconds.
 
+    `submit` blocks while `max_pending` calls wait for a process, so that a producer cannot run away from the graders.
+
     Processes start with the object; `start` waits until they have loaded the reward function and raises
     RewardFunctionError if they cannot. `submit` may be called from any thread. `close` kills everything.
     """
 
-    def __init__(self, spec: ScorerSpec, *, num_workers: int, start_timeout: float = 120.0) -> None:
+    def __init__(
+        self, spec: ScorerSpec, *, num_workers: int, max_pending: int = 65536, start_timeout: float = 120.0
+    ) -> None:
         self._spec, self._num_workers, self._start_timeout = spec, num_workers, start_timeout
+        self._max_pending = max_pending
         self._queue: deque[_Call] = deque()
         self._workers: list[_Worker] = []
-        self._lock = threading.Lock()  # guards _queue, _error and _closing
+        self._lock = threading.Condition()  # guards _queue, _error and _closing; told when the queue gets shorter
         self._error: Exception | None = None
         self._closing = False
         self._failed_starts = 0
@@ -113,15 +122,24 @@ class WorkerPool:
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
         """Queue calls; each future gets a RewardOutcome, also for a call that hangs or crashes."""
-        items = [_Call(call) for call in calls]
+        group = object()
+        items = [_Call(call, group) for call in calls]
+        step = len(items) if self._spec.batch else self._max_pending
+        for start in range(0, len(items), max(1, step)):
+            self._enqueue(items[start : start + step])
+        return [item.future for item in items]
+
+    def _enqueue(self, items: list[_Call]) -> None:
         with self._lock:
+            self._lock.wait_for(
+                lambda: len(self._queue) < self._max_pending or self._closing or self._error is not None
+            )
             if self._closing:
                 raise RuntimeError("the reward pool is closed")
             if self._error is not None:
                 raise self._error
             self._queue.extend(items)
         self._wake()
-        return [item.future for item in items]
 
     def worker_pids(self) -> list[int]:
         """Process ids of the live workers."""
@@ -131,6 +149,7 @@ class WorkerPool:
         """Kill the workers. Calls still waiting get a RuntimeError. Safe to call twice."""
         with self._lock:
             self._closing = True
+            self._lock.notify_all()
         self._wake()
         self._thread.join()
 
@@ -160,6 +179,7 @@ class WorkerPool:
             self._error = reason
             waiting = [*self._queue, *(item for worker in self._workers for item in worker.pending.values())]
             self._queue.clear()
+            self._lock.notify_all()
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -174,22 +194,34 @@ class WorkerPool:
     def _assign(self) -> None:
         """Give every idle worker its next batch."""
         for worker in list(self._workers):
-            if worker.ready and not worker.pending:
+            room = self._room(worker)
+            if room:
                 with self._lock:
-                    batch = self._take_batch(worker.is_async)
+                    batch = self._take_batch(room)
+                    self._lock.notify_all()
                 if batch:
                     self._send(worker, batch)
 
-    def _take_batch(self, is_async: bool) -> list[_Call]:
+    def _room(self, worker: _Worker) -> int:
+        """How many calls the worker may be sent now."""
+        if not worker.ready:
+            return 0
+        if not worker.is_async:
+            return 0 if worker.pending else _MAX_BATCH
+        suspects = any(item.alone for item in worker.pending.values())
+        return 0 if suspects else self._spec.concurrency - len(worker.pending)
+
+    def _take_batch(self, room: int) -> list[_Call]:
+        if self._spec.batch:
+            group = self._queue[0].group if self._queue else None
+            return [self._queue.popleft() for _ in range(sum(item.group is group for item in self._queue))]
         # Batches shrink towards the end of the queue, so that the workers finish together.
         waiting = len(self._queue)
-        size = min(self._spec.concurrency, -(-waiting // self._num_workers))
-        if not is_async:
-            size = max(1, min(_MAX_BATCH, waiting // (2 * self._num_workers)))
+        size = min(room, max(1, waiting // (2 * self._num_workers)))
         batch: list[_Call] = []
         while self._queue and len(batch) < size:
-            if self._queue[0].alone and batch:
-                break
+            if self._queue[0].alone and (batch or (room < _MAX_BATCH and room < self._spec.concurrency)):
+                break  # to an idle worker, and with nothing else
             item = self._queue.popleft()
             batch.append(item)
             if item.alone:
@@ -277,7 +309,11 @@ class WorkerPool:
         """Fail the call that the lost worker was at; queue the others again."""
         items = list(worker.pending.values())
         worker.pending.clear()
-        if worker.is_async and len(items) > 1:
+        if self._spec.batch:  # one call for all of them
+            for item in items:
+                self._resolve(item, RewardOutcome(kind=kind, message=message, seconds=seconds))
+            requeued = []
+        elif worker.is_async and len(items) > 1:
             for item in items:  # any of them may be the one: try each alone
                 item.alone = True
             requeued = items

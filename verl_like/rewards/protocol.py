@@ -5,16 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_like.rewards.graders import GraderChoice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerSpec:
-    """Which function a worker loads: a user's file or module (`path`), or the built-in graders (`path` is None)."""
+    """Which function a worker loads: a user's file or module (`path`), or the built-in graders (`path` is None).
+
+    A call that names a built-in grader is graded by that one in either case.
+    """
 
     path: str | None = None  # file.py or pkg://module
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the built-in graders, by name
+    choice: GraderChoice = field(default_factory=GraderChoice)  # which built-in grader a manager's compute_score takes
+    manager: str | None = None  # a class around the function: file.py:Name or pkg://module:Name
+    manager_kwargs: dict[str, Any] = field(default_factory=dict)
+    batch: bool = False  # the function takes lists of a whole batch
     concurrency: int = 64  # rows that an `async def` scorer handles at a time in one worker
     timeout: float = 60.0  # seconds per call
+    memory_limit_mb: int | None = None  # address space of a worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +36,7 @@ class RewardCall:
     solution_str: str
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+    question: str = ""  # the last user message of the prompt
     grader: str | None = None  # built-in grader by name; None where the user's own function scores
 
 
@@ -32,7 +44,7 @@ class RewardCall:
 class RewardOutcome:
     """What became of one call. `kind` is None when `score` is good.
 
-    kind: "exception" | "timeout" | "crash" | "bad_value"; `message` then tells what happened.
+    kind: "exception" | "memory" | "timeout" | "crash" | "bad_value"; `message` then tells what happened.
     """
 
     score: float | None = None

@@ -6,6 +6,8 @@ Messages to the pool: ("ready", is_async), ("load_error", text), ("result", call
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import math
 import os
@@ -18,7 +20,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl_like.rewards.loading import is_async, load_scorer
+from verl_like.rewards import graders
+from verl_like.rewards.loading import is_async, load_scorer, own_arguments
 from verl_like.rewards.protocol import RewardCall, RewardOutcome, ScorerSpec
 
 _TRACEBACK_CHARS = 2000
@@ -32,27 +35,69 @@ def main(descriptor: int, parent_pid: int) -> None:
     os.set_inheritable(descriptor, False)  # programs that a scorer starts must not keep the pipe open
     connection = Connection(descriptor)
     spec: ScorerSpec = connection.recv()
+    _limit_memory(spec)
     try:
         scorer = load_scorer(spec)
     except ValueError as error:
         connection.send(("load_error", str(error)))
         return
     connection.send(("ready", is_async(scorer)))
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the pool is gone
+        if is_async(scorer) and not spec.batch:
+            asyncio.run(_serve_concurrently(connection, scorer, spec))
         while True:
             _score_batch(connection, scorer, spec, connection.recv())
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the pool is gone
+
+
+def _limit_memory(spec: ScorerSpec) -> None:
+    if spec.memory_limit_mb is not None:
+        import resource
+
+        size = spec.memory_limit_mb * 1024**2
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def _score_batch(
     connection: Connection, scorer: Callable[..., Any], spec: ScorerSpec, calls: list[tuple[int, RewardCall]]
 ) -> None:
-    if is_async(scorer):
-        _score_concurrently(connection, scorer, spec, calls)
+    if spec.batch:
+        outcomes = score_together(scorer, [call for _, call in calls], own_arguments(spec))
+        for (call_id, _), outcome in zip(calls, outcomes, strict=True):
+            connection.send(("result", call_id, outcome))
         return
     for call_id, call in calls:
-        connection.send(("result", call_id, score_one(scorer, call, spec.kwargs)))
+        connection.send(("result", call_id, score_one(*_scorer_of(call, scorer, spec))))
+
+
+def _scorer_of(
+    call: RewardCall, scorer: Callable[..., Any], spec: ScorerSpec
+) -> tuple[Callable[..., Any], RewardCall, dict[str, Any]]:
+    """What grades this call: the built-in grader that it names, or the worker's function."""
+    if call.grader is not None:
+        return graders.compute_score, call, {"grader": call.grader, "options": spec.options}
+    return scorer, call, own_arguments(spec)
+
+
+def score_together(scorer: Callable[..., Any], calls: list[RewardCall], kwargs: dict[str, Any]) -> list[RewardOutcome]:
+    """One call of verl's batch form: lists in, a list of numbers or dictionaries out."""
+    start = time.perf_counter()
+    try:
+        values = scorer(
+            data_sources=[call.data_source for call in calls],
+            solution_strs=[call.solution_str for call in calls],
+            ground_truths=[call.ground_truth for call in calls],
+            extra_infos=[call.extra_info for call in calls],
+            **kwargs,
+        )
+        if inspect.isawaitable(values):
+            values = _run(values)
+        values = list(values)
+    except BaseException as error:
+        return [_exception_outcome(error, start)] * len(calls)
+    seconds = time.perf_counter() - start
+    if len(values) != len(calls):
+        return [_bad_value(f"{len(values)} scores for {len(calls)} responses", seconds)] * len(calls)
+    return [to_outcome(value, seconds) for value in values]
 
 
 def score_one(scorer: Callable[..., Any], call: RewardCall, kwargs: dict[str, Any]) -> RewardOutcome:
@@ -67,32 +112,48 @@ def score_one(scorer: Callable[..., Any], call: RewardCall, kwargs: dict[str, An
         return _exception_outcome(error, start)
 
 
-def _score_concurrently(
-    connection: Connection, scorer: Callable[..., Any], spec: ScorerSpec, calls: list[tuple[int, RewardCall]]
-) -> None:
-    """All rows of a message at once in an event loop: for scorers that wait for a service."""
-    import asyncio
+async def _serve_concurrently(connection: Connection, scorer: Callable[..., Any], spec: ScorerSpec) -> None:
+    """Rows as they come, all in one event loop: for scorers that wait for a service."""
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+    gone = asyncio.Event()
 
-    async def one(call_id: int, call: RewardCall) -> None:
-        start = time.perf_counter()
-        limit = asyncio.timeout(spec.timeout)  # counts from when this call starts: others may block the loop before
+    def receive() -> None:
         try:
+            calls = connection.recv()
+        except (EOFError, ConnectionResetError):
+            gone.set()
+            return
+        for call_id, call in calls:
+            task = loop.create_task(_score_async(connection, scorer, spec, call_id, call))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    loop.add_reader(connection.fileno(), receive)
+    await gone.wait()
+    os._exit(0)  # whatever still waits, nobody will hear of it
+
+
+async def _score_async(
+    connection: Connection, scorer: Callable[..., Any], spec: ScorerSpec, call_id: int, call: RewardCall
+) -> None:
+    start = time.perf_counter()
+    limit = asyncio.timeout(spec.timeout)  # counts from when this call starts: others may block the loop before
+    try:
+        if call.grader is not None:  # built in, and short
+            outcome = score_one(*_scorer_of(call, scorer, spec))
+        else:
             async with limit:
-                value = await scorer(**_arguments(call), **spec.kwargs)
+                value = await scorer(**_arguments(call), **own_arguments(spec))
             outcome = to_outcome(value, time.perf_counter() - start)
-        except TimeoutError as error:
-            outcome = _exception_outcome(error, start)
-            if limit.expired():  # otherwise it is a time limit of the function's own: an exception like any other
-                message = f"no result within custom_reward_function.timeout={spec.timeout:g} s"
-                outcome = RewardOutcome(kind="timeout", message=message, seconds=outcome.seconds)
-        except BaseException as error:
-            outcome = _exception_outcome(error, start)
-        connection.send(("result", call_id, outcome))
-
-    async def everything() -> None:
-        await asyncio.gather(*(one(call_id, call) for call_id, call in calls))
-
-    asyncio.run(everything())
+    except TimeoutError as error:
+        outcome = _exception_outcome(error, start)
+        if limit.expired():  # otherwise it is a time limit of the function's own: an exception like any other
+            message = f"no result within custom_reward_function.timeout={spec.timeout:g} s"
+            outcome = RewardOutcome(kind="timeout", message=message, seconds=outcome.seconds)
+    except BaseException as error:
+        outcome = _exception_outcome(error, start)
+    connection.send(("result", call_id, outcome))
 
 
 def to_outcome(value: Any, seconds: float = 0.0) -> RewardOutcome:
@@ -117,7 +178,8 @@ def _bad_value(message: str, seconds: float) -> RewardOutcome:
 
 def _exception_outcome(error: BaseException, start: float) -> RewardOutcome:
     text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
-    return RewardOutcome(kind="exception", message=text, seconds=time.perf_counter() - start)
+    kind = "memory" if isinstance(error, MemoryError) else "exception"
+    return RewardOutcome(kind=kind, message=text, seconds=time.perf_counter() - start)
 
 
 def _plain(value: Any) -> Any:
@@ -142,8 +204,7 @@ def _plain(value: Any) -> Any:
 
 
 def _arguments(call: RewardCall) -> dict[str, Any]:
-    chosen = {} if call.grader is None else {"grader": call.grader}
-    return chosen | {
+    return {
         "data_source": call.data_source,
         "solution_str": call.solution_str,
         "ground_truth": call.ground_truth,
@@ -152,8 +213,6 @@ def _arguments(call: RewardCall) -> dict[str, Any]:
 
 
 def _run(awaitable: Any) -> Any:
-    import asyncio
-
     async def wait() -> Any:
         return await awaitable
 

@@ -17,7 +17,7 @@ from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.reward_execution import SandboxFusionConfig
 from verl_like.rewards import code
-from verl_like.rewards.code_remote import RemoteSandboxError
+from verl_like.rewards.http_json import ServiceError
 from verl_like.rewards.manager import RewardManager
 
 pytestmark = pytest.mark.timeout(60)
@@ -182,7 +182,7 @@ def test_transient_trouble_is_tried_again(server: FakeSandbox, fault: Callable[[
 
 def test_delays_grow_and_end_in_an_error(server: FakeSandbox) -> None:
     server.faults = [status(503)] * 10
-    with pytest.raises(RemoteSandboxError, match="failed 4 times; the last: HTTP 503"):
+    with pytest.raises(ServiceError, match="failed 4 times; the last: HTTP 503"):
         grade(server, RIGHT, {"inputs": ["1\n"], "outputs": ["1\n"]}, max_retries=3)
     gaps = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
     assert len(gaps) == 3
@@ -191,14 +191,14 @@ def test_delays_grow_and_end_in_an_error(server: FakeSandbox) -> None:
 
 def test_a_refused_request_is_not_tried_again(server: FakeSandbox) -> None:
     server.faults = [status(422)]
-    with pytest.raises(RemoteSandboxError, match="HTTP 422: trouble"):
+    with pytest.raises(ServiceError, match="HTTP 422: trouble"):
         grade(server, RIGHT, {"inputs": ["1\n"], "outputs": ["1\n"]})
     assert len(server.requests) == 1
 
 
 def test_no_server_at_all(server: FakeSandbox) -> None:
     server.server_close()
-    with pytest.raises(RemoteSandboxError, match=r"failed 2 times.*refused"):
+    with pytest.raises(ServiceError, match=r"failed 2 times.*refused"):
         grade(server, RIGHT, SQUARES, max_retries=1)
 
 

@@ -240,8 +240,8 @@ def test_a_wrong_reward_file_is_found_at_start(
 def test_missing_file_and_unsupported_managers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"custom_reward_function\.path=.*absent\.py: there is no such file"):
         make_manager(tmp_path / "absent.py")
-    for reward_model in (RewardModelConfig(reward_manager="dapo"),):
-        with pytest.raises(ValueError, match=r"reward_model\..*not available yet"):
+    for reward_model in (RewardModelConfig(reward_manager="batch"),):
+        with pytest.raises(ValueError, match=r"reward_model\.reward_manager=batch .*is not set"):
             RewardManager(CustomRewardFunctionConfig(), reward_model, DataConfig(), None)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.unit.rewards.factory import make_rollouts
 from verl_like.batch import Rollouts
-from verl_like.rewards.grading import Grading, RewardError
+from verl_like.rewards.grading import Grading, RewardError, Scorer
+from verl_like.rewards.parts import Part
 from verl_like.rewards.protocol import RewardCall, RewardOutcome
 from verl_like.rollout.protocol import Completion, SamplingParams
 from verl_like.trainer.validation import Validator
@@ -36,8 +37,7 @@ class Rewards:
             prompts.rows,
             step=step,
             decode=lambda ids: "".join(map(chr, ids)),
-            grader_of=lambda row: None,
-            submit=lambda calls: [self.grade(call) for call in calls],
+            scorers_of=lambda row: [Scorer(Part("custom"), lambda calls: [self.grade(call) for call in calls])],
             may_all_fail=may_all_fail,
         )
 

@@ -1,0 +1,63 @@
+"""JSON over HTTP with further tries, growing pauses and typed errors. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+_REPLY_BYTES = 64 * 1024**2
+_TRANSIENT_STATUS = (408, 425, 429)  # and 500 upwards
+_BODY_CHARS = 500
+
+Result = TypeVar("Result")
+
+
+class ServiceError(RuntimeError):
+    """A service did not do what it was asked for, also after trying again."""
+
+
+class TransientError(Exception):
+    """Worth another try. `read` of `post` may raise it for a reply that is no result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Where to post, and how patiently."""
+
+    url: str
+    timeout: float  # [s] of one request, while nothing arrives
+    max_retries: int = 3
+    retry_delay: float = 1.0  # [s] before the first further try; doubles each time
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def post(self, body: Any, read: Callable[[Any], Result]) -> Result:
+        """`read` of the reply. Raises ServiceError."""
+        trouble = ""
+        for attempt in range(self.max_retries + 1):
+            if attempt:
+                time.sleep(self.retry_delay * 2 ** (attempt - 1))
+            try:
+                return read(self._once(body))
+            except TransientError as error:
+                trouble = str(error)
+        raise ServiceError(f"{self.url} failed {self.max_retries + 1} times; the last: {trouble}")
+
+    def _once(self, body: Any) -> Any:
+        headers = {"Content-Type": "application/json", **self.headers}
+        request = urllib.request.Request(self.url, data=json.dumps(body).encode(), headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                return json.loads(response.read(_REPLY_BYTES))
+        except urllib.error.HTTPError as error:
+            if error.code in _TRANSIENT_STATUS or error.code >= 500:
+                raise TransientError(f"HTTP {error.code}") from error
+            text = error.read(_BODY_CHARS).decode("utf-8", "replace")
+            raise ServiceError(f"{self.url} refuses the request: HTTP {error.code}: {text}") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, too slow, no JSON
+            raise TransientError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,145 @@
+"""A language model as judge, behind an OpenAI-compatible endpoint: rate-limited, with typed failures.
+
+Requests are made by threads of the trainer's process: they only wait for the network, and one process can keep one
+limit. Each request is bounded by its time limit, so no thread can hang.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from verl_like.config.reward_execution import JudgeConfig
+from verl_like.rewards.http_json import Service, ServiceError, TransientError
+from verl_like.rewards.protocol import RewardCall, RewardOutcome
+
+logger = logging.getLogger(__name__)
+
+_CHARS_PER_TOKEN = 3.0  # a careful guess, put right by what the endpoint reports
+_SHOWN_CHARS = 500
+_WORD = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+
+
+class RateLimit:
+    """At most `limit` units in any 60 seconds. None: no limit."""
+
+    def __init__(
+        self,
+        limit: float | None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        window_s: float = 60.0,
+    ) -> None:
+        self._limit, self._window_s, self._now, self._sleep = limit, window_s, now, sleep
+        self._used: deque[list[float]] = deque()  # [time, units], oldest first
+        self._turn = threading.Lock()  # who waits first is served first
+
+    def take(self, units: float) -> list[float] | None:
+        """Wait until `units` fit, and count them. A request larger than the whole limit goes alone."""
+        if self._limit is None:
+            return None
+        with self._turn:
+            while self._used and sum(u for _, u in self._used) + units > self._limit:
+                wait_s = self._used[0][0] + self._window_s - self._now()
+                if wait_s > 0:
+                    self._sleep(wait_s)
+                self._used.popleft()
+            entry = [self._now(), units]
+            self._used.append(entry)
+            return entry
+
+
+class Judge:
+    """Grades calls through the endpoint. `close` drops what has not begun."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        """ValueError if the API key's environment variable is named but not set."""
+        self._config = config
+        headers: dict[str, str] = {}
+        if config.api_key_env is not None:
+            key = os.environ.get(config.api_key_env)
+            if not key:
+                raise ValueError(
+                    f"reward_model.judge.api_key_env={config.api_key_env}: there is no such environment variable"
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        self._service = Service(
+            url=f"{(config.url or '').rstrip('/')}/chat/completions",
+            timeout=config.timeout,
+            max_retries=config.max_retries,
+            retry_delay=config.retry_delay,
+            headers=headers,
+        )
+        self._requests, self._tokens = RateLimit(config.max_rpm), RateLimit(config.max_tpm)
+        self._pattern = re.compile(config.score_pattern)
+        self._threads = ThreadPoolExecutor(max_workers=config.max_concurrent, thread_name_prefix="judge")
+
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
+        """One future per call; each gets a RewardOutcome."""
+        return [self._threads.submit(self._grade, call) for call in calls]
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _grade(self, call: RewardCall) -> RewardOutcome:
+        text = self.prompt(call)
+        started = time.perf_counter()
+        try:
+            answer = self._ask(text)
+        except ServiceError as error:
+            return RewardOutcome(kind="service", message=str(error), seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        score = self.read_score(answer)
+        if score is None:
+            message = f"no score in the judge's answer {answer[-_SHOWN_CHARS:]!r}"
+            return RewardOutcome(kind="bad_value", message=message, seconds=seconds)
+        return RewardOutcome(score=score, extras={"judge": answer[-_SHOWN_CHARS:]}, seconds=seconds)
+
+    def _ask(self, text: str) -> str:
+        body = {
+            "model": self._config.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": self._config.max_tokens,
+            "temperature": self._config.temperature,
+        }
+        estimate = len(text) / _CHARS_PER_TOKEN + self._config.max_tokens
+        self._requests.take(1)
+        entry = self._tokens.take(estimate)
+
+        def read(reply: Any) -> str:
+            try:
+                answer = reply["choices"][0]["message"]["content"]
+                used = (reply.get("usage") or {}).get("total_tokens")
+            except (LookupError, TypeError, AttributeError) as error:
+                raise TransientError(f"the reply is no chat completion: {str(reply)[:_SHOWN_CHARS]}") from error
+            if entry is not None and isinstance(used, int):
+                entry[1] = used
+            return answer if isinstance(answer, str) else ""
+
+        return self._service.post(body, read)
+
+    def prompt(self, call: RewardCall) -> str:
+        """reward_model.judge.prompt, filled in."""
+        fields = {"question": call.question, "response": call.solution_str, "reference": str(call.ground_truth)}
+        pattern = re.compile("|".join(re.escape("{" + name + "}") for name in fields))
+        return pattern.sub(lambda found: fields[found.group()[1:-1]], self._config.prompt)
+
+    def read_score(self, answer: str) -> float | None:
+        """The last match of score_pattern over score_scale; else the last yes (1) or no (0); else None."""
+        if found := self._pattern.findall(answer):
+            try:
+                value = float(found[-1]) / self._config.score_scale
+            except (TypeError, ValueError):
+                return None
+            return value if math.isfinite(value) else None
+        words = _WORD.findall(answer)
+        return float(words[-1].lower() == "yes") if words else None
