@@ -14,7 +14,7 @@ from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
 
 # Clock and memory readings: everything else must be equal when two runs are.
-MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/seconds", "time")
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/seconds", "reward/seconds/", "time")
 WITH_WEIGHTS = {"actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]"}
 
 

@@ -41,6 +41,9 @@ SAMPLES: dict[str, Any] = {
     "algorithm.rollout_correction.loss_type": "reinforce",
     "actor_rollout_ref.model.target_modules": ["q_proj"],
     "critic.model.target_modules": ["q_proj"],
+    "reward_model.reward_manager": "prime",
+    "reward_model.judge.score_pattern": r"\[(\d+)\]",
+    "custom_reward_function.memory_limit_mb": 512,
     "trainer.controller_nsight_options": {"trace": "cuda"},
     "trainer.worker_nsight_options": {"trace": "cuda"},
 }
