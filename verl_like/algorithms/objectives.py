@@ -49,6 +49,18 @@ class PolicyObjective:
         elif actor.use_kl_loss:
             KL_ESTIMATORS.lookup(actor.kl_loss_type)
 
+    def without_gradient(self, experience: Experience) -> Tensor | None:
+        """bool [B]: rows that no term of this objective can learn from, because all their advantages are 0.
+
+        None where another term always has a gradient (entropy, KL, imitation, or one of the loss's own).
+        """
+        actor = self.actor
+        by_score = actor.policy_loss.loss_mode == "topr" and actor.policy_loss.topr.reward_source == "score"
+        others = actor.entropy_coeff != 0 or actor.use_kl_loss or actor.sft_loss_coef != 0 or by_score
+        if others or self.policy_loss.pulls_without_advantage:
+            return None
+        return (masked_fill_zero(experience.advantages_BR, experience.response_mask_BR) == 0).all(dim=1)
+
     def __call__(
         self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:

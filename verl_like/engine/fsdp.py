@@ -237,6 +237,7 @@ class FSDPEngine:
         *,
         rule: MicroBatchRule,
         temperature: float = 1.0,
+        without_gradient_B: Tensor | None = None,
     ) -> dict[str, Metric]:
         """See TrainEngine.train_minibatch."""
         if self.optimizer is None:
@@ -245,16 +246,41 @@ class FSDPEngine:
         self._sharding.root.train()
         with self._resident(optimizer=True), self._comparison(loss_fn.wants) as other:
             self.optimizer.zero_grad(set_to_none=True)
-            parts = microbatch.cut(batch.to("cpu"), rule)
-            metrics = []
+            learning, watched = microbatch.set_apart(batch.to("cpu"), without_gradient_B)
+            metrics = self._watch(watched, loss_fn, denominators, rule, temperature)
+            parts = microbatch.cut(learning, rule) or [None]  # the collectives of backward must run once at least
             sync_every = self._sync_every and not self._sharding.reduces_once
             for i, part in enumerate(parts):
                 self._sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
             self._sharding.reshard()
-            metrics += [self._step(), microbatch.fill_metrics(parts, rule)]
+            metrics += [self._step(), microbatch.fill_metrics(parts, watched, rule)]
             self.optimizer.zero_grad(set_to_none=True)
         return merge_metrics(metrics)
+
+    def _watch(
+        self,
+        rows: Experience | None,
+        loss_fn: LossFn,
+        denominators: Denominators,
+        rule: MicroBatchRule,
+        temperature: float,
+    ) -> list[dict[str, Metric]]:
+        """Forward passes alone, for the metrics of rows that have no gradient (collective unless `rows` is None)."""
+        if rows is None:
+            return []
+        metrics = []
+        with torch.no_grad():
+            for part in microbatch.cut(rows, rule):
+                outputs = self._answers(part and part[1], loss_fn.wants, temperature)
+                if part is not None:
+                    metrics.append(self._counted_once(loss_fn(outputs, part[1].to(self.device), denominators)[1]))
+        return metrics
+
+    def _counted_once(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """The ranks of a sequence group compute the same loss: only the first reports it."""
+        repeats = self._sequence_group is not None and self._sequence_group.rank > 0
+        return {} if repeats else metrics
 
     def _backward(
         self,
@@ -274,8 +300,7 @@ class FSDPEngine:
         if not loss.requires_grad:  # the loss selected no token: the collectives of backward must run all the same
             loss = loss + _zero_loss(outputs)
         loss.backward()
-        repeats = self._sequence_group is not None and self._sequence_group.rank > 0
-        return {} if repeats else metrics  # the ranks of a sequence group compute the same loss: count it once
+        return self._counted_once(metrics)
 
     def advance_schedule(self) -> None:
         """See TrainEngine.advance_schedule."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from torch import Tensor
+
 from verl_like.batch import Metric, Sequences
 from verl_like.parallel.balance import micro_batches
 from verl_like.parallel.dist import all_reduce_max
@@ -26,10 +28,25 @@ def cut(batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | No
     return parts + [None] * (count - len(parts))
 
 
-def fill_metrics(parts: Sequence[tuple[list[int], Sequences] | None], rule: MicroBatchRule) -> dict[str, Metric]:
-    """perf/micro_batches (of the rank with most) and, under a token budget, the share of it that they use."""
+def set_apart(batch: Batch, apart_B: Tensor | None) -> tuple[Batch, Batch | None]:
+    """(the other rows, the rows of `apart_B`); everything and None where nothing is to be set apart."""
+    if apart_B is None:
+        return batch, None
+    chosen_B = apart_B.cpu()
+    return batch.select(~chosen_B), batch.select(chosen_B)
+
+
+def fill_metrics(
+    parts: Sequence[tuple[list[int], Sequences] | None], watched: Sequences | None, rule: MicroBatchRule
+) -> dict[str, Metric]:
+    """perf/micro_batches (of the rank with most), the share of the token budget that they use, and the share of the
+    tokens that had no backward pass (`watched` rows)."""
     tokens = [int(part[1].num_tokens_B().sum()) for part in parts if part is not None]
     metrics = {"perf/micro_batches": Metric(value=float(len(parts)), reduction="max")}
+    if watched is not None:
+        forward_only = int(watched.num_tokens_B().sum())
+        total = forward_only + sum(tokens)
+        metrics["perf/forward_only_share"] = Metric(value=forward_only / max(total, 1), weight=total)
     if rule.max_tokens is not None and tokens:
         used = sum(min(count, rule.max_tokens) for count in tokens)
         metrics["perf/micro_batch_fill"] = Metric(value=used / (len(tokens) * rule.max_tokens), weight=len(tokens))

@@ -60,9 +60,13 @@ class TrainEngine(Protocol):
         *,
         rule: MicroBatchRule,
         temperature: float = 1.0,
+        without_gradient_B: Tensor | None = None,
     ) -> dict[str, Metric]:
-        """One optimizer step over this rank's rows; all ranks step together. Adds "grad_norm" (before clipping), "lr"
-        and "skipped_steps" (1 when the gradient norm was not finite and no weight was changed) to the loss's metrics.
+        """One optimizer step over this rank's rows; all ranks step together.
+
+        without_gradient_B (bool): rows known to add nothing to the gradient get a forward pass for the metrics and no
+        backward pass; either all ranks pass it or none. Adds "grad_norm" (before clipping), "lr" and "skipped_steps"
+        (1 when the gradient norm was not finite and no weight was changed) to the loss's metrics.
         """
         ...
 

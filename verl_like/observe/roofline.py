@@ -37,14 +37,19 @@ class RunShape:
     critic_epochs: int
 
 
-def phase_flops(shape: RunShape, prompts: Sequence[int], responses: Sequence[int]) -> dict[str, float]:
-    """Operations that each training pass over these rows must make (lengths in tokens, one entry a row)."""
+def phase_flops(
+    shape: RunShape, prompts: Sequence[int], responses: Sequence[int], forward_only: float = 0.0
+) -> dict[str, float]:
+    """Operations that each training pass over these rows must make (lengths in tokens, one entry a row).
+
+    forward_only: share of the tokens that the actor's update gives no backward pass.
+    """
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
     forward = shape.actor.forward_flops(totals, sum(responses))
     flops = {
         "old_log_prob": forward,
         "ref": forward,
-        "update_actor": (1 + BACKWARD) * shape.actor_epochs * forward,
+        "update_actor": (1 + BACKWARD * (1 - forward_only)) * shape.actor_epochs * forward,
     }
     if shape.critic is not None:
         critic = shape.critic.forward_flops(totals, 0)
@@ -77,13 +82,17 @@ def sync_floor(shape: RunShape) -> float:
 
 
 def speed_metrics(
-    shape: RunShape, seconds: Mapping[str, float], prompts: Sequence[int], responses: Sequence[int]
+    shape: RunShape,
+    seconds: Mapping[str, float],
+    prompts: Sequence[int],
+    responses: Sequence[int],
+    forward_only: float = 0.0,
 ) -> dict[str, float]:
     """perf/mfu/<role> (share of the peak that useful operations reached) and perf/floor_ratio/<phase> (time / floor).
 
     seconds: wall clock per phase, as `StepClock.seconds`; phases that did not run get no metric.
     """
-    flops = phase_flops(shape, prompts, responses)
+    flops = phase_flops(shape, prompts, responses, forward_only)
     ran = {name: seconds[name] for name in flops if seconds.get(name, 0.0) > 0}
     metrics = {f"perf/mfu/{_MFU_NAMES[name]}": flops[name] / (taken * shape.peak.flops) for name, taken in ran.items()}
     floors = {name: flops[name] / shape.peak.flops for name in ran}

@@ -113,7 +113,7 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
         speed = SpeedReport.of(config, plan, costs, peaks, device)
         report = build_reporter(config, plan, inputs, group.world_size, speed)
         stack.callback(report.close)
-        yield assemble(config, plan, inputs, rewards, group, report, stop)
+        yield assemble(config, plan, inputs, costs, rewards, group, report, stop)
 
 
 def model_score(config: PPOConfig, inputs: Inputs, scorer: RewardModelGroup) -> ModelScore:
@@ -167,6 +167,7 @@ def assemble(
     config: PPOConfig,
     plan: BatchPlan,
     inputs: Inputs,
+    costs: ModelCosts,
     rewards: RewardManager,
     group: WorkerGroup,
     report: Reporter,
@@ -183,8 +184,8 @@ def assemble(
         total_steps=required(plan.total_training_steps),
         state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
         source=build_source(config, plan, loader, inputs.eos_ids, seed),
-        policy=PolicyGroup(group, plan, **shared),
-        critic=CriticGroup(group, plan, **shared) if plan.needs_critic else None,
+        policy=PolicyGroup(group, plan, cost=costs.actor, **shared),
+        critic=CriticGroup(group, plan, cost=costs.critic, **shared) if plan.needs_critic else None,
         rewards=rewards,
         validator=Validator(
             lambda: validation_batches(config, inputs.val),

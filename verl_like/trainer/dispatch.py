@@ -15,11 +15,11 @@ from verl_like.parallel.balance import balance_ranks
 Struct = TypeVar("Struct", bound=TensorStruct)
 
 
-def rows_per_rank(num_tokens: Sequence[int], num_ranks: int, *, balance: bool) -> list[list[int]]:
-    """Row numbers for each rank: equal token cost when `balance`, otherwise consecutive slices of equal count."""
+def rows_per_rank(costs: Sequence[float], num_ranks: int, *, balance: bool) -> list[list[int]]:
+    """Row numbers for each rank: equal cost when `balance`, otherwise consecutive slices of equal count."""
     if balance:
-        return balance_ranks([float(n) for n in num_tokens], num_ranks)
-    bounds = [round(rank * len(num_tokens) / num_ranks) for rank in range(num_ranks + 1)]
+        return balance_ranks([float(cost) for cost in costs], num_ranks)
+    bounds = [round(rank * len(costs) / num_ranks) for rank in range(num_ranks + 1)]
     return [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 

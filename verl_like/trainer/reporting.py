@@ -52,7 +52,8 @@ class Reporter:
     ) -> None:
         """Log one finished step, and write its samples where trainer.rollout_data_dir asks for them."""
         num_tokens = rollouts.num_tokens_B()
-        shares = rows_per_rank(num_tokens.tolist(), self.num_devices, balance=self.trainer.balance_batch)
+        costs = self.speed.shape.actor.row_costs(rollouts.prompt_length_B.tolist(), rollouts.response_length_B.tolist())
+        shares = rows_per_rank(costs, self.num_devices, balance=self.trainer.balance_batch)
         everything = {
             **training_metrics(step, (step - 1) // self.steps_per_epoch),
             **metrics,
@@ -66,7 +67,7 @@ class Reporter:
                 total_tokens=int(num_tokens.sum()),
             ),
             **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.num_devices),
-            **self.speed.metrics(rollouts, clock.seconds),
+            **self.speed.metrics(rollouts, clock.seconds, metrics),
         }
         self.trackers.log(step, everything)
         self.progress.step_finished(step, everything)

@@ -28,6 +28,7 @@ from verl_like.batch import (
 from verl_like.cluster.protocol import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.models.cost import ModelCost
 from verl_like.rollout.assemble import assemble_rollouts, build_requests
 from verl_like.rollout.protocol import Completion, SamplingParams
 from verl_like.trainer.dispatch import join_rows, rows_per_rank, split_rows
@@ -52,8 +53,17 @@ class UpdateRules:
 class RoleGroup:
     """A worker group with the driver's habits: balance rows, wait with a limit, join in order."""
 
-    def __init__(self, group: WorkerGroup, plan: BatchPlan, *, balance: bool, timeout_s: float) -> None:
-        self.group, self.plan = group, plan
+    def __init__(
+        self,
+        group: WorkerGroup,
+        plan: BatchPlan,
+        *,
+        balance: bool,
+        timeout_s: float,
+        cost: ModelCost | None = None,
+    ) -> None:
+        """cost: of the role's model, by which rows are balanced; None: by tokens."""
+        self.group, self.plan, self.cost = group, plan, cost
         self.balance, self.timeout_s = balance, timeout_s
 
     def ranks_per_row(self) -> int:
@@ -68,7 +78,10 @@ class RoleGroup:
         return join_rows(parts[::copies], shares, batch.response_ids_BR.shape[1])
 
     def _shares(self, rows: Sequences, copies: int) -> list[list[int]]:
-        return rows_per_rank(rows.num_tokens_B().tolist(), self.group.world_size // copies, balance=self.balance)
+        costs = rows.num_tokens_B().tolist()
+        if self.cost is not None:
+            costs = self.cost.row_costs(rows.prompt_length_B.tolist(), rows.response_length_B.tolist())
+        return rows_per_rank(costs, self.group.world_size // copies, balance=self.balance)
 
     def update(self, method: str, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
         """All optimizer steps of one role in one call; metrics joined over ranks, then over optimizer steps."""

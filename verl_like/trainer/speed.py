@@ -74,10 +74,16 @@ class SpeedReport:
         )
         return cls(shape, settings_of(config, plan))
 
-    def metrics(self, rollouts: Rollouts, seconds: Mapping[str, float]) -> dict[str, float]:
-        """perf/mfu/* and perf/floor_ratio/* of one step."""
+    def metrics(
+        self, rollouts: Rollouts, seconds: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """perf/mfu/* and perf/floor_ratio/* of one step, whose other metrics are known."""
         return speed_metrics(
-            self.shape, seconds, rollouts.prompt_length_B.tolist(), rollouts.response_length_B.tolist()
+            self.shape,
+            seconds,
+            rollouts.prompt_length_B.tolist(),
+            rollouts.response_length_B.tolist(),
+            metrics.get("perf/forward_only_share", 0.0),
         )
 
     def log(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:

@@ -180,7 +180,12 @@ class PolicyWorker:
         self.enter_train()
         steps = [
             self.actor.train_minibatch(
-                rows, self.objective, denominators, rule=self.spec.plan.actor_micro, temperature=self.temperature
+                rows,
+                self.objective,
+                denominators,
+                rule=self.spec.plan.actor_micro,
+                temperature=self.temperature,
+                without_gradient_B=self.objective.without_gradient(rows),
             )
             for rows, denominators in minibatches
         ]

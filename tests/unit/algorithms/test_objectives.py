@@ -14,7 +14,7 @@ from tests.unit.algorithms.builders import MAX_RESPONSE_LENGTH, denominators, ex
 from verl_like.algorithms.aggregate import AGGREGATIONS
 from verl_like.algorithms.mismatch import PREFIX
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
-from verl_like.algorithms.policy_losses import POLICY_LOSSES
+from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch
 from verl_like.batch import Denominators, Experience, Metric, merge_metrics
 from verl_like.config import ActorConfig, CriticConfig, KLKind, PolicyLossConfig
 from verl_like.config.enums import LOSS_AGG_MODES
@@ -281,3 +281,38 @@ def test_objectives_survive_pickling(objective: Callable) -> None:
 
 def test_config_offers_the_aggregations_of_the_menu() -> None:
     assert set(AGGREGATIONS.names()) == set(LOSS_AGG_MODES)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_a_loss_without_advantage_has_a_gradient_only_where_it_says_so(name: str) -> None:
+    """So that rows without advantage may be left out of the backward pass, or must not be."""
+    generator = torch.Generator().manual_seed(3)
+    log_probs, old = (-2 * torch.rand(3, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    log_probs.requires_grad_()
+    batch = PolicyBatch(
+        log_probs_BR=log_probs,
+        old_log_probs_BR=old,
+        advantages_BR=torch.zeros_like(old),
+        mask_BR=torch.ones(3, 5, dtype=torch.bool),
+        selected_BR=torch.ones(3, 5, dtype=torch.bool),
+    )
+    loss = POLICY_LOSSES.lookup(name)
+    (gradient,) = torch.autograd.grad(loss.function(batch, ActorConfig()).loss_BR.sum(), log_probs, allow_unused=True)
+    pulls = gradient is not None and bool((gradient != 0).any())
+    assert pulls == loss.pulls_without_advantage
+
+
+def test_rows_without_advantage_are_named_unless_another_term_needs_them() -> None:
+    rows = experience(lengths=(3, 5, 1, 4))
+    advantages_BR = torch.tensor([1.0, 0.0, -1.0, 0.0])[:, None].expand_as(rows.response_mask_BR)
+    rows = rows.replace(advantages_BR=advantages_BR)
+    assert PolicyObjective(ActorConfig()).without_gradient(rows).tolist() == [False, True, False, True]
+    outside = rows.replace(advantages_BR=rows.advantages_BR.masked_fill(~rows.response_mask_BR, torch.nan))
+    assert PolicyObjective(ActorConfig()).without_gradient(outside).tolist() == [False, True, False, True]
+    for actor in (
+        ActorConfig(entropy_coeff=0.1),
+        ActorConfig(use_kl_loss=True),
+        ActorConfig(sft_loss_coef=0.1),
+        ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro")),
+    ):
+        assert PolicyObjective(actor).without_gradient(rows) is None

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.unit.engine import tiny
 from tests.unit.engine.scenarios import gradients
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
-from verl_like.batch import Experience
+from verl_like.batch import Experience, Metric
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig
@@ -205,3 +205,36 @@ def test_leaking_model_is_refused_packing(process: ProcessInfo, path: str, monke
         build_engine(process, path)
     monkeypatch.undo()
     build_engine(process, path)
+
+
+class CountsRows:
+    """Policy gradient without any other term; it counts the rows it sees."""
+
+    wants = frozenset({"log_probs"})
+
+    def __call__(self, outputs: dict[str, Tensor], experience: Experience, denominators: Any) -> Any:
+        terms_BR = -experience.advantages_BR * outputs["log_probs"] * experience.response_mask_BR
+        rows = Metric(value=float(len(experience)), reduction="sum")
+        return terms_BR.sum() / denominators.num_tokens, {"rows": rows}
+
+
+@pytest.mark.parametrize("apart", [[1, 4, 5], [], list(range(9))], ids=["some", "none", "all"])
+def test_rows_without_gradient_are_seen_but_not_learnt_from(process: ProcessInfo, path: str, apart: list[int]) -> None:
+    """The same weights as with a backward pass through them, and metrics of every row."""
+    batch = experience(9)
+    scale = torch.ones(9)
+    scale[apart] = 0.0
+    batch = batch.replace(advantages_BR=batch.advantages_BR * scale[:, None])
+    mask_B = scale == 0
+    results = []
+    for without in (None, mask_B):
+        engine = build_engine(process, path)
+        metrics = step(engine, batch, loss_fn=CountsRows(), without_gradient_B=without)
+        results.append((weights(engine), metrics))
+    (whole, expected), (spared, got) = results
+    for name, value in whole.items():
+        torch.testing.assert_close(spared[name], value, rtol=0, atol=1e-6)
+    assert got["rows"].value == expected["rows"].value == 9
+    assert got["grad_norm"].value == pytest.approx(expected["grad_norm"].value, rel=1e-4, abs=1e-9)
+    share = int(batch.num_tokens_B()[mask_B].sum()) / int(batch.num_tokens_B().sum())
+    assert got["perf/forward_only_share"].value == pytest.approx(share) and "perf/forward_only_share" not in expected

@@ -78,3 +78,9 @@ def test_each_replica_must_get_the_weights():
 def test_line_names_the_largest_phase_first():
     line = speed_line({"gen": 1.0, "update_actor": 2.0, "step": 3.1}, {"perf/floor_ratio/gen": 4.0})
     assert line == "step 3.10 s: update_actor 2.00 s, gen 1.00 s (4.0x floor)"
+
+
+def test_tokens_without_a_backward_pass_cost_a_third() -> None:
+    half = phase_flops(shape(), PROMPTS, RESPONSES, forward_only=0.5)["update_actor"]
+    assert half == pytest.approx(2 * FORWARD)
+    assert phase_flops(shape(), PROMPTS, RESPONSES, forward_only=1.0)["update_actor"] == FORWARD

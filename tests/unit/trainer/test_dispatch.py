@@ -52,3 +52,16 @@ def test_a_rank_without_rows_is_skipped_when_joining() -> None:
     assert sorted(len(part) for part in parts) == [0, 1]
     answers = [Evaluated(response_length_B=p.response_length_B, values_BR=p.response_ids_BR.float()) for p in parts]
     assert torch.equal(join_rows(answers, shares, width=2).values_BR, batch.response_ids_BR.float())
+
+
+def test_rows_are_balanced_by_cost_where_attention_makes_long_rows_dear() -> None:
+    """By tokens 100 equals 10 x 10; by a quadratic cost it is worth all the others together."""
+    tokens = [100, *[10] * 10]
+    by_tokens = rows_per_rank(tokens, 2, balance=True)
+    by_square = rows_per_rank([n * n for n in tokens], 2, balance=True)
+    assert sorted(len(share) for share in by_tokens) == [1, 10]
+    assert [0] in by_square
+    tokens = [60, 60, *[20] * 6]
+    square = rows_per_rank([n * n for n in tokens], 2, balance=True)
+    assert sorted(sum(tokens[i] for i in share) for share in square) == [120, 120]
+    assert all(sum(i < 2 for i in share) == 1 for share in square)  # one long row each

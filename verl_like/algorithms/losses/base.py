@@ -36,22 +36,28 @@ PolicyLossFunction = Callable[[PolicyBatch, ActorConfig], TokenLoss]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """An entry of the menu: the function, and the aggregation it prescribes (None: the user's choice)."""
+    """An entry of the menu.
+
+    aggregation: the one it prescribes (None: the user's choice). pulls_without_advantage: it has a gradient even where
+    the advantage is 0, because of a term of its own.
+    """
 
     function: PolicyLossFunction
     aggregation: str | None = None
+    pulls_without_advantage: bool = False
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 def register_policy_loss(
-    name: str, *, aggregation: str | None = None
+    name: str, *, aggregation: str | None = None, pulls_without_advantage: bool = False
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Decorator: put a loss on the menu."""
 
     def add(function: PolicyLossFunction) -> PolicyLossFunction:
-        POLICY_LOSSES.register(name)(PolicyLoss(function=function, aggregation=aggregation))
+        entry = PolicyLoss(function=function, aggregation=aggregation, pulls_without_advantage=pulls_without_advantage)
+        POLICY_LOSSES.register(name)(entry)
         return function
 
     return add

@@ -89,7 +89,7 @@ def clip_cov(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return TokenLoss(loss_BR=loss_BR, metrics_BR=metrics)
 
 
-@register_policy_loss("kl_cov")
+@register_policy_loss("kl_cov", pulls_without_advantage=True)
 def kl_cov(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-A * ratio, unclipped; the selected tokens also pay ppo_kl_coef * |log_prob - old| (KL-Cov, arXiv 2505.22617).
 

@@ -21,7 +21,7 @@ def sapo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return TokenLoss(loss_BR=-batch.advantages_BR * gate_BR, metrics_BR={})
 
 
-@register_policy_loss("dro")
+@register_policy_loss("dro", pulls_without_advantage=True)
 def dro(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-(A * log_prob - beta / 2 * (log_prob - old)^2), beta = policy_loss.dro_beta (DRO, Richemond et al. 2024, arXiv
     2405.19107, by token as in verl; ROLL calls this form kimi15).
@@ -33,7 +33,7 @@ def dro(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return TokenLoss(loss_BR=plain.loss_BR + penalty_BR, metrics_BR={})
 
 
-@register_policy_loss("kimi")
+@register_policy_loss("kimi", pulls_without_advantage=True)
 def kimi(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-A * sum of log_probs + tau / 2 * (sum of log_prob - old)^2 of the row (Kimi k1.5, arXiv 2501.12599, eq. 3).
 
