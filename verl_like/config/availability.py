@@ -67,14 +67,7 @@ NOT_YET: list[NotYet] = [
         for section in _MODELS
         for name in ("dtype", "model_dtype")
     ],
-    *[
-        row
-        for section in (_MODEL, "critic.model")
-        for row in (
-            *_off(f"{section}.use_liger", f"{section}.use_shm"),
-            NotYet(f"{section}.fused_kernel_options.impl_backend", _is("triton"), "use torch"),
-        )
-    ],
+    *[row for section in (_MODEL, "critic.model") for row in (*_off(f"{section}.use_liger", f"{section}.use_shm"),)],
     # The policy's update
     NotYet(
         f"{_ACTOR}.policy_loss.loss_mode",

@@ -32,6 +32,13 @@ class LogitRule:
             logits_cV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_cV if self.temperature == 1.0 else logits_cV.div_(self.temperature)
 
+    def inner_slope(self, z_cV: Tensor) -> Tensor:
+        """d z / d logits, given z; a scalar without soft-cap."""
+        factor = self.scale / self.temperature
+        if self.softcap is None:
+            return z_cV.new_tensor(factor)
+        return (z_cV * (self.temperature / self.softcap)).square_().neg_().add_(1.0).mul_(factor)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Coefficients:

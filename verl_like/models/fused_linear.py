@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -79,10 +80,12 @@ def fused_reductions(
     *,
     temperature: float = 1.0,
     reference: Reference | None = None,
+    backend: Backend = "torch",
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> dict[str, Tensor]:
     """{name: [N]} in float32 for every name of `want` (see REDUCTIONS); differentiable in hidden, weight and bias.
 
+    backend: "torch", or "triton" for kernels that touch each logit once (CUDA; full_kl and float64 stay with torch).
     Raises ValueError for an unknown name, and for full_kl without a reference of the same vocabulary.
     """
     names = _checked(want, head, reference)
@@ -92,7 +95,8 @@ def fused_reductions(
         temperature=temperature,
         reference=reference if FULL_KL in names else None,
         chunk=max(1, chunk_elements // head.rows()),
-        keep=hidden_NH.shape[0] * head.rows() <= min(KEEP_ELEMENTS, chunk_elements),
+        keep=backend == "torch" and hidden_NH.shape[0] * head.rows() <= min(KEEP_ELEMENTS, chunk_elements),
+        triton=backend == "triton" and FULL_KL not in names and compute_dtype(hidden_NH) == torch.float32,
     )
     values = _FusedReductions.apply(hidden_NH, head.weight_VH, head.bias_V, targets_N, call)
     return dict(zip(names, values, strict=True))
@@ -161,6 +165,7 @@ class _Call:
     reference: Reference | None
     chunk: int
     keep: bool
+    triton: bool
 
     def chunks(self, total: int) -> Iterator[slice]:
         for start in range(0, total, self.chunk):
@@ -184,6 +189,13 @@ class _FusedReductions(torch.autograd.Function):
         values = {name: torch.empty_like(lse) for name in call.names}
         rule, kept = call.head.rule(call.temperature), []
         for part in call.chunks(len(hidden)):
+            if call.triton:
+                z = rule.apply_(call.head.logits(hidden[part]))
+                rows, lse[part] = _triton().reduce_rows(z, targets[part])
+                for name, value in values.items():
+                    value[part] = rows[name]
+                del z
+                continue
             log_p, lse[part] = fused_chunks.log_softmax_(rule.apply_(call.head.logits(hidden[part])))
             gap = call.gap(log_p, part)
             for name, value in fused_chunks.reduce_chunk(log_p, gap, targets[part], call.names).items():
@@ -209,8 +221,17 @@ class _FusedReductions(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight)) if wants[1] else None
         grad_bias = torch.zeros_like(bias, dtype=compute_dtype(bias)) if bias is not None and wants[2] else None
         for part in call.chunks(len(hidden)):
-            log_p, gap = kept or _recompute(call, hidden, lse, part)
-            slope = fused_chunks.slope_chunk(log_p, gap, lse[part], targets[part], at.of(part), rule, reuse=not kept)
+            if call.triton:
+                z = rule.apply_(call.head.logits(hidden[part]))
+                inner = rule.inner_slope(z)
+                slope = _triton().slope_rows_(z, lse[part], targets[part], at.of(part))
+                slope.mul_(inner)
+                log_p = gap = z = None
+            else:
+                log_p, gap = kept or _recompute(call, hidden, lse, part)
+                slope = fused_chunks.slope_chunk(
+                    log_p, gap, lse[part], targets[part], at.of(part), rule, reuse=not kept
+                )
             del log_p, gap  # nothing of a chunk may live on while the next one's logits are computed
             if grad_bias is not None:
                 grad_bias[: len(rows)] += slope.sum(0)
@@ -222,6 +243,13 @@ class _FusedReductions(torch.autograd.Function):
                 _accumulate(grad_weight[: len(rows)], grad_logits, hidden[part])
             del grad_logits
         return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _triton() -> ModuleType:
+    """Imported at its first use: triton comes with torch's CUDA builds alone."""
+    from verl_like.models import fused_triton
+
+    return fused_triton
 
 
 def _recompute(call: _Call, hidden: Tensor, lse: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:

@@ -6,11 +6,13 @@ parameters (embedding, final norm, head) only there.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from verl_like.models.fused_linear import Head, Reference, full_logits_reductions, fused_reductions
+from verl_like.models.fused_linear import Backend, Head, Reference, full_logits_reductions, fused_reductions
 from verl_like.models.packing import ModelInput
 
 HIDDEN = "hidden_states"
@@ -40,10 +42,10 @@ class TokenModel(nn.Module):
 class PolicyModel(TokenModel):
     """Causal language model -> log-prob, entropy and other reductions of the wanted tokens' distributions."""
 
-    def __init__(self, hf: PreTrainedModel, *, vocab_size: int | None, fused: bool) -> None:
+    def __init__(self, hf: PreTrainedModel, *, vocab_size: int | None, fused: bool, backend: Backend = "torch") -> None:
         super().__init__(hf)
         self.vocab_size = vocab_size  # ids from here on are unknown to the tokenizer: masked out of the softmax
-        self.reduce = fused_reductions if fused else full_logits_reductions
+        self.reduce = partial(fused_reductions, backend=backend) if fused else full_logits_reductions
         self.logit_scale, self.softcap = logit_rule(hf)
 
     def head(self) -> Head:

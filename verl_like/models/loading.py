@@ -162,7 +162,8 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
 def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int | None) -> TokenModel:
     if kind == "value":
         return ValueModel(hf)
-    return PolicyModel(hf, vocab_size=vocab_size, fused=model.use_fused_kernels)
+    backend = "triton" if model.fused_kernel_options.impl_backend == "triton" else "torch"
+    return PolicyModel(hf, vocab_size=vocab_size, fused=model.use_fused_kernels, backend=backend)
 
 
 def _load_weights(
