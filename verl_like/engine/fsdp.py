@@ -77,12 +77,7 @@ class FSDPEngine:
         self._grad_clip, self._sync_every = grad_clip, sync_every_micro_batch
         self._packed = loading.uses_packing(model)
         self.hf_config = loading.load_hf_config(model)
-        if (
-            self.device.type != "cuda"
-            and model.use_fused_kernels
-            and model.fused_kernel_options.impl_backend == "triton"
-        ):
-            raise ValueError("model.fused_kernel_options.impl_backend=triton needs a CUDA device: use torch")
+        loading.check_backend(model, self.device)
         loading.check_ulysses(model, self.hf_config, ulysses_size)
         self._sequence_group = sequence_group(ulysses_size)
         self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))

@@ -118,6 +118,12 @@ def has_weights(path: str) -> bool:
     return not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in patterns)
 
 
+def check_backend(model: ModelConfig, device: torch.device) -> None:
+    """Raises ValueError for Triton kernels where there is no GPU."""
+    if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton" and device.type != "cuda":
+        raise ValueError("model.fused_kernel_options.impl_backend=triton needs a CUDA device: use torch")
+
+
 def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> None:
     """Raises ValueError where the model cannot be run on slices of its sequences, `size` ranks each."""
     if size == 1:

@@ -14,7 +14,9 @@ from tests.unit.engine.scenarios import gradients
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
 from verl_like.batch import Experience, Metric
 from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.enums import FusedBackend
 from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.model import FusedKernelConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
@@ -186,6 +188,9 @@ def test_refusals(process: ProcessInfo, path: str) -> None:
     with pytest.raises(ValueError, match="token id 60, but the tokenizer knows only 50"):
         bad = batch.replace(response_ids_BR=torch.full_like(batch.response_ids_BR, 60))
         build_engine(process, path, tokenizer_size=50).forward(bad, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)
+    with pytest.raises(ValueError, match="impl_backend=triton needs a CUDA device"):
+        options = FusedKernelConfig(impl_backend=FusedBackend.triton)
+        build_engine(process, path, model={"fused_kernel_options": options})
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=2 does not divide the 1 ranks"):
         build_engine(process, path, ulysses_size=2)
 
