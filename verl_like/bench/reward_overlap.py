@@ -41,13 +41,13 @@ def compute_batch(data_sources, solution_strs, ground_truths, extra_infos, secon
     time.sleep(seconds * len(solution_strs))
     return [score(text) for text in solution_strs]
 """
-_WORKLOAD = Workload(num_prompts=8, responses_per_prompt=8, prompt_length=32, mean_response=None, max_response=192)
+_WORKLOAD = Workload(num_prompts=4, responses_per_prompt=8, prompt_length=32, mean_response=None, max_response=192)
 _MODES: dict[str, dict[str, Any]] = {
     "at the end": {"reward_model.reward_manager": "batch", "custom_reward_function.name": "compute_batch"},
     "as they end": {},
     "async": {"reward_model.launch_reward_fn_async": True},
 }
-_WARM_UP = 2  # steps that are not counted
+_WARM_UP = 1  # steps that are not counted
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
