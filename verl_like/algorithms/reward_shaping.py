@@ -73,6 +73,25 @@ def shape_rewards(
     return ShapedRewards(reward_B=reward_B, moments=moments, metrics=metrics | norm_metrics | clip_metrics)
 
 
+def baseline_rewards(
+    algorithm: AlgorithmConfig,
+    reward_model: RewardModelConfig,
+    rollouts: Rollouts,
+    scores: Scores,
+    max_response_length: int,
+) -> Tensor:
+    """Rewards of remax's greedy responses, float32 [B]: the row-by-row parts of `shape_rewards`; NaN without a score.
+
+    Length reward, overlong punishment and reward_clip: what the sampled responses get, their baseline must get too.
+    """
+    kept_B = trainable_B(rollouts, scores)
+    rewards, _ = response_rewards(reward_model, rollouts.select(kept_B), scores.select(kept_B), max_response_length)
+    rewards, _ = clip(rewards, algorithm.reward_clip, "critic/reward_clip_frac")
+    reward_B = torch.full((len(kept_B),), float("nan"), dtype=torch.float32)
+    reward_B[kept_B] = rewards.float()
+    return reward_B
+
+
 # ---- terms that are added to a response's score
 
 

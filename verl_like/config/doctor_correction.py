@@ -48,16 +48,16 @@ def risky_correction(config: PPOConfig) -> list[str]:
 
 
 def risky_baseline(config: PPOConfig) -> list[str]:
-    """remax compares rewards with the score of the greedy response, as graded."""
+    """remax compares rewards with that of the greedy response, which enters no statistic of the batch."""
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     if algorithm.adv_estimator != "remax":
         return []
     lines = []
-    norm = algorithm.reward_norm
-    normalised = [norm.mean, norm.std, norm.kind, algorithm.agent_reward_norm.grouping]
-    if algorithm.reward_scaling.enable or any(value is not None for value in normalised):
+    norm, agent = algorithm.reward_norm, algorithm.agent_reward_norm
+    by_statistic = (norm.mean, norm.std, norm.kind) != (None, None, None) or agent.method != "identity"
+    if algorithm.reward_scaling.enable or by_statistic:
         lines.append(
-            "algorithm.adv_estimator=remax with normalised rewards: the greedy response's score is not normalised, so "
+            "algorithm.adv_estimator=remax with normalised rewards: the greedy response's reward is not normalised, so "
             "it is a poor baseline; leave reward_norm, reward_scaling and agent_reward_norm out"
         )
     if not rollout.do_sample:

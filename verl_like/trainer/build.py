@@ -242,7 +242,8 @@ def build_source(
     else:
         kind = ResamplingSource if rules.resample else MaskingSource
         source = kind(loader, sampling, config, n=rollout.n, seed=seed)
-    return GreedyBaselineSource(source, sampling) if config.algorithm.adv_estimator == "remax" else source
+    remax = config.algorithm.adv_estimator == "remax"
+    return GreedyBaselineSource(source, sampling, config) if remax else source
 
 
 def with_system_prompt(config: PPOConfig) -> DataConfig:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_like.algorithms.reward_shaping import baseline_rewards
 from verl_like.batch import Prompts, Rollouts, Scores
+from verl_like.config import PPOConfig
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.protocol import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
@@ -27,6 +29,8 @@ class BaselineScores:
 
     grading: PendingScores
     greedy: PendingScores
+    answers: Rollouts  # the greedy responses
+    config: PPOConfig
     prompt_of_row_B: Tensor  # int64: position of each row's prompt among the greedy responses
     num_failed: int = 0
 
@@ -38,9 +42,12 @@ class BaselineScores:
     def result(self) -> Scores:
         """Scores with baseline_B. A row whose baseline could not be graded has no advantage: it is not valid."""
         scores, greedy = self.grading.result(), self.greedy.result()
-        baseline_B = greedy.score_B[self.prompt_of_row_B]
-        known_B = greedy.valid_B[self.prompt_of_row_B]
-        self.num_failed = int((~greedy.valid_B).sum())
+        algorithm, reward_model = self.config.algorithm, self.config.reward_model
+        limit = self.config.data.max_response_length
+        reward_B = baseline_rewards(algorithm, reward_model, self.answers, greedy, limit)
+        baseline_B = reward_B[self.prompt_of_row_B]
+        known_B = ~baseline_B.isnan()
+        self.num_failed = int(reward_B.isnan().sum())
         return scores.replace(
             score_B=torch.where(known_B, scores.score_B, torch.full_like(scores.score_B, torch.nan)),
             valid_B=scores.valid_B & known_B,
@@ -51,8 +58,8 @@ class BaselineScores:
 class GreedyBaselineSource:
     """Batches of `inner`, each with one greedy response per prompt, sampled from the same weights."""
 
-    def __init__(self, inner: BatchSource, sampling: SamplingParams) -> None:
-        self.inner = inner
+    def __init__(self, inner: BatchSource, sampling: SamplingParams, config: PPOConfig) -> None:
+        self.inner, self.config = inner, config
         self.sampling = dataclasses.replace(sampling, do_sample=False)
         self._scores: BaselineScores | None = None
         self._seconds = self._length = 0.0
@@ -67,7 +74,9 @@ class GreedyBaselineSource:
         answers = policy.generate(prompts, self.sampling, n=1, seed=0, step=step, on_response=greedy.add)
         self._seconds = time.perf_counter() - start
         self._length = answers.response_length_B.double().mean().item()
-        self._scores = BaselineScores(grading=grading, greedy=greedy, prompt_of_row_B=prompt_of_row_B)
+        self._scores = BaselineScores(
+            grading=grading, greedy=greedy, answers=answers, config=self.config, prompt_of_row_B=prompt_of_row_B
+        )
         return rollouts, self._scores
 
     def metrics(self) -> dict[str, float]:

@@ -177,3 +177,7 @@ def test_presets_compose_quietly(name: str) -> None:
 def test_a_whole_batch_mean_is_refused_where_it_is_not_known() -> None:
     with pytest.raises(ValueError, match="rollout_is_batch_normalize=True with bypass_mode"):
         compose([*GRPO, f"{S}.preset=bypass_pg_is", f"{S}.rollout_is_batch_normalize=true"])
+
+
+def test_remax_alone_is_not_warned_about() -> None:
+    assert not [line for line in compose_with_warnings([*GRPO, "algorithm.adv_estimator=remax"])[1] if "remax" in line]

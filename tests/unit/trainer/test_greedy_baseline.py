@@ -10,6 +10,7 @@ import torch
 
 from tests.unit.algorithms.builders import rollouts
 from verl_like.batch import PromptRow, Prompts, Rollouts, Scores
+from verl_like.config import AlgorithmConfig, LengthRewardConfig, PPOConfig, RewardModelConfig
 from verl_like.rollout.assemble import assemble_rollouts
 from verl_like.rollout.protocol import Completion, SamplingParams
 from verl_like.trainer.greedy_baseline import GreedyBaselineSource, prompts_of
@@ -89,7 +90,7 @@ def batch() -> Rollouts:
 def test_each_prompt_is_answered_once_greedily_and_its_score_reaches_all_its_rows() -> None:
     policy, greedy = Policy(), graded([10.0, 20.0, 30.0])
     inner = Inner(batch(), graded([1.0, 2.0, 3.0, 4.0, 5.0]))
-    source = GreedyBaselineSource(inner, SamplingParams(max_tokens=4, temperature=0.7))
+    source = GreedyBaselineSource(inner, SamplingParams(max_tokens=4, temperature=0.7), PPOConfig())
     rollouts_, pending = source.next_rollouts(policy, Rewards(greedy), 1)  # type: ignore[arg-type]
     (prompts, sampling, n) = policy.seen[0]
     assert rollouts_ is inner.rollouts and len(policy.seen) == 1 and n == 1 and sampling.greedy
@@ -106,7 +107,7 @@ def test_each_prompt_is_answered_once_greedily_and_its_score_reaches_all_its_row
 
 def test_rows_without_a_baseline_are_left_out_and_counted() -> None:
     inner = Inner(batch(), graded([1.0, 2.0, 3.0, 4.0, 5.0], failed=(4,)))
-    source = GreedyBaselineSource(inner, SamplingParams(max_tokens=4))
+    source = GreedyBaselineSource(inner, SamplingParams(max_tokens=4), PPOConfig())
     _, pending = source.next_rollouts(Policy(), Rewards(graded([10.0, 20.0, 30.0], failed=(0,))), 1)  # type: ignore[arg-type]
     found = pending.result()
     assert found.valid_B.tolist() == [False, True, False, True, False]
@@ -114,9 +115,24 @@ def test_rows_without_a_baseline_are_left_out_and_counted() -> None:
     assert source.metrics()["remax/failures"] == 1
 
 
+def test_the_baseline_is_shaped_as_the_rewards_are() -> None:
+    """Two of 512 tokens at -256 a budget cost 1; then rewards are clipped at 12."""
+    config = PPOConfig(
+        algorithm=AlgorithmConfig(adv_estimator="remax", reward_clip=12.0),
+        reward_model=RewardModelConfig(length_reward=LengthRewardConfig(enable=True, coef=-256.0)),
+    )
+    inner = Inner(batch(), graded([1.0, 2.0, 3.0, 4.0, 5.0]))
+    source = GreedyBaselineSource(inner, SamplingParams(max_tokens=4), config)
+    _, pending = source.next_rollouts(Policy(), Rewards(graded([10.0, 20.0, 30.0], failed=(2,))), 1)  # type: ignore[arg-type]
+    found = pending.result()
+    assert found.baseline_B is not None and found.baseline_B[:4].tolist() == [9.0, 12.0, 9.0, 12.0]
+    assert found.valid_B.tolist() == [True, True, True, True, False]
+    assert found.score_B[:4].tolist() == [1.0, 2.0, 3.0, 4.0]  # those of sampled responses are shaped later
+
+
 def test_it_remembers_what_the_inner_source_remembers() -> None:
     inner = Inner(batch(), graded([0.0] * 5))
-    source = GreedyBaselineSource(inner, SamplingParams(max_tokens=4))
+    source = GreedyBaselineSource(inner, SamplingParams(max_tokens=4), PPOConfig())
     assert source.state_dict() == {"position": 3}
     source.load_state_dict({"position": 4})
     assert inner.loaded == {"position": 4}
