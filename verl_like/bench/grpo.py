@@ -141,6 +141,7 @@ def summary(steps: Sequence[Mapping[str, Any]], peak: dict[str, float], num_para
         "update_to_gemm_floor": median["timing_s/update_actor"] / gemm_floor,
         "step_to_target": median["timing_s/step"] / target,
         "groups_without_signal": median.get("critic/group_zero_std_fraction"),
+        "step_seconds_each": [step["timing_s/step"] for step in steps],
         "losses": [step["actor/pg_loss"] for step in steps],
         "grad_norms": [step["actor/grad_norm"] for step in steps],
         "micro_batches": median.get("perf/micro_batches"),
