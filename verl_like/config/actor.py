@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field
 
 from verl_like.config.base import ConfigNode, above, at_least, between, one_of, require
-from verl_like.config.enums import LOSS_AGG_MODES, KLKind, OldLogProbs, RatioLevel, RewardSource, Strategy, WeightScope
+from verl_like.config.enums import (
+    LOSS_AGG_MODES,
+    LOSS_MODES,
+    KLKind,
+    OldLogProbs,
+    RatioLevel,
+    RewardSource,
+    Strategy,
+    WeightScope,
+)
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
@@ -74,6 +83,7 @@ class PolicyLossConfig(ConfigNode):
     """Options of topr."""
 
     def check(self) -> None:
+        one_of(self, "loss_mode", LOSS_MODES)
         above(self, 0, "dro_beta", "kimi_tau")
         at_least(self, 0, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
         lb, ub = self.clip_cov_lb, self.clip_cov_ub
@@ -124,7 +134,8 @@ class ActorConfig(ConfigNode):
     kl_loss_coef: float = 0.001
     """Weight of that KL term."""
     kl_loss_type: KLKind = KLKind.low_var_kl
-    """Estimator of that KL term: kl (k1), abs, mse (k2), low_var_kl (k3); with + its value and the gradient of k2."""
+    """Estimator of that KL term: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary); with +
+    its value and the gradient of k2."""
     use_unbiased_kl: bool = False
     """Multiply that KL term by the probability ratio: value and gradient then hold for off-policy rows too. With
     kl (k1) and low_var_kl (k3) only."""

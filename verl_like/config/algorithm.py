@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from verl_like.config.base import ConfigNode, above, at_least, between, require
+from verl_like.config.base import ConfigNode, above, at_least, between, one_of, require
 from verl_like.config.correction import RolloutCorrectionConfig
-from verl_like.config.enums import KLControlType, KLKind
+from verl_like.config.enums import ADV_ESTIMATORS, KLControlType, KLKind
 from verl_like.config.shaping import AgentRewardNormConfig, PFPPOConfig, RewardNormConfig, RewardScalingConfig
 
 
@@ -91,7 +91,7 @@ class AlgorithmConfig(ConfigNode):
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference from the token rewards."""
     kl_penalty: KLKind = KLKind.kl
-    """Estimator of that penalty: kl (k1), abs, mse (k2), low_var_kl (k3)."""
+    """Estimator of that penalty: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary)."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     """Coefficient of that penalty."""
     reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
@@ -120,5 +120,6 @@ class AlgorithmConfig(ConfigNode):
     """Weights and rejections against the mismatch of trainer and rollout engine."""
 
     def check(self) -> None:
+        one_of(self, "adv_estimator", ADV_ESTIMATORS)
         between(self, 0, 1, "gamma", "lam", "step_reward_gamma")
         at_least(self, 0, "reward_clip", "token_reward_clip", "advantage_clip")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config.enums import ADV_ESTIMATORS, LOSS_MODES
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.schema import get_value, keys
 
@@ -68,13 +67,6 @@ NOT_YET: list[NotYet] = [
         for name in ("dtype", "model_dtype")
     ],
     *[row for section in (_MODEL, "critic.model") for row in (*_off(f"{section}.use_liger", f"{section}.use_shm"),)],
-    # The policy's update
-    NotYet(
-        f"{_ACTOR}.policy_loss.loss_mode",
-        _is_not(*LOSS_MODES),
-        f"use one of {', '.join(LOSS_MODES)}",
-    ),
-    NotYet("algorithm.adv_estimator", _is_not(*ADV_ESTIMATORS), f"use one of {', '.join(ADV_ESTIMATORS)}"),
     # Rollout
     NotYet("actor_rollout_ref.hybrid_engine", lambda v: not v, "set it to true: actor and rollout share processes"),
     NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),

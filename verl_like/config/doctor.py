@@ -9,7 +9,7 @@ from verl_like.config.doctor_correction import (
     risky_correction,
     two_policies,
 )
-from verl_like.config.doctor_losses import LOSS_IDLE, impossible_losses, two_decays
+from verl_like.config.doctor_losses import LOSS_IDLE, impossible_losses, two_decays, uncorrected_updates
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
@@ -59,11 +59,6 @@ def _roles(config: PPOConfig) -> list[str]:
         problems.append(
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic "
             f"(algorithm.adv_estimator={algorithm.adv_estimator}): nothing would be trained; set it to 0"
-        )
-    if algorithm.adv_estimator == "maxrl" and algorithm.use_kl_in_reward:
-        problems.append(
-            "algorithm.use_kl_in_reward=True with algorithm.adv_estimator=maxrl: maxrl needs rewards of 0 or more; "
-            f"use {_ACTOR}.use_kl_loss=true instead"
         )
     if not policy.rollout.do_sample and policy.rollout.n > 1:
         problems.append(
@@ -386,7 +381,7 @@ def risky(config: PPOConfig) -> list[str]:
             "sampler's log-probs are those of the cut distribution, the trainer's of the whole one: ratios are not 1 "
             f"before the first update; set top_p=1 and top_k=-1, or {_ACTOR}.old_log_probs=recompute"
         )
-    lines += two_decays(config)
+    lines += two_decays(config) + uncorrected_updates(config)
     if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:
         lines.append(
             f"{_ACTOR}.checkpoint.save_contents={actor.checkpoint.save_contents} leaves out model: a run cannot be "

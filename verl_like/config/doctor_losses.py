@@ -38,6 +38,20 @@ def two_decays(config: PPOConfig) -> list[str]:
     ]
 
 
+def uncorrected_updates(config: PPOConfig) -> list[str]:
+    """Several updates by a loss without a ratio: only the first is on the policy that sampled."""
+    actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
+    several = actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < batch
+    weighted = is_reinforce(config) and config.algorithm.rollout_correction.rollout_is is not None
+    if _loss(config) not in ("policy_gradient", "gpg") or not several or weighted:
+        return []
+    return [
+        f"{_ACTOR}.ppo_mini_batch_size={actor.ppo_mini_batch_size}, ppo_epochs={actor.ppo_epochs} with a policy loss "
+        f"without a ratio ({_loss(config)}): updates after the first are off-policy, and nothing corrects or bounds "
+        f"them; set {_ACTOR}.ppo_mini_batch_size={batch} and ppo_epochs=1, or another policy_loss.loss_mode"
+    ]
+
+
 def _actor(config: PPOConfig) -> ActorConfig:
     return config.actor_rollout_ref.actor
 
@@ -79,6 +93,11 @@ LOSS_IDLE: tuple[Idle, ...] = (
         (f"{_ACTOR}.loss_agg_mode",),
         lambda c: _loss(c) in FIXED_AGGREGATION and not _has_side_terms(_actor(c)),
         f"{_ACTOR}.policy_loss.loss_mode prescribes its aggregation, and there is no entropy, KL or sft term",
+    ),
+    Idle(
+        (f"{_ACTOR}.ratio_skip_threshold",),
+        lambda c: takes_own_log_probs(c) and (_actor(c).ratio_skip_threshold or 0) >= 1,
+        "with one update per rollout batch the old log-probs are the update's own: all ratios are 1",
     ),
     Idle((f"{_ACTOR}.use_unbiased_kl",), lambda c: not _actor(c).use_kl_loss, f"{_ACTOR}.use_kl_loss is false"),
     Idle(

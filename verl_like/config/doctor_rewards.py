@@ -9,7 +9,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 def impossible_rewards(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
-    return _normalisation(config) + _overlong(config) + _filter_groups(config) + _estimators(config)
+    return _normalisation(config) + _overlong(config) + _filter_groups(config) + _estimators(config) + _positive(config)
 
 
 def _normalisation(config: PPOConfig) -> list[str]:
@@ -99,6 +99,27 @@ def _estimators(config: PPOConfig) -> list[str]:
             "add score to the keys, or use actor_rollout_ref.actor.use_kl_loss=true"
         )
     return problems
+
+
+def _positive(config: PPOConfig) -> list[str]:
+    """maxrl divides by a group's mean reward: what surely makes rewards negative is refused at the start."""
+    algorithm = config.algorithm
+    if algorithm.adv_estimator != "maxrl":
+        return []
+    norm, scaling = algorithm.reward_norm, algorithm.reward_scaling
+    centred = norm.mean is not None or (norm.kind is not None and (norm.shift or not norm.scale))
+    signed = (
+        ("algorithm.use_kl_in_reward=True", algorithm.use_kl_in_reward, "actor_rollout_ref.actor.use_kl_loss=true"),
+        ("algorithm.reward_norm with a mean", centred, "reward_norm.std alone, or none"),
+        ("algorithm.reward_scaling.center=True", scaling.enable and scaling.center, "center=false"),
+        ("algorithm.agent_reward_norm", algorithm.agent_reward_norm.method != "identity", "method=identity"),
+        ("algorithm.whiten_rewards=True", algorithm.whiten_rewards, "whiten_rewards=false"),
+    )
+    return [
+        f"{what} with algorithm.adv_estimator=maxrl: maxrl needs rewards of 0 or more; use {instead}"
+        for what, is_on, instead in signed
+        if is_on
+    ]
 
 
 def _without_score(config: PPOConfig) -> bool:

@@ -65,6 +65,7 @@ def test_renamed(old, new):
         (f"{A}.fsdp_config.model_dtype", "fp32", "float32", True),
         (f"{R}.dtype", "bf16", "bfloat16", True),
         (f"{A}.kl_loss_type", "k3", "low_var_kl", True),
+        ("algorithm.adv_estimator", "rloo_vectorized", "rloo", True),
         ("data.train_files", "${data.val_files}", "${data.val_files}", False),
     ],
 )

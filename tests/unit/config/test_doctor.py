@@ -25,6 +25,8 @@ def test_the_default_configuration_is_quiet():
         (["critic.enable=false"], "critic.enable=False with algorithm.adv_estimator=gae"),
         (["algorithm=grpo", f"{R}.n=4", "trainer.critic_warmup=2"], "trainer.critic_warmup=2 without a critic"),
         (["algorithm.adv_estimator=maxrl", "algorithm.use_kl_in_reward=true"], "maxrl needs rewards of 0 or more"),
+        (["algorithm.adv_estimator=maxrl", "algorithm.reward_norm.kind=batch"], "maxrl needs rewards of 0 or more"),
+        (["algorithm.adv_estimator=maxrl", "algorithm.whiten_rewards=true"], "maxrl needs rewards of 0 or more"),
         ([f"{R}.do_sample=false", f"{R}.n=2"], f"{R}.do_sample=False with {R}.n=2"),
         ([f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2"], "the hf engine has no tensor parallelism"),
         ([f"{R}.val_kwargs.do_sample=true"], f"{R}.val_kwargs.do_sample=True with temperature=0.0"),
@@ -97,6 +99,8 @@ def test_all_problems_in_one_error():
         ([f"{A}.policy_loss.topr.negative_weight=0.5"], "does not read it (read by topr)"),
         ([f"{A}.policy_loss.loss_mode=gspo", f"{A}.loss_agg_mode=token-sum"], "prescribes its aggregation"),
         ([f"{A}.ppo_mini_batch_size=1024", f"{A}.clip_ratio_high=0.28"], "all ratios are 1"),
+        ([f"{A}.ppo_mini_batch_size=1024", f"{A}.ratio_skip_threshold=20"], "all ratios are 1"),
+        (["preset=rloo"], f"set {A}.ppo_mini_batch_size=1024"),
         ([f"{A}.use_unbiased_kl=true"], f"{A}.use_kl_loss is false"),
         ([f"{A}.sample_weight.difficulty_key=hard"], f"{A}.sample_weight.difficulty is false"),
         ([f"{A}.sample_weight.scope=batch"], ".difficulty and .length are false"),
@@ -126,6 +130,19 @@ def test_bounds_count_where_ratios_move():
     assert warnings_of(*one_update, "algorithm.rollout_correction.bypass_mode=true") == []
 
 
+def test_losses_without_a_ratio_are_for_one_update():
+    """...or for updates whose weights carry the ratio."""
+    assert warnings_of("preset=rloo", f"{A}.ppo_mini_batch_size=1024") == []
+    preset = "algorithm.rollout_correction.preset"
+    assert warnings_of(f"{preset}=bypass_pg_is") == []
+    assert any("updates after the first are off-policy" in line for line in warnings_of(f"{preset}=bypass_pg_geo_rs"))
+
+
+def test_maxrl_may_be_scaled():
+    scaled = ["algorithm.reward_norm.kind=running", "algorithm.reward_norm.scale=true"]
+    assert warnings_of("algorithm.adv_estimator=maxrl", f"{R}.n=2", *scaled) == []
+
+
 def test_a_setting_equal_to_the_default_is_not_warned_about():
     assert warnings_of(f"{A}.kl_loss_coef=0.001") == []
 
@@ -149,8 +166,6 @@ def test_every_row_names_real_keys():
         (f"{A}.strategy=megatron", f"{A}.strategy=megatron: not available yet; use fsdp2"),
         (f"{R}.name=sglang", f"{R}.name=sglang: not available yet; use vllm or hf"),
         (f"{R}.multi_turn.enable=True", "not available yet"),
-        ("algorithm.adv_estimator=raft", "algorithm.adv_estimator=raft: not available yet; use one of gae, "),
-        (f"{A}.policy_loss.loss_mode=m2po", "not available yet; use one of vanilla, "),
         ("actor_rollout_ref.hybrid_engine=False", "not available yet"),
         ("+trainer.v1.trainer_mode=async", "not available yet (asynchronous trainers)"),
     ],
@@ -160,6 +175,19 @@ def test_what_is_not_built_is_refused_by_name(override, line):
         compose_with_warnings([override])
     assert line in str(caught.value)
     assert len(caught.value.problems) == 1  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("algorithm.adv_estimator=raft", "algorithm.adv_estimator='raft': choose one of gae, "),
+        (f"{A}.policy_loss.loss_mode=m2po", f"{A}.policy_loss.loss_mode='m2po': choose one of vanilla, "),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_known_ones(override, line):
+    with pytest.raises(ValueError) as caught:
+        compose_with_warnings([override])
+    assert line in str(caught.value)
 
 
 def test_governed_keys_exclude_the_switch():

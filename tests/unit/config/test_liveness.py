@@ -39,6 +39,8 @@ SAMPLES: dict[str, Any] = {
     "algorithm.rollout_correction.rollout_rs": "token_k1,seq_max_k2",
     "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0,3",
     "algorithm.rollout_correction.loss_type": "reinforce",
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
     "actor_rollout_ref.model.target_modules": ["q_proj"],
     "critic.model.target_modules": ["q_proj"],
     "reward_model.reward_manager": "prime",

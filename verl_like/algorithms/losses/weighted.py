@@ -78,7 +78,8 @@ def vespo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     2026, arXiv 2602.10693).
 
     (k, lambda) are policy_loss.vespo_k_pos and vespo_lambda_pos where A >= 0, else vespo_k_neg and vespo_lambda_neg.
-    phi is 1 at w = 1 and falls off smoothly on both sides: far rows fade out. vespo_weight: mean of phi over tokens.
+    phi is 1 at w = 1, largest at w = k / lambda, and falls off smoothly on both sides: far rows fade out.
+    vespo_weight: mean of phi over tokens.
     """
     options = actor.policy_loss
     log_w_B1 = masked_fill_zero(log_ratio(batch), batch.mask_BR).sum(dim=1, keepdim=True)
