@@ -14,12 +14,32 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     grpo = benchmarks.add_parser("grpo", help="whole GRPO steps, each phase against its floor")
     add_grpo_arguments(grpo)
     grpo.set_defaults(run=run_grpo)
+    update = benchmarks.add_parser("update", help="one optimizer step of the engine alone, packed and padded")
+    add_update_arguments(update)
+    update.set_defaults(run=run_update)
 
 
 def run_grpo(arguments: argparse.Namespace) -> None:
     from verl_like.bench import grpo
 
     grpo.main(arguments)
+
+
+def run_update(arguments: argparse.Namespace) -> None:
+    from verl_like.bench import update
+
+    update.main(arguments)
+
+
+def add_update_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `verl-like bench update`."""
+    parser.add_argument("--model", choices=sorted(MODELS), default="cpu", help="shape of the model")
+    parser.add_argument("--rows", type=int, default=256, help="rows of the mini-batch")
+    parser.add_argument("--token-budgets", type=int, nargs="+", default=[2048, 4096, 16384], help="of a micro-batch")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute precision")
+    parser.add_argument("--threads", type=int, default=None, help="torch's threads")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds over all variants")
+    parser.add_argument("--json", type=Path, help="write the figures here")
 
 
 def add_grpo_arguments(parser: argparse.ArgumentParser) -> None:
