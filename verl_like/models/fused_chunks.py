@@ -7,6 +7,7 @@ Letters: c tokens of the chunk, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +33,10 @@ class LogitRule:
             logits_cV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_cV if self.temperature == 1.0 else logits_cV.div_(self.temperature)
 
-    def inner_slope(self, z_cV: Tensor) -> Tensor:
-        """d z / d logits, given z; a scalar without soft-cap."""
-        factor = self.scale / self.temperature
-        if self.softcap is None:
-            return z_cV.new_tensor(factor)
-        return (z_cV * (self.temperature / self.softcap)).square_().neg_().add_(1.0).mul_(factor)
+    def cap_slope_(self, z_cV: Tensor) -> Tensor:
+        """d cap(x) / d x = 1 - (cap(x) / softcap)^2 in place of z; only with a soft-cap."""
+        assert self.softcap is not None
+        return z_cV.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,8 +54,15 @@ class Coefficients:
 
     def of(self, part: slice) -> Coefficients:
         """Those of a chunk's tokens."""
-        cut = {name: None if (t := getattr(self, name)) is None else t[part] for name in self.__slots__}
-        return Coefficients(**cut)
+        return self._each(lambda t: t[part])
+
+    def times(self, factor: float) -> Coefficients:
+        """Those of `factor` times the loss."""
+        return self if factor == 1.0 else self._each(lambda t: t * factor)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Coefficients:
+        changed = {name: None if (t := getattr(self, name)) is None else change(t) for name in self.__slots__}
+        return Coefficients(**changed)
 
 
 def coefficients(upstream: dict[str, Tensor], values: dict[str, Tensor]) -> Coefficients:
@@ -115,20 +121,15 @@ def slope_chunk(
     *,
     reuse: bool,
 ) -> Tensor:
-    """Gradient of the loss in h W^T + bias, [c, V]. `reuse`: log p may be overwritten."""
-    inner = None
-    if rule.softcap is not None:  # d cap(x) / d x = 1 - (cap(x) / softcap)^2, and cap(x) = temperature * (log p + lse)
-        inner = (log_p_cV + lse_c[:, None]).mul_(rule.temperature / rule.softcap).square_().neg_().add_(1.0)
+    """Gradient of the loss in scale / temperature * (h W^T + bias), [c, V]. `reuse`: log p may be overwritten."""
+    inner = None if rule.softcap is None else rule.cap_slope_(log_p_cV + lse_c[:, None])
     if at.log_p is None and at.p is None and at.gap is None:
         slope = (log_p_cV.exp_() if reuse else log_p_cV.exp()).mul_(at.constant[:, None])
     else:
         slope = _mixture(log_p_cV, gap_cV, at, reuse=reuse)
     if at.label is not None:
         slope.scatter_add_(1, targets_c[:, None], at.label[:, None].to(slope.dtype))
-    if inner is not None:
-        slope.mul_(inner)
-    factor = rule.scale / rule.temperature
-    return slope if factor == 1.0 else slope.mul_(factor)
+    return slope if inner is None else slope.mul_(inner)
 
 
 def _mixture(log_p: Tensor, gap: Tensor | None, at: Coefficients, *, reuse: bool) -> Tensor:

@@ -26,7 +26,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_like.models import fused_chunks
-from verl_like.models.fused_chunks import ENTROPY, FULL_KL, LOG_PROBS, REDUCTIONS, SUM_PI_SQUARED, LogitRule
+from verl_like.models.fused_chunks import (
+    ENTROPY,
+    FULL_KL,
+    LOG_PROBS,
+    REDUCTIONS,
+    SUM_PI_SQUARED,
+    Coefficients,
+    LogitRule,
+)
 
 CHUNK_ELEMENTS = 2**26  # logits of one chunk: 256 MB in float32
 KEEP_ELEMENTS = 2**22  # up to so many logits (16 MB in float32) are kept for the backward pass
@@ -215,28 +223,18 @@ class _FusedReductions(torch.autograd.Function):
         call = replace(call, head=replace(call.head, weight_VH=weight, bias_V=bias))
         values, kept = dict(zip(call.names, rest, strict=False)), rest[len(call.names) :]
         at = fused_chunks.coefficients(dict(zip(call.names, upstream, strict=True)), values)
-        rule, rows = call.head.rule(call.temperature), weight[: call.head.rows()]
+        at = at.times(call.head.scale / call.temperature)  # d z / d logits: cheaper here than on every logit
+        rows = weight[: call.head.rows()]
         wants = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight)) if wants[1] else None
         grad_bias = torch.zeros_like(bias, dtype=compute_dtype(bias)) if bias is not None and wants[2] else None
         for part in call.chunks(len(hidden)):
-            if call.triton:
-                z = rule.apply_(call.head.logits(hidden[part]))
-                inner = rule.inner_slope(z)
-                slope = _triton().slope_rows_(z, lse[part], targets[part], at.of(part))
-                slope.mul_(inner)
-                log_p = gap = z = None
-            else:
-                log_p, gap = kept or _recompute(call, hidden, lse, part)
-                slope = fused_chunks.slope_chunk(
-                    log_p, gap, lse[part], targets[part], at.of(part), rule, reuse=not kept
-                )
-            del log_p, gap  # nothing of a chunk may live on while the next one's logits are computed
+            slope = _slope(call, hidden, lse, targets, at.of(part), part, kept)
             if grad_bias is not None:
                 grad_bias[: len(rows)] += slope.sum(0)
             grad_logits = slope.to(hidden.dtype)
-            del slope
+            del slope  # nothing of a chunk may live on while the next one's logits are computed
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ rows
             if grad_weight is not None:
@@ -250,6 +248,21 @@ def _triton() -> ModuleType:
     from verl_like.models import fused_triton
 
     return fused_triton
+
+
+def _slope(
+    call: _Call, hidden: Tensor, lse: Tensor, targets: Tensor, at: Coefficients, part: slice, kept: list[Tensor | None]
+) -> Tensor:
+    """Gradient of the loss in scale / temperature * logits of a chunk, [c, V]; `kept`: what `forward` left of it."""
+    rule = call.head.rule(call.temperature)
+    if not call.triton:
+        log_p, gap = kept or _recompute(call, hidden, lse, part)
+        assert log_p is not None
+        return fused_chunks.slope_chunk(log_p, gap, lse[part], targets[part], at, rule, reuse=not kept)
+    z = rule.apply_(call.head.logits(hidden[part]))
+    inner = None if rule.softcap is None else rule.cap_slope_(z.clone())
+    slope = _triton().slope_rows_(z, lse[part], targets[part], at)
+    return slope if inner is None else slope.mul_(inner)
 
 
 def _recompute(call: _Call, hidden: Tensor, lse: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
