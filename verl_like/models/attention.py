@@ -140,10 +140,18 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: 
     bounds, longest = segments.cu_seqlens, segments.max_length
     options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if _varlen_shares_keys():
             options["enable_gqa"] = True
         else:  # earlier versions of torch
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     output = varlen_attn(*(q, k, v, bounds, bounds, longest, longest), **options)
     assert isinstance(output, Tensor)
     return output
+
+
+@functools.cache
+def _varlen_shares_keys() -> bool:
+    """Whether this torch's varlen attention takes fewer key heads than query heads (2.12 and later)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

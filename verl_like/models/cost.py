@@ -116,4 +116,5 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return (window,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds if "attention" in kind)
+    softmax = [kind for kind in kinds if kind.endswith("attention") and kind != "linear_attention"]
+    return tuple(window if kind == "sliding_attention" else None for kind in softmax)

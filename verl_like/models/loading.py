@@ -113,7 +113,7 @@ def _implementation(model: ModelConfig, config: PretrainedConfig) -> str:
 
 def has_weights(path: str) -> bool:
     """False only for a local folder without weight files; a hub name is taken to have them."""
-    folder = Path(path)
+    folder = Path(os.path.expanduser(path))
     patterns = ("*.safetensors", "pytorch_model*.bin")
     return not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in patterns)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from verl_like.batch import Rollouts
-from verl_like.config import PPOConfig, resolve_dtype
+from verl_like.config import ModelConfig, PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of
@@ -33,8 +33,8 @@ class ModelCosts:
         """Counted from the models' configs; no memory is used for weights."""
         critic = config.critic.model
         return cls(
-            actor=ModelCost.of(load_hf_config(config.actor_rollout_ref.model)),
-            critic=ModelCost.of(load_hf_config(critic)).with_value_head() if plan.needs_critic else None,
+            actor=_cost_of(config.actor_rollout_ref.model),
+            critic=_cost_of(critic).with_value_head() if plan.needs_critic else None,
         )
 
 
@@ -104,6 +104,10 @@ def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
         filter_groups=config.algorithm.filter_groups.enable,
         num_ranks=plan.world_size,
     )
+
+
+def _cost_of(model: ModelConfig) -> ModelCost:
+    return ModelCost.of(load_hf_config(model), trust_remote_code=model.trust_remote_code)
 
 
 def _element_size(dtype_name: str) -> int:

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
 
-from verl_like.models.cost import ModelCost
+from verl_like.models.cost import ModelCost, _windows
 
 SMALL = {
     "vocab_size": 50,
@@ -49,6 +49,11 @@ def test_a_sliding_window_bounds_the_pairs():
     cost = ModelCost.of(MistralConfig(**SMALL, sliding_window=4))
     seen = sum(min(i, 4) for i in range(1, 11))
     assert cost.attention_flops(10) == 4 * 64 * 3 * seen
+
+
+def test_linear_attention_has_no_pairs_and_no_cache():
+    kinds = ["linear_attention", "full_attention", "linear_attention", "chunked_attention"]
+    assert _windows(Qwen2Config(**SMALL | {"num_hidden_layers": 4}, layer_types=kinds)) == (None, None)
 
 
 def test_windows_of_alternating_layers():

@@ -48,6 +48,14 @@ def test_seeding_leaves_the_global_generator_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_a_folder_below_home_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = Path(tiny.model_folder(tmp_path))
+    assert not loading.has_weights(f"~/{folder.name}")
+    (folder / "model.safetensors").touch()
+    assert loading.has_weights(f"~/{folder.name}")
+
+
 def test_sharded_safetensors(tmp_path: Path) -> None:
     path = tiny.model_folder(tmp_path, num_hidden_layers=3)
     source = build(path)
