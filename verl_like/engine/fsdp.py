@@ -166,7 +166,7 @@ class FSDPEngine:
     def _gathered_head(self) -> Head:
         """The whole output head on this rank (collective)."""
         assert isinstance(self.model, PolicyModel)
-        found = {name: t for name, t in self._sharding.full_weights(self._compute_dtype) if name in self._head_names}
+        found = dict(self._sharding.full_weights(self._compute_dtype, lambda name: name in self._head_names))
         weight, bias = (found.get(name) for name in self._head_names)
         assert weight is not None
         return dataclasses.replace(self.model.head(), weight_VH=weight, bias_V=bias)
@@ -246,9 +246,9 @@ class FSDPEngine:
         self._check_want(loss_fn.wants)
         self._sharding.root.train()
         with self._resident(optimizer=True), self._comparison(loss_fn.wants) as other:
-            self.optimizer.zero_grad(set_to_none=True)
+            self._sharding.drop_gradients()
             learning, watched = microbatch.set_apart(batch.to("cpu"), without_gradient_B)
-            metrics = self._watch(watched, loss_fn, denominators, rule, temperature)
+            metrics = self._watch(watched, loss_fn, denominators, rule, temperature, other)
             parts = microbatch.cut(learning, rule) or [None]  # the collectives of backward must run once at least
             sync_every = self._sync_every and not self._sharding.reduces_once
             for i, part in enumerate(parts):
@@ -256,7 +256,7 @@ class FSDPEngine:
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
             self._sharding.reshard()
             metrics += [self._step(), microbatch.fill_metrics(parts, watched, rule)]
-            self.optimizer.zero_grad(set_to_none=True)
+            self._sharding.drop_gradients()
         return merge_metrics(metrics)
 
     def _watch(
@@ -266,6 +266,7 @@ class FSDPEngine:
         denominators: Denominators,
         rule: MicroBatchRule,
         temperature: float,
+        other: Head | None,
     ) -> list[dict[str, Metric]]:
         """Forward passes alone, for the metrics of rows that have no gradient (collective unless `rows` is None)."""
         if rows is None:
@@ -273,7 +274,7 @@ class FSDPEngine:
         metrics = []
         with torch.no_grad():
             for part in microbatch.cut(rows, rule):
-                outputs = self._answers(part and part[1], loss_fn.wants, temperature)
+                outputs = self._answers(part and part[1], loss_fn.wants, temperature, other)
                 if part is not None:
                     metrics.append(self._counted_once(loss_fn(outputs, part[1].to(self.device), denominators)[1]))
         return metrics
@@ -344,8 +345,9 @@ class FSDPEngine:
     def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine.export_weights. Shards are cast before they are gathered; tied weights come once. LoRA
         adapters arrive inside the weights they adapt."""
-        named = ((name.removeprefix(HF_PREFIX), tensor) for name, tensor in self._sharding.full_weights(dtype))
-        yield from named if self._adapters is None else self._adapters.merged(named)
+        with nullcontext() if self._sharding.reads_from_host else self._resident(optimizer=False):
+            named = ((name.removeprefix(HF_PREFIX), tensor) for name, tensor in self._sharding.full_weights(dtype))
+            yield from named if self._adapters is None else self._adapters.merged(named)
 
     def weight_names(self) -> dict[str, torch.Size]:
         """See TrainEngine.weight_names."""
@@ -399,8 +401,8 @@ class FSDPEngine:
         folder = Path(path)
         with self._resident(optimizer="optimizer" in contents):  # states are made beside their parameters
             self._save_parts(self._parts(folder, contents), background=background)
-        if "model" in contents:
-            self._save_adapter(folder / "adapter")
+            if "model" in contents:
+                self._save_adapter(folder / "adapter")
         if "extra" in contents:
             state.save_extra(folder / "extra", self.process.rank, self._counters())
         if "hf_model" in contents:
@@ -410,9 +412,10 @@ class FSDPEngine:
         """See TrainEngine.load. Raises ValueError when the checkpoint lacks a part that is asked for."""
         folder = Path(path)
         if "model" in contents:
-            tensors = self._model_state()
-            state.load_sharded(tensors, folder / "model")
-            self._sharding.set_model_state(tensors)
+            with self._resident(optimizer=False):
+                tensors = self._model_state()
+                state.load_sharded(tensors, folder / "model")
+                self._sharding.set_model_state(tensors)
         if self.optimizer is not None and "optimizer" in contents:
             with self._resident(optimizer=True):
                 tensors = self._sharding.optimizer_state(self.optimizer)
@@ -459,8 +462,8 @@ class FSDPEngine:
         """The adapter as the peft library reads it, beside the sharded state."""
         if self._adapters is None:
             return
-        named = ((name.removeprefix(HF_PREFIX), t) for name, t in self._sharding.full_weights(torch.float32))
-        tensors = ((lora.peft_name(name), tensor.cpu()) for name, tensor in named if lora.is_adapter(name))
+        named = self._sharding.full_weights(torch.float32, lora.is_adapter)
+        tensors = ((lora.peft_name(name.removeprefix(HF_PREFIX)), tensor) for name, tensor in named)
         config = self._adapters.peft_config(self._model_config.path, is_value_model=self.kind == "value")
         state.export_adapter(tensors, config, folder, rank=self.process.rank)
 
@@ -470,8 +473,7 @@ class FSDPEngine:
     def export_hf(self, path: str) -> None:
         """See TrainEngine.export_hf. Weights keep the precision of the shards."""
         dtype = dtype_of(self._fsdp.model_dtype)
-        weights = ((name, tensor.cpu()) for name, tensor in self.export_weights(dtype))
-        state.export_hf(self.model.hf, weights, Path(path), rank=self.process.rank, dtype=dtype)
+        state.export_hf(self.model.hf, self.export_weights(dtype), Path(path), rank=self.process.rank, dtype=dtype)
 
 
 def _zero_loss(outputs: dict[str, Tensor]) -> Tensor:

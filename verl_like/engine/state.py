@@ -63,7 +63,7 @@ def export_hf(
     hf: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], folder: Path, *, rank: int, dtype: torch.dtype
 ) -> None:
     """Write what `from_pretrained` reads; every rank must drain `weights`, rank 0 writes (collective)."""
-    collected = {name: tensor.contiguous() for name, tensor in weights if rank == 0}
+    collected = {name: tensor.cpu().contiguous() for name, tensor in weights if rank == 0}
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         _write_safetensors(collected, folder)
@@ -73,7 +73,7 @@ def export_hf(
 
 def export_adapter(weights: Iterator[tuple[str, Tensor]], config: dict[str, Any], folder: Path, *, rank: int) -> None:
     """Write a LoRA adapter as the peft library reads it; every rank drains `weights`, rank 0 writes (collective)."""
-    collected = {name: tensor.contiguous() for name, tensor in weights if rank == 0}
+    collected = {name: tensor.cpu().contiguous() for name, tensor in weights if rank == 0}
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(collected, folder / "adapter_model.safetensors", metadata={"format": "pt"})

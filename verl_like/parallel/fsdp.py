@@ -6,7 +6,7 @@ off here, in one place (`_sum_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ class FSDP2Sharding:
     """
 
     reduces_once = False
+    reads_from_host = True
 
     def __init__(
         self,
@@ -87,10 +88,18 @@ class FSDP2Sharding:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def drop_gradients(self) -> None:
+        """See Sharding."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def full_weights(
+        self, dtype: torch.dtype, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """See Sharding."""
         for name, parameter in self.root.named_parameters():
-            yield name, gather(parameter, self._device, dtype)
+            if wanted is None or wanted(name):
+                yield name, gather(parameter, self._device, dtype)
 
     def move_params(self, device: torch.device) -> None:
         """See Sharding."""

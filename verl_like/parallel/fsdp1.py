@@ -6,7 +6,7 @@ are plain SUMS over ranks: FSDP1's divisions before and after the reduction are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,8 @@ class FSDP1Sharding:
 
     compute_dtype: what weights are gathered in; the shards keep the dtype they have.
     """
+
+    reads_from_host = False
 
     def __init__(
         self,
@@ -108,12 +110,26 @@ class FSDP1Sharding:
             dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt()
 
-    def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def drop_gradients(self) -> None:
+        """See Sharding. The flat gradient, of which a parameter's is a view, would stay until the next forward pass."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        for module in FSDP.fsdp_modules(self.root):
+            if module._handle is not None:
+                module._handle.flat_param.grad = None
+
+    def full_weights(
+        self, dtype: torch.dtype, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """See Sharding. One unit is gathered at a time, in the precision of its shards, and cast afterwards."""
         for unit in FSDP.fsdp_modules(self.root):
+            chosen = {name for name, _ in _own_parameters(self.root, unit) if wanted is None or wanted(name)}
+            if not chosen:
+                continue
             with FSDP.summon_full_params(unit, recurse=False, writeback=False):
                 for name, parameter in _own_parameters(self.root, unit):
-                    yield name, parameter.detach().to(device=self._device, dtype=dtype, copy=True)
+                    if name in chosen:
+                        yield name, parameter.detach().to(device=self._device, dtype=dtype, copy=True)
 
     def move_params(self, device: torch.device) -> None:
         """See Sharding."""
@@ -129,12 +145,21 @@ class FSDP1Sharding:
         release(device)
 
     def model_state(self) -> dict[str, Tensor]:
-        """See Sharding."""
-        return get_model_state_dict(self.root)
+        """See Sharding. A tied weight has its first name alone, as under FSDP2."""
+        first = self._first_names()
+        return {name: tensor for name, tensor in get_model_state_dict(self.root).items() if first[name] == name}
 
     def set_model_state(self, state: dict[str, Tensor]) -> None:
         """See Sharding."""
-        set_model_state_dict(self.root, get_model_state_dict(self.root) | state)  # it takes nothing less than all
+        first, whole = self._first_names(), get_model_state_dict(self.root)  # it takes nothing less than all
+        set_model_state_dict(self.root, {name: state.get(first[name], tensor) for name, tensor in whole.items()})
+
+    def _first_names(self) -> dict[str, str]:
+        """{name in the state dict: the first name of the same tensor}."""
+        owners: dict[int, str] = {}
+        tensors = [*self.root.named_parameters(remove_duplicate=False), *self.root.named_buffers()]
+        names = ((name.replace(_WRAPPER, ""), id(tensor)) for name, tensor in tensors)
+        return {name: owners.setdefault(tensor, name) for name, tensor in names}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """See Sharding."""
@@ -150,7 +175,10 @@ class FSDP1Sharding:
         for key, value in state.items():
             name, _, part = key.rpartition(".")
             whole["state"][name][part] = value
+        kinds = {p: {key: value.dtype for key, value in own.items()} for p, own in optimizer.state.items()}
         set_optimizer_state_dict(self.root, optimizer, whole)
+        for parameter, own in optimizer.state.items():  # torch has cast them to the parameter's precision
+            own.update({key: value.to(kinds[parameter][key]) for key, value in own.items()})
 
 
 def _strategies(fsdp: FSDPConfig, *, sharded: bool, replicated: bool) -> tuple[ShardingStrategy, ShardingStrategy]:

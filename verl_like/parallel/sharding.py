@@ -5,7 +5,7 @@ Gradients are plain SUMS over ranks: losses are divided by global counts already
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -27,6 +27,8 @@ class Sharding(Protocol):
     """Which shard this rank holds; the same on all replicas of it."""
     reduces_once: bool
     """Gradients may be reduced only once per optimizer step, not after every micro-batch."""
+    reads_from_host: bool
+    """Weights can be gathered and states read while `move_params` has them in host memory."""
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks or adds them up unsharded on each."""
@@ -44,8 +46,17 @@ class Sharding(Protocol):
         """2-norm of the whole gradient, the same on every rank."""
         ...
 
-    def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor on the device), one after the other, cast to `dtype` before the gather where possible."""
+    def drop_gradients(self) -> None:
+        """Free the gradients of all parameters."""
+        ...
+
+    def full_weights(
+        self, dtype: torch.dtype, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor on the device), one after the other, cast to `dtype` before the gather where possible.
+
+        wanted: of these names alone; nothing else is gathered.
+        """
         ...
 
     def move_params(self, device: torch.device) -> None:

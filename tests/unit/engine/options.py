@@ -17,6 +17,7 @@ from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.materialize import Materializer
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
+TIED = {"override_config": {"tie_word_embeddings": True}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2_keep_gathered": {"fsdp": FSDPConfig(reshard_after_forward=False)},
@@ -52,10 +53,12 @@ def gradients_of_all(process: ProcessInfo, path: str) -> dict[str, dict[str, Ten
     }
 
 
-def train_and_save(process: ProcessInfo, path: str, folder: str, model: dict[str, Any]) -> dict[str, Any]:
-    """Two steps under FSDP1, a checkpoint, one more step; and the same from FSDP2, which reads FSDP1's folder."""
+def train_and_save(
+    process: ProcessInfo, path: str, folder: str, model: dict[str, Any], writer: str = "fsdp"
+) -> dict[str, Any]:
+    """Two steps, a checkpoint, one more step; and the same from engines of both strategies that read the folder."""
     result: dict[str, Any] = {}
-    first = build_engine(process, path, strategy="fsdp", model=model)
+    first = build_engine(process, path, strategy=writer, model=model)
     for seed in range(2):
         step(process, first, seed)
     first.save(str(Path(folder)), contents=["model", "optimizer", "extra"])
@@ -80,8 +83,34 @@ def everything(process: ProcessInfo, path: str, folder: str) -> dict[str, Any]:
         "gradients": gradients_of_all(process, path),
         "saved": train_and_save(process, path, f"{folder}/full", {}),
         "saved_lora": train_and_save(process, path, f"{folder}/lora", LORA),
+        "saved_tied": train_and_save(process, path, f"{folder}/tied", TIED, writer="fsdp2"),
+        "apart": apart(process, path),
         "mismatch": mismatch(process),
     }
+
+
+def apart(process: ProcessInfo, path: str) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Gradients with and without a backward pass for rows of advantage 0, which are all that rank 0 has (of a sequence
+    group: some of the rows that its ranks share)."""
+    batch, world, result = experience(9), process.world_size, {}
+    batch = batch.replace(advantages_BR=batch.advantages_BR * (torch.arange(9) % 2)[:, None])
+    zero_B = torch.arange(9) % 2 == 0
+    for name, settings in APART.items():
+        engine = build_engine(process, path, **settings)
+        mine = slice(None) if "ulysses_size" in settings else slice(process.rank, None, world)
+        rows, apart_B = batch.select(range(9)[mine]), zero_B[mine]
+        by_advantage = PolicyLoss(entropy=0.0)
+        result[name] = tuple(gradients(engine, rows, batch, chosen, by_advantage) for chosen in (None, apart_B))
+    return result
+
+
+APART: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "fsdp1": {"strategy": "fsdp"},
+    "fsdp1_keep_gathered": {"strategy": "fsdp", "fsdp": FSDPConfig(reshard_after_forward=False)},
+    "replicated": {"fsdp": FSDPConfig(fsdp_size=1)},
+    "sequence_parallel": {"ulysses_size": 2},
+}
 
 
 def mismatch(process: ProcessInfo) -> str:

@@ -15,6 +15,7 @@ from verl_like.batch import Experience
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.protocol import LossFn
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import gather
 
@@ -28,7 +29,9 @@ def my_rows(process: ProcessInfo, batch: Experience, share: str) -> Experience:
     return batch.select(range(process.rank, len(batch), process.world_size))
 
 
-def gradients(engine: FSDPEngine, rows: Experience, whole: Experience) -> dict[str, Tensor]:
+def gradients(
+    engine: FSDPEngine, rows: Experience, whole: Experience, apart_B: Tensor | None = None, loss: LossFn | None = None
+) -> dict[str, Tensor]:
     """Full gradient of one mini-batch, before clipping; the optimizer step itself is left out."""
     kept: dict[str, Tensor] = {}
 
@@ -44,7 +47,7 @@ def gradients(engine: FSDPEngine, rows: Experience, whole: Experience) -> dict[s
         return {}
 
     real, engine._step = engine._step, keep  # type: ignore[method-assign]
-    engine.train_minibatch(rows, PolicyLoss(), denominators(whole), rule=RULE)
+    engine.train_minibatch(rows, loss or PolicyLoss(), denominators(whole), rule=RULE, without_gradient_B=apart_B)
     engine._step = real  # type: ignore[method-assign]
     return kept
 

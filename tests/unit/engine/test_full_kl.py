@@ -121,6 +121,15 @@ def test_lora_compares_with_its_own_base(process: ProcessInfo, path: str) -> Non
     assert metrics["kl"].value == pytest.approx(mean, rel=1e-4)
 
 
+def test_rows_that_are_only_watched_are_compared_too(process: ProcessInfo, path: str) -> None:
+    batch, kls = tiny.experience(5), []
+    for apart_B in (None, torch.arange(5) < 2):
+        engine = pair(process, path, FUSED)
+        counts = tiny.denominators(batch)
+        kls.append(engine.train_minibatch(batch, KLLoss(), counts, rule=RULE, without_gradient_B=apart_B)["kl"].value)
+    assert kls[1] == pytest.approx(kls[0], rel=1e-5)
+
+
 def test_without_a_reference_it_is_refused(process: ProcessInfo, path: str) -> None:
     with pytest.raises(ValueError, match="full_kl"):
         tiny.build_engine(process, path).forward(tiny.experience(2), want=WANT, rule=RULE)

@@ -145,13 +145,14 @@ def test_bytes_per_weight(
     assert states <= state_bytes_at_most * count
 
 
-@pytest.mark.parametrize("optimizer", LEAN)
+@pytest.mark.parametrize(("optimizer", "strategy"), [*((name, "fsdp2") for name in LEAN), ("adamw_bf16", "fsdp")])
 @pytest.mark.parametrize("model_dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_goes_on_bit_for_bit(
-    process: ProcessInfo, path: str, tmp_path: Path, optimizer: str, model_dtype: str
+    process: ProcessInfo, path: str, tmp_path: Path, optimizer: str, strategy: str, model_dtype: str
 ) -> None:
     settings: Any = {"optimizer": optimizer, "lr": 1e-3}
     changes: dict[str, Any] = {"optim": OptimConfig(**settings), "fsdp": FSDPConfig(model_dtype=model_dtype)}
+    changes["strategy"] = strategy
     engine = build_engine(process, path, **changes)
     steps(engine, range(2))
     engine.save(str(tmp_path), contents=["model", "optimizer", "extra"])
@@ -160,6 +161,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     resumed.load(str(tmp_path), contents=["model", "optimizer", "extra"])
     actual = steps(resumed, range(2, 4))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert state_bytes(resumed) == state_bytes(engine)  # states keep their precision
 
 
 @pytest.mark.parametrize("optimizer", LEAN)

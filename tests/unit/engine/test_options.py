@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.engine import options, tiny
@@ -17,6 +19,7 @@ from tests.unit.engine.tiny import build_engine
 from verl_like.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
 from verl_like.models.blocks import check_compiler
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.fsdp import gather
 from verl_like.trainer.compose import compose
 
 
@@ -68,11 +71,74 @@ def test_two_ranks_give_the_default_gradient_of_one(
         assert_same(one[default_of(name)], result["gradients"][name])
 
 
-@pytest.mark.parametrize("part", ["saved", "saved_lora"])
-def test_fsdp1_resumes_and_fsdp2_reads_its_checkpoint(two: list[dict[str, Any]], part: str) -> None:
+@pytest.mark.parametrize(("part", "writer"), [("saved", "fsdp"), ("saved_lora", "fsdp"), ("saved_tied", "fsdp2")])
+def test_both_strategies_resume_from_a_checkpoint_of_either(two: list[dict[str, Any]], part: str, writer: str) -> None:
     saved = two[0][part]
-    assert_same(saved["uninterrupted"], saved["fsdp"], 0.0)
-    assert_same(saved["uninterrupted"], saved["fsdp2"], 1e-5)
+    for strategy in ("fsdp", "fsdp2"):
+        assert_same(saved["uninterrupted"], saved[strategy], 0.0 if strategy == writer else 1e-5)
+
+
+@pytest.mark.parametrize("name", options.APART)
+def test_rows_without_a_backward_pass_keep_the_ranks_in_step(two: list[dict[str, Any]], name: str) -> None:
+    """Collectives must match although one rank runs forward passes alone."""
+    for result in two:
+        assert_same(*result["apart"][name])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_no_gradient_stays_after_a_step(process: ProcessInfo, path: str, strategy: str) -> None:
+    """FSDP1's flat gradient included, of which the parameters' are views."""
+    engine, batch = build_engine(process, path, strategy=strategy), tiny.experience(3)
+    engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
+    root = engine._sharding.root
+    handles = [unit._handle for unit in FSDP1.fsdp_modules(root)] if strategy == "fsdp" else []
+    flat = [handle.flat_param for handle in handles if handle is not None]
+    assert bool(flat) == (strategy == "fsdp")
+    assert all(p.grad is None for p in [*root.parameters(), *flat])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_offloaded_shards_return_for_what_cannot_read_them_there(
+    process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strategy: str
+) -> None:
+    """FSDP1 gathers on the device alone. (On a CPU nothing moves: the moves are counted.)"""
+    engine = build_engine(process, path, strategy=strategy)
+    moves: list[torch.device] = []
+    monkeypatch.setattr(engine._sharding, "move_params", moves.append)
+    works: list[Callable[[], object]] = [
+        lambda: next(engine.export_weights(torch.float32)),
+        lambda: engine.save(str(tmp_path), contents=["model", "hf_model"]),
+        lambda: engine.load(str(tmp_path), contents=["model"]),
+    ]
+    counts = []
+    for work in works:
+        engine._params_offloaded = True
+        work()
+        counts.append(len(moves))
+        moves.clear()
+    assert counts == ([1, 1, 1] if strategy == "fsdp" else [0, 1, 1])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_one_weight_is_gathered_alone(
+    process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    sharding, gathered = build_engine(process, path, strategy=strategy)._sharding, []
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            gathered.append(args)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(FSDP1, "summon_full_params", counting(FSDP1.summon_full_params))
+    monkeypatch.setattr("verl_like.parallel.fsdp.gather", counting(gather))
+    expected = dict(sharding.full_weights(torch.float32))
+    gathered.clear()
+    name = "hf.model.layers.1.mlp.up_proj.weight"
+    found = dict(sharding.full_weights(torch.float32, lambda other: other == name))
+    assert found.keys() == {name} and torch.equal(found[name], expected[name]) and len(gathered) == 1
 
 
 def test_ranks_with_different_models_are_told_so(two: list[dict[str, Any]]) -> None:

@@ -89,13 +89,13 @@ class PolicyLoss:
 
     wants = frozenset({"log_probs", "entropy"})
 
-    def __init__(self, factor: float = 1.0) -> None:
-        self.factor = factor
+    def __init__(self, factor: float = 1.0, entropy: float = 0.1) -> None:
+        self.factor, self.entropy = factor, entropy
 
     def __call__(
         self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
-        terms_BR = -experience.advantages_BR * outputs["log_probs"] - 0.1 * outputs["entropy"]
+        terms_BR = -experience.advantages_BR * outputs["log_probs"] - self.entropy * outputs["entropy"]
         loss = self.factor * (terms_BR * experience.response_mask_BR).sum() / denominators.num_tokens
         return loss, {"pg_loss": Metric(value=loss.item(), reduction="sum")}
 
