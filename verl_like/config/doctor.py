@@ -9,9 +9,9 @@ from verl_like.config.doctor_correction import (
     risky_correction,
     two_policies,
 )
-from verl_like.config.doctor_losses import LOSS_IDLE, impossible_losses, two_decays, uncorrected_updates
+from verl_like.config.doctor_losses import LOSS_IDLE, aimless_kl, impossible_losses, two_decays, uncorrected_updates
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
-from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards
+from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, risky_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
@@ -381,7 +381,7 @@ def risky(config: PPOConfig) -> list[str]:
             "sampler's log-probs are those of the cut distribution, the trainer's of the whole one: ratios are not 1 "
             f"before the first update; set top_p=1 and top_k=-1, or {_ACTOR}.old_log_probs=recompute"
         )
-    lines += two_decays(config) + uncorrected_updates(config)
+    lines += two_decays(config) + uncorrected_updates(config) + aimless_kl(config) + risky_rewards(config)
     if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:
         lines.append(
             f"{_ACTOR}.checkpoint.save_contents={actor.checkpoint.save_contents} leaves out model: a run cannot be "

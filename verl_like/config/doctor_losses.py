@@ -52,6 +52,17 @@ def uncorrected_updates(config: PPOConfig) -> list[str]:
     ]
 
 
+def aimless_kl(config: PPOConfig) -> list[str]:
+    """k1 as a loss: the gradient of d = log_prob - ref is that of log_prob, whose mean over samples is 0."""
+    actor = config.actor_rollout_ref.actor
+    if not actor.use_kl_loss or actor.use_unbiased_kl or actor.kl_loss_type not in ("kl", "k1"):
+        return []
+    return [
+        f"{_ACTOR}.kl_loss_type={actor.kl_loss_type} as a loss has a gradient of mean 0: it pulls nowhere; "
+        f"set {_ACTOR}.kl_loss_type=kl+, mse or low_var_kl, or {_ACTOR}.use_unbiased_kl=true"
+    ]
+
+
 def _actor(config: PPOConfig) -> ActorConfig:
     return config.actor_rollout_ref.actor
 

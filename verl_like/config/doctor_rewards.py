@@ -1,5 +1,7 @@
 """The doctor's checks of everything between a score and an advantage: reward shaping, dynamic sampling."""
 
+import math
+
 from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
@@ -9,7 +11,14 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 def impossible_rewards(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
-    return _normalisation(config) + _overlong(config) + _filter_groups(config) + _estimators(config) + _positive(config)
+    return (
+        _normalisation(config)
+        + _overlong(config)
+        + _filter_groups(config)
+        + _estimators(config)
+        + _positive(config)
+        + _controller(config)
+    )
 
 
 def _normalisation(config: PPOConfig) -> list[str]:
@@ -120,6 +129,38 @@ def _positive(config: PPOConfig) -> list[str]:
         for what, is_on, instead in signed
         if is_on
     ]
+
+
+def _controller(config: PPOConfig) -> list[str]:
+    """A step moves the adaptive coefficient by up to 0.2 x sequences / horizon: at 1 it reaches 0."""
+    control = config.algorithm.kl_ctrl
+    if not config.algorithm.use_kl_in_reward or control.type != "adaptive":
+        return []
+    sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    if 0.2 * sequences < control.horizon:
+        return []
+    return [
+        f"algorithm.kl_ctrl.horizon={control.horizon} with type=adaptive and {sequences} sequences a step (data."
+        f"train_batch_size x {_ROLLOUT}.n): one step could take the coefficient to 0 or below; set horizon above "
+        f"{math.ceil(0.2 * sequences)}"
+    ]
+
+
+def risky_rewards(config: PPOConfig) -> list[str]:
+    """Terms that are switched on and add nothing."""
+    length, buffer = config.reward_model.length_reward, config.reward_model.overlong_buffer
+    lines = []
+    if length.enable and length.coef == 0:
+        lines.append(
+            "reward_model.length_reward.enable=True with coef=0.0 adds nothing; set reward_model.length_reward.coef, "
+            "below 0 for shorter responses"
+        )
+    if buffer.enable and buffer.penalty_factor == 0 and buffer.truncated != "zero":
+        lines.append(
+            "reward_model.overlong_buffer.enable=True with penalty_factor=0.0 punishes nothing; set "
+            "reward_model.overlong_buffer.penalty_factor (DAPO: 1.0)"
+        )
+    return lines
 
 
 def _without_score(config: PPOConfig) -> bool:

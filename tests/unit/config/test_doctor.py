@@ -100,6 +100,7 @@ def test_all_problems_in_one_error():
         ([f"{A}.policy_loss.loss_mode=gspo", f"{A}.loss_agg_mode=token-sum"], "prescribes its aggregation"),
         ([f"{A}.ppo_mini_batch_size=1024", f"{A}.clip_ratio_high=0.28"], "all ratios are 1"),
         ([f"{A}.ppo_mini_batch_size=1024", f"{A}.ratio_skip_threshold=20"], "all ratios are 1"),
+        ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=kl"], "has a gradient of mean 0"),
         (["preset=rloo"], f"set {A}.ppo_mini_batch_size=1024"),
         ([f"{A}.use_unbiased_kl=true"], f"{A}.use_kl_loss is false"),
         ([f"{A}.sample_weight.difficulty_key=hard"], f"{A}.sample_weight.difficulty is false"),
@@ -136,6 +137,11 @@ def test_losses_without_a_ratio_are_for_one_update():
     preset = "algorithm.rollout_correction.preset"
     assert warnings_of(f"{preset}=bypass_pg_is") == []
     assert any("updates after the first are off-policy" in line for line in warnings_of(f"{preset}=bypass_pg_geo_rs"))
+
+
+@pytest.mark.parametrize("kind", ["kl+", "mse", "low_var_kl"])
+def test_kl_losses_with_a_direction_are_not_warned_about(kind):
+    assert warnings_of(f"{A}.use_kl_loss=true", f"{A}.kl_loss_type={kind}") == []
 
 
 def test_maxrl_may_be_scaled():

@@ -22,6 +22,7 @@ BUFFER = "reward_model.overlong_buffer"
         (["algorithm.agent_reward_norm.method=mean"], f"{R}.n=1: every group is one response"),
         ([f"{BUFFER}.enable=true"], f"{BUFFER}.len=0 with enable=True: must be 1 to data.max_response_length=512"),
         ([f"{BUFFER}.enable=true", f"{BUFFER}.len=513"], f"{BUFFER}.len=513"),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", f"{R}.n=64"], "horizon above 13108"),
         (["algorithm.reward_norm.mean=all"], "choose one of batch, group, running"),
         (["algorithm.agent_reward_norm.clip=[3,-1]"], "the lower one first"),
         (["algorithm.agent_reward_norm.method=std"], "one of [identity, mean, mean_std, asym_clip]"),
@@ -74,6 +75,8 @@ def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None
         ([*GRPO, f"{FILTER}.enable=true", "reward_model.launch_reward_fn_async=true"],
          "chooses groups by their scores"),
         ([f"{BUFFER}.penalty_factor=1"], "overlong_buffer.enable is false"),
+        ([f"{BUFFER}.enable=true", f"{BUFFER}.len=8"], "punishes nothing"),
+        (["reward_model.length_reward.enable=true"], "adds nothing"),
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_said(overrides: list[str], message: str) -> None:
@@ -89,13 +92,15 @@ def test_what_has_no_effect_is_said(overrides: list[str], message: str) -> None:
         ["algorithm.agent_reward_norm.method=asym_clip", "algorithm.agent_reward_norm.clip=[-1,2]"],
         [f"{FILTER}.enable=true", f"{FILTER}.metric=acc", "data.gen_batch_size=2048", f"{FILTER}.range=[0.1,0.9]"],
         ["algorithm.whiten_advantages=true", "algorithm.advantage_clip=5"],
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+        [f"{BUFFER}.enable=true", f"{BUFFER}.len=128", f"{BUFFER}.truncated=zero"],
         [f"{BUFFER}.enable=true", f"{BUFFER}.len=128", f"{BUFFER}.penalty_factor=1", f"{BUFFER}.log=true"],
-        ["reward_model.reward_kwargs.overlong_buffer_cfg.enable=true", f"{BUFFER}.len=8"],
+        ["reward_model.reward_kwargs.overlong_buffer_cfg.enable=true", f"{BUFFER}.len=8", f"{BUFFER}.penalty_factor=1"],
     ],
 )
 def test_what_works_passes_in_silence(overrides: list[str]) -> None:
     _, warnings = compose_with_warnings([*GRPO, *overrides])
-    assert [w for w in warnings if "has no effect" in w] == []
+    assert [w for w in warnings if "nothing" in w or "has no effect" in w] == []
 
 
 def test_the_plan_knows_the_draws() -> None:
