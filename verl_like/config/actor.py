@@ -146,7 +146,7 @@ class ActorConfig(ConfigNode):
     sample_weight: SampleWeightConfig = field(default_factory=SampleWeightConfig)
     """Weights of rows in the policy loss."""
     ratio_skip_threshold: float | None = None
-    """[ratio] Rows whose mean token ratio is above it add nothing to the loss. Null: none is skipped."""
+    """[ratio] Rows whose mean token ratio is above it (1 or more) add nothing to the loss. Null: none is skipped."""
     mask_truncated: bool = False
     """Leave responses that hit the length limit out of the actor's update; their scores still count in the baseline."""
     use_torch_compile: bool = False
@@ -178,7 +178,8 @@ class ActorConfig(ConfigNode):
     def check(self) -> None:
         at_least(self, 1, "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
         at_least(self, 1, "ppo_max_token_len_per_gpu", "ppo_epochs", "ulysses_sequence_parallel_size")
-        above(self, 0, "grad_clip", "loss_scale_factor", "tau_pos", "tau_neg", "ratio_skip_threshold")
+        above(self, 0, "grad_clip", "loss_scale_factor", "tau_pos", "tau_neg")
+        at_least(self, 1, "ratio_skip_threshold")  # below 1 it would skip rows that the policy sampled itself
         at_least(self, 0, "rl_loss_coef", "sft_loss_coef")
         at_least(self, 0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
         above(self, 1, "clip_ratio_c")

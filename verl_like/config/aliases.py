@@ -87,6 +87,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 _OPTIMIZERS = {"AdamW": "adamw", "AdamW8bit": "adamw_8bit"}
 _KL_KINDS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # verl's second implementations
+_LOSSES = {"gmpo": "geo_mean"}
 _LOGGERS = {"tracking": "wandb", "stdout": "console"}
 
 
@@ -117,6 +118,7 @@ VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     (r"actor_rollout_ref\.rollout\.dtype|.+\.fsdp_config\.(model_dtype|dtype)", _mapped(_DTYPES)),
     (r"actor_rollout_ref\.actor\.kl_loss_type|algorithm\.kl_penalty", _mapped(_KL_KINDS)),
     (r"algorithm\.adv_estimator", _mapped(_ESTIMATORS)),
+    (r"actor_rollout_ref\.actor\.policy_loss\.loss_mode", _mapped(_LOSSES)),
     (r".+\.optim\.optimizer", _mapped(_OPTIMIZERS)),
     (r"trainer\.logger", _loggers),
     (r"trainer\.n_gpus_per_node", _null_is("auto")),

@@ -107,7 +107,7 @@ LOSS_IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         (f"{_ACTOR}.ratio_skip_threshold",),
-        lambda c: takes_own_log_probs(c) and (_actor(c).ratio_skip_threshold or 0) >= 1,
+        lambda c: takes_own_log_probs(c) and _actor(c).ratio_skip_threshold is not None,
         "with one update per rollout batch the old log-probs are the update's own: all ratios are 1",
     ),
     Idle((f"{_ACTOR}.use_unbiased_kl",), lambda c: not _actor(c).use_kl_loss, f"{_ACTOR}.use_kl_loss is false"),

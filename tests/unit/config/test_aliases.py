@@ -66,6 +66,7 @@ def test_renamed(old, new):
         (f"{R}.dtype", "bf16", "bfloat16", True),
         (f"{A}.kl_loss_type", "k3", "low_var_kl", True),
         ("algorithm.adv_estimator", "rloo_vectorized", "rloo", True),
+        (f"{A}.policy_loss.loss_mode", "gmpo", "geo_mean", True),
         ("data.train_files", "${data.val_files}", "${data.val_files}", False),
     ],
 )

@@ -35,6 +35,7 @@ def test_the_default_configuration_is_quiet():
         ([f"{R}.enable_chunked_prefill=false", f"{R}.max_num_batched_tokens=1000"], "must be at least max_model_len"),
         ([f"{A}.use_kl_loss=true", f"{A}.use_unbiased_kl=true", f"{A}.kl_loss_type=mse"], "use one of kl, k1, low"),
         ([f"{A}.rl_loss_coef=0"], "nothing would be trained"),
+        ([f"{A}.ratio_skip_threshold=0.5"], "ratio_skip_threshold=0.5: must be at least 1"),
         ([f"{A}.policy_loss.clip_cov_lb=5"], "must be below clip_cov_ub=5.0"),
         (["trainer.resume_mode=resume_path"], "without trainer.resume_from_path"),
         (["trainer.val_only=true", "data.val_files=[]"], "there is nothing to validate on"),

@@ -40,6 +40,7 @@ SAMPLES: dict[str, Any] = {
     "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0,3",
     "algorithm.rollout_correction.loss_type": "reinforce",
     "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.actor.ratio_skip_threshold": 20.0,
     "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
     "actor_rollout_ref.model.target_modules": ["q_proj"],
     "critic.model.target_modules": ["q_proj"],
