@@ -213,16 +213,18 @@ class _FusedReductions(torch.autograd.Function):
             del log_p, gap
         ctx.save_for_backward(hidden, weight, bias, targets, lse, *values.values(), *kept)
         ctx.call = call
+        ctx.set_materialize_grads(False)  # an entropy that is a metric alone costs nothing in the backward pass
         return tuple(values.values())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: _Call = ctx.call
         hidden, weight, bias, targets, lse, *rest = ctx.saved_tensors
         call = replace(call, head=replace(call.head, weight_VH=weight, bias_V=bias))
         values, kept = dict(zip(call.names, rest, strict=False)), rest[len(call.names) :]
-        at = fused_chunks.coefficients(dict(zip(call.names, upstream, strict=True)), values)
+        given = {name: grad for name, grad in zip(call.names, upstream, strict=True) if grad is not None}
+        at = fused_chunks.coefficients(given, values)
         at = at.times(call.head.scale / call.temperature)  # d z / d logits: cheaper here than on every logit
         rows = weight[: call.head.rows()]
         wants = ctx.needs_input_grad

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.minibatch import cut_minibatches, denominators_of
+from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import (
     Denominators,
@@ -28,7 +30,7 @@ from verl_like.batch import (
 from verl_like.cluster.protocol import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.models.cost import ModelCost
+from verl_like.models.cost import BACKWARD, ModelCost
 from verl_like.rollout.assemble import assemble_rollouts, build_requests
 from verl_like.rollout.protocol import Completion, SamplingParams
 from verl_like.trainer.dispatch import join_rows, rows_per_rank, split_rows
@@ -77,10 +79,14 @@ class RoleGroup:
         parts = self.wait(self.group.call(method, _repeated(split_rows(light, shares), copies)))
         return join_rows(parts[::copies], shares, batch.response_ids_BR.shape[1])
 
-    def _shares(self, rows: Sequences, copies: int) -> list[list[int]]:
+    def _shares(self, rows: Sequences, copies: int, forward_only_B: Tensor | None = None) -> list[list[int]]:
+        """forward_only_B: rows whose backward pass the update leaves out; None: all rows cost the same passes."""
         costs = rows.num_tokens_B().tolist()
         if self.cost is not None:
             costs = self.cost.row_costs(rows.prompt_length_B.tolist(), rows.response_length_B.tolist())
+        if forward_only_B is not None:
+            passes = torch.where(forward_only_B, 1.0, 1.0 + BACKWARD).tolist()
+            costs = [cost * times for cost, times in zip(costs, passes, strict=True)]
         return rows_per_rank(costs, self.group.world_size // copies, balance=self.balance)
 
     def update(self, method: str, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
@@ -116,7 +122,8 @@ class RoleGroup:
     def _append_minibatch(self, per_share: list[Minibatches], rows: Experience, rules: UpdateRules) -> None:
         """Cut first, balance second: rows change ranks only inside their own mini-batch."""
         denominators = denominators_of(rows, rules.max_response_length)
-        shares = self._shares(rows, self.ranks_per_row())
+        forward_only_B = None if rules.actor is None else PolicyObjective(rules.actor).without_gradient(rows)
+        shares = self._shares(rows, self.ranks_per_row(), forward_only_B)
         for minibatches, part in zip(per_share, split_rows(rows, shares), strict=True):
             minibatches.append((part, denominators))
 

@@ -187,3 +187,15 @@ def test_peak_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, want: 
     limit = 2_000_000_000 // 256
     assert peak(n, v, h, dtype, want, chunk=2**26 // 256) < limit
     assert peak(n, v, h, dtype, want, chunk=None) > 5 * limit
+
+
+def test_a_reduction_outside_the_loss_costs_no_backward_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entropy is usually a metric alone: the gradient then is the plain one of the log-probs."""
+    hidden, weight = (torch.randn(n, 6, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (9, 37))
+    targets = torch.arange(9)
+    alone = fused_reductions(hidden, Head(weight_VH=weight), targets, frozenset({"log_probs"}))["log_probs"]
+    expected = torch.autograd.grad(alone.sum(), [hidden, weight])
+    monkeypatch.setattr("verl_like.models.fused_chunks._mixture", None)
+    both = fused_reductions(hidden, Head(weight_VH=weight), targets, frozenset({"log_probs", "entropy"}))
+    for ours, plain in zip(torch.autograd.grad(both["log_probs"].sum(), [hidden, weight]), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=0)

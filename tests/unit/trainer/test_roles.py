@@ -227,6 +227,22 @@ def test_clip_cov_draws_anew_for_each_step_and_epoch() -> None:
     assert [str(by_row(parts, "selected_BR")) for parts in again] == draws[2:]
 
 
+def test_rows_without_a_backward_pass_weigh_a_third() -> None:
+    """Four rows of one length, the first and last without advantage: each rank gets one that has a backward pass."""
+    whole, advantages_B = torch.ones(4, 3, dtype=torch.bool), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    rows = experience(2, 2).replace(
+        response_length_B=torch.full((4,), 3), response_mask_BR=whole, advantages_BR=advantages_B[:, None] * whole
+    )
+    group = FakeGroup(2, lambda method, rank, minibatches: [{} for _ in minibatches])
+    rules = UpdateRules(
+        prompts_per_mini_batch=2, epochs=1, shuffle=False, seed=1, max_response_length=3, actor=ActorConfig()
+    )
+    PolicyGroup(group, plan(2), balance=True, timeout_s=1).update("update_actor", rows, rules, 1)
+    (_, per_rank) = group.given[0]
+    for (minibatches,) in per_rank:
+        assert sorted(minibatches[0][0].advantages_BR[:, 0].tolist()) == [0.0, 1.0]
+
+
 def test_an_empty_minibatch_is_left_out_and_counted() -> None:
     rows = with_columns(experience(4, 2)).replace(truncated_B=torch.tensor([True] * 4 + [False] * 4))
 
