@@ -1,0 +1,42 @@
+"""Packed attention's kernels on a GPU (torch's varlen, or FlashAttention where installed) against batched float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl_like.models.attention import flash_attention_version, packed_attention
+from verl_like.models.attention_groups import grouped_attention
+from verl_like.models.packing import Segments
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LENGTHS = [1, 700, 33, 2049, 256]
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("window", [None, 1, 200])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 128), (8, 8, 64), (4, 1, 256)])
+def test_values_and_gradients(heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    segments, results = Segments(LENGTHS, torch.device("cuda")), []
+    exact = [torch.randn(1, h, sum(LENGTHS), dim, generator=g, device="cuda") for h in (heads, kv_heads, kv_heads)]
+    slopes = torch.randn(1, sum(LENGTHS), heads, dim, generator=g, device="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in exact]
+        output = _attend(dtype, inputs, segments, window, softcap)
+        results.append([output, *torch.autograd.grad((output.float() * slopes).sum(), inputs)])
+    for name, ours, expected in zip(("output", "query", "key", "value"), *results, strict=True):
+        gap = float((ours.float() - expected).norm() / expected.norm())
+        assert gap < 0.02, f"{name}: {gap:.1e} (FlashAttention {flash_attention_version()}, torch {torch.__version__})"
+
+
+def _attend(
+    dtype: torch.dtype, qkv: list[Tensor], segments: Segments, window: int | None, softcap: float | None
+) -> Tensor:
+    if dtype == torch.bfloat16:
+        options: dict[str, Any] = {"segments": segments, "sliding_window": window, "softcap": softcap}
+        return packed_attention(torch.nn.Identity(), *(*qkv, None), **options)[0]
+    return grouped_attention(*(*qkv, segments), scaling=None, dropout=0.0, window=window, softcap=softcap)[None]
