@@ -1,7 +1,7 @@
 """The system calls a program may make: a list of allowed ones, everything else is refused with EPERM.
 
 Allowed is what a single Python process with threads needs for computing and for files. Not allowed, among others:
-sockets (pairs inside the process are), starting processes or programs, signals to others, ptrace, reading other
+sockets (pairs of streams inside the process are), memory files (no limit would count them), starting processes or programs, signals to others, ptrace, reading other
 processes' memory, mounting, namespaces, keys, BPF, io_uring, performance counters.
 
 Numbers: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of the kernel.
@@ -17,7 +17,7 @@ _X86_64 = (
     "rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 pread64=17 pwrite64=18 readv=19 writev=20 access=21 pipe=22 "
     "select=23 sched_yield=24 mremap=25 msync=26 mincore=27 madvise=28 dup=32 dup2=33 pause=34 nanosleep=35 "
     "getitimer=36 alarm=37 setitimer=38 getpid=39 sendfile=40 sendto=44 recvfrom=45 sendmsg=46 recvmsg=47 "
-    "shutdown=48 getsockname=51 getpeername=52 socketpair=53 setsockopt=54 getsockopt=55 exit=60 wait4=61 uname=63 "
+    "shutdown=48 getsockname=51 getpeername=52 setsockopt=54 getsockopt=55 exit=60 wait4=61 uname=63 "
     "fcntl=72 flock=73 fsync=74 fdatasync=75 truncate=76 ftruncate=77 getdents=78 getcwd=79 chdir=80 fchdir=81 "
     "rename=82 mkdir=83 rmdir=84 creat=85 link=86 unlink=87 symlink=88 readlink=89 chmod=90 fchmod=91 umask=95 "
     "gettimeofday=96 getrlimit=97 getrusage=98 sysinfo=99 times=100 getuid=102 getgid=104 geteuid=107 getegid=108 "
@@ -30,7 +30,7 @@ _X86_64 = (
     "unlinkat=263 renameat=264 linkat=265 symlinkat=266 readlinkat=267 fchmodat=268 faccessat=269 pselect6=270 "
     "ppoll=271 set_robust_list=273 get_robust_list=274 splice=275 utimensat=280 epoll_pwait=281 eventfd=284 "
     "fallocate=285 eventfd2=290 epoll_create1=291 dup3=292 pipe2=293 preadv=295 pwritev=296 getcpu=309 renameat2=316 "
-    "getrandom=318 memfd_create=319 membarrier=324 copy_file_range=326 preadv2=327 pwritev2=328 statx=332 rseq=334 "
+    "getrandom=318 membarrier=324 copy_file_range=326 preadv2=327 pwritev2=328 statx=332 rseq=334 "
     "close_range=436 faccessat2=439 epoll_pwait2=441 futex_waitv=449"
 )
 _AARCH64 = (
@@ -45,9 +45,9 @@ _AARCH64 = (
     "rt_sigtimedwait=137 rt_sigreturn=139 getpriority=141 getresuid=148 getresgid=150 times=153 getpgid=155 "
     "getsid=156 getgroups=158 uname=160 getrlimit=163 setrlimit=164 getrusage=165 umask=166 getcpu=168 "
     "gettimeofday=169 getpid=172 getppid=173 getuid=174 geteuid=175 getgid=176 getegid=177 gettid=178 sysinfo=179 "
-    "socketpair=199 getsockname=204 getpeername=205 sendto=206 recvfrom=207 setsockopt=208 getsockopt=209 "
+    "getsockname=204 getpeername=205 sendto=206 recvfrom=207 setsockopt=208 getsockopt=209 "
     "shutdown=210 sendmsg=211 recvmsg=212 brk=214 munmap=215 mremap=216 mmap=222 fadvise64=223 mprotect=226 msync=227 "
-    "mincore=232 madvise=233 wait4=260 renameat2=276 getrandom=278 memfd_create=279 membarrier=283 "
+    "mincore=232 madvise=233 wait4=260 renameat2=276 getrandom=278 membarrier=283 "
     "copy_file_range=285 preadv2=286 pwritev2=287 statx=291 rseq=293 close_range=436 faccessat2=439 epoll_pwait2=441 "
     "futex_waitv=449"
 )
@@ -57,13 +57,13 @@ _MACHINES = {
         0xC000003E,
         _X86_64,
         {"ioctl": 16, "clone": 56, "kill": 62, "prctl": 157, "tkill": 200, "tgkill": 234, "prlimit64": 302}
-        | {"fork": 57, "vfork": 58, "execve": 59, "clone3": 435},
+        | {"fork": 57, "vfork": 58, "execve": 59, "clone3": 435, "socketpair": 53},
     ),
     "aarch64": (
         0xC00000B7,
         _AARCH64,
         {"ioctl": 29, "tkill": 130, "kill": 129, "tgkill": 131, "prctl": 167, "clone": 220, "prlimit64": 261}
-        | {"execve": 221, "clone3": 435},
+        | {"execve": 221, "clone3": 435, "socketpair": 199},
     ),
 }
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -75,6 +75,8 @@ _CLONE_NAMESPACES = 0x7E020080
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# SOCK_STREAM, also with SOCK_CLOEXEC and SOCK_NONBLOCK: an end of such a pair cannot send to any other address
+_STREAM_PAIRS = tuple(1 | cloexec | nonblock for cloexec in (0, 0x80000) for nonblock in (0, 0x800))
 
 
 def supported() -> bool:
@@ -91,6 +93,7 @@ def build(*, own_pid: int, may_fork: bool) -> bytes:
     pids = dict.fromkeys(("kill", "tgkill"), (own_pid,)) | {"prlimit64": (0, own_pid)}
     for name, accepted in pids.items():
         program += _on(special[name], _argument_is(0, accepted))
+    program += _on(special["socketpair"], _argument_is(1, _STREAM_PAIRS))
     program += _on(special["prctl"], _argument_is(0, (_PR_SET_NAME, _PR_GET_NAME)))
     program += _on(special["ioctl"], _argument_is(1, _HARMLESS_IOCTLS, otherwise=_ENOTTY))
     program += _on(special["clone3"], [_op(_RETURN, _ERRNO | _ENOSYS)])  # the C library then uses clone
