@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,7 +171,7 @@ def _read_arrow(path: Path, wanted: Collection[str] | None) -> TableRows:
 def _read_text(path: Path) -> bytes:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a gzip file: {error}") from error
     return content.removeprefix(_BOM)
 

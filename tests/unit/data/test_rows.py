@@ -51,6 +51,12 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def whole_parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(ROWS), sink)
+    return sink.getvalue().to_pybytes()
+
+
 FORMATS = ["a.parquet", "a.arrow", "stream.arrow", "a.feather", "a.ipc", "a.json", "a.jsonl", "a.ndjson", "a.csv"]
 FORMATS += ["a.tsv", "a.json.gz", "a.jsonl.gz", "a.csv.gz"]
 
@@ -127,6 +133,11 @@ def test_empty_text_files_have_no_rows(tmp_path: Path, name: str) -> None:
         ("a.csv", b"a\n\xff\n", r"is not UTF-8"),
         ("a.csv", b"prompt,reward_model\nx,{1\n", r"line 2, column 'reward_model' must hold JSON"),
         ("a.csv.gz", b"a,b\n", r"is not a gzip file"),
+        ("a.csv.gz", gzip.compress(b"a,b\n" * 99)[:20], r"a\.csv\.gz is not a gzip file"),
+        ("a.csv.gz", gzip.compress(b"")[:10] + b"\xff" * 20, r"a\.csv\.gz is not a gzip file"),
+        ("a.arrow", b"", r"a\.arrow is not an arrow file"),
+        ("a.parquet", whole_parquet()[:-9], r"a\.parquet is not a parquet file"),
+        ("a.parquet", b"PAR1" + whole_parquet()[40:], r"a\.parquet is not a parquet file"),
         ("a.arrow", b"nothing", r"is not an arrow file"),
         ("a.parquet", b"nothing", r"is not a parquet file"),
         ("a.xlsx", b"", r"\.xlsx is no known format; choose from \.parquet, \.json"),
