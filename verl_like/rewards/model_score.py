@@ -52,9 +52,12 @@ class ModelScore:
     def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
         """model_weight * model + rule_weight * rule; both parts are kept in the extras (model_score, rule_score).
 
-        A row whose rule failed stays failed; a model score that is not finite is a failure of its row.
+        A row whose rule failed stays failed; a model score that is not finite is a failure of its row. Failed rows are
+        left out, or score reward_model.failure_penalty, as they do without a model.
         """
         values = self._score(self.texts(answers))
+        penalty = self._config.failure_penalty
+        failed = math.nan if penalty is None else penalty
         joined, failures, extras = [], list(scores.failures), []
         for row, (value, rule) in enumerate(zip(values, scores.score_B.tolist(), strict=True)):
             parts = {"model_score": value} | ({"rule_score": rule} if self.needs_rule else {})
@@ -64,12 +67,13 @@ class ModelScore:
                 message = f"the reward model's score is {value}"
                 failures[row] = RewardFailure(row=row, data_source=source, kind="bad_value", message=message)
             weighted = self._config.model_weight * value + (self._config.rule_weight * rule if self.needs_rule else 0.0)
-            joined.append(math.nan if failures[row] is not None else weighted)
+            joined.append(weighted if failures[row] is None else failed)
         return Scores(
             score_B=torch.tensor(joined, dtype=torch.float32),
-            valid_B=torch.tensor([failure is None for failure in failures], dtype=torch.bool),
+            valid_B=torch.tensor([f is None or penalty is not None for f in failures], dtype=torch.bool),
             extras=extras,
             failures=failures,
+            seconds_B=scores.seconds_B,
         )
 
     def _templated(self, answer: Answer) -> list[int]:

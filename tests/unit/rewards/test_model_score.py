@@ -12,8 +12,10 @@ import torch
 from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.batch import PromptRow, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
+from verl_like.rewards.grading import to_scores
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import Answer, ModelScore, without_rule
+from verl_like.rewards.protocol import RewardOutcome
 
 
 class TemplateTokenizer:
@@ -65,6 +67,19 @@ def test_a_failed_rule_and_a_broken_model_score_stay_failures() -> None:
     scores = model_score([3.0, math.inf], rule_weight=1.0).add_to(failed, [answer("a"), answer("b")])
     assert scores.valid_B.tolist() == [False, False] and scores.score_B.isnan().all()
     assert [failure.kind for failure in scores.failures if failure] == ["timeout", "bad_value"]
+
+
+def test_failed_rows_get_the_penalty_beside_a_model_too() -> None:
+    rule = to_scores(
+        [RewardOutcome(kind="timeout", seconds=2.0), RewardOutcome(score=1.0, seconds=1.0), RewardOutcome(score=1.0)],
+        ["s"] * 3,
+        failure_penalty=-1.0,
+    )
+    model = model_score([9.0, math.nan, 3.0], rule_weight=1.0, failure_penalty=-1.0)
+    scores = model.add_to(rule, [answer("a")] * 3)
+    assert scores.score_B.tolist() == [-1.0, -1.0, 4.0] and scores.valid_B.all()
+    assert [failure and failure.kind for failure in scores.failures] == ["timeout", "bad_value", None]
+    assert scores.seconds_B is not None and scores.seconds_B.tolist() == [2.0, 1.0, 0.0]
 
 
 def _timeout() -> object:
