@@ -53,9 +53,16 @@ class SandboxFusionConfig(ConfigNode):
     """[s] Pause before the first further try; doubles with each."""
 
     def check(self) -> None:
+        _check_address(self.url)
         above(self, 0, "timeout")
         at_least(self, 1, "max_concurrent", "memory_limit_mb")
         at_least(self, 0, "max_retries", "retry_delay")
+
+
+def _check_address(url: str | None) -> None:
+    require(
+        url is None or url.startswith(("http://", "https://")), "url", url, "write it with http:// or https:// in front"
+    )
 
 
 _JUDGE_PROMPT = """\
@@ -95,7 +102,7 @@ class JudgeConfig(ConfigNode):
     max_concurrent: int = 16
     """[requests] Most requests at a time."""
     timeout: float = 300.0
-    """[s] A request that gets no answer for so long has failed."""
+    """[s] A request whose answer is not complete after so long has failed."""
     max_tokens: int = 512
     """[tokens] Longest answer of the judge."""
     temperature: float = 0.0
@@ -106,6 +113,7 @@ class JudgeConfig(ConfigNode):
     """[s] Pause before the first further try; doubles with each."""
 
     def check(self) -> None:
+        _check_address(self.url)
         above(self, 0, "timeout")
         at_least(self, 1, "max_rpm", "max_tpm", "max_concurrent", "max_tokens")
         at_least(self, 0, "temperature", "max_retries", "retry_delay")

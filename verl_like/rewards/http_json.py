@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 _REPLY_BYTES = 64 * 1024**2
 _TRANSIENT_STATUS = (408, 425, 429)  # and 500 upwards
 _BODY_CHARS = 500
+_CHUNK_BYTES = 65536
 
 Result = TypeVar("Result")
 
@@ -31,17 +32,20 @@ class Service:
     """Where to post, and how patiently."""
 
     url: str
-    timeout: float  # [s] of one request, while nothing arrives
+    timeout: float  # [s] of one request, up to the last byte of its reply
     max_retries: int = 3
     retry_delay: float = 1.0  # [s] before the first further try; doubles each time
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def post(self, body: Any, read: Callable[[Any], Result]) -> Result:
-        """`read` of the reply. Raises ServiceError."""
+    def post(
+        self, body: Any, read: Callable[[Any], Result], *, before_each: Callable[[], None] = lambda: None
+    ) -> Result:
+        """`read` of the reply. Raises ServiceError. before_each: called in front of every try (rate limits)."""
         trouble = ""
         for attempt in range(self.max_retries + 1):
             if attempt:
                 time.sleep(self.retry_delay * 2 ** (attempt - 1))
+            before_each()
             try:
                 return read(self._once(body))
             except TransientError as error:
@@ -50,10 +54,11 @@ class Service:
 
     def _once(self, body: Any) -> Any:
         headers = {"Content-Type": "application/json", **self.headers}
+        deadline = time.monotonic() + self.timeout
         request = urllib.request.Request(self.url, data=json.dumps(body).encode(), headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                return json.loads(response.read(_REPLY_BYTES))
+                return json.loads(_read_all(response, deadline))
         except urllib.error.HTTPError as error:
             if error.code in _TRANSIENT_STATUS or error.code >= 500:
                 raise TransientError(f"HTTP {error.code}") from error
@@ -61,3 +66,15 @@ class Service:
             raise ServiceError(f"{self.url} refuses the request: HTTP {error.code}: {text}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, too slow, no JSON
             raise TransientError(f"{type(error).__name__}: {error}") from error
+
+
+def _read_all(response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """The body, however slowly it drips. TimeoutError after `deadline` (monotonic), ValueError if it is too long."""
+    data = bytearray()
+    while part := response.read1(_CHUNK_BYTES):
+        data += part
+        if len(data) > _REPLY_BYTES:
+            raise ValueError(f"a reply of more than {_REPLY_BYTES} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out in the middle of the reply")
+    return bytes(data)

@@ -36,7 +36,7 @@ class RateLimit:
         limit: float | None,
         *,
         now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] = time.sleep,
         window_s: float = 60.0,
     ) -> None:
         self._limit, self._window_s, self._now, self._sleep = limit, window_s, now, sleep
@@ -79,7 +79,9 @@ class Judge:
             retry_delay=config.retry_delay,
             headers=headers,
         )
-        self._requests, self._tokens = RateLimit(config.max_rpm), RateLimit(config.max_tpm)
+        self._closing = threading.Event()
+        sleep = self._closing.wait  # ends at once when the judge is closed
+        self._requests, self._tokens = RateLimit(config.max_rpm, sleep=sleep), RateLimit(config.max_tpm, sleep=sleep)
         self._pattern = re.compile(config.score_pattern)
         self._threads = ThreadPoolExecutor(max_workers=config.max_concurrent, thread_name_prefix="judge")
 
@@ -88,6 +90,8 @@ class Judge:
         return [self._threads.submit(self._grade, call) for call in calls]
 
     def close(self) -> None:
+        """Drop what has not been sent. Safe to call twice."""
+        self._closing.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _grade(self, call: RewardCall) -> RewardOutcome:
@@ -112,8 +116,15 @@ class Judge:
             "temperature": self._config.temperature,
         }
         estimate = len(text) / _CHARS_PER_TOKEN + self._config.max_tokens
-        self._requests.take(1)
-        entry = self._tokens.take(estimate)
+        entry: list[float] | None = None
+
+        def take() -> None:
+            """Every try counts: an endpoint that says 429 would only be asked more often."""
+            nonlocal entry
+            self._requests.take(1)
+            entry = self._tokens.take(estimate)
+            if self._closing.is_set():
+                raise ServiceError("the judge was closed")
 
         def read(reply: Any) -> str:
             try:
@@ -125,7 +136,7 @@ class Judge:
                 entry[1] = used
             return answer if isinstance(answer, str) else ""
 
-        return self._service.post(body, read)
+        return self._service.post(body, read, before_each=take)
 
     def prompt(self, call: RewardCall) -> str:
         """reward_model.judge.prompt, filled in."""

@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, JudgeConfig, RewardModelConfig
+from verl_like.config.reward_execution import SandboxFusionConfig
 from verl_like.rewards.judge import Judge, RateLimit
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.protocol import RewardCall
@@ -33,6 +34,7 @@ class Endpoint(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.running = self.most_running = 0
         self.pause = 0.0
+        self.drip = 0.0  # [s] between the bytes of a reply
         self.lock = threading.Lock()
 
     @property
@@ -62,7 +64,10 @@ class _Handler(BaseHTTPRequestHandler):
             server.running -= 1
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(text.encode())
+        for byte in text.encode() if server.drip else ():
+            self.wfile.write(bytes([byte]))
+            time.sleep(server.drip)
+        self.wfile.write(b"" if server.drip else text.encode())
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -168,6 +173,14 @@ def test_a_judge_that_does_not_answer(endpoint: Endpoint) -> None:
     judge.close()
 
 
+def test_a_reply_that_drips_in_is_given_up(endpoint: Endpoint) -> None:
+    endpoint.drip = 0.05  # always faster than the time limit of a single read
+    judge = Judge(config(endpoint, timeout=0.3, max_retries=0))
+    outcome = judge.submit([call()])[0].result(10)
+    assert outcome.kind == "service" and "in the middle of the reply" in outcome.message
+    judge.close()
+
+
 def test_concurrency(endpoint: Endpoint) -> None:
     endpoint.pause = 0.1
     judge = Judge(config(endpoint, max_concurrent=3))
@@ -230,6 +243,36 @@ def test_requests_per_minute_reach_the_judge(endpoint: Endpoint, monkeypatch: py
         future.result(10)
     assert clock.time == 120.0
     judge.close()
+
+
+def test_further_tries_count_as_requests(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint.faults = [(429, "")] * 4
+    judge = Judge(config(endpoint, max_rpm=2, max_retries=4))
+    clock = Clock()
+    monkeypatch.setattr(judge._requests, "_now", clock.now)
+    monkeypatch.setattr(judge._requests, "_sleep", clock.sleep)
+    assert judge.submit([call()])[0].result(10).score == 1.0
+    assert len(endpoint.bodies) == 5 and clock.time == 120.0
+    judge.close()
+
+
+def test_closing_does_not_wait_for_the_next_minute(endpoint: Endpoint) -> None:
+    judge = Judge(config(endpoint, max_rpm=1, max_concurrent=3))
+    futures = judge.submit([call()] * 3)
+    started = time.monotonic()
+    while not any(future.done() for future in futures):
+        time.sleep(0.01)
+    judge.close()
+    outcomes = [future.result(10) for future in futures]
+    assert sorted(str(outcome.kind) for outcome in outcomes) == ["None", "service", "service"]
+    assert len(endpoint.bodies) == 1 and time.monotonic() - started < 10
+
+
+def test_an_address_without_a_scheme_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"url='localhost:8000/v1': write it with http:// or https://"):
+        JudgeConfig(url="localhost:8000/v1")
+    with pytest.raises(ValueError, match=r"url='sandbox/run': write it with http://"):
+        SandboxFusionConfig(url="sandbox/run")
 
 
 def test_through_the_manager_alone_and_as_a_part(endpoint: Endpoint) -> None:
