@@ -76,7 +76,10 @@ REWARD_MODEL_IDLE: tuple[Idle, ...] = (
         "reward_model.use_dynamic_bsz=false cuts by sequences",
     ),
     Idle(
-        ("reward_model.rule", "reward_model.rule_by_source", "reward_model.rule_kwargs"),
+        (
+            *("reward_model.rule", "reward_model.rule_by_source", "reward_model.rule_kwargs"),
+            *("reward_model.weights", "reward_model.judge.", "reward_model.reward_manager", "data.self_check_rows"),
+        ),
         lambda c: c.reward_model.enable and c.reward_model.rule_weight == 0,
         "reward_model.rule_weight is 0 beside a reward model",
     ),

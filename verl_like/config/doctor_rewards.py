@@ -12,13 +12,38 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 def impossible_rewards(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
     return (
-        _normalisation(config)
+        _managers(config)
+        + _normalisation(config)
         + _overlong(config)
         + _filter_groups(config)
         + _estimators(config)
         + _positive(config)
         + _controller(config)
     )
+
+
+def _managers(config: PPOConfig) -> list[str]:
+    """Graders that are set up and would never be asked."""
+    reward, problems = config.reward_model, []
+    own = reward.reward_manager not in REWARD_MANAGERS
+    if own and reward.weights:
+        problems.append(
+            f"reward_model.reward_manager={reward.reward_manager} with reward_model.weights: a class of your own gives "
+            "the whole reward; add the parts up in it, or use reward_manager=naive"
+        )
+    asked = any(isinstance(parts, dict) and "judge" in parts for parts in reward.weights.values())
+    others = {
+        "custom_reward_function.path": config.custom_reward_function.path is not None,
+        f"reward_model.reward_manager={reward.reward_manager}": own,
+        "reward_model.weights": bool(reward.weights),
+    }
+    if reward.judge.url is not None and not asked and any(others.values()):
+        named = " and ".join(name for name, is_set in others.items() if is_set)
+        problems.append(
+            f"reward_model.judge.url={reward.judge.url} with {named}: the judge would never be asked; name it in "
+            "reward_model.weights, as in {'*': {custom: 1.0, judge: 0.5}}, or leave its url out"
+        )
+    return problems
 
 
 def _normalisation(config: PPOConfig) -> list[str]:

@@ -145,7 +145,9 @@ def _judge(trials: Sequence[_Trial], scores: Scores, reports: dict[str, SourceRe
     values, start = scores.score_B.tolist(), 0
     for trial in trials:
         end = start + len(trial.texts)
-        *graded, wrong = values[start:end]
+        # reward_model.failure_penalty gives failed rows a score too: it says nothing about an answer
+        failed = [failure is not None for failure in scores.failures[start:end]]
+        *graded, wrong = (math.nan if f else value for value, f in zip(values[start:end], failed, strict=True))
         report = reports[trial.row.data_source]
         best = max((value for value in graded if not math.isnan(value)), default=math.nan)
         if math.isnan(best):

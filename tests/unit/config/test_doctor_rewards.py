@@ -10,6 +10,7 @@ from verl_like.trainer.compose import compose_with_warnings
 R, G = "actor_rollout_ref.rollout", "algorithm=grpo"
 GRPO = [G, f"{R}.n=4"]
 FILTER = "algorithm.filter_groups"
+JUDGE = "reward_model.judge.url=http://localhost/v1"
 BUFFER = "reward_model.overlong_buffer"
 
 
@@ -41,6 +42,10 @@ BUFFER = "reward_model.overlong_buffer"
         (["algorithm.adv_estimator=gigpo", f"{R}.n=4"], "gigpo needs the turns of multi-turn rollout"),
         (["algorithm.adv_estimator=step_reinforce"], f"{R}.multi_turn.enable=False: responses have one turn"),
         ([f"{FILTER}.range=[0.9,0.1]"], "the lower one first"),
+        (["reward_model.reward_manager=a.py:A", "reward_model.weights={x: {gsm8k: 1}}"], "gives the whole reward"),
+        ([JUDGE, "custom_reward_function.path=a.py"], "custom_reward_function.path: the judge would never be asked"),
+        ([JUDGE, "reward_model.weights={x: {gsm8k: 1}}"], "reward_model.weights: the judge would never be asked"),
+        ([JUDGE, "reward_model.reward_manager=a.py:A"], "reward_manager=a.py:A: the judge would never be asked"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None:
@@ -115,3 +120,16 @@ def test_the_plan_knows_the_draws() -> None:
     masked, _ = compose_with_warnings([*dynamic, *mini, f"{FILTER}.resample=false"])
     assert BatchPlan.build(masked, 1, 90).prompts_per_draw == 32
     assert "dynamic sampling" not in BatchPlan.build(masked, 1, 90).table()
+
+
+def test_a_judge_among_the_parts_goes_with_a_custom_function() -> None:
+    weights = "reward_model.weights={x: {custom: 1, judge: 0.5}}"
+    compose_with_warnings([JUDGE, "custom_reward_function.path=a.py", weights])
+
+
+def test_a_reward_model_alone_leaves_graders_without_work() -> None:
+    model = ["reward_model.enable=true", "reward_model.model.path=x"]
+    keys = ["reward_model.weights={x: {gsm8k: 1}}", "data.self_check_rows=8"]
+    warnings = str(compose_with_warnings([*model, *keys])[1])
+    assert "data.self_check_rows" in warnings and "reward_model.weights" in warnings
+    assert "data.self_check_rows" not in str(compose_with_warnings([*model, *keys, "reward_model.rule_weight=1"])[1])

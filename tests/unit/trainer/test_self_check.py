@@ -57,8 +57,8 @@ def test_the_built_in_graders_accept_reference_answers(tmp_path: Path, caplog: p
 class Rewards:
     """Gives each response the outcome of a function."""
 
-    def __init__(self, outcome: Any) -> None:
-        self.outcome = outcome
+    def __init__(self, outcome: Any, penalty: float | None = None) -> None:
+        self.outcome, self.penalty = outcome, penalty
 
     def score(self, rollouts: Rollouts, *, step: int) -> Scores:
         rollouts.check()
@@ -67,7 +67,7 @@ class Rewards:
             for ids, length in zip(rollouts.response_ids_BR, rollouts.response_length_B.tolist(), strict=True)
         ]
         outcomes = [self.outcome(text) for text in texts]
-        return to_scores(outcomes, [row.data_source for row in rollouts.rows])
+        return to_scores(outcomes, [row.data_source for row in rollouts.rows], failure_penalty=self.penalty)
 
 
 def test_a_grader_that_accepts_nothing_stops_the_run(tmp_path: Path) -> None:
@@ -98,3 +98,12 @@ def test_reference_answers_are_the_rows_own_first() -> None:
     assert reference_answers(row({"inputs": []})) == reference_answers(row(None)) == []
     assert reference_answers(row('{"inputs": ["1"], "outputs": ["2"]}')) == []  # tests as JSON text
     assert "#### [1, 2)" in reference_answers(row("[1, 2)")) and "#### {1}" in reference_answers(row("{1}"))
+
+
+def test_a_penalty_for_failures_is_no_verdict(tmp_path: Path) -> None:
+    """Wrong answers that fail score less than right ones that get 0: still nobody told them apart."""
+    dataset = make_dataset(tmp_path, {"math": ["7"]})
+    slow = RewardOutcome(kind="timeout", message="slow")
+    late = Rewards(lambda text: RewardOutcome(score=0.0) if "know" in text else slow, penalty=1.0)
+    with pytest.raises(ValueError, match=r"math: row 0: timeout: slow"):
+        self_check(dataset, late, Tokenizer(), 8)

@@ -1,8 +1,9 @@
 """The system calls a program may make: a list of allowed ones, everything else is refused with EPERM.
 
 Allowed is what a single Python process with threads needs for computing and for files. Not allowed, among others:
-sockets (pairs of streams inside the process are), memory files (no limit would count them), starting processes or programs, signals to others, ptrace, reading other
-processes' memory, mounting, namespaces, keys, BPF, io_uring, performance counters.
+sockets (pairs of streams inside the process are), memory files (which no limit would count), starting processes or
+programs, signals to others, ptrace, reading other processes' memory, mounting, namespaces, keys, BPF, io_uring,
+performance counters.
 
 Numbers: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of the kernel.
 """
