@@ -11,6 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from verl_like.batch import PromptRow, Prompts, Rollouts, Scores
@@ -99,6 +100,21 @@ class RewardManager:
             graders_used |= {self._choice.grader_of_row(source, style) or "" for source, style in rows}
         if any(name in graders.GRADERS and graders.GRADERS[name].runs_programs for name in graders_used):
             self._execution.require()
+
+    def warn_of_unknown_sources(self, data_sources: Iterable[str]) -> None:
+        """Log names in reward_model.weights and rule_by_source that fit none: a misspelt one changes rewards silently.
+
+        Call it with all data sources of the run.
+        """
+        sources = set(data_sources)
+        tables = {"weights": self._weights.sources(), "rule_by_source": self._choice.by_source}
+        for key, names in tables.items():
+            for name in names:
+                if not any(source == name or fnmatchcase(source, name) for source in sources):
+                    logger.warning(
+                        "reward_model.%s.%s has no effect: no row has such a data source (there are: %s)",
+                        *(key, name, ", ".join(sorted(sources))),
+                    )
 
     def begin(self, prompts: Prompts, *, n: int, step: int, may_all_fail: bool = False) -> Grading:
         """Grading of n responses to each prompt, which are yet to come. ValueError for a data source without a grader.

@@ -35,7 +35,12 @@ class Weights:
             return self._table[data_source]
         return next((parts for pattern, parts in self._table.items() if fnmatchcase(data_source, pattern)), ())
 
+    def sources(self) -> list[str]:
+        """The data sources and patterns that the table names."""
+        return list(self._table)
+
     def names(self) -> set[str]:
+        """The parts that the table names."""
         return {part.name for parts in self._table.values() for part in parts}
 
 

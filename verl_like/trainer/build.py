@@ -99,8 +99,9 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
             rewards = stack.enter_context(
                 RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
             )
-            for dataset in (inputs.train, inputs.val):
-                rewards.check_rows(dataset.reward_styles() if dataset else ())
+            styles = [style for dataset in (inputs.train, inputs.val) if dataset for style in dataset.reward_styles()]
+            rewards.check_rows(styles)
+            rewards.warn_of_unknown_sources(source for source, _ in styles)
             if config.data.self_check_rows and rewards.rule_grades:
                 self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
         groups = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))

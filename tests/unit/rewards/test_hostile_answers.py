@@ -114,7 +114,7 @@ def truth_for(name: str, number: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     frame=st.sampled_from(FRAMES),
     body=st.one_of(st.text(max_size=60), st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join)),
@@ -185,7 +185,7 @@ ANSWERS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(truth=ANSWERS, answer=ANSWERS)
 def test_well_formed_answers_compare(truth: str, answer: str) -> None:
     """Every pair has a verdict, and every answer is the same as itself, also with other spaces."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def answer(text: str) -> Answer:
     return Answer(row=row, prompt_ids=[65, 66], response_ids=[*map(ord, text), 1])
 
 
-def model_score(values: Sequence[float] = (), own: object = None, **settings: float) -> ModelScore:
+def model_score(values: Sequence[float] = (), own: object = None, **settings: Any) -> ModelScore:
     config = RewardModelConfig(**settings)
     return ModelScore(config, lambda texts: values, policy_tokenizer=CharTokenizer(), own_tokenizer=own)
 

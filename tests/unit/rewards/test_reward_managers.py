@@ -177,6 +177,15 @@ class TestWeights:
         with pytest.raises(ValueError, match=message):
             manager(weights=weights)
 
+    def test_misspelt_sources_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        weights = {"openai/gsm8k": {"gsm8k": 1}, "gsm*": {"gsm8k": 1}, "code*": {"gsm8k": 1}}
+        with manager(weights=weights, rule_by_source={"openai/*": "gsm8k", "math": "math"}) as made:
+            made.warn_of_unknown_sources(["openai/gsm8k", "gsm8k"])
+        assert [r.getMessage().split(" has")[0] for r in caplog.records if r.levelno == logging.WARNING] == [
+            "reward_model.weights.code*",
+            "reward_model.rule_by_source.math",
+        ]
+
     def test_sources_without_weights_still_need_a_grader(self) -> None:
         with manager(weights={"x": {"arithmetic": 2}}) as made:
             made.check_rows([("x", ""), ("gsm8k", "")])
