@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from verl_like.rewards.think_answer import extract_answer
+from verl_like.rewards.truth import dictionary_with
 
 MAX_EQUATION_CHARS = 200  # bounds the depth of the syntax tree too
 _OPERATOR_SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})  # times, divided by, minus
@@ -25,17 +26,21 @@ def extract_equation(solution_str: str) -> str | None:
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: dict[str, Any],
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
     format_score: float = 0.1,
     score: float = 1.0,
 ) -> dict[str, Any]:
-    """Score an equation against ground_truth {"target": int, "numbers": [int, ...]}. `acc` is 1 or 0."""
+    """Score an equation. `acc` is 1 or 0.
+
+    ground_truth: {"target": int, "numbers": [int, ...]}, also as JSON text; ValueError for anything else.
+    """
+    truth = dictionary_with(ground_truth, "target", "numbers")
     equation = extract_equation(solution_str)
     if equation is None:
         return {"score": 0.0, "acc": 0.0, "pred": ""}
-    right = is_solution(equation, ground_truth["numbers"], ground_truth["target"])
+    right = is_solution(equation, truth["numbers"], truth["target"])
     return {"score": score if right else format_score, "acc": float(right), "pred": equation[:MAX_EQUATION_CHARS]}
 
 

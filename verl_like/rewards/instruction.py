@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from verl_like.rewards.instruction_checks import obeys
+from verl_like.rewards.truth import dictionary_with
 
 _END_OF_THINKING = "</think>"
 
@@ -39,13 +40,15 @@ def compute_score(
 
 
 def _instructions(ground_truth: Any) -> list[tuple[str, dict[str, Any]]]:
-    if isinstance(ground_truth, str):
+    if isinstance(ground_truth, str) and ground_truth.lstrip().startswith("["):
         ground_truth = json.loads(ground_truth)
     if isinstance(ground_truth, list):
-        pairs = [(item["instruction_id"], item.get("kwargs")) for item in ground_truth]
+        items = [dictionary_with(item, "instruction_id") for item in ground_truth]
+        pairs = [(item["instruction_id"], item.get("kwargs")) for item in items]
     else:
-        names = ground_truth["instruction_id_list"]
-        pairs = list(zip(names, ground_truth.get("kwargs") or [None] * len(names), strict=True))
+        truth = dictionary_with(ground_truth, "instruction_id_list")
+        names = truth["instruction_id_list"]
+        pairs = list(zip(names, truth.get("kwargs") or [None] * len(names), strict=True))
     if not pairs:
         raise ValueError(f"the row has no instructions: {ground_truth!r}")
     # parquet gives every row the arguments of all instructions, null where they do not belong

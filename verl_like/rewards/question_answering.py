@@ -13,12 +13,14 @@ from typing import Any
 
 from verl_like.rewards.latex import last_boxed
 from verl_like.rewards.think_answer import extract_answer
+from verl_like.rewards.truth import dictionary_with
 
 MAX_PRED_CHARS = 300
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ANSWER_LINE = re.compile(r"(?i)answer(?: is)? ?: *([^\n]+)")
 _FROM = ("auto", "tags", "boxed", "line", "whole")
+_TARGET = re.compile(r'\s*\{\s*"target"\s*:')
 _METRICS = ("exact", "f1", "contains")
 
 
@@ -89,8 +91,9 @@ def compute_score(
 
 
 def _truths(ground_truth: Any) -> list[str]:
-    if isinstance(ground_truth, dict):
-        ground_truth = ground_truth.get("target")
+    as_json = isinstance(ground_truth, str) and _TARGET.match(ground_truth) is not None
+    if isinstance(ground_truth, dict) or as_json:
+        ground_truth = dictionary_with(ground_truth, "target")["target"]
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     texts = [str(truth) for truth in truths if truth is not None]
     if not any(map(normalise, texts)):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from verl_like.rewards.truth import dictionary_with
+
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PRED_CHARS = 1000
 
@@ -35,7 +37,7 @@ def compute_score(
     name_score: float = 0.0,
 ) -> dict[str, Any]:
     """1 for the call, `name_score` for the right tool with other arguments, else 0. Also name_acc and format."""
-    expected = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    expected = dictionary_with(ground_truth, "name")
     call = extract_call(solution_str)
     named = call is not None and call["name"] == expected["name"]
     right = call is not None and named and _same(call.get("arguments") or {}, expected.get("arguments") or {})

@@ -53,6 +53,8 @@ _BARE_UNIT = re.compile(
 )
 _COUNTED = re.compile(r"^(?P<value>-?[\d.,/]*\d) (?!or |and |pi\b)[a-z]{3,20}(?: [a-z]{2,20}){0,3}$")  # 5 red apples
 _DEGREE = re.compile(r"^(?P<value>.*?)\s*\^\s*\{?\s*\\circ\s*\}?\s*(?P<scale>[CF]?)$", re.DOTALL)
+_ANGLE_OF = re.compile(r"(?<![A-Za-z\\])\\?(?:sin|cos|tan|cot|sec|csc)(?!\s*\^|[a-z])")  # the inverse ones give degrees
+_ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
 _PERCENT = re.compile(
     r"^(?P<value>.*?)\s*(?:\\?%|(?:\\text\s*\{)?\s*\b(?:percent|per cent|percentage)\b\s*\}?)$", re.DOTALL
 )
@@ -75,6 +77,8 @@ def split_unit(text: str, *, one_letter: bool = False) -> Quantity:
     if match := _CURRENCY.match(text):
         inner = split_unit(match["value"])
         return Quantity(match["sign"] + inner.value, "dollar" if "$" in text else "other")
+    if _ANGLE_OF.search(text) and "circ" in text:  # \cos 60^\circ has no unit: its argument is in radians
+        return Quantity(_ANGLE.sub(r"(\\frac{\1\\pi}{180})", text))
     if match := _DEGREE.match(text):
         return Quantity(match["value"], f"degree{match['scale']}") if match["value"] else Quantity(text)
     if match := _WRAPPED_UNIT.match(text):
