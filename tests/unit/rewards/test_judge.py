@@ -263,8 +263,8 @@ def test_closing_does_not_wait_for_the_next_minute(endpoint: Endpoint) -> None:
     while not any(future.done() for future in futures):
         time.sleep(0.01)
     judge.close()
-    outcomes = [future.result(10) for future in futures]
-    assert sorted(str(outcome.kind) for outcome in outcomes) == ["None", "service", "service"]
+    ends = ["cancelled" if future.cancelled() else future.result(10).kind for future in futures]
+    assert ends.count(None) == 1 and set(ends) <= {None, "service", "cancelled"}
     assert len(endpoint.bodies) == 1 and time.monotonic() - started < 10
 
 
