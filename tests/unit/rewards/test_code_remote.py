@@ -112,7 +112,7 @@ def hang_up(handler: _Handler) -> None:
 @pytest.fixture
 def server() -> Iterator[FakeSandbox]:
     made = FakeSandbox()
-    threading.Thread(target=made.serve_forever, daemon=True).start()
+    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
     yield made
     made.shutdown()
     made.server_close()
