@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from verl_like.cli import bench
+from verl_like.cli import bench, selfcheck
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -13,6 +13,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="verl-like", description="Tools around the trainer.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     bench.add_commands(commands.add_parser("bench", help="measure the trainer on fixed shapes"))
+    selfcheck.add_arguments(
+        commands.add_parser("selfcheck", help="show that gradients do not depend on how a batch is cut")
+    )
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
     run(arguments)

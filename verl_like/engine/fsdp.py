@@ -75,7 +75,7 @@ class FSDPEngine:
         self.device = process.device
         self._model_config, self._fsdp = model, fsdp
         self._grad_clip, self._sync_every = grad_clip, sync_every_micro_batch
-        self._packed = loading.uses_packing(model)
+        self.packed = loading.uses_packing(model)
         self.hf_config = loading.load_hf_config(model)
         loading.check_backend(model, self.device)
         loading.check_ulysses(model, self.hf_config, ulysses_size)
@@ -83,7 +83,7 @@ class FSDPEngine:
         self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None
         self.model = self._build_model(tokenizer_size, seed, strategy, training=optim is not None)
-        self._sharding = self._shard(strategy, compile_blocks=compile_blocks)
+        self.sharding = self._shard(strategy, compile_blocks=compile_blocks)
         self.optimizer = None if optim is None else self._build_optimizer(optim)
         self._activations: ActivationOffload | None = None
         if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
@@ -94,9 +94,9 @@ class FSDPEngine:
         self._params_offloaded = self._optimizer_offloaded = False
         self._weight_names: dict[str, torch.Size] | None = None
         self._writer: BackgroundWriter | None = None
-        if self._packed:
-            selfcheck.check_packing(self._sharding.root, self.model, self.hf_config, self.device, self._compute_dtype)
-            self._sharding.reshard()
+        if self.packed:
+            selfcheck.check_packing(self.sharding.root, self.model, self.hf_config, self.device, self._compute_dtype)
+            self.sharding.reshard()
         if fsdp.param_offload:
             self.offload(params=True, optimizer=False)
 
@@ -140,7 +140,7 @@ class FSDPEngine:
         )
 
     def _build_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
-        return build_optimizer(self._sharding.parameters(), optim, shard_index=self._sharding.shard_index)
+        return build_optimizer(self.sharding.parameters(), optim, shard_index=self.sharding.shard_index)
 
     def attach_reference(self, reference: FSDPEngine) -> None:
         """Offer "full_kl": the KL divergence of this policy from `reference`, whose weights must not change."""
@@ -158,15 +158,15 @@ class FSDPEngine:
             yield self._gathered_head()
             return
         with self._reference._resident(optimizer=False):
-            self._reference._sharding.root.eval()
+            self._reference.sharding.root.eval()
             yield self._reference._gathered_head()
-            self._reference._sharding.reshard()
+            self._reference.sharding.reshard()
 
     @torch.no_grad()
     def _gathered_head(self) -> Head:
         """The whole output head on this rank (collective)."""
         assert isinstance(self.model, PolicyModel)
-        found = dict(self._sharding.full_weights(self._compute_dtype, lambda name: name in self._head_names))
+        found = dict(self.sharding.full_weights(self._compute_dtype, lambda name: name in self._head_names))
         weight, bias = (found.get(name) for name in self._head_names)
         assert weight is not None
         return dataclasses.replace(self.model.head(), weight_VH=weight, bias_V=bias)
@@ -179,7 +179,7 @@ class FSDPEngine:
     ) -> dict[str, Tensor]:
         """See TrainEngine.forward. Raises ValueError for an output this kind of model does not have."""
         self._check_want(want)
-        self._sharding.root.eval()
+        self.sharding.root.eval()
         batch = batch.to("cpu")
         outputs = {name: torch.zeros(batch.response_ids_BR.shape) for name in sorted(want)}
         with self._resident(optimizer=False), self._comparison(want) as other:
@@ -188,7 +188,7 @@ class FSDPEngine:
                 if part is not None:
                     for name, full in outputs.items():
                         full[part[0], : answers[name].shape[1]] = answers[name].float().cpu()
-            self._sharding.reshard()
+            self.sharding.reshard()
         return outputs
 
     def _answers(
@@ -200,26 +200,26 @@ class FSDPEngine:
         """
         inputs = self._model_input(rows)
         if other is None:
-            values = self._sharding.root(inputs, want, temperature)
+            values = self.sharding.root(inputs, want, temperature)
         else:
-            root = (self._reference or self)._sharding.root
+            root = (self._reference or self).sharding.root
             with torch.no_grad(), self.base_model() if self._reference is None else nullcontext():
                 hidden_NH = root(inputs, frozenset({HIDDEN}), temperature)[HIDDEN]
             reference = Reference(hidden_NH=hidden_NH, head=other)
-            values = self._sharding.root(inputs, want, temperature, reference)
+            values = self.sharding.root(inputs, want, temperature, reference)
         answers = {name: inputs.unpack(values_N) for name, values_N in values.items()}
         group = self._sequence_group
         return answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
 
     def _model_input(self, rows: Sequences | None) -> packing.ModelInput:
-        inputs = packing.placeholder(self.device, packed=self._packed) if rows is None else self._whole_input(rows)
+        inputs = packing.placeholder(self.device, packed=self.packed) if rows is None else self._whole_input(rows)
         return inputs if self._sequence_group is None else packing.take_slice(inputs, self._sequence_group)
 
     def _whole_input(self, rows: Sequences) -> packing.ModelInput:
         wanted_BR = packing.response_positions(rows, sampled_only=self.kind == "policy")
         if isinstance(self.model, PolicyModel):
             _check_vocabulary(rows.response_ids_BR[wanted_BR], self.model.vocab_size)
-        build = packing.pack if self._packed else packing.pad
+        build = packing.pack if self.packed else packing.pad
         return build(rows, wanted_BR, self.device)
 
     def _check_want(self, want: frozenset[str]) -> None:
@@ -243,21 +243,35 @@ class FSDPEngine:
         """See TrainEngine.train_minibatch."""
         if self.optimizer is None:
             raise ValueError("this engine is forward only (it was built with optim=None)")
+        with self._resident(optimizer=True):
+            metrics = self.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
+            metrics.append(self._step())
+            self.sharding.drop_gradients()
+        return merge_metrics(metrics)
+
+    def accumulate(
+        self,
+        batch: Experience,
+        loss_fn: LossFn,
+        denominators: Denominators,
+        rule: MicroBatchRule,
+        temperature: float,
+        without_gradient_B: Tensor | None = None,
+    ) -> list[dict[str, Metric]]:
+        """Backward passes of all micro-batches into fresh gradients, which stay until a step; the metrics of each."""
         self._check_want(loss_fn.wants)
-        self._sharding.root.train()
-        with self._resident(optimizer=True), self._comparison(loss_fn.wants) as other:
-            self._sharding.drop_gradients()
+        self.sharding.root.train()
+        with self._comparison(loss_fn.wants) as other:
+            self.sharding.drop_gradients()
             learning, watched = microbatch.set_apart(batch.to("cpu"), without_gradient_B)
             metrics = self._watch(watched, loss_fn, denominators, rule, temperature, other)
             parts = microbatch.cut(learning, rule) or [None]  # the collectives of backward must run once at least
-            sync_every = self._sync_every and not self._sharding.reduces_once
+            sync_every = self._sync_every and not self.sharding.reduces_once
             for i, part in enumerate(parts):
-                self._sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
+                self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
-            self._sharding.reshard()
-            metrics += [self._step(), microbatch.fill_metrics(parts, watched, rule)]
-            self._sharding.drop_gradients()
-        return merge_metrics(metrics)
+            self.sharding.reshard()
+            return [*metrics, microbatch.fill_metrics(parts, watched, rule)]
 
     def _watch(
         self,
@@ -312,12 +326,12 @@ class FSDPEngine:
     def _step(self) -> dict[str, Metric]:
         """Clip and step, unless the gradient is not finite: then no rank changes a weight."""
         assert self.optimizer is not None and self.schedule is not None
-        sharding.add_l2_gradient(self._sharding.parameters(), self._l2_coeff)
-        norm, rate = self._sharding.gradient_norm(), self.schedule.rate()
+        sharding.add_l2_gradient(self.sharding.parameters(), self._l2_coeff)
+        norm, rate = self.sharding.gradient_norm(), self.schedule.rate()
         finite = math.isfinite(float(norm))
         if finite:
             if self._grad_clip is not None and self._grad_clip > 0:
-                sharding.clip_gradients(self._sharding.parameters(), norm, self._grad_clip)
+                sharding.clip_gradients(self.sharding.parameters(), norm, self._grad_clip)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -345,8 +359,8 @@ class FSDPEngine:
     def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine.export_weights. Shards are cast before they are gathered; tied weights come once. LoRA
         adapters arrive inside the weights they adapt."""
-        with nullcontext() if self._sharding.reads_from_host else self._resident(optimizer=False):
-            named = ((name.removeprefix(HF_PREFIX), tensor) for name, tensor in self._sharding.full_weights(dtype))
+        with nullcontext() if self.sharding.reads_from_host else self._resident(optimizer=False):
+            named = ((name.removeprefix(HF_PREFIX), tensor) for name, tensor in self.sharding.full_weights(dtype))
             yield from named if self._adapters is None else self._adapters.merged(named)
 
     def weight_names(self) -> dict[str, torch.Size]:
@@ -367,7 +381,7 @@ class FSDPEngine:
             sharding.move_optimizer(self.optimizer, torch.device("cpu"))
             self._optimizer_offloaded = True
         if params and not self._params_offloaded:
-            self._sharding.move_params(torch.device("cpu"))
+            self.sharding.move_params(torch.device("cpu"))
             self._params_offloaded = True
 
     def onload(self) -> None:
@@ -377,7 +391,7 @@ class FSDPEngine:
 
     def _onload_params(self) -> None:
         if self._params_offloaded:
-            self._sharding.move_params(self.device)
+            self.sharding.move_params(self.device)
             self._params_offloaded = False
 
     def _onload_optimizer(self) -> None:
@@ -415,12 +429,12 @@ class FSDPEngine:
             with self._resident(optimizer=False):
                 tensors = self._model_state()
                 state.load_sharded(tensors, folder / "model")
-                self._sharding.set_model_state(tensors)
+                self.sharding.set_model_state(tensors)
         if self.optimizer is not None and "optimizer" in contents:
             with self._resident(optimizer=True):
-                tensors = self._sharding.optimizer_state(self.optimizer)
+                tensors = self.sharding.optimizer_state(self.optimizer)
                 state.load_sharded(tensors, folder / "optimizer")
-                self._sharding.set_optimizer_state(self.optimizer, tensors)
+                self.sharding.set_optimizer_state(self.optimizer, tensors)
         if "extra" in contents:
             counters = state.load_extra(folder / "extra", self.process.rank)
             if self.schedule is not None:
@@ -431,7 +445,7 @@ class FSDPEngine:
         if "model" in contents:
             parts.append((self._model_state(), folder / "model"))
         if self.optimizer is not None and "optimizer" in contents:
-            parts.append((self._sharding.optimizer_state(self.optimizer), folder / "optimizer"))
+            parts.append((self.sharding.optimizer_state(self.optimizer), folder / "optimizer"))
         return parts
 
     def _save_parts(self, parts: list[Part], *, background: bool) -> None:
@@ -453,7 +467,7 @@ class FSDPEngine:
 
     def _model_state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: of LoRA the adapters alone where model.path has the base's weights."""
-        tensors = self._sharding.model_state()
+        tensors = self.sharding.model_state()
         if self._adapters is None or not loading.has_weights(self._model_config.path):
             return tensors
         return {name: tensor for name, tensor in tensors.items() if lora.is_adapter(name)}
@@ -462,7 +476,7 @@ class FSDPEngine:
         """The adapter as the peft library reads it, beside the sharded state."""
         if self._adapters is None:
             return
-        named = self._sharding.full_weights(torch.float32, lora.is_adapter)
+        named = self.sharding.full_weights(torch.float32, lora.is_adapter)
         tensors = ((lora.peft_name(name.removeprefix(HF_PREFIX)), tensor) for name, tensor in named)
         config = self._adapters.peft_config(self._model_config.path, is_value_model=self.kind == "value")
         state.export_adapter(tensors, config, folder, rank=self.process.rank)

@@ -88,6 +88,12 @@ class FSDP2Sharding:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See Sharding."""
+        for name, parameter in self.root.named_parameters():
+            if parameter.grad is not None:
+                yield name, gather(parameter.grad, self._device, torch.float32)
+
     def drop_gradients(self) -> None:
         """See Sharding."""
         for parameter in self.parameters():

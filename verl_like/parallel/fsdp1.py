@@ -110,6 +110,14 @@ class FSDP1Sharding:
             dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt()
 
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See Sharding."""
+        for unit in FSDP.fsdp_modules(self.root):
+            with FSDP.summon_full_params(unit, recurse=False, writeback=False, with_grads=True):
+                for name, parameter in _own_parameters(self.root, unit):
+                    if parameter.grad is not None:
+                        yield name, parameter.grad.detach().to(device=self._device, dtype=torch.float32, copy=True)
+
     def drop_gradients(self) -> None:
         """See Sharding. The flat gradient, of which a parameter's is a view, would stay until the next forward pass."""
         for parameter in self.parameters():

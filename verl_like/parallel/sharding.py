@@ -46,6 +46,10 @@ class Sharding(Protocol):
         """2-norm of the whole gradient, the same on every rank."""
         ...
 
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full float32 gradient on the device) of every parameter that has one, for checks."""
+        ...
+
     def drop_gradients(self) -> None:
         """Free the gradients of all parameters."""
         ...

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
 from verl_like.batch import Experience
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.gradients import minibatch_gradients
 from verl_like.engine.protocol import LossFn
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.parallel.fsdp import gather
 
 RULE = MicroBatchRule(max_tokens=24)
 
@@ -33,23 +31,9 @@ def gradients(
     engine: FSDPEngine, rows: Experience, whole: Experience, apart_B: Tensor | None = None, loss: LossFn | None = None
 ) -> dict[str, Tensor]:
     """Full gradient of one mini-batch, before clipping; the optimizer step itself is left out."""
-    kept: dict[str, Tensor] = {}
-
-    def keep() -> dict[str, Any]:
-        root = engine._sharding.root
-        is_fsdp1 = isinstance(root, FullyShardedDataParallel)
-        with FullyShardedDataParallel.summon_full_params(root, with_grads=True) if is_fsdp1 else nullcontext():
-            for name, p in engine.model.named_parameters():
-                if p.requires_grad:
-                    assert p.grad is not None
-                    full = gather(p.grad, engine.device, torch.float32).clone()
-                    kept[name.replace("_fsdp_wrapped_module.", "")] = full
-        return {}
-
-    real, engine._step = engine._step, keep  # type: ignore[method-assign]
-    engine.train_minibatch(rows, loss or PolicyLoss(), denominators(whole), rule=RULE, without_gradient_B=apart_B)
-    engine._step = real  # type: ignore[method-assign]
-    return kept
+    return minibatch_gradients(
+        engine, rows, loss or PolicyLoss(), denominators(whole), rule=RULE, without_gradient_B=apart_B
+    )
 
 
 def update(process: ProcessInfo, path: str, save_to: str | None = None) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_no_gradient_stays_after_a_step(process: ProcessInfo, path: str, strateg
     """FSDP1's flat gradient included, of which the parameters' are views."""
     engine, batch = build_engine(process, path, strategy=strategy), tiny.experience(3)
     engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
-    root = engine._sharding.root
+    root = engine.sharding.root
     handles = [unit._handle for unit in FSDP1.fsdp_modules(root)] if strategy == "fsdp" else []
     flat = [handle.flat_param for handle in handles if handle is not None]
     assert bool(flat) == (strategy == "fsdp")
@@ -104,7 +104,7 @@ def test_offloaded_shards_return_for_what_cannot_read_them_there(
     """FSDP1 gathers on the device alone. (On a CPU nothing moves: the moves are counted.)"""
     engine = build_engine(process, path, strategy=strategy)
     moves: list[torch.device] = []
-    monkeypatch.setattr(engine._sharding, "move_params", moves.append)
+    monkeypatch.setattr(engine.sharding, "move_params", moves.append)
     works: list[Callable[[], object]] = [
         lambda: next(engine.export_weights(torch.float32)),
         lambda: engine.save(str(tmp_path), contents=["model", "hf_model"]),
@@ -123,7 +123,7 @@ def test_offloaded_shards_return_for_what_cannot_read_them_there(
 def test_one_weight_is_gathered_alone(
     process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    sharding, gathered = build_engine(process, path, strategy=strategy)._sharding, []
+    sharding, gathered = build_engine(process, path, strategy=strategy).sharding, []
 
     def counting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

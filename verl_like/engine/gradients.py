@@ -1,0 +1,37 @@
+"""The whole gradient of a mini-batch, for checks: no weight changes. See `verl-like selfcheck`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from verl_like.batch import Denominators, Experience
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.protocol import LossFn
+from verl_like.models.heads import HF_PREFIX
+
+if TYPE_CHECKING:
+    from verl_like.config.batch_plan import MicroBatchRule
+
+
+def minibatch_gradients(
+    engine: FSDPEngine,
+    batch: Experience,
+    loss_fn: LossFn,
+    denominators: Denominators,
+    *,
+    rule: MicroBatchRule,
+    temperature: float = 1.0,
+    without_gradient_B: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Float32 gradient by Hugging Face name, before clipping, in host memory on every rank (collective).
+
+    batch: this rank's rows (may be none). denominators: of the whole mini-batch.
+    """
+    engine.onload()
+    engine.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
+    gradients = engine.sharding.full_gradients()
+    found = {name.removeprefix(HF_PREFIX): gradient.cpu().clone() for name, gradient in gradients}
+    engine.sharding.drop_gradients()
+    return found
