@@ -91,7 +91,7 @@ class FSDP2Sharding:
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See Sharding."""
         for name, parameter in self.root.named_parameters():
-            if parameter.grad is not None:
+            if parameter.requires_grad and parameter.grad is not None:
                 yield name, gather(parameter.grad, self._device, torch.float32)
 
     def drop_gradients(self) -> None:

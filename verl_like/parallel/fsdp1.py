@@ -115,7 +115,7 @@ class FSDP1Sharding:
         for unit in FSDP.fsdp_modules(self.root):
             with FSDP.summon_full_params(unit, recurse=False, writeback=False, with_grads=True):
                 for name, parameter in _own_parameters(self.root, unit):
-                    if parameter.grad is not None:
+                    if parameter.requires_grad and parameter.grad is not None:
                         yield name, parameter.grad.detach().to(device=self._device, dtype=torch.float32, copy=True)
 
     def drop_gradients(self) -> None:
