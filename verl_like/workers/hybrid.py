@@ -12,11 +12,12 @@ from pathlib import Path
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.cluster.protocol import RankEnv
 from verl_like.parallel.device_peak import DevicePeak, device_peak
-from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.rollout.protocol import Completion, GenerationRequest
 from verl_like.weight_sync.sync import SyncReport
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.policy import PolicyWorker
+from verl_like.workers.process import joined
 from verl_like.workers.profiling import WorkerProfiler
 from verl_like.workers.reward import RewardWorker
 from verl_like.workers.spec import WorkerSpec
@@ -28,27 +29,14 @@ class HybridWorker:
     """Actor, reference, rollout and critic of one rank."""
 
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
-        self.process = init_distributed(
-            rank=env.rank,
-            world_size=env.world_size,
-            local_rank=env.local_rank,
-            local_world_size=env.local_world_size,
-            master_address=env.master_address,
-            master_port=env.master_port,
-            device=env.device,
-            timeout_s=spec.config.trainer.rpc_timeout,
-        )
-        self.profiler = build_profiler(spec, self.process)
-        try:
+        with joined(spec, env) as self.process:
+            self.profiler = build_profiler(spec, self.process)
             _import_external(spec.config.actor_rollout_ref.model.external_lib)
             # The rollout engine comes last: at its start gpu_memory_utilization of the device must be free.
             self.critic = CriticWorker(spec, self.process) if spec.plan.needs_critic else None
             own_pool = spec.config.reward_model.enable_resource_pool
             self.reward = RewardWorker(spec, self.process) if spec.plan.needs_reward_model and not own_pool else None
             self.policy = PolicyWorker(spec, self.process, env.run_id)
-        except BaseException:
-            shutdown_distributed()  # in the driver's own process (trainer.launcher=local) another group may follow
-            raise
 
     def sync_weights(self, version: int) -> SyncReport | None:
         with self.profiler.phase("actor", "sync_weights"):

@@ -6,7 +6,8 @@ from verl_like.batch import Evaluated, Sequences
 from verl_like.cluster.protocol import RankEnv
 from verl_like.config import ModelConfig, RewardModelConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.workers.process import joined
 from verl_like.workers.spec import WorkerSpec
 
 
@@ -43,21 +44,8 @@ class RewardPoolWorker:
     """A worker process that hosts nothing but the reward model (reward_model.enable_resource_pool)."""
 
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
-        process = init_distributed(
-            rank=env.rank,
-            world_size=env.world_size,
-            local_rank=env.local_rank,
-            local_world_size=env.local_world_size,
-            master_address=env.master_address,
-            master_port=env.master_port,
-            device=env.device,
-            timeout_s=spec.config.trainer.rpc_timeout,
-        )
-        try:
+        with joined(spec, env) as process:
             self.reward = RewardWorker(spec, process)
-        except BaseException:
-            shutdown_distributed()
-            raise
 
     def reward_scores(self, batch: Sequences) -> Evaluated:
         return self.reward.scores(batch)

@@ -35,7 +35,9 @@ def dro(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
 
 @register_policy_loss("kimi", pulls_without_advantage=True)
 def kimi(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
-    """-A * sum of log_probs + tau / 2 * (sum of log_prob - old)^2 of the row (Kimi k1.5, arXiv 2501.12599, eq. 3).
+    """-A * sum of log_probs + tau / 2 * (sum of log_prob - old)^2 of the row.
+
+    Kimi k1.5, arXiv 2501.12599; the equation is from memory.
 
     tau = policy_loss.kimi_tau. The penalty is one of the whole row, spread evenly over its tokens, so that any
     loss_agg_mode can join them; seq-mean-token-sum is the published form.
