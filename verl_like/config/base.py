@@ -3,6 +3,7 @@
 Standard library only: the whole package is importable without torch, hydra or ray.
 """
 
+import difflib
 import math
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -62,7 +63,9 @@ def between(node: ConfigNode, low: float, high: float, *keys: str) -> None:
 def one_of(node: ConfigNode, key: str, choices: tuple[str, ...]) -> None:
     """The field holds one of these names."""
     value = getattr(node, key)
-    require(value in choices, key, value, f"choose one of {', '.join(choices)}")
+    close = difflib.get_close_matches(str(value), choices, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    require(value in choices, key, value, f"{hint}choose one of {', '.join(choices)}")
 
 
 def minus_one_or_positive(node: ConfigNode, *keys: str) -> None:

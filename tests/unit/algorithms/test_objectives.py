@@ -265,7 +265,7 @@ def test_missing_columns_are_named() -> None:
 
 
 def test_wrong_names_fail_when_built() -> None:
-    with pytest.raises(ValueError, match=r"loss_mode='vanila' is not known\. Did you mean 'vanilla'"):
+    with pytest.raises(ValueError, match=r"loss_mode='vanila': Did you mean 'vanilla'\? choose one of"):
         PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="vanila")))
     PolicyObjective(ActorConfig(kl_loss_type=KLKind.full))  # off: nobody asks
 
