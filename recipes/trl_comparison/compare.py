@@ -73,7 +73,7 @@ def verl_like_run(arguments: argparse.Namespace, best: dict[str, Any]) -> dict[s
     command += ["--warmup", "0", "--steps", str(arguments.steps), "--out", str(arguments.out)]
     command += ["--replay", str(replay), "--json", str(out), "--", *SAME_ALGORITHM, *arguments.overrides]
     verl_like(command)
-    return json.loads(out.read_text())
+    return json.loads(out.read_text())["figures"]
 
 
 def report(runs: list[dict[str, Any]], best: dict[str, Any], ours: dict[str, Any]) -> str:

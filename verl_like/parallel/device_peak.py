@@ -7,7 +7,7 @@ that is not listed, by what a large matrix product and a large copy reach here a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ _DATA_SHEETS = {
     "A6000": (155e12, 0.768e12),
     "4090": (165e12, 1.008e12),
 }
+
+# Bytes a second that one GPU receives over NVLink, half of the data sheets' total of both directions.
+_LINKS = {"B200": 900e9, "H200": 450e9, "H100": 450e9, "H800": 200e9, "H20": 450e9, "A100": 300e9, "A800": 200e9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +55,23 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
 
 def data_sheet(device_name: str) -> tuple[float, float] | None:
     """(operations/s, bytes/s) of a known GPU; the longest name that matches, so that H200 is no H20."""
-    known = [name for name in _DATA_SHEETS if name in device_name]
-    return _DATA_SHEETS[max(known, key=len)] if known else None
+    known = _longest_match(_DATA_SHEETS, device_name)
+    return None if known is None else _DATA_SHEETS[known]
+
+
+def link_bandwidth(device_name: str) -> float | None:
+    """Bytes/s that one GPU receives from others of its machine (NVLink, SXM forms); None where it is not known."""
+    known = _longest_match(_LINKS, device_name)
+    return None if known is None else _LINKS[known]
+
+
+def known_devices() -> tuple[str, ...]:
+    """Names of the GPUs whose data sheets are known."""
+    return tuple(_DATA_SHEETS)
+
+
+def _longest_match(names: Iterable[str], device_name: str) -> str | None:
+    return max((name for name in names if name in device_name), key=len, default=None)
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:

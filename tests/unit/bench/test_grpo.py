@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.unit.bench.tiny import bench, use_tiny_shapes
 from verl_like.bench import grpo, shapes
-from verl_like.bench.shapes import ModelShape, Workload
+from verl_like.bench.bars import bars_of
+from verl_like.bench.report import Report, Row
+from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError, Workload
 
-MODEL = ModelShape(
-    hidden_size=32,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    intermediate_size=32,
-    vocab_size=20,
-    tied_embeddings=True,
-)
 LOCAL = [
     "actor_rollout_ref.rollout.name=hf",
     "trainer.launcher=local",
@@ -30,33 +24,23 @@ LOCAL = [
 ]
 
 
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mean: int | None, **options: Any) -> dict[str, Any]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mean: int | None, *options: str) -> Report:
     load = Workload(num_prompts=2, responses_per_prompt=3, prompt_length=4, mean_response=mean, max_response=12)
-    monkeypatch.setitem(shapes.MODELS, "cpu", MODEL)
-    monkeypatch.setitem(shapes.WORKLOADS, "cpu", load)
-    defaults: dict[str, Any] = {
-        "model": "cpu",
-        "workload": "cpu",
-        "ranks": 1,
-        "steps": 2,
-        "warmup": 1,
-        "log_prob_pass": False,
-        "replay": None,
-        "out": tmp_path,
-        "json": None,
-        "compare": None,
-        "overrides": LOCAL,
-    }
-    return grpo.main(argparse.Namespace(**(defaults | options)))
+    use_tiny_shapes(monkeypatch, load)
+    return bench(tmp_path / "a.json", "grpo", "--ranks", "1", "--out", str(tmp_path), *options, "--", *LOCAL)
 
 
 def test_forced_lengths_are_the_drawn_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = run(tmp_path, monkeypatch, 6, json=tmp_path / "a.json", log_prob_pass=True)
+    report = run(tmp_path, monkeypatch, 6, "--steps", "2", "--log-prob-pass")
+    figures = report.figures
     drawn = [shapes.WORKLOADS["cpu"].draw_lengths(step) for step in (2, 3)]
     means = sorted(sum(lengths) / 6 for lengths in drawn)
     assert figures["response_length_mean"] == pytest.approx(sum(means) / 2)
-    assert figures["phases"]["old_log_prob"]["seconds"] > 0 and figures["update_to_gemm_floor"] > 1
-    assert json.loads((tmp_path / "a.json").read_text())["steps"] == 2
+    assert (report.row("old_log_prob").seconds or 0) > 0 and figures["update_to_gemm_floor"] > 1
+    assert figures["steps"] == 2 and report.row("gen").floor_seconds is not None
+    work_left = 8 * figures["parameters"] * figures["tokens"] / (0.4 * figures["peak"]["flops"])
+    step, generation = report.row("step").seconds or 0, report.row("gen").seconds or 0
+    assert figures["step_to_target"] == pytest.approx(step / (generation + work_left))
 
 
 def test_a_replay_trains_on_the_recorded_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,32 +49,73 @@ def test_a_replay_trains_on_the_recorded_tokens(tmp_path: Path, monkeypatch: pyt
     other = [[11, 12, 1], *same[1:]]
     recording = tmp_path / "tokens.json"
     recording.write_text(json.dumps([same, same, other]))
-    first = run(tmp_path, monkeypatch, None, replay=recording, warmup=0, steps=3)
+    options = ["--replay", str(recording), "--warmup", "0", "--steps", "3"]
+    first = run(tmp_path, monkeypatch, None, *options).figures
     assert first["grad_norms"][0] != pytest.approx(first["grad_norms"][1], rel=1e-3)  # other prompts
-    again = run(tmp_path, monkeypatch, None, replay=recording, warmup=0, steps=3)
+    again = run(tmp_path, monkeypatch, None, *options).figures
     assert again["grad_norms"] == pytest.approx(first["grad_norms"], rel=1e-6)
     recording.write_text(json.dumps([same, other, other]))
-    changed = run(tmp_path, monkeypatch, None, replay=recording, warmup=0, steps=3)
+    changed = run(tmp_path, monkeypatch, None, *options).figures
     assert changed["grad_norms"][0] == pytest.approx(first["grad_norms"][0], rel=1e-6)
     assert changed["grad_norms"][1] != pytest.approx(first["grad_norms"][1], rel=1e-3)
 
 
-def test_table_compares_with_an_earlier_run() -> None:
-    figures = {
-        "phases": {"gen": {"seconds": 2.0, "floor_ratio": 4.0}},
-        "step_seconds": 3.0,
-        "steps": 5,
-        "tokens": 1000.0,
-        "response_length_mean": 10.0,
-        "tokens_per_second": 333.3,
-        "update_to_gemm_floor": 1.5,
-        "mfu_update": 0.6,
-        "step_to_target": 1.1,
-        "peak": {"source": "measured", "flops": 1e11, "bandwidth": 1e10},
-        "parameters": 7,
-        "environment": {},
+def step_metrics(**changes: float) -> dict[str, float]:
+    metrics = {
+        "perf/total_num_tokens": 1000.0,
+        "timing_s/step": 4.0,
+        "timing_s/gen": 1.0,
+        "timing_s/update_actor": 2.0,
+        "timing_s/update_weights": 0.25,
+        "perf/floor_ratio/gen": 4.0,
+        "perf/mfu/actor": 0.45,
+        "response_length/mean": 20.0,
+        "actor/pg_loss": 0.1,
+        "actor/grad_norm": 1.0,
     }
-    earlier = {"phases": {"gen": {"seconds": 4.0}}, "step_seconds": 6.0}
-    lines = grpo.table(figures, earlier).splitlines()
-    assert lines[1].split() == ["gen", "2.000", "4.00", "0.500"]
-    assert lines[2].split() == ["step", "3.000", "0.500"]
+    return metrics | changes
+
+
+def test_figures_and_bars_by_hand() -> None:
+    """10 parameters, 1,000 tokens, 1e5 operations a second: 8PT at 40% are 2 s, 6PT at the peak 0.6 s."""
+    peak = {"flops": 1e5, "bandwidth": 1e9, "source": "data sheet"}
+    work = {"model": asdict(MODELS["1.5b"]), "workload": asdict(WORKLOADS["w1"]), "ranks": 1}
+    steps = [step_metrics(), step_metrics(), step_metrics(**{"timing_s/step": 40.0})]
+    report = grpo.summary(steps, peak, 10, work, 0.5)
+    assert report.row("gen").floor_seconds == 0.25 and report.row("step").seconds == 4.0
+    assert report.figures["step_to_target"] == pytest.approx(4.0 / (0.5 + 2.0))
+    assert grpo.summary(steps, peak, 10, work, None).figures["step_to_target"] == pytest.approx(4.0 / 3.0)
+    assert report.figures["update_to_gemm_floor"] == pytest.approx(2.0 / 0.6)
+    on_gpu = dataclasses.replace(report, hardware={"device": "NVIDIA H200", "devices": 1})
+    assert bars_of(on_gpu) == [
+        "Bar: step by (generation alone + 8PT at 40%) 1.600, at most 1.3: MISSED.",
+        "Bar: MFU of the update 0.450, at least 0.4: met.",
+        "Bar: weight sync, seconds 0.250, at most 0.15: MISSED.",
+    ]
+    assert bars_of(dataclasses.replace(on_gpu, work=work | {"ranks": 2})) == []
+
+
+@pytest.mark.parametrize(("ranks", "limit"), [(1, "1.35: MISSED"), (2, "1.5: met"), (3, None)])
+def test_bars_on_a_cpu(ranks: int, limit: str | None) -> None:
+    report = Report(
+        bench="grpo",
+        work={"model": asdict(MODELS["cpu"]), "workload": asdict(WORKLOADS["cpu"]), "ranks": ranks},
+        rows=[],
+        figures={"update_to_gemm_floor": 1.4},
+        hardware={"device": "some processor", "cores": 2},
+    )
+    wanted = [] if limit is None else [f"Bar: update by 6 x parameters x tokens 1.400, at most {limit}."]
+    assert bars_of(report) == wanted
+
+
+def test_generation_alone_must_be_of_the_same_work(tmp_path: Path) -> None:
+    work = {"model": asdict(MODELS["cpu"]), "workload": asdict(WORKLOADS["w1"]), "ranks": 2}
+    path = tmp_path / "rollout.json"
+    Report(bench="rollout", work=work, rows=[Row(name="generation", seconds=1.5)]).save(path)
+    assert grpo.generation_alone(path, work | {"overrides": ["a=1"]}) == 1.5
+    assert grpo.generation_alone(None, work) is None
+    with pytest.raises(BenchError, match="ranks is 2, not 1"):
+        grpo.generation_alone(path, work | {"ranks": 1})
+    Report(bench="update", work=work, rows=[Row(name="generation", seconds=1.5)]).save(path)
+    with pytest.raises(BenchError, match="bench is 'update', not 'rollout'"):
+        grpo.generation_alone(path, work)

@@ -2,7 +2,7 @@
 
 import torch
 
-from verl_like.parallel.device_peak import data_sheet, device_peak
+from verl_like.parallel.device_peak import data_sheet, device_peak, known_devices, link_bandwidth
 
 
 def test_longest_matching_name_wins():
@@ -17,3 +17,9 @@ def test_a_cpu_is_measured():
     assert peak.source == "measured"
     assert 1e9 < peak.flops < 1e14 and 1e8 < peak.bandwidth < 1e13
     assert peak.times(3).flops == 3 * peak.flops
+
+
+def test_links_of_known_gpus():
+    assert link_bandwidth("NVIDIA H200") == 450e9 and link_bandwidth("NVIDIA H800") == 200e9
+    assert link_bandwidth("NVIDIA L40S") is None
+    assert all(data_sheet(name) is not None for name in known_devices())

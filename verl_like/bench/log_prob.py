@@ -1,0 +1,57 @@
+"""The pass for old log-probs (and entropy) alone: the forward pass that a recomputed log-prob costs a step.
+
+verl-like bench log-prob --model 1.5b --workload w1
+verl-like bench log-prob --model cpu --ranks 2 --threads 1 -- actor_rollout_ref.actor.fsdp_config.dtype=bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+from verl_like.bench import phase
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job
+from verl_like.bench.ranks import on_ranks, slowest, timed
+from verl_like.bench.report import Report, Row, check_comparable, finish
+from verl_like.bench.rows import grouped_rows
+from verl_like.parallel.device_peak import DevicePeak, device_peak
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.trainer.dispatch import rows_per_rank, split_rows
+
+
+def main(arguments: argparse.Namespace) -> Report:
+    """Measure, print the table."""
+    with phase_job(arguments, f"{POLICY}.actor.old_log_probs=recompute") as job:
+        work = phase.work_of(arguments, job)
+        check_comparable("log-prob", work, arguments.compare)
+        ranks = on_ranks(
+            measure,
+            *(job, arguments.rounds),
+            num_ranks=job.num_ranks,
+            device=job.device,
+            threads=arguments.threads,
+        )
+    batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
+    responses, lengths = batch.response_length_B.tolist(), batch.num_tokens_B().tolist()
+    peak = phase.total([peaks for _, peaks in ranks])
+    seconds = slowest([taken for taken, _ in ranks])
+    floor = job.cost.forward_flops(lengths, sum(responses)) / peak.flops
+    columns = {"MFU": floor / seconds, "tokens/s": sum(lengths) / seconds}
+    notes = [
+        f"{sum(lengths):,} tokens, {sum(responses):,} of them through the head; {job.num_ranks} rank(s), micro-batches "
+        f"of {job.spec.plan.log_prob_micro}. Floor: operations of one forward pass at {peak.flops / 1e9:,.0f} GFLOP/s "
+        f"({peak.source}, all ranks).",
+    ]
+    row = Row(name="log-probs and entropy", seconds=seconds, floor_seconds=floor, figures=columns)
+    report = Report(bench="log-prob", work=work, rows=[row], figures={"tokens": sum(lengths)}, notes=notes)
+    return finish(report, arguments.json, arguments.compare)
+
+
+def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tuple[list[float], DevicePeak]:
+    """On each rank: seconds of each round, and what the device can do."""
+    batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
+    costs = job.cost.row_costs(batch.prompt_length_B.tolist(), batch.response_length_B.tolist())
+    rows = split_rows(batch, rows_per_rank(costs, process.world_size, balance=True))[process.rank]
+    worker = PhaseWorker(job.spec, process, run_id, actor=True, rollout=False)
+    peak = device_peak(process.device, worker.compute_dtype())
+    return [timed(partial(worker.old_log_probs, rows), process.device)[0] for _ in range(num_rounds + 1)], peak

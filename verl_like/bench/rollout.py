@@ -1,0 +1,124 @@
+"""Generation alone: the rollout engine on made-up weights, every response as long as it was drawn (end tokens ignored).
+
+    verl-like bench rollout --model 1.5b --workload w1 --json rollout.json
+    verl-like bench rollout --model cpu --workload cpu --engine hf --ranks 2 --threads 1
+
+Rounds have other prompts, so that no prefix is cached from the round before. The floor is that of the trainer's own
+report (observe/roofline.py): operations, or weights and cache that decoding must read, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from verl_like.bench import phase
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job
+from verl_like.bench.ranks import on_ranks, slowest, timed
+from verl_like.bench.report import Report, Row, check_comparable, finish
+from verl_like.bench.rows import random_prompts
+from verl_like.bench.shapes import BenchError
+from verl_like.models.loading import build_meta_model, load_hf_config
+from verl_like.observe.roofline import generation_floor
+from verl_like.parallel.device_peak import DevicePeak, device_peak
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.rollout.assemble import build_requests
+from verl_like.rollout.protocol import GenerationRequest
+from verl_like.rollout.sampling import train_sampling
+from verl_like.trainer.dispatch import rows_per_rank
+
+
+def main(arguments: argparse.Namespace) -> Report:
+    """Measure, print the table."""
+    with phase_job(arguments, f"{POLICY}.rollout.name={arguments.engine}", f"{POLICY}.rollout.ignore_eos=True") as job:
+        work = phase.work_of(arguments, job, engine=str(job.spec.config.actor_rollout_ref.rollout.name))
+        check_comparable("rollout", work, arguments.compare)
+        ranks = on_ranks(
+            measure,
+            *(job, arguments.rounds),
+            num_ranks=job.num_ranks,
+            device=job.device,
+            threads=arguments.threads,
+        )
+    return finish(report_of(job, ranks, work), arguments.json, arguments.compare)
+
+
+def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tuple[list[float], DevicePeak]:
+    """On each rank: seconds of each round, and what the device can do in the rollout's precision."""
+    worker = PhaseWorker(job.spec, process, run_id, actor=False, rollout=True)
+    try:
+        peak = device_peak(process.device, worker.rollout.dtype)
+        worker.rollout.load_weights(random_weights(job, worker.rollout.dtype, process.device), 0)
+        seconds = []
+        for number in range(num_rounds + 1):
+            requests = requests_of(job, process.rank, number)
+            taken, completions = timed(partial(worker.rollout.generate, requests), process.device)
+            wanted = {request.request_id: request.sampling.max_tokens for request in requests}
+            short = [c.request_id for c in completions if len(c.token_ids) != wanted[c.request_id]]
+            if short:
+                raise BenchError(f"{len(short)} responses do not have the length that was asked for, {short[0]} first")
+            seconds.append(taken)
+        return seconds, peak
+    finally:
+        worker.rollout.shutdown()
+
+
+def requests_of(job: Job, rank: int, number: int) -> list[GenerationRequest]:
+    """What this rank's replica generates in round `number`; the ranks of a tensor-parallel replica get the same."""
+    rollout, workload = job.spec.config.actor_rollout_ref.rollout, job.workload
+    prompts = random_prompts(workload, job.spec.tokenizer_size, seed=number)
+    requests = build_requests(
+        prompts,
+        workload.responses_per_prompt,
+        train_sampling(rollout, ()),
+        seed=job.spec.config.trainer.seed,
+        step=number,
+        seed_per_request=rollout.seed_per_request,
+        max_tokens=workload.response_lengths(seed=1),
+    )
+    plan, n = job.spec.plan, workload.responses_per_prompt
+    shares = rows_per_rank(prompts.prompt_length_B.tolist(), plan.rollout_replicas, balance=True)
+    mine = shares[rank // plan.tensor_parallel_size]
+    return [requests[prompt * n + i] for prompt in mine for i in range(n)]
+
+
+def random_weights(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The weight stream of a model that was never trained: normal with deviation 0.02, norms one."""
+    model = job.spec.config.actor_rollout_ref.model
+    tree = build_meta_model(model, load_hf_config(model), kind="policy")
+    generator = torch.Generator(device).manual_seed(1)
+    for name, parameter in tree.hf.named_parameters():
+        if parameter.ndim == 1:
+            fill = 0.0 if name.endswith("bias") else 1.0
+            yield name, torch.full(parameter.shape, fill, dtype=dtype, device=device)
+        else:
+            values = torch.empty(parameter.shape, dtype=dtype, device=device)
+            yield name, values.normal_(0.0, 0.02, generator=generator)
+
+
+def report_of(job: Job, ranks: list[tuple[list[float], DevicePeak]], work: dict[str, object]) -> Report:
+    """Tokens a second and the distance to the floor."""
+    shape, workload = job.run_shape([peak for _, peak in ranks]), job.workload
+    responses = workload.response_lengths(seed=1)
+    prompts = [workload.prompt_length] * len(responses)
+    seconds, sampled = slowest([taken for taken, _ in ranks]), sum(responses)
+    own = [slowest([taken]) for taken, _ in ranks]
+    columns = {
+        "tokens/s": sampled / seconds,
+        "ms a decode step": 1000 * seconds / max(responses),
+        "slowest / mean rank": max(own) / (sum(own) / len(own)),
+    }
+    floor = generation_floor(shape, prompts, responses)
+    notes = [
+        f"{sampled:,} sampled tokens in {len(responses)} responses, the longest {max(responses)}; "
+        f"{workload.num_prompts} prompts of {workload.prompt_length}; {shape.rollout_replicas} replica(s). Floor: "
+        f"prompts read once, then operations at {shape.peak.flops / 1e9:,.0f} GFLOP/s or weights and cache at "
+        f"{shape.peak.bandwidth / 1e9:,.0f} GB/s ({shape.peak.source}, all ranks); an engine's own overhead is not in "
+        "it.",
+    ]
+    row = Row(name="generation", seconds=seconds, floor_seconds=floor, figures=columns)
+    return Report(bench="rollout", work=work, rows=[row], figures={"sampled_tokens": sampled}, notes=notes)

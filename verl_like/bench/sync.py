@@ -1,0 +1,132 @@
+"""The weight sync alone: FSDP shards -> rollout engine, with its proof, and the share of each of its stages.
+
+    verl-like bench sync --model 1.5b
+    verl-like bench sync --model cpu --engine hf --ranks 2 --threads 1
+
+Floor: the trained weights read once and written once per replica at the memory's bandwidth, and, where several GPUs
+hold the shards, what each must receive over its links.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from verl_like.bench import phase
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job
+from verl_like.bench.ranks import on_ranks, slowest, timed
+from verl_like.bench.report import Report, Row, check_comparable, finish, number
+from verl_like.bench.stages import StageClock, Staged
+from verl_like.observe.roofline import sync_floor
+from verl_like.parallel.device_peak import DevicePeak, device_peak, link_bandwidth
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.weight_sync.sync import SyncReport, WeightSync
+
+WITH, WITHOUT = "with the proof, as in a step", "without the proof"
+_ENGINE_STAGES = {"export_weights": "gather and cast shards", "forward": "probe: trainer"}
+_ROLLOUT_STAGES = {
+    "load_weights": "load and checksums",
+    "read_weights": "read back",
+    "score": "probe: rollout engine",
+    "unload": "rest",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """Of one rank: seconds of each round, stages of the last, the last sync's report."""
+
+    seconds: dict[str, list[float]]
+    stages: dict[str, float]
+    report: SyncReport
+    peak: DevicePeak
+    link: float | None  # bytes a second that its device can receive from others
+
+
+def main(arguments: argparse.Namespace) -> Report:
+    """Measure, print the table."""
+    with phase_job(arguments, f"{POLICY}.rollout.name={arguments.engine}") as job:
+        work = phase.work_of(arguments, job, engine=str(job.spec.config.actor_rollout_ref.rollout.name))
+        check_comparable("sync", work, arguments.compare)
+        ranks = on_ranks(
+            measure,
+            *(job, arguments.rounds),
+            num_ranks=job.num_ranks,
+            device=job.device,
+            threads=arguments.threads,
+        )
+    return finish(report_of(job, ranks, work), arguments.json, arguments.compare)
+
+
+def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> RankFigures:
+    """On each rank: syncs with and without the proof in turn, from the trainer's phase each; one more by stages."""
+    worker = PhaseWorker(job.spec, process, run_id, actor=True, rollout=True)
+    try:
+        peak = device_peak(process.device, worker.rollout.dtype)
+        variants = {WITH: worker.weight_sync, WITHOUT: weight_sync(worker, prove=False)}
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
+        version = 0
+        for _ in range(num_rounds + 1):
+            for name, variant in variants.items():
+                version += 1
+                worker.enter_train()
+                worker.weight_sync = variant
+                seconds[name].append(timed(partial(worker.sync_weights, version), process.device)[0])
+        clock = StageClock(torch.cuda.synchronize if process.device.type == "cuda" else _nothing)
+        worker.weight_sync = weight_sync(worker, prove=True, clock=clock)
+        worker.enter_train()
+        with clock.stage("rest"):
+            report = worker.sync_weights(version + 1)
+        assert report is not None
+        link = link_bandwidth(torch.cuda.get_device_name()) if process.device.type == "cuda" else None
+        return RankFigures(seconds=seconds, stages=clock.seconds, report=report, peak=peak, link=link)
+    finally:
+        worker.shutdown()
+
+
+def weight_sync(worker: PhaseWorker, *, prove: bool, clock: StageClock | None = None) -> WeightSync:
+    """The worker's sync again: without its proof, or with its stages timed."""
+    rollout_config = worker.spec.config.actor_rollout_ref.rollout
+    engine: Any = worker.actor if clock is None else Staged(worker.actor, clock, _ENGINE_STAGES)
+    rollout: Any = worker.rollout if clock is None else Staged(worker.rollout, clock, _ROLLOUT_STAGES)
+    settings = replace(rollout_config, sync_probe=prove)
+    return WeightSync(engine, rollout, settings, worker.process, trainer_dtype=worker.compute_dtype())
+
+
+def report_of(job: Job, ranks: list[RankFigures], work: dict[str, object]) -> Report:
+    """Seconds, bytes a second, distance to the floor; stages of the rank that was slowest by them."""
+    shape, moved = job.run_shape([rank.peak for rank in ranks]), ranks[0].report.bytes
+    floor = max(sync_floor(shape), link_floor(moved, len(ranks), ranks[0].link))
+    rows = []
+    for name in (WITH, WITHOUT):
+        seconds = slowest([rank.seconds[name] for rank in ranks])
+        columns = {"GB/s": shape.rollout_replicas * moved / seconds / 1e9}
+        rows.append(Row(name=name, seconds=seconds, floor_seconds=floor, figures=columns))
+    stages = max((rank.stages for rank in ranks), key=lambda found: sum(found.values()))
+    whole = sum(stages.values())
+    for name, taken in sorted(stages.items(), key=lambda item: -item[1]):
+        rows.append(Row(name=f"- {name}", seconds=taken, figures={"share": taken / whole}))
+    link = ranks[0].link
+    notes = [
+        f"{moved / 1e9:.3f} GB in {ranks[0].report.num_tensors} tensors to each of {shape.rollout_replicas} "
+        f"replica(s), {ranks[0].report.num_read_back} of them compared inside the engine; probe gap "
+        f"{number(ranks[0].report.probe_gap_mean)} nats on average. Floor: weights read once and written once per "
+        f"replica at {shape.peak.bandwidth / 1e9:,.0f} GB/s ({shape.peak.source}, all ranks)"
+        + (f", or received over links of {link / 1e9:,.0f} GB/s." if link and len(ranks) > 1 else "."),
+        "Stages are of one further sync with the proof, each waited for; checksums are inside the load.",
+    ]
+    figures = {"bytes": moved, "proof_seconds": (rows[0].seconds or 0) - (rows[1].seconds or 0)}
+    return Report(bench="sync", work=work, rows=rows, figures=figures, notes=notes)
+
+
+def link_floor(num_bytes: int, num_ranks: int, link: float | None) -> float:
+    """Seconds in which a rank that holds one of `num_ranks` shards can receive the others; 0 for an unknown link."""
+    return 0.0 if link is None or num_ranks == 1 else num_bytes * (num_ranks - 1) / num_ranks / link
+
+
+def _nothing() -> None:
+    """A CPU has nothing queued."""
