@@ -18,6 +18,15 @@ class Recompute(StrEnum):
     selective = "selective"
 
 
+class Experts(StrEnum):
+    """How transformers computes the experts of a mixture: its own choice, one by one, or in grouped products."""
+
+    auto = "auto"
+    eager = "eager"
+    grouped_mm = "grouped_mm"
+    batched_mm = "batched_mm"
+
+
 class RolloutName(StrEnum):
     """Which engine generates."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, require
-from verl_like.config.enums import FusedBackend, Recompute
+from verl_like.config.enums import Experts, FusedBackend, Recompute
 from verl_like.config.fsdp import FSDPConfig
 
 
@@ -46,6 +46,9 @@ class ModelConfig(ConfigNode):
     """Log-prob and entropy from hidden states in chunks. False: full logits, the reference path."""
     fused_kernel_options: FusedKernelConfig = field(default_factory=FusedKernelConfig)
     """Options of the fused function."""
+    experts_implementation: Experts = Experts.auto
+    """How a mixture of experts computes them: auto (grouped_mm where the model offers it), eager (one expert after the
+    other), grouped_mm or batched_mm (a copy of its experts' weights for every token: few tokens only)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     lora_rank: int = 0

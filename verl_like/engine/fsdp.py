@@ -20,6 +20,7 @@ from verl_like.engine.background import BackgroundWriter, Part
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.protocol import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
 from verl_like.models import blocks, loading, lora, packing
+from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.fused_linear import Head, Reference
 from verl_like.models.heads import HF_PREFIX, HIDDEN, PolicyModel, TokenModel, dtype_of
 from verl_like.models.loading import Kind
@@ -119,6 +120,7 @@ class FSDPEngine:
             blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
         model.requires_grad_(training)
         self._head_names = model.head_names()
+        self._stored = CheckpointNames(model.hf)
         if with_lora:
             self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed)
         return model
@@ -361,14 +363,17 @@ class FSDPEngine:
         adapters arrive inside the weights they adapt."""
         with nullcontext() if self.sharding.reads_from_host else self._resident(optimizer=False):
             named = ((name.removeprefix(HF_PREFIX), tensor) for name, tensor in self.sharding.full_weights(dtype))
-            yield from named if self._adapters is None else self._adapters.merged(named)
+            whole = named if self._adapters is None else self._adapters.merged(named)
+            for name, tensor in whole:
+                yield from self._stored.views(name, tensor)
 
     def weight_names(self) -> dict[str, torch.Size]:
         """See TrainEngine.weight_names."""
         if self._weight_names is None:  # the config does not change, and every weight sync asks
             full = loading.build_meta_model(self._model_config, self.hf_config, kind=self.kind)
-            named = full.named_parameters()
-            self._weight_names = {name.removeprefix(HF_PREFIX): parameter.shape for name, parameter in named}
+            named = ((name.removeprefix(HF_PREFIX), parameter) for name, parameter in full.named_parameters())
+            parts = (part for name, parameter in named for part in self._stored.views(name, parameter))
+            self._weight_names = {name: tensor.shape for name, tensor in parts}
         return dict(self._weight_names)
 
     # --- memory ------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from verl_like.models.families import num_experts
+
 BACKWARD = 2.0  # of a forward pass
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ def _visible_pairs(length: int, window: int | None) -> float:
 def _body_weights(model: PreTrainedModel, head: nn.Module | None) -> float:
     """Matrices of the blocks, whatever kind of module holds them; of stacked experts the share one token visits."""
     config = model.config.get_text_config()
-    experts = next((getattr(config, key) for key in _EXPERT_COUNTS if getattr(config, key, None)), None)
+    experts = num_experts(config)
     total = 0.0
     for module in model.modules():
         if isinstance(module, nn.Embedding) or module is head:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from verl_like.models import attention
+from verl_like.models import attention, families
 from verl_like.models.heads import (
     VALUE_HEAD,
     PolicyModel,
@@ -58,7 +58,8 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
             hint = f": did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"model.override_config.{key} is not a key of a {config.model_type!r} config{hint}")
         setattr(config, key, value)
-    _refuse_unsupported(config)
+    families.check(config, packed=uses_packing(model))
+    _check_router_loss(model, config)
     return config
 
 
@@ -94,7 +95,7 @@ def _meta_hf(model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype:
         hf = AutoModelForCausalLM.from_config(
             hf_config,
             dtype=dtype,
-            attn_implementation=_implementation(model, hf_config),
+            **_implementations(model, hf_config),
             trust_remote_code=model.trust_remote_code,
         )
         if kind == "value":
@@ -102,13 +103,17 @@ def _meta_hf(model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype:
     return hf
 
 
-def _implementation(model: ModelConfig, config: PretrainedConfig) -> str:
-    """Our packed attention, or transformers' own for padded rows; its SDPA leaves soft-capping out without a word."""
-    if uses_packing(model):
-        return attention.ATTENTION_NAME
-    text = config.get_text_config()
-    capped = "attn_logit_softcapping" in text and text.attn_logit_softcapping is not None
-    return "eager" if capped else "sdpa"
+def _implementations(model: ModelConfig, config: PretrainedConfig) -> dict[str, str]:
+    """Attention: ours for packed tokens, or transformers' own for padded rows. Experts: what was asked for."""
+    chosen = {"attn_implementation": attention.ATTENTION_NAME}
+    if not uses_packing(model):
+        chosen = {"attn_implementation": families.padded_attention(config)}
+    if model.experts_implementation == "auto":
+        return chosen
+    if not families.num_experts(config):
+        log.warning("model.experts_implementation has no effect: %s has no experts", model.path)
+        return chosen
+    return chosen | {"experts_implementation": str(model.experts_implementation)}
 
 
 def has_weights(path: str) -> bool:
@@ -159,17 +164,38 @@ def _root_modules(hf: PreTrainedModel) -> list[nn.Module]:
     return [module for module in heads if module is not None]
 
 
-def _refuse_unsupported(config: PretrainedConfig) -> None:
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if key in config and getattr(config, key):
-            raise ValueError(f"model type {config.model_type!r} is a mixture of experts ({key}): not available yet")
+def _check_router_loss(model: ModelConfig, config: PretrainedConfig) -> None:
+    """The load-balancing loss of transformers is a product of two means over whatever tokens one forward pass holds: it
+    would depend on how a mini-batch is cut. It is never applied, and whoever asks for it is told."""
+    text = config.get_text_config()
+    if "output_router_logits" not in text or not text.output_router_logits:
+        return
+    if "output_router_logits" in model.override_config:
+        raise ValueError(
+            "model.override_config.output_router_logits=True asks for the router's load-balancing loss "
+            "(router_aux_loss_coef), which is not available: leave it out"
+        )
+    log.warning(
+        "the config of %s sets output_router_logits, but the router's load-balancing loss is not applied", model.path
+    )
 
 
 def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int | None) -> TokenModel:
+    _refuse_saved_buffers(hf)
     if kind == "value":
         return ValueModel(hf)
     backend = "triton" if model.fused_kernel_options.impl_backend == "triton" else "torch"
     return PolicyModel(hf, vocab_size=vocab_size, fused=model.use_fused_kernels, backend=backend)
+
+
+def _refuse_saved_buffers(hf: PreTrainedModel) -> None:
+    """What a checkpoint holds beside parameters would be lost on its way to the rollout engine and to disk."""
+    buffers = hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()
+    if buffers:
+        raise ValueError(
+            f"model type {hf.config.model_type!r} keeps {min(buffers)} (and {len(buffers) - 1} more) in saved buffers, "
+            "which are neither trained nor sent to the rollout engine: not available"
+        )
 
 
 def _load_weights(
@@ -178,7 +204,7 @@ def _load_weights(
     attention.register()
     transformers_logging.disable_progress_bar()  # one bar per rank and model would drown the run's own display
     path = os.path.expanduser(model.path)
-    implementation = _implementation(model, hf_config)
+    implementations = _implementations(model, hf_config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if has_weights(path):
@@ -186,7 +212,7 @@ def _load_weights(
                 path,
                 config=hf_config,
                 dtype=dtype,
-                attn_implementation=implementation,
+                **implementations,
                 trust_remote_code=model.trust_remote_code,
             )
         else:
@@ -194,7 +220,7 @@ def _load_weights(
             hf = AutoModelForCausalLM.from_config(
                 hf_config,
                 dtype=dtype,
-                attn_implementation=implementation,
+                **implementations,
                 trust_remote_code=model.trust_remote_code,
             )
         if kind == "value":

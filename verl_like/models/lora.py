@@ -6,6 +6,7 @@ parameter names are those of the peft library without its prefix. B starts at ze
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -18,8 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from verl_like.models.checkpoint_names import CheckpointNames
+
 if TYPE_CHECKING:
     from verl_like.config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 _WEIGHT, _A, _B = "weight", "lora_A.weight", "lora_B.weight"
 _VALUE_HEAD = "score"  # new in a value model: trained as a whole
@@ -151,6 +156,7 @@ def peft_name(name: str) -> str:
 def _targets(hf: PreTrainedModel, linear: dict[str, nn.Module], model: ModelConfig) -> list[str]:
     heads = {id(hf.get_output_embeddings()), id(dict(hf.named_children()).get(_VALUE_HEAD))}
     body = [name for name, part in linear.items() if id(part) not in heads]
+    _check_frozen_matrices(hf, linear, body, model.target_modules)
     chosen = [name for name in body if _matches(name, model.target_modules)]
     chosen = [name for name in chosen if model.exclude_modules is None or not _matches(name, model.exclude_modules)]
     if not chosen:
@@ -160,6 +166,38 @@ def _targets(hf: PreTrainedModel, linear: dict[str, nn.Module], model: ModelConf
             f"linear layer of this model: use all-linear, or some of {leaves}"
         )
     return chosen
+
+
+def _check_frozen_matrices(hf: PreTrainedModel, linear: dict[str, nn.Module], body: list[str], wanted: Any) -> None:
+    """Routers and stacked experts are no linear layers and stay frozen: ValueError where a target names nothing else,
+    a warning where it would have meant them too."""
+    frozen = _matrices_without_layer(hf, linear)
+    if not frozen:
+        return
+    for target in [[name] for name in wanted] if isinstance(wanted, list) else [wanted]:
+        meant = [name for name in frozen if _matches(name, target)]
+        if not meant:
+            continue
+        if not any(_matches(name, target) for name in body):
+            raise ValueError(
+                f"model.target_modules={wanted!r}: {target[0] if isinstance(target, list) else target} names "
+                f"{meant[0]}, and LoRA adapts neither experts nor routers: name the linear layers of attention, use "
+                "all-linear, or train all weights (lora_rank=0)"
+            )
+        log.warning(
+            "model.target_modules=%s: LoRA adapts linear layers; experts and routers (%s and %d more) stay frozen",
+            *(wanted, meant[0], len(meant) - 1),
+        )
+
+
+def _matrices_without_layer(hf: PreTrainedModel, linear: dict[str, nn.Module]) -> list[str]:
+    """Modules, by the names of checkpoints, whose matrices belong neither to a linear layer nor to an embedding."""
+    tables = [name for name, part in hf.named_modules() if isinstance(part, nn.Embedding)]
+    owned = {*linear, *tables}
+    stored = CheckpointNames(hf)
+    loose = [(name, p) for name, p in hf.named_parameters() if p.ndim > 1 and name.rpartition(".")[0] not in owned]
+    views = (view for name, parameter in loose for view, _ in stored.views(name, parameter.detach()))
+    return [name.removesuffix(f".{_WEIGHT}") for name in views]
 
 
 def _matches(name: str, wanted: Any) -> bool:

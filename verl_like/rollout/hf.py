@@ -16,6 +16,8 @@ from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
 from verl_like.config import RolloutConfig
+from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.families import padded_attention
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.base import BaseRolloutEngine
 from verl_like.rollout.protocol import Completion, FinishReason, GenerationRequest, WeightLoadError
@@ -56,7 +58,7 @@ class _Batch:
         """Drop all other rows."""
         chosen = torch.tensor(index, device=self.mask_bS.device)
         self.rows = [self.rows[i] for i in index]
-        self.cache.batch_select_indices(chosen)
+        self.cache.reorder_cache(chosen)  # also of states, which batch_select_indices leaves out
         self.mask_bS, self.next_b1 = self.mask_bS[chosen], self.next_b1[chosen]
 
 
@@ -85,6 +87,7 @@ class HFRolloutEngine(BaseRolloutEngine):
         self._max_num_seqs = rollout.max_num_seqs
         with preserve_rng():
             self._model: PreTrainedModel | None = _empty_model(hf_config, dtype, process.device, trust_remote_code)
+        self._stored = CheckpointNames(self._module)
         self._unseeded = torch.Generator().manual_seed((seed + process.rank) & _SEED_MASK)
         self._queue: list[_Row] = []
         self._batch: _Batch | None = None
@@ -210,8 +213,11 @@ class HFRolloutEngine(BaseRolloutEngine):
         return {name: tensor.detach() for name, tensor in self._named_weights().items()}
 
     def _named_weights(self) -> dict[str, Tensor]:
-        """Parameters under all their names (tied ones have several) and the buffers that are saved."""
-        named: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
+        """Parameters under the names of checkpoints, all of them (tied ones have several), and the buffers that are
+        saved. Experts are views into the parameter that holds them all."""
+        named: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            named |= self._stored.views(name, parameter)
         saved = self._module.state_dict().keys()
         return named | {name: buffer for name, buffer in self._module.named_buffers() if name in saved}
 
@@ -238,6 +244,11 @@ def _empty_model(
 ) -> PreTrainedModel:
     """The model with whatever its memory holds; buffers that are not saved (rotary frequencies) are computed."""
     with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=dtype,
+            attn_implementation=padded_attention(hf_config),
+            trust_remote_code=trust_remote_code,
+        )
     model.tie_weights()
     return model.eval().requires_grad_(False)

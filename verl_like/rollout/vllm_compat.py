@@ -161,6 +161,7 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
         except Exception as error:
             failure.append(error)
 
+    _forget_packed_experts(model_of(llm))
     try:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": until_failure()})
     except Exception:
@@ -172,6 +173,16 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     llm.llm_engine.reset_mm_cache()
+
+
+def _forget_packed_experts(model: nn.Module) -> None:
+    """On CPU a mixture of experts computes with packed weights, and vLLM (0.32) packs them on the first load alone: a
+    later one would leave plain numbers where packed ones are read. Without its kernel a layer is set up as at first."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters(recurse=False))
+        if on_cpu and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _finish_reload(llm: Any) -> None:

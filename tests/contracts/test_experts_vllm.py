@@ -1,0 +1,78 @@
+"""Mixtures of experts in vLLM (its CPU build): weights from the training engine, twice, with every proof."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.engine import tiny
+from tests.unit.models import zoo
+from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.models import families
+from verl_like.models.loading import load_hf_config
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.rollout.build import build_rollout_engine
+from verl_like.rollout.protocol import RolloutEngine
+from verl_like.weight_sync.sync import WeightSync, WeightSyncError
+
+MIXTURES = [name for name, row in families.FAMILIES.items() if families.VLLM in row.tested and "experts" in row.kind]
+FIRST = "qwen3_moe"  # the others take a start of vLLM each
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    pytest.importorskip("vllm")
+    yield tiny.single_process()
+    shutdown_distributed()
+
+
+def start(path: str, process: ProcessInfo, run_id: str) -> RolloutEngine:
+    config = ModelConfig(path=path)
+    settings: Any = {"name": "vllm", "max_num_seqs": 8, "enforce_eager": True}
+    return build_rollout_engine(
+        RolloutConfig(**settings),
+        config,
+        process=process,
+        hf_config=load_hf_config(config),
+        tokenizer_size=tiny.VOCAB,
+        max_model_len=128,
+        seed=1,
+        run_id=run_id,
+    )
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in MIXTURES if n != FIRST)])
+def test_every_sync_reaches_the_kernels(
+    process: ProcessInfo, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM packs experts when it loads them; the second sync sends other weights and must be packed as well."""
+    path = zoo.folder(tmp_path, name, num_attention_heads=2, num_key_value_heads=1)
+    engine, batch = tiny.build_engine(process, path), tiny.experience(9)
+    rollout = start(path, process, name)
+    sync = WeightSync(engine, rollout, RolloutConfig(), process)
+    for version in (1, 2):
+        report = sync.sync(version)
+        assert report.num_tensors == len(engine.weight_names()) > 48
+        assert report.probe_gap is not None and report.probe_gap < 1e-4
+        engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
+    if name == FIRST:
+        fault_is_found(engine, sync, monkeypatch)
+    rollout.shutdown()
+
+
+def fault_is_found(engine: Any, sync: WeightSync, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: gate and up of every expert exchanged. All names come with their shapes; only the probe can tell."""
+    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    export = engine.export_weights
+
+    def exchanged(dtype: Any) -> Iterator[tuple[str, Any]]:
+        for name, tensor in export(dtype):
+            part = name.split(".")[-2]
+            yield (name.replace(part, swap[part]) if part in swap else name), tensor
+
+    monkeypatch.setattr(engine, "export_weights", exchanged)
+    with pytest.raises(WeightSyncError, match="log-probs of the probe differ"):
+        sync.sync(3)

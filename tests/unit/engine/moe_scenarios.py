@@ -1,0 +1,73 @@
+"""Gradients of several model types in one start of the processes: cut, spread and computed in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.unit.engine import tiny
+from tests.unit.engine.scenarios import RULE, my_rows
+from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
+from verl_like.batch import Experience, pad_rows
+from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.gradients import minibatch_gradients
+from verl_like.models import families
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.rollout.protocol import Completion
+
+FAMILIES = [name for name, family in families.FAMILIES.items() if families.RANKS in family.tested]
+
+
+def everything(process: ProcessInfo, paths: dict[str, str], save_to: str | None) -> dict[str, Any]:
+    """{model type: {way: gradients}}; the same keys on any number of ranks, as far as a way makes sense there."""
+    return {name: _one_family(process, path, save_to and f"{save_to}/{name}") for name, path in paths.items()}
+
+
+def _one_family(process: ProcessInfo, path: str, save_to: str | None) -> dict[str, Any]:
+    batch = experience(9)
+    engine = build_engine(process, path)
+    result: dict[str, Any] = {"gradients": _gradients(engine, my_rows(process, batch, "even"), batch)}
+    if process.world_size == 1:
+        result["one_batch"] = _gradients(engine, batch, batch, tiny.ONE_BATCH)
+        mixture = families.num_experts(engine.hf_config) > 0
+        eager = {"experts_implementation": "eager"} if mixture else {}
+        result["eager"] = _gradients(build_engine(process, path, model=eager), batch, batch)
+        checkpointed = build_engine(process, path, model={"enable_gradient_checkpointing": True})
+        result["checkpointed"] = _gradients(checkpointed, batch, batch)
+    else:
+        result["first"] = _gradients(engine, my_rows(process, batch, "first"), batch)
+        result["ulysses"] = _gradients(build_engine(process, path, ulysses_size=2), batch, batch)
+        result["fsdp1"] = _gradients(
+            build_engine(process, path, strategy="fsdp"), my_rows(process, batch, "even"), batch
+        )
+    if save_to is not None:
+        engine.train_minibatch(my_rows(process, batch, "even"), PolicyLoss(), denominators(batch), rule=RULE)
+        engine.save(save_to, contents=["model", "optimizer", "extra", "hf_model"])
+        result["weights"] = weights(engine)
+    return result
+
+
+def _gradients(
+    engine: FSDPEngine, mine: Experience, whole: Experience, rule: MicroBatchRule = RULE
+) -> dict[str, torch.Tensor]:
+    return minibatch_gradients(engine, mine, PolicyLoss(), denominators(whole), rule=rule)
+
+
+def rows(prompts: Sequence[list[int]], done: Sequence[Completion]) -> Experience:
+    """Generated responses as the trainer takes them, with the rollout engine's log-probs."""
+    responses = [completion.token_ids for completion in done]
+    response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
+    length_B = torch.tensor([len(response) for response in responses])
+    return Experience(
+        prompt_ids_BP=pad_rows(prompts, side="left", dtype=torch.int32),
+        prompt_length_B=torch.tensor([len(prompt) for prompt in prompts]),
+        response_ids_BR=response_ids_BR,
+        response_length_B=length_B,
+        response_mask_BR=torch.arange(response_ids_BR.shape[1])[None] < length_B[:, None],
+        group_B=torch.arange(len(prompts)),
+        advantages_BR=torch.zeros(response_ids_BR.shape),
+        rollout_log_probs_BR=pad_rows([c.log_probs for c in done], side="right", dtype=torch.float32),
+    )

@@ -1,0 +1,187 @@
+"""What the table of model types says is tested with each: LoRA, the hf rollout, two ranks, sequence parallelism."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.unit.engine import moe_scenarios, tiny
+from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
+from tests.unit.models import zoo
+from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
+from verl_like.models import families
+from verl_like.models.loading import load_hf_config
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.rollout.build import build_rollout_engine
+from verl_like.rollout.protocol import GenerationRequest, SamplingParams
+from verl_like.weight_sync.sync import WeightSync
+
+WIDE = moe_scenarios.FAMILIES
+MIXTURES = [name for name in WIDE if "experts" in families.FAMILIES[name].kind]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    yield tiny.single_process()
+    shutdown_distributed()
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: zoo.folder(folder, name) for name in WIDE}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, paths: dict[str, str], saved: Path) -> list[dict[str, Any]]:
+    return tiny.spawn_ranks(2, moe_scenarios.everything, tmp_path_factory.mktemp("ranks"), paths, str(saved))
+
+
+@pytest.fixture(scope="module")
+def one(process: ProcessInfo, paths: dict[str, str], two: Any) -> dict[str, Any]:
+    return moe_scenarios.everything(process, paths, None)
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 3e-6) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = float(a[name].abs().max()) + 1e-12
+        gap = float((a[name] - b[name]).abs().max()) / scale
+        assert gap <= tolerance, f"{name}: relative difference {gap:.1e}"
+
+
+def generated(rollout: Any) -> tiny.Experience:
+    """Responses of mixed lengths to prompts of mixed lengths, with the log-probs the rollout engine reported."""
+    asked = [
+        GenerationRequest(
+            request_id=f"r{i}",
+            prompt_ids=[(5 * i + j) % 50 + 3 for j in range(2 + 2 * i)],
+            sampling=SamplingParams(max_tokens=12 - 3 * i),
+            seed=i,
+        )
+        for i in range(3)
+    ]
+    done = rollout.generate(asked)
+    return moe_scenarios.rows([r.prompt_ids for r in asked], done)
+
+
+@pytest.mark.parametrize("name", [name for name, family in families.FAMILIES.items() if families.HF in family.tested])
+def test_an_adapted_model_is_delivered_and_generates_what_the_trainer_scores(
+    process: ProcessInfo, tmp_path: Path, name: str
+) -> None:
+    """LoRA step, merged sync with its proof, generation with a cache, and the trainer's log-probs of those tokens."""
+    path, packed = zoo.folder(tmp_path, name), families.FAMILIES[name].packed
+    settings = {"use_remove_padding": packed}
+    lora = {"lora_rank": 4} if families.LORA in families.FAMILIES[name].tested else {}
+    engine = build_engine(process, path, model=settings | lora, optim=OptimConfig(lr=1e-2))
+    batch = experience(4)
+    engine.train_minibatch(batch, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
+    config = ModelConfig(path=path, **settings)  # pyright: ignore[reportArgumentType]
+    rollout = build_rollout_engine(
+        RolloutConfig(name="hf", max_num_seqs=8),  # pyright: ignore[reportArgumentType]
+        config,
+        process=process,
+        hf_config=load_hf_config(config),
+        tokenizer_size=tiny.VOCAB,
+        max_model_len=40,
+        seed=1,
+        run_id=name,
+    )
+    report = WeightSync(engine, rollout, RolloutConfig(), process).sync(1)
+    assert report.num_read_back >= report.num_tensors == len(engine.weight_names())
+    rows = generated(rollout)
+    trained = engine.forward(rows, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)["log_probs"]
+    assert rows.rollout_log_probs_BR is not None
+    gap = (trained - rows.rollout_log_probs_BR)[rows.response_mask_BR].abs().max()
+    assert float(gap) < 2e-4
+    rollout.shutdown()
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("way", ["one_batch", "eager", "checkpointed"])
+def test_gradients_do_not_depend_on_the_way(one: dict[str, Any], name: str, way: str) -> None:
+    """Micro-batches of 24 tokens against one of all; other kernels of the experts; recomputed layers."""
+    assert_same(one[name]["gradients"], one[name][way], 2e-5)
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("way", ["gradients", "first", "ulysses", "fsdp1"])
+def test_two_ranks_give_the_gradients_of_one(
+    one: dict[str, Any], two: list[dict[str, Any]], name: str, way: str
+) -> None:
+    for result in two:
+        assert_same(one[name]["gradients"], result[name][way], 2e-5)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_routers_and_experts_have_gradients(one: dict[str, Any], name: str) -> None:
+    found = {key.rsplit(".layers.1.", 1)[-1]: g for key, g in one[name]["gradients"].items() if ".layers.1." in key}
+    for part in ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        gradient = found[part]
+        assert float(gradient.abs().max()) > 1e-4
+        assert int((gradient.flatten(1).abs().sum(1) > 0).sum()) > 2  # of 8 experts
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_saved_folder_is_what_transformers_saves(
+    process: ProcessInfo, paths: dict[str, str], saved: Path, two: list[dict[str, Any]], name: str, tmp_path: Path
+) -> None:
+    """Names, shapes and numbers in the file; it loads into transformers and into another engine; two ranks wrote it."""
+    folder = saved / name / "huggingface"
+    stored = load_file(folder / "model.safetensors")
+    assert_same(stored, two[0][name]["weights"], 0.0)
+    assert any(".experts.7." in key for key in stored)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path)
+    assert_same(stored, load_file(tmp_path / "model.safetensors"), 0.0)
+    engine = build_engine(process, str(folder), seed=99)
+    assert_same(weights(engine), stored, 0.0)
+    assert {key: tensor.shape for key, tensor in stored.items()} == engine.weight_names()
+    resumed = build_engine(process, paths[name], seed=98)
+    resumed.load(str(saved / name), contents=["model", "optimizer", "extra"])
+    assert_same(weights(resumed), stored, 0.0)
+
+
+@pytest.mark.parametrize("target", [["gate_proj"], ["q_proj", "down_proj"], ["gate"], r".*experts\.\d+\.up_proj"])
+def test_lora_on_experts_is_refused(process: ProcessInfo, paths: dict[str, str], target: Any) -> None:
+    with pytest.raises(ValueError, match="LoRA adapts neither experts nor routers"):
+        build_engine(process, paths["qwen3_moe"], model={"lora_rank": 2, "target_modules": target})
+
+
+def test_lora_says_that_experts_stay_frozen(
+    process: ProcessInfo, paths: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = build_engine(process, paths["qwen2_moe"], model={"lora_rank": 2, "target_modules": ["gate_proj"]})
+    assert "stay frozen" in caplog.text  # the shared expert's gate_proj is a linear layer
+    trained = [key for key, parameter in engine.model.named_parameters() if parameter.requires_grad]
+    assert trained and all("shared_expert.gate_proj.lora_" in key for key in trained)
+
+
+def test_a_lost_expert_fails_the_sync_by_name(process: ProcessInfo, paths: dict[str, str]) -> None:
+    """Planted: the stream leaves out one projection of one expert."""
+    from verl_like.weight_sync.ledger import WeightLedger
+
+    engine = build_engine(process, paths["mixtral"])
+    lost = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    ledger = WeightLedger(engine.weight_names(), torch.float32, with_checksums=False)
+    list(ledger.watch((key, t) for key, t in engine.export_weights(torch.float32) if key != lost))
+    assert ledger.missing() == [f"missing: {lost}"] and not ledger.faults()
+
+
+def test_the_load_balancing_loss_is_refused(paths: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="load-balancing loss"):
+        load_hf_config(ModelConfig(path=paths["qwen3_moe"], override_config={"output_router_logits": True}))

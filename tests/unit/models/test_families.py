@@ -1,0 +1,137 @@
+"""Every claim of the table of model types, on a tiny random model of each type."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3Config, PretrainedConfig, Qwen2Config
+
+from tests.unit.engine import tiny
+from tests.unit.models import zoo
+from tests.unit.models.test_packed_forward import assert_close, build, gradient_of, run
+from verl_like.config.model import ModelConfig
+from verl_like.models import families
+from verl_like.models.cost import ModelCost
+from verl_like.models.loading import load_hf_config
+
+ROWS = tiny.experience(5, max_response=12)
+# recurrent layers multiply rounding along the sequence
+TOLERANCE = {name: 1e-4 for name, family in families.FAMILIES.items() if "state" in family.why_padded}
+
+
+@pytest.mark.parametrize("name", [name for name, family in families.FAMILIES.items() if family.packed])
+def test_packed_equals_single_equals_padded(tmp_path: Path, name: str) -> None:
+    """Values and gradients; padded rows run through transformers' eager attention, an independent opinion."""
+    path = zoo.folder(tmp_path, name)
+    packed_model, padded_model = build(path, packed=True), build(path, packed=False)
+    packed, padded = run(packed_model, ROWS, packed=True), run(padded_model, ROWS, packed=False)
+    for i, row in enumerate(ROWS.split([1] * len(ROWS))):
+        single = run(packed_model, row.trim(), packed=True)
+        assert_close(single, {key: value[i : i + 1, : single[key].shape[1]] for key, value in packed.items()}, 2e-5)
+    assert_close(packed, padded, 2e-5)
+    assert_close(gradient_of(packed_model, packed), gradient_of(padded_model, padded), 5e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, family in families.FAMILIES.items() if not family.packed])
+def test_padding_changes_nothing_where_packing_would(tmp_path: Path, name: str) -> None:
+    """Values and gradients of padded rows equal those of each row alone; packed, the type is refused by name."""
+    path = zoo.folder(tmp_path, name)
+    with pytest.raises(ValueError, match=rf"'{name}' cannot be run without padding: .*use_remove_padding=False"):
+        load_hf_config(ModelConfig(path=path))
+    model = build(path, packed=False)
+    assert families.padded_attention(model.hf.config) in ("eager", "sdpa")
+    model.hf.set_attn_implementation(families.padded_attention(model.hf.config))
+    together = run(model, ROWS, packed=False)
+    parts = [run(model, row.trim(), packed=False) for row in ROWS.split([1] * len(ROWS))]
+    width = ROWS.response_ids_BR.shape[1]
+    alone = {
+        key: torch.cat([torch.nn.functional.pad(part[key], (0, width - part[key].shape[1])) for part in parts])
+        for key in together
+    }
+    tolerance = TOLERANCE.get(name, 2e-5)
+    assert_close(together, alone, tolerance)
+    expected = gradient_of(model, alone)
+    assert_close(gradient_of(model, together), expected, tolerance)
+
+
+@pytest.mark.parametrize("name", list(families.FAMILIES))
+def test_costs_can_be_counted(name: str) -> None:
+    cost = ModelCost.of(zoo.config(name))
+    assert 0 < cost.body_weights <= cost.all_weights and cost.forward_flops([10], 4) > 0
+
+
+def test_state_that_the_table_calls_by_its_layers_really_leaks(tmp_path: Path) -> None:
+    """The table is not more cautious than it must be: packed all the same, sequences change each other."""
+    path = zoo.folder(tmp_path, "qwen3_next")
+    names = dict(families.FAMILIES)
+    names["qwen3_next"] = families.Family(kind="planted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "FAMILIES", names)
+        model = build(path, packed=True)
+    packed = run(model, ROWS, packed=True)["log_probs"]
+    row = ROWS.split([1] * len(ROWS))[0].trim()
+    single = run(model, row, packed=True)["log_probs"]
+    assert float((packed[:1, : single.shape[1]] - single).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", sorted(families.REFUSED))
+def test_refused_types_are_named_before_anything_is_loaded(tmp_path: Path, name: str) -> None:
+    path = zoo.folder(tmp_path, name)
+    for packed in (True, False):
+        with pytest.raises(ValueError, match=f"model type '{name}' is not available"):
+            load_hf_config(ModelConfig(path=path, use_remove_padding=packed))
+
+
+def test_a_listed_bias_is_in_the_model() -> None:
+    """The reason given for most refusals, on the models themselves."""
+    for name in ("deepseek_v3", "glm4_moe", "dots1", "minimax_m2", "lfm2_moe"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(zoo.config(name))
+        buffers = model.state_dict().keys() - dict(model.named_parameters()).keys()
+        assert buffers and all("bias" in buffer for buffer in buffers), name
+
+
+class OtherConfig(Qwen2Config):
+    model_type = "never_seen"
+
+
+class StatefulConfig(Qwen2Config):
+    model_type = "never_seen_stateful"
+
+
+def test_unknown_types_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    families._warn_untested.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        families.check(OtherConfig(), packed=True)
+        families.check(OtherConfig(), packed=True)
+    assert caplog.text.count("'never_seen' is not among those tested") == 1
+
+
+@pytest.mark.parametrize("key", ["layer_types", "layers_block_type"])
+def test_unknown_types_with_other_layers_than_attention_need_padding(key: str) -> None:
+    config = StatefulConfig()
+    setattr(config, key, ["full_attention", "mamba2"])
+    with pytest.raises(ValueError, match="'never_seen_stateful' cannot be run without padding: its mamba2 layers"):
+        families.check(config, packed=True)
+    families.check(config, packed=False)
+
+
+def test_text_models_inside_others_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"'gemma3' holds its text model \('gemma3_text'\).*save_pretrained"):
+        families.check(Gemma3Config(), packed=True)
+
+
+@pytest.mark.parametrize("settings", [{"quant_method": "mxfp4"}, {"quant_method": "fp8"}])
+def test_quantised_weights_are_refused(settings: dict[str, str]) -> None:
+    config: PretrainedConfig = zoo.config("qwen3")
+    config.quantization_config = settings
+    with pytest.raises(ValueError, match=f"quantised .*{settings['quant_method']}"):
+        families.check(config, packed=True)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert families.table() in page, f"put this into docs/models.md:\n{families.table()}"

@@ -1,0 +1,75 @@
+"""Names and shapes that checkpoints and other engines use, where the module holds the same numbers differently.
+
+transformers keeps all experts of a layer in one parameter, `experts.gate_up_proj` [experts, 2 x width, hidden]; files
+on the hub, vLLM's loader and older transformers want `experts.7.gate_proj.weight` [width, hidden]. Mixtral's parts have
+other names in files as well. The rules are transformers' own (the ones `save_pretrained` applies), so that a model type
+which transformers can save is named here as it is there; every tensor given out is a view, nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    ConversionOps,
+    PrefixChange,
+    SplitModulelist,
+    WeightConverter,
+    WeightRenaming,
+)
+
+_EACH_EXPERT = "*"  # in a name: the number of the expert
+
+
+class CheckpointNames:
+    """Translates the parameters of one kind of model."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self._model_type = hf.config.model_type
+        rules = get_model_conversion_mapping(hf, add_legacy=False)
+        backwards = [rule.reverse_transform() for rule in reversed(rules) if not isinstance(rule, PrefixChange)]
+        self._renamings = [rule for rule in backwards if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in backwards if isinstance(rule, WeightConverter)]
+        self._known: dict[str, tuple[str, ...]] = {}
+
+    def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(stored name, view) of everything that the parameter `name` holds. Writing into a view writes into `tensor`.
+
+        Raises ValueError for a layout that is not a stack of experts.
+        """
+        if name not in self._known:
+            self._known[name] = self._stored_names(name)
+        stored = self._known[name]
+        if stored[0].count(_EACH_EXPERT) == 0:
+            yield stored[0], tensor
+            return
+        for expert, matrix in enumerate(tensor.unbind(0)):
+            for pattern, part in zip(stored, matrix.chunk(len(stored)), strict=True):
+                yield pattern.replace(_EACH_EXPERT, str(expert)), part
+
+    def _stored_names(self, name: str) -> tuple[str, ...]:
+        """One name, or for a stack of experts the pattern of each part, in the order of its rows."""
+        patterns = (name,)
+        for rule in self._converters:
+            first, matched = rule.rename_source_key(name)
+            if matched is not None:
+                self._require_stack(name, rule.operations)
+                targets = rule.target_patterns
+                patterns = tuple(first.replace(targets[0], target) for target in targets)
+                break
+        for rule in self._renamings:
+            patterns = tuple(rule.rename_source_key(pattern)[0] for pattern in patterns)
+        return patterns
+
+    def _require_stack(self, name: str, operations: list[ConversionOps]) -> None:
+        """Only these two can be given as views: [experts, ...], and [experts, parts one below the other, ...]."""
+        kinds = [(type(operation), getattr(operation, "dim", None)) for operation in operations]
+        if kinds not in ([(SplitModulelist, 0)], [(Chunk, 1), (SplitModulelist, 0)]):
+            raise ValueError(
+                f"model type {self._model_type!r}: checkpoints hold {name} in another layout "
+                f"({', '.join(kind.__name__ for kind, _ in kinds)}), which the weight sync cannot send"
+            )

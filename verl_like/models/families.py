@@ -1,0 +1,238 @@
+"""Facts about model types: which run packed, which need padded rows, which are refused, and what is tested with each.
+
+A model type that is not listed is accepted with a warning; then only the check of packing when an engine starts
+(engine/selfcheck.py) and the proof of each weight sync stand behind it. docs/models.md shows this table, and
+tests/unit/models/test_families.py runs every claim made in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
+# What a row of the table may claim beside values and gradients
+ULYSSES = "Ulysses"
+LORA = "LoRA"
+RANKS = "two ranks"  # gradients of two FSDP2 ranks equal those of one
+HF = "hf rollout"  # weight sync with its proof, and generated tokens scored by the trainer
+VLLM = "vLLM"  # the same with vLLM (its CPU build)
+
+_EVERYTHING = frozenset({ULYSSES, LORA, RANKS, HF, VLLM})
+_SINGLE = frozenset({LORA, HF})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model type.
+
+    packed: runs without padding, through our attention. why_padded: what in it forbids that.
+    attention: transformers' attention for padded rows; soft-capped scores and sinks need "eager".
+    tested: what is tested beside values and gradients (of padded rows, and packed where it can be).
+    """
+
+    kind: str
+    packed: bool = True
+    why_padded: str = ""
+    attention: str = "sdpa"
+    tested: frozenset[str] = _SINGLE
+
+
+def _dense(tested: frozenset[str] = _SINGLE) -> Family:
+    return Family(kind="dense", tested=tested)
+
+
+def _windows(tested: frozenset[str] = _SINGLE, attention: str = "sdpa") -> Family:
+    return Family(kind="dense, sliding windows", tested=tested, attention=attention)
+
+
+def _experts(tested: frozenset[str] = _SINGLE) -> Family:
+    return Family(kind="mixture of experts", tested=tested)
+
+
+def _recurrent(layers: str, kind: str = "hybrid") -> Family:
+    return Family(kind=kind, packed=False, why_padded=f"its {layers} layers carry state from token to token")
+
+
+def _no_segments(tested: frozenset[str] = _SINGLE) -> Family:
+    return Family(
+        kind="dense", packed=False, why_padded="its layers pass no sequence boundaries to attention", tested=tested
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": _windows(_EVERYTHING),
+    "qwen3": _dense(),
+    "llama": _dense(),
+    "mistral": _windows(),
+    "ministral": _windows(),
+    "ministral3": _dense(),
+    "gemma": _dense(),
+    "gemma2": _windows(attention="eager"),
+    "gemma3_text": _windows(),
+    "vaultgemma": _windows(attention="eager"),
+    "cohere": _dense(),
+    "cohere2": _windows(),
+    "olmo": _dense(),
+    "olmo2": _dense(),
+    "olmo3": _windows(),
+    "exaone4": _windows(),
+    "smollm3": _dense(),
+    "phi": _dense(),
+    "phi3": _dense(),
+    "granite": _dense(),
+    "glm": _dense(),
+    "glm4": _dense(),
+    "starcoder2": _dense(),
+    "arcee": _dense(),
+    "seed_oss": _dense(),
+    "hunyuan_v1_dense": _dense(),
+    "ernie4_5": _dense(),
+    "gpt_neox": _dense(),
+    "stablelm": _no_segments(),
+    "nemotron": _no_segments(),
+    "qwen2_moe": _experts(_EVERYTHING),
+    "qwen3_moe": _experts(_EVERYTHING),
+    "mixtral": _experts(_EVERYTHING),
+    "olmoe": _experts(_EVERYTHING),
+    "granitemoe": _experts(),
+    "flex_olmo": _experts(),
+    "hunyuan_v1_moe": _experts(),
+    "gpt_oss": Family(
+        kind="mixture of experts, sliding windows",
+        packed=False,
+        why_padded="its attention has sinks",
+        attention="eager",
+    ),
+    "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid"),
+    "qwen3_5_text": _recurrent("linear_attention"),
+    "qwen3_5_moe_text": _recurrent("linear_attention", "mixture of experts, hybrid"),
+    "jamba": _recurrent("mamba", "mixture of experts, hybrid"),
+    "bamba": _recurrent("mamba"),
+    "falcon_h1": _recurrent("mamba"),
+    "granitemoehybrid": _recurrent("mamba", "mixture of experts, hybrid"),
+    "lfm2": _recurrent("conv"),
+}
+
+_BIAS = "the bias that corrects its router is a buffer, which is neither trained nor sent to the rollout engine"
+_NO_ATTENTION = "it has no attention, and no rollout engine here keeps its state"
+
+REFUSED: dict[str, str] = {
+    "deepseek_v3": _BIAS,
+    "glm4_moe": _BIAS,
+    "dots1": _BIAS,
+    "minimax_m2": _BIAS,
+    "lfm2_moe": _BIAS,
+    "phimoe": "its router draws experts at random while it is trained, so that log-probs are not those of the policy",
+    "llama4_text": "transformers has no separate backbone for it, from which hidden states could be taken",
+    "minimax": "its lightning attention keeps decay factors in buffers, which are not sent to the rollout engine",
+    "apertus": "its activation keeps constants in buffers, which are not sent to the rollout engine",
+    "recurrent_gemma": "its layers keep their state in the module, where a response that ends cannot leave the batch",
+    "zamba2": "its hybrid layers nest and share blocks, which sharding cannot follow",
+    "olmo_hybrid": "its checkpoints split convolutions in a way that the weight sync cannot send",
+    "mamba": _NO_ATTENTION,
+    "mamba2": _NO_ATTENTION,
+    "falcon_mamba": _NO_ATTENTION,
+    "rwkv": _NO_ATTENTION,
+    "xlstm": _NO_ATTENTION,
+}
+
+_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+_SOFTMAX = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def check(config: PretrainedConfig, *, packed: bool) -> None:
+    """Raise ValueError, naming the model type and the way out, where this model cannot be trained (packed).
+
+    Needs no weights. Warns, once a process, about a type that is not in the table.
+    """
+    name = config.model_type
+    _refuse_nested(config)
+    if name in REFUSED:
+        raise ValueError(f"model type {name!r} is not available: {REFUSED[name]}")
+    _refuse_quantised(config)
+    family = FAMILIES.get(name)
+    why = family.why_padded if family is not None else _state_in(config)
+    if packed and why:
+        raise ValueError(
+            f"model type {name!r} cannot be run without padding: {why}. "
+            "Set actor_rollout_ref.model.use_remove_padding=False (critic.model.* for the critic)"
+        )
+    if family is None:
+        _warn_untested(name)
+
+
+def padded_attention(config: PretrainedConfig) -> str:
+    """transformers' attention for padded rows. Its SDPA leaves soft-capping out without a word."""
+    text = config.get_text_config()
+    capped = "attn_logit_softcapping" in text and text.attn_logit_softcapping is not None
+    family = FAMILIES.get(config.model_type)
+    return "eager" if capped else "sdpa" if family is None else family.attention
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Routed experts of one layer; 0 for a dense model."""
+    text = config.get_text_config()
+    return next((int(getattr(text, key)) for key in _EXPERT_COUNTS if getattr(text, key, None)), 0)
+
+
+def _state_in(config: PretrainedConfig) -> str:
+    """What in the layers of an unknown type forbids packing, as far as its config tells."""
+    kinds = {
+        kind for key in _LAYER_KINDS if isinstance(getattr(config, key, None), list) for kind in getattr(config, key)
+    }
+    other = sorted(str(kind) for kind in kinds - _SOFTMAX if isinstance(kind, str))
+    return f"its {', '.join(other)} layers carry state from token to token" if other else ""
+
+
+def _refuse_nested(config: PretrainedConfig) -> None:
+    text = config.get_text_config()
+    if text is config:
+        return
+    raise ValueError(
+        f"model type {config.model_type!r} holds its text model ({text.model_type!r}) beside others (images, audio): "
+        "only text models can be trained. Save the text model alone, with its class's from_pretrained(...) and "
+        "save_pretrained(folder), and set model.path to that folder"
+    )
+
+
+def _refuse_quantised(config: PretrainedConfig) -> None:
+    settings = getattr(config, "quantization_config", None)
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else type(settings).__name__
+        raise ValueError(
+            f"the weights of this {config.model_type!r} model are quantised (quantization_config: {method}), and such "
+            "weights cannot be trained: use the bfloat16 version of the model"
+        )
+
+
+@functools.cache
+def _warn_untested(name: str) -> None:
+    log.warning(
+        "model type %r is not among those tested (docs/models.md): the check of packing at the start and the proof of "
+        "each weight sync are all that stands behind it; `verl-like selfcheck` compares gradients on your own model",
+        name,
+    )
+
+
+def table() -> str:
+    """The rows of docs/models.md, types of equal standing together."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for name, family in FAMILIES.items():
+        runs = "packed" if family.packed else f"padded ({family.why_padded})"
+        rows.setdefault((family.kind, runs, ", ".join(sorted(family.tested))), []).append(name)
+    lines = ["| `model_type` | kind | runs | tested with it |", "| --- | --- | --- | --- |"]
+    for (kind, runs, tested), names in rows.items():
+        lines.append(f"| {', '.join(names)} | {kind} | {runs} | {tested} |")
+    lines += ["", "| refused | because |", "| --- | --- |"]
+    reasons: dict[str, list[str]] = {}
+    for name, why in REFUSED.items():
+        reasons.setdefault(why, []).append(name)
+    return "\n".join(lines + [f"| {', '.join(names)} | {why} |" for why, names in reasons.items()])
