@@ -11,6 +11,7 @@ from torch import Tensor
 from verl_like.models.attention import flash_attention_version, packed_attention
 from verl_like.models.attention_groups import grouped_attention
 from verl_like.models.packing import Segments
+from verl_like.models.shared_prompts import shared_layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [1, 700, 33, 2049, 256]
@@ -27,6 +28,26 @@ def test_values_and_gradients(heads: int, kv_heads: int, dim: int, window: int |
     for dtype in (torch.bfloat16, torch.float32):
         inputs = [t.bfloat16().to(dtype).requires_grad_() for t in exact]
         output = _attend(dtype, inputs, segments, window, softcap)
+        results.append([output, *torch.autograd.grad((output.float() * slopes).sum(), inputs)])
+    for name, ours, expected in zip(("output", "query", "key", "value"), *results, strict=True):
+        gap = float((ours.float() - expected).norm() / expected.norm())
+        assert gap < 0.02, f"{name}: {gap:.1e} (FlashAttention {flash_attention_version()}, torch {torch.__version__})"
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_rows_that_share_prompts(window: int | None) -> None:
+    """Prompts of 300 and 70 tokens with four and two responses: fewer queries than keys, masks aligned at the end."""
+    length_S = torch.tensor([301, 330, 420, 900, 71, 200])
+    prompt_S, first_S = torch.tensor([300] * 4 + [70] * 2), torch.tensor([0, 0, 0, 0, 4, 4])
+    own_S = length_S - torch.where(first_S != torch.arange(6), prompt_S, 0)
+    layout = shared_layout(length_S, prompt_S, first_S, own_S.cumsum(0) - own_S)
+    segments = Segments(length_S.tolist(), torch.device("cuda"), own_lengths=own_S.tolist(), layout=layout)
+    g, results, total = torch.Generator("cuda").manual_seed(0), [], int(own_S.sum())
+    exact = [torch.randn(1, h, total, 64, generator=g, device="cuda") for h in (8, 2, 2)]
+    slopes = torch.randn(1, total, 8, 64, generator=g, device="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in exact]
+        output = _attend(dtype, inputs, segments, window, None)
         results.append([output, *torch.autograd.grad((output.float() * slopes).sum(), inputs)])
     for name, ours, expected in zip(("output", "query", "key", "value"), *results, strict=True):
         gap = float((ours.float() - expected).norm() / expected.norm())

@@ -23,6 +23,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"(.+\.fsdp_config)\.min_num_params", r"\1.wrap_policy.min_num_params"),
     (r"(.+\.fsdp_config)\.mixed_precision\.param_dtype", r"\1.dtype"),
     (r"actor_rollout_ref\.actor\.(use_remove_padding|use_fused_kernels)", r"actor_rollout_ref.model.\1"),
+    (r"actor_rollout_ref\.actor\.use_prefix_grouper", "actor_rollout_ref.model.share_prompts"),
     (r"(actor_rollout_ref\.model|reward_model\.model|critic\.model)\.external_libs", r"\1.external_lib"),
     (
         r"actor_rollout_ref\.rollout\.checkpoint_engine\.update_weights_bucket_megabytes",

@@ -40,6 +40,9 @@ class ModelConfig(ConfigNode):
     """CUDA: keep what the backward pass needs (with gradient checkpointing the inputs of layers) in CPU memory."""
     use_remove_padding: bool = True
     """Pack sequences without padding. False: the padded reference path."""
+    share_prompts: bool = True
+    """With packed sequences: rows of a micro-batch that answer the same prompt compute it once (verl's
+    actor.use_prefix_grouper)."""
     use_liger: bool = False
     """Use Liger kernels for norms, rotary embedding and MLP."""
     use_fused_kernels: bool = True

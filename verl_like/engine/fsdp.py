@@ -17,6 +17,7 @@ from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_m
 from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import microbatch, selfcheck, state
 from verl_like.engine.background import BackgroundWriter, Part
+from verl_like.engine.microbatch import Batch
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.protocol import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
 from verl_like.models import blocks, loading, lora, packing
@@ -77,6 +78,7 @@ class FSDPEngine:
         self._model_config, self._fsdp = model, fsdp
         self._grad_clip, self._sync_every = grad_clip, sync_every_micro_batch
         self.packed = loading.uses_packing(model)
+        self.shares_prompts = loading.shares_prompts(model)
         self.hf_config = loading.load_hf_config(model)
         loading.check_backend(model, self.device)
         loading.check_ulysses(model, self.hf_config, ulysses_size)
@@ -185,13 +187,16 @@ class FSDPEngine:
         batch = batch.to("cpu")
         outputs = {name: torch.zeros(batch.response_ids_BR.shape) for name in sorted(want)}
         with self._resident(optimizer=False), self._comparison(want) as other:
-            for part in microbatch.cut(batch, rule):
+            for part in self._cut(batch, rule):
                 answers = self._answers(None if part is None else part[1], want, temperature, other)
                 if part is not None:
                     for name, full in outputs.items():
                         full[part[0], : answers[name].shape[1]] = answers[name].float().cpu()
             self.sharding.reshard()
         return outputs
+
+    def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
+        return microbatch.cut(batch, rule, share_prompts=self.shares_prompts)
 
     def _answers(
         self, rows: Sequences | None, want: frozenset[str], temperature: float, other: Head | None = None
@@ -221,8 +226,9 @@ class FSDPEngine:
         wanted_BR = packing.response_positions(rows, sampled_only=self.kind == "policy")
         if isinstance(self.model, PolicyModel):
             _check_vocabulary(rows.response_ids_BR[wanted_BR], self.model.vocab_size)
-        build = packing.pack if self.packed else packing.pad
-        return build(rows, wanted_BR, self.device)
+        if not self.packed:
+            return packing.pad(rows, wanted_BR, self.device)
+        return packing.pack(rows, wanted_BR, self.device, share_prompts=self.shares_prompts)
 
     def _check_want(self, want: frozenset[str]) -> None:
         compares = self.kind == "policy" and (self._reference is not None or self._adapters is not None)
@@ -267,13 +273,13 @@ class FSDPEngine:
             self.sharding.drop_gradients()
             learning, watched = microbatch.set_apart(batch.to("cpu"), without_gradient_B)
             metrics = self._watch(watched, loss_fn, denominators, rule, temperature, other)
-            parts = microbatch.cut(learning, rule) or [None]  # the collectives of backward must run once at least
+            parts = self._cut(learning, rule) or [None]  # the collectives of backward must run once at least
             sync_every = self._sync_every and not self.sharding.reduces_once
             for i, part in enumerate(parts):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
             self.sharding.reshard()
-            return [*metrics, microbatch.fill_metrics(parts, watched, rule)]
+            return [*metrics, microbatch.fill_metrics(parts, watched, rule, share_prompts=self.shares_prompts)]
 
     def _watch(
         self,
@@ -289,7 +295,7 @@ class FSDPEngine:
             return []
         metrics = []
         with torch.no_grad():
-            for part in microbatch.cut(rows, rule):
+            for part in self._cut(rows, rule):
                 outputs = self._answers(part and part[1], loss_fn.wants, temperature, other)
                 if part is not None:
                     metrics.append(self._counted_once(loss_fn(outputs, part[1].to(self.device), denominators)[1]))

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from verl_like.batch import Metric, Sequences
+from verl_like.models.shared_prompts import prompt_numbers
 from verl_like.parallel.balance import micro_batches
 from verl_like.parallel.dist import all_reduce_max
+from verl_like.parallel.shared_balance import PromptsOfRows
 
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
@@ -17,15 +19,22 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch", bound=Sequences)
 
 
-def cut(batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
+def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tuple[list[int], Batch] | None]:
     """(row positions, trimmed rows) per micro-batch; None where this rank has run out of rows (collective).
 
     Every rank returns the same number, so that all take part in the same collectives of the sharded model.
+    share_prompts: rows with equal prompts are packed with one of them, and kept together for that.
     """
-    index = micro_batches(batch.num_tokens_B().tolist(), rule)
+    prompts = prompts_of(batch) if share_prompts and rule.max_tokens is not None else None
+    index = micro_batches(batch.num_tokens_B().tolist(), rule, prompts)
     count = all_reduce_max(len(index))
     parts: list[tuple[list[int], Batch] | None] = [(rows, batch.select(rows).trim()) for rows in index]
     return parts + [None] * (count - len(parts))
+
+
+def prompts_of(batch: Sequences) -> PromptsOfRows:
+    """Which rows have equal prompts, and their tokens."""
+    return PromptsOfRows(numbers=prompt_numbers(batch), costs=batch.prompt_length_B.tolist())
 
 
 def set_apart(batch: Batch, apart_B: Tensor | None) -> tuple[Batch, Batch | None]:
@@ -36,17 +45,30 @@ def set_apart(batch: Batch, apart_B: Tensor | None) -> tuple[Batch, Batch | None
     return batch.select(~chosen_B), batch.select(chosen_B)
 
 
+def computed_tokens(batch: Sequences) -> int:
+    """Tokens of the rows, each prompt once."""
+    return int(prompts_of(batch).total(range(len(batch)), batch.num_tokens_B().tolist()))
+
+
 def fill_metrics(
-    parts: Sequence[tuple[list[int], Sequences] | None], watched: Sequences | None, rule: MicroBatchRule
+    parts: Sequence[tuple[list[int], Sequences] | None],
+    watched: Sequences | None,
+    rule: MicroBatchRule,
+    *,
+    share_prompts: bool,
 ) -> dict[str, Metric]:
-    """perf/micro_batches (of the rank with most), the share of the token budget that they use, and the share of the
-    tokens that had no backward pass (`watched` rows)."""
-    tokens = [int(part[1].num_tokens_B().sum()) for part in parts if part is not None]
+    """perf/micro_batches (of the rank with most), the share of the token budget that they use, the share of the tokens
+    that needed no computation because their prompt was shared, and of those without backward pass (`watched` rows)."""
+    rows = [part[1] for part in parts if part is not None]
+    whole = [int(part.num_tokens_B().sum()) for part in rows]
+    tokens = [computed_tokens(part) for part in rows] if share_prompts else whole
     metrics = {"perf/micro_batches": Metric(value=float(len(parts)), reduction="max")}
     if watched is not None:
         forward_only = int(watched.num_tokens_B().sum())
-        total = forward_only + sum(tokens)
+        total = forward_only + sum(whole)
         metrics["perf/forward_only_share"] = Metric(value=forward_only / max(total, 1), weight=total)
+    if share_prompts and whole:
+        metrics["perf/shared_token_share"] = Metric(value=1 - sum(tokens) / sum(whole), weight=sum(whole))
     if rule.max_tokens is not None and tokens:
         used = sum(min(count, rule.max_tokens) for count in tokens)
         metrics["perf/micro_batch_fill"] = Metric(value=used / (len(tokens) * rule.max_tokens), weight=len(tokens))

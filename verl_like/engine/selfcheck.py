@@ -23,41 +23,41 @@ def check_packing(
     device: torch.device,
     compute_dtype: torch.dtype,
 ) -> None:
-    """Compare two random sequences packed together with each alone (collective). Raises ValueError on a difference.
+    """Compare random sequences packed together, two of which share their prompt, with each alone (collective).
 
-    root: the sharded model to call; `model` itself, or a wrapper around it.
+    root: the sharded model to call; `model` itself, or a wrapper around it. Raises ValueError on a difference.
     """
     root.eval()
-    rows = _two_rows(hf_config.get_text_config().vocab_size, model)
+    rows = _three_rows(hf_config.get_text_config().vocab_size, model)
     together = _outputs(root, rows, device)
-    alone = [_outputs(root, row.trim(), device) for row in rows.split([1, 1])]
+    alone = [_outputs(root, row.trim(), device) for row in rows.split([1, 1, 1])]
     lengths = rows.response_length_B.tolist()
     gap = max(float((together[i, :n] - alone[i][0, :n]).abs().max()) for i, n in enumerate(lengths))
     limit = _TOLERANCE.get(compute_dtype, _HALF_TOLERANCE)
     if not gap <= limit:
         raise ValueError(
-            f"model type {hf_config.model_type!r} cannot be run without padding: two sequences packed together differ "
+            f"model type {hf_config.model_type!r} cannot be run without padding: sequences packed together differ "
             f"from each alone by {gap:.2e} (limit {limit:.0e}), so state leaks from one into the next. "
             "Set actor_rollout_ref.model.use_remove_padding=False (critic.model.* for the critic)"
         )
 
 
-def _two_rows(vocab_size: int, model: TokenModel) -> Sequences:
+def _three_rows(vocab_size: int, model: TokenModel) -> Sequences:
     vocab = min(vocab_size, model.vocab_size or vocab_size) if isinstance(model, PolicyModel) else vocab_size
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(vocab, (n,), generator=generator).tolist() for n in (7, 4)]
-    responses = [torch.randint(vocab, (n,), generator=generator).tolist() for n in (9, 14)]
+    responses = [torch.randint(vocab, (n,), generator=generator).tolist() for n in (9, 14, 5)]
     response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
     return Sequences(
-        prompt_ids_BP=pad_rows(prompts, side="left", dtype=torch.int32),
-        prompt_length_B=torch.tensor([7, 4]),
+        prompt_ids_BP=pad_rows([*prompts, prompts[0]], side="left", dtype=torch.int32),
+        prompt_length_B=torch.tensor([7, 4, 7]),
         response_ids_BR=response_ids_BR,
-        response_length_B=torch.tensor([9, 14]),
+        response_length_B=torch.tensor([9, 14, 5]),
         response_mask_BR=torch.ones_like(response_ids_BR, dtype=torch.bool),
     )
 
 
 def _outputs(root: nn.Module, rows: Sequences, device: torch.device) -> Tensor:
-    inputs = packing.pack(rows, packing.response_positions(rows, sampled_only=False), device)
+    inputs = packing.pack(rows, packing.response_positions(rows, sampled_only=False), device, share_prompts=True)
     outputs = root(inputs, frozenset({"log_probs"}), 1.0)
     return inputs.unpack(next(iter(outputs.values()))).float()

@@ -109,15 +109,17 @@ def _varlen(
     softcap: float | None,
 ) -> Tensor:
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, head_dim]
+    if segments.layout is not None:  # a row's queries are its last tokens: causal masks are aligned at the end
+        k, v = segments.layout.spread(k), segments.layout.spread(v)
     version, left = flash_attention_version(), -1 if window is None else window - 1
     if version is None or (dropout and version == 3 and importlib.util.find_spec("flash_attn") is None):
         if dropout:
             raise ValueError("attention dropout on packed sequences needs flash-attn: install it, or set dropout to 0")
         return _torch_varlen(q, k, v, segments, scaling, left)
     options: dict[str, Any] = {
-        "cu_seqlens_q": segments.cu_seqlens,
+        "cu_seqlens_q": segments.cu_own,
         "cu_seqlens_k": segments.cu_seqlens,
-        "max_seqlen_q": segments.max_length,
+        "max_seqlen_q": segments.max_own_length,
         "max_seqlen_k": segments.max_length,
         "softmax_scale": scaling,
         "causal": True,
@@ -137,14 +139,14 @@ def _varlen(
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, left: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds, longest = segments.cu_seqlens, segments.max_length
+    bounds, longest = (segments.cu_own, segments.cu_seqlens), (segments.max_own_length, segments.max_length)
     options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
     if q.shape[1] != k.shape[1]:
         if _varlen_shares_keys():
             options["enable_gqa"] = True
         else:  # earlier versions of torch
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    output = varlen_attn(*(q, k, v, bounds, bounds, longest, longest), **options)
+    output = varlen_attn(q, k, v, *bounds, *longest, **options)
     assert isinstance(output, Tensor)
     return output
 

@@ -4,7 +4,8 @@ The packed tokens [T] are gathered into groups [count, width], padded on the rig
 causal attention needs no mask for that, because padding comes after every real token. A new group costs a call with
 its share of Python and autograd, padding costs work that grows with width squared: `_WASTE` balances the two, as
 measured on a CPU (a call about 230 us forward and backward, a sequence of L tokens about 0.08 us x L^2). Long
-sequences therefore go one by one, short ones in a few calls.
+sequences therefore go one by one, short ones in a few calls. Where rows share a prompt, its queries are part of each
+row's call, and their result is read from the row that holds the prompt.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl_like.models.packing import Segments
+from verl_like.models.token_layout import TokenLayout
 
 _WASTE = 2048  # [tokens^2] padding of one sequence up to which it joins a group
 _MATH_LENGTH = 512  # [tokens] up to which bfloat16 matrix products beat float32 flash attention on a CPU
@@ -25,17 +27,16 @@ _MATH_LENGTH = 512  # [tokens] up to which bfloat16 matrix products beat float32
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Groups:
-    """How packed tokens are laid out for batched calls. `gather_P` and `scatter_T` are None where nothing moves."""
+    """How packed tokens are laid out for batched calls. `layout` is None where nothing moves."""
 
     shapes: tuple[tuple[int, int], ...]  # (count, width) of each group
-    gather_P: Tensor | None  # packed position of every slot of the padded layout; padding repeats a real token
-    scatter_T: Tensor | None  # slot of every packed token
+    layout: TokenLayout | None
 
-    def lay_out(self, packed: Tensor) -> tuple[Tensor, ...]:
+    def lay_out(self, packed: Tensor, *, queries: bool = False) -> tuple[Tensor, ...]:
         """[1, heads, T, D] -> one [count, heads, width, D] a group."""
         tokens = packed[0].transpose(0, 1)  # [T, heads, D], contiguous as models compute it
-        if self.gather_P is not None:
-            tokens = _Gather.apply(tokens, self.gather_P, self.scatter_T)
+        if self.layout is not None:
+            tokens = self.layout.spread(tokens, queries=queries)
         parts = tokens.split([count * width for count, width in self.shapes])
         pairs = zip(parts, self.shapes, strict=True)
         return tuple(part.unflatten(0, shape).transpose(1, 2) for part, shape in pairs)
@@ -44,7 +45,7 @@ class Groups:
         """The way back: [count, heads, width, D] each -> [T, heads, D]."""
         rows = [output.transpose(1, 2).flatten(0, 1) for output in outputs]
         joined = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return joined if self.gather_P is None else _Scatter.apply(joined, self.gather_P, self.scatter_T)
+        return joined if self.layout is None else self.layout.collect(joined)
 
 
 def groups_of(segments: Segments) -> Groups:
@@ -69,7 +70,8 @@ def grouped_attention(
     groups = groups_of(segments)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     outputs = []
-    for q, k, v in zip(*(groups.lay_out(t) for t in (query, key, value)), strict=True):
+    laid_out = (groups.lay_out(query, queries=True), groups.lay_out(key), groups.lay_out(value))
+    for q, k, v in zip(*laid_out, strict=True):
         banded = window if window is not None and window < q.shape[2] else None
         if softcap is not None or _short_half_on_cpu(q):
             if dropout:
@@ -156,35 +158,6 @@ def _split_heads(x: Tensor, shape: torch.Size) -> Tensor:
     return x.view(shape)
 
 
-class _Gather(torch.autograd.Function):
-    """Packed -> padded layout. Padding gets no gradient: nothing that is read comes from it."""
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(scatter)
-        return packed.index_select(0, gather)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """Padded layout -> packed."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(scatter)
-        ctx.shape = padded.shape
-        return padded.index_select(0, scatter)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.saved_tensors[0], grad), None, None
-
-
 def _build_groups(segments: Segments) -> Groups:
     lengths = segments.lengths
     starts = [0]
@@ -202,9 +175,14 @@ def _build_groups(segments: Segments) -> Groups:
     column = torch.arange(int(widths.sum())) - slot_start.repeat_interleave(widths)
     gather = start.repeat_interleave(widths) + torch.minimum(column, (length - 1).repeat_interleave(widths))
     if torch.equal(gather, torch.arange(starts[-1])):
-        return Groups(shapes=tuple(shapes), gather_P=None, scatter_T=None)
+        return Groups(shapes=tuple(shapes), layout=segments.layout)
     real = column < length.repeat_interleave(widths)
-    scatter = torch.empty(starts[-1], dtype=torch.int64)
-    scatter[gather[real]] = torch.arange(len(gather))[real]
+    slot_K = torch.empty(starts[-1], dtype=torch.int64)
+    slot_K[gather[real]] = torch.arange(len(gather))[real]
     device = segments.cu_seqlens.device
-    return Groups(shapes=tuple(shapes), gather_P=gather.to(device), scatter_T=scatter.to(device))
+    if segments.layout is None:
+        layout = TokenLayout(gather_K=gather, home_T=slot_K)
+    else:
+        whole = segments.layout.to(torch.device("cpu"))
+        layout = whole.moved(slot_K, whole.gather_K[gather])
+    return Groups(shapes=tuple(shapes), layout=layout.to(device))

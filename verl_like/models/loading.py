@@ -146,6 +146,11 @@ def uses_packing(model: ModelConfig) -> bool:
     return model.use_remove_padding
 
 
+def shares_prompts(model: ModelConfig) -> bool:
+    """Whether rows of a micro-batch that have the same prompt compute it once; only packed rows can."""
+    return uses_packing(model) and model.share_prompts
+
+
 def sharding_units(model: TokenModel, fsdp: FSDPConfig) -> list[nn.Module]:
     """Modules sharded as one unit each, inner before outer: wrap_policy's classes, modules of at least min_num_params,
     or the blocks that transformers itself would not split. Embedding and head stay with the root, which uses them."""

@@ -2,7 +2,8 @@
 
 Packed: all rows one after the other in [1, T], positions restart at every row, no padding token anywhere. A row's last
 token is left out, because nothing is predicted from it. Rows travel shortest first, so that equal lengths are
-neighbours (attention on CPUs then takes them in one call); the answers go back to the order of the batch.
+neighbours (attention on CPUs then takes them in one call); the answers go back to the order of the batch. Rows with the
+same prompt can share it (shared_prompts.py): then the shortest of them holds it, and the others hold their response.
 Padded: one row each, right padded. This is the reference path of tests and benchmarks.
 
 Letters: b rows, P prompt, R response, T packed tokens, S segments (= rows), N tokens whose output is wanted.
@@ -10,6 +11,7 @@ Letters: b rows, P prompt, R response, T packed tokens, S segments (= rows), N t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Sequences
+from verl_like.models.shared_prompts import first_rows, prompt_numbers, shared_layout
+from verl_like.models.token_layout import TokenLayout
 
 if TYPE_CHECKING:
     from verl_like.models.attention_groups import Groups
@@ -24,15 +28,40 @@ if TYPE_CHECKING:
 
 
 class Segments:
-    """Where the sequences of a packed [1, T] input begin and end."""
+    """Where the sequences of a packed [1, T] input begin and end.
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.lengths = tuple(lengths)
-        self.max_length = max(lengths)
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        self.cu_seqlens = bounds.to(device)  # int32 [S + 1]
+    lengths: tokens of each sequence, which are the keys that its last token sees.
+    own_lengths: its tokens in the packed input, the last of the sequence; fewer where it shares its prompt.
+    layout: finds the tokens of the whole sequences in the packed input. None: they are the packed input.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        *,
+        own_lengths: Sequence[int] | None = None,
+        layout: TokenLayout | None = None,
+    ) -> None:
+        self.lengths, self.own_lengths = tuple(lengths), tuple(own_lengths or lengths)
+        self.max_length, self.max_own_length = max(self.lengths), max(self.own_lengths)
+        self.layout = None if layout is None else layout.to(device)
+        self.cu_seqlens = _bounds(self.lengths, device)  # int32 [S + 1]
+        self.cu_own = self.cu_seqlens if layout is None else _bounds(self.own_lengths, device)
         self.parallel: SequenceGroup | None = None  # where each rank holds a slice of the tokens
         self.groups: Groups | None = None  # layout for batched attention calls, where one is needed
+
+    def with_filling(self, count: int, parallel: SequenceGroup) -> Segments:
+        """The same for tokens sliced over `parallel`, with `count` tokens of padding as one more sequence."""
+        device, added = self.cu_seqlens.device, (count,) if count else ()
+        layout = self.layout if self.layout is None or not count else self.layout.appended(count)
+        filled = Segments((*self.lengths, *added), device, own_lengths=(*self.own_lengths, *added), layout=layout)
+        filled.parallel = parallel
+        return filled
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,28 +95,48 @@ def response_positions(batch: Sequences, *, sampled_only: bool) -> Tensor:
     return inside & batch.response_mask_BR if sampled_only else inside
 
 
-def pack(batch: Sequences, wanted_BR: Tensor, device: torch.device) -> ModelInput:
-    """Concatenate the rows. `wanted_BR` marks the response tokens whose output is wanted."""
+def pack(batch: Sequences, wanted_BR: Tensor, device: torch.device, *, share_prompts: bool = False) -> ModelInput:
+    """Concatenate the rows. `wanted_BR` marks the response tokens whose output is wanted.
+
+    share_prompts: a prompt that several rows have is there once.
+    """
     _check_prompts(batch)
     length_B = (batch.num_tokens_B() - 1).clamp(min=1)
     order = torch.sort(length_B, stable=True).indices
-    rows, length_S = batch.select(order), length_B[order]
-    start_S = length_S.cumsum(0) - length_S
+    rows, length_S, prompt_S = batch.select(order), length_B[order], batch.prompt_length_B[order]
+    first_S = first_rows(prompt_numbers(rows) if share_prompts else range(len(rows)))
+    shares_S = first_S != torch.arange(len(rows))
+    left_out_S = torch.where(shares_S, prompt_S, 0)  # tokens at the start that another row holds
+    own_S = length_S - left_out_S
+    start_S = own_S.cumsum(0) - own_S
     tokens, position = _real_tokens(rows)
-    kept = tokens[position < length_S.repeat_interleave(rows.num_tokens_B())]
-    kept_position = torch.arange(len(kept)) - start_S.repeat_interleave(length_S)
+    row = torch.arange(len(rows)).repeat_interleave(rows.num_tokens_B())
+    kept = (position < length_S[row]) & (position >= left_out_S[row])
     row_N, column_N = wanted_BR[order].nonzero(as_tuple=True)
-    select_N = start_S[row_N] + rows.prompt_length_B[row_N] - 1 + column_N
+    position_N = prompt_S[row_N] - 1 + column_N
+    holder_N = torch.where(position_N < left_out_S[row_N], first_S[row_N], row_N)
+    select_N = start_S[holder_N] + position_N - left_out_S[holder_N]
     return ModelInput(
-        input_ids=kept[None].to(device),
-        position_ids=kept_position[None].to(device),
+        input_ids=tokens[kept][None].to(device),
+        position_ids=position[kept][None].to(device),
         attention_mask=None,
-        segments=Segments(length_S.tolist(), device),
+        segments=_segments(length_S, own_S, prompt_S, first_S, start_S, device),
         select_N=select_N.to(device),
         targets_N=rows.response_ids_BR[row_N, column_N].long().to(device),
         out_N=(order[row_N] * wanted_BR.shape[1] + column_N).to(device),
         out_shape=(wanted_BR.shape[0], wanted_BR.shape[1]),
     )
+
+
+def _segments(
+    length_S: Tensor, own_S: Tensor, prompt_S: Tensor, first_S: Tensor, start_S: Tensor, device: torch.device
+) -> Segments:
+    if torch.equal(own_S, length_S):
+        return Segments(length_S.tolist(), device)
+    asks = own_S > 0  # a row that shares and has one response token has nothing to compute
+    number_S = asks.cumsum(0) - 1
+    layout = shared_layout(length_S[asks], prompt_S[asks], number_S[first_S[asks]], start_S[asks])
+    return Segments(length_S[asks].tolist(), device, own_lengths=own_S[asks].tolist(), layout=layout)
 
 
 def pad(batch: Sequences, wanted_BR: Tensor, device: torch.device) -> ModelInput:
@@ -136,16 +185,13 @@ def take_slice(whole: ModelInput, parallel: SequenceGroup) -> ModelInput:
     total = whole.input_ids.shape[1]
     width = -(-total // parallel.size)
     filling = width * parallel.size - total
-    lengths = [*whole.segments.lengths, *([filling] if filling else [])]
-    segments = Segments(lengths, whole.input_ids.device)
-    segments.parallel = parallel
     first = parallel.rank * width
     mine_N = (whole.select_N >= first) & (whole.select_N < first + width)
     return ModelInput(
         input_ids=torch.nn.functional.pad(whole.input_ids, (0, filling))[:, first : first + width],
         position_ids=torch.nn.functional.pad(whole.position_ids, (0, filling))[:, first : first + width],
         attention_mask=None,
-        segments=segments,
+        segments=whole.segments.with_filling(filling, parallel),
         select_N=whole.select_N[mine_N] - first,
         targets_N=whole.targets_N[mine_N],
         out_N=whole.out_N[mine_N],

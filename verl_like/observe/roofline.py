@@ -35,17 +35,27 @@ class RunShape:
     rollout_replicas: int
     actor_epochs: int
     critic_epochs: int
+    actor_shares_prompts: bool = False  # its training passes compute a prompt once for all its responses
+    critic_shares_prompts: bool = False
 
 
 def phase_flops(
-    shape: RunShape, prompts: Sequence[int], responses: Sequence[int], forward_only: float = 0.0
+    shape: RunShape,
+    prompts: Sequence[int],
+    responses: Sequence[int],
+    groups: Sequence[int] | None = None,
+    forward_only: float = 0.0,
 ) -> dict[str, float]:
     """Operations that each training pass over these rows must make (lengths in tokens, one entry a row).
 
+    groups: a number for each row, equal where the prompt is; passes that share prompts need each once.
     forward_only: share of the tokens that the actor's update gives no backward pass.
     """
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
+    repeated = _repeated(prompts, groups or range(len(prompts)))
     forward = shape.actor.forward_flops(totals, sum(responses))
+    if shape.actor_shares_prompts:
+        forward -= shape.actor.forward_flops(repeated, 0)
     flops = {
         "old_log_prob": forward,
         "ref": forward,
@@ -53,8 +63,21 @@ def phase_flops(
     }
     if shape.critic is not None:
         critic = shape.critic.forward_flops(totals, 0)
+        if shape.critic_shares_prompts:
+            critic -= shape.critic.forward_flops(repeated, 0)
         flops |= {"values": critic, "update_critic": (1 + BACKWARD) * shape.critic_epochs * critic}
     return flops
+
+
+def _repeated(prompts: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """Lengths of the prompts that an earlier row has already."""
+    seen: set[int] = set()
+    repeated = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        if group in seen:
+            repeated.append(prompt)
+        seen.add(group)
+    return repeated
 
 
 def generation_floor(shape: RunShape, prompts: Sequence[int], responses: Sequence[int]) -> float:
@@ -86,13 +109,14 @@ def speed_metrics(
     seconds: Mapping[str, float],
     prompts: Sequence[int],
     responses: Sequence[int],
+    groups: Sequence[int] | None = None,
     forward_only: float = 0.0,
 ) -> dict[str, float]:
     """perf/mfu/<role> (share of the peak that useful operations reached) and perf/floor_ratio/<phase> (time / floor).
 
     seconds: wall clock per phase, as `StepClock.seconds`; phases that did not run get no metric.
     """
-    flops = phase_flops(shape, prompts, responses, forward_only)
+    flops = phase_flops(shape, prompts, responses, groups, forward_only)
     ran = {name: seconds[name] for name in flops if seconds.get(name, 0.0) > 0}
     metrics = {f"perf/mfu/{_MFU_NAMES[name]}": flops[name] / (taken * shape.peak.flops) for name, taken in ran.items()}
     floors = {name: flops[name] / shape.peak.flops for name in ran}

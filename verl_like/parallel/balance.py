@@ -13,39 +13,61 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from verl_like.parallel.shared_balance import PromptsOfRows, divide_groups, fill_budget
+
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
 
 
-def micro_batches(num_tokens: Sequence[int], rule: MicroBatchRule) -> list[list[int]]:
+def micro_batches(
+    num_tokens: Sequence[int], rule: MicroBatchRule, prompts: PromptsOfRows | None = None
+) -> list[list[int]]:
     """Cut rows into micro-batches; each row is in exactly one. `num_tokens[i]` is the length of row i in tokens.
 
     `rule.max_tokens`: no micro-batch holds more tokens, but a longer row travels alone.
     `rule.max_sequences`: no micro-batch holds more rows. Tokens are balanced in both cases.
+    `prompts`: rows of one micro-batch share their prompt, which then counts once; a token budget makes use of it.
     """
     if not num_tokens:
         return []
     if rule.max_tokens is not None:
-        return _by_tokens(num_tokens, rule.max_tokens)
+        return _by_tokens(num_tokens, rule.max_tokens, prompts)
     if rule.max_sequences is None:
         raise ValueError("a MicroBatchRule needs max_tokens or max_sequences")
     return _by_count(num_tokens, rule.max_sequences)
 
 
-def balance_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Give every rank about the same total cost; row counts may differ and be zero. Rows stay in ascending order."""
+def balance_ranks(costs: Sequence[float], num_ranks: int, prompts: PromptsOfRows | None = None) -> list[list[int]]:
+    """Give every rank about the same total cost; row counts may differ and be zero. Rows stay in ascending order.
+
+    `prompts`: rows of one rank share their prompt. Of whole groups, halves of groups ... single rows, that cut is taken
+    whose most loaded rank has least to do.
+    """
     if num_ranks < 1:
         raise ValueError(f"cannot balance over {num_ranks} ranks")
-    return [sorted(rows) for rows in _karmarkar_karp(costs, num_ranks)]
+    if prompts is None:
+        return [sorted(rows) for rows in _karmarkar_karp(costs, num_ranks)]
+    best: tuple[float, list[list[int]]] | None = None
+    for units in divide_groups(costs, prompts, num_ranks):
+        parts = _karmarkar_karp([prompts.total(unit, costs) for unit in units], num_ranks)
+        shares = [sorted(i for unit in part for i in units[unit]) for part in parts]
+        load = max(prompts.total(rows, costs) for rows in shares)
+        if best is None or load < best[0] * (1 - 1e-9):
+            best = (load, shares)
+    assert best is not None
+    return best[1]
 
 
-def _by_tokens(num_tokens: Sequence[int], budget: int) -> list[list[int]]:
+def _by_tokens(num_tokens: Sequence[int], budget: int, prompts: PromptsOfRows | None) -> list[list[int]]:
     alone = [[i] for i, n in enumerate(num_tokens) if n >= budget]
     shared = [i for i, n in enumerate(num_tokens) if n < budget]
     packed = _best_fit_decreasing([num_tokens[i] for i in shared], budget)
     even = _karmarkar_karp([num_tokens[i] for i in shared], len(packed)) if packed else []
     fits = all(sum(num_tokens[shared[j]] for j in rows) <= budget for rows in even)
     chosen = [sorted(shared[j] for j in rows) for rows in (even if fits else packed)]
+    if prompts is not None:
+        grouped = fill_budget(shared, num_tokens, prompts, budget)
+        chosen = grouped if len(grouped) <= len(packed) else chosen
     return sorted((rows for rows in alone + chosen if rows), key=lambda rows: rows[0])
 
 

@@ -27,7 +27,13 @@ from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
-from verl_like.models.loading import check_score_head, check_ulysses, load_hf_config, load_tokenizer
+from verl_like.models.loading import (
+    check_score_head,
+    check_ulysses,
+    load_hf_config,
+    load_tokenizer,
+    shares_prompts,
+)
 from verl_like.observe.progress import build_progress
 from verl_like.observe.trackers import build_trackers, check_trackers
 from verl_like.rewards.manager import RewardManager
@@ -179,14 +185,16 @@ def assemble(
     loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
     seed = settings.seed if rollout.seed_per_request else None
     shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
+    policy = {"cost": costs.actor, "share_prompts": shares_prompts(config.actor_rollout_ref.model)}
+    critic = {"cost": costs.critic, "share_prompts": shares_prompts(config.critic.model)}
     return PPOTrainer(
         config=config,
         plan=plan,
         total_steps=required(plan.total_training_steps),
         state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
         source=build_source(config, plan, loader, inputs.eos_ids, seed),
-        policy=PolicyGroup(group, plan, cost=costs.actor, **shared),
-        critic=CriticGroup(group, plan, cost=costs.critic, **shared) if plan.needs_critic else None,
+        policy=PolicyGroup(group, plan, **policy, **shared),
+        critic=CriticGroup(group, plan, **critic, **shared) if plan.needs_critic else None,
         rewards=rewards,
         validator=Validator(
             lambda: validation_batches(config, inputs.val),

@@ -11,14 +11,20 @@ from torch import Tensor
 
 from verl_like.batch import TensorStruct, pad_to_width
 from verl_like.parallel.balance import balance_ranks
+from verl_like.parallel.shared_balance import PromptsOfRows
 
 Struct = TypeVar("Struct", bound=TensorStruct)
 
 
-def rows_per_rank(costs: Sequence[float], num_ranks: int, *, balance: bool) -> list[list[int]]:
-    """Row numbers for each rank: equal cost when `balance`, otherwise consecutive slices of equal count."""
+def rows_per_rank(
+    costs: Sequence[float], num_ranks: int, *, balance: bool, prompts: PromptsOfRows | None = None
+) -> list[list[int]]:
+    """Row numbers for each rank: equal cost when `balance`, otherwise consecutive slices of equal count.
+
+    prompts: rows of the same prompt cost less on the same rank.
+    """
     if balance:
-        return balance_ranks([float(cost) for cost in costs], num_ranks)
+        return balance_ranks([float(cost) for cost in costs], num_ranks, prompts)
     bounds = [round(rank * len(costs) / num_ranks) for rank in range(num_ranks + 1)]
     return [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
 

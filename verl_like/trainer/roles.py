@@ -31,6 +31,8 @@ from verl_like.cluster.protocol import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.models.cost import BACKWARD, ModelCost
+from verl_like.models.shared_prompts import prompt_numbers
+from verl_like.parallel.shared_balance import PromptsOfRows
 from verl_like.rollout.assemble import assemble_rollouts, build_requests
 from verl_like.rollout.protocol import Completion, SamplingParams
 from verl_like.trainer.dispatch import join_rows, rows_per_rank, split_rows
@@ -63,9 +65,13 @@ class RoleGroup:
         balance: bool,
         timeout_s: float,
         cost: ModelCost | None = None,
+        share_prompts: bool = False,
     ) -> None:
-        """cost: of the role's model, by which rows are balanced; None: by tokens."""
-        self.group, self.plan, self.cost = group, plan, cost
+        """cost: of the role's model, by which rows are balanced; None: by tokens.
+
+        share_prompts: rows with the same prompt cost less on the same rank.
+        """
+        self.group, self.plan, self.cost, self.share_prompts = group, plan, cost, share_prompts
         self.balance, self.timeout_s = balance, timeout_s
 
     def ranks_per_row(self) -> int:
@@ -81,13 +87,25 @@ class RoleGroup:
 
     def _shares(self, rows: Sequences, copies: int, forward_only_B: Tensor | None = None) -> list[list[int]]:
         """forward_only_B: rows whose backward pass the update leaves out; None: all rows cost the same passes."""
-        costs = rows.num_tokens_B().tolist()
-        if self.cost is not None:
-            costs = self.cost.row_costs(rows.prompt_length_B.tolist(), rows.response_length_B.tolist())
+        passes = torch.ones(len(rows), dtype=torch.float64)
         if forward_only_B is not None:
-            passes = torch.where(forward_only_B, 1.0, 1.0 + BACKWARD).tolist()
-            costs = [cost * times for cost, times in zip(costs, passes, strict=True)]
-        return rows_per_rank(costs, self.group.world_size // copies, balance=self.balance)
+            passes = torch.where(forward_only_B, 1.0, 1.0 + BACKWARD).double()
+        prompt_lengths, response_lengths = rows.prompt_length_B.tolist(), rows.response_length_B.tolist()
+        costs = self._costs(prompt_lengths, response_lengths) * passes
+        prompts = None
+        if self.share_prompts and self.balance:
+            numbers = torch.tensor(prompt_numbers(rows))
+            if forward_only_B is not None:  # rows with and without backward pass travel apart
+                numbers = 2 * numbers + forward_only_B
+            once = self._costs(prompt_lengths, [0] * len(rows)) * passes
+            prompts = PromptsOfRows(numbers=numbers.tolist(), costs=once.tolist())
+        return rows_per_rank(costs.tolist(), self.group.world_size // copies, balance=self.balance, prompts=prompts)
+
+    def _costs(self, prompt_lengths: list[int], response_lengths: list[int]) -> Tensor:
+        """Cost of a forward pass of each row."""
+        if self.cost is None:
+            return torch.tensor(prompt_lengths).double() + torch.tensor(response_lengths)
+        return torch.tensor(self.cost.row_costs(prompt_lengths, response_lengths), dtype=torch.float64)
 
     def update(self, method: str, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
         """All optimizer steps of one role in one call; metrics joined over ranks, then over optimizer steps."""

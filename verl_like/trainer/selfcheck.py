@@ -217,7 +217,7 @@ class SelfCheck:
 
 
 def random_rows(count: int, vocab_size: int) -> Experience:
-    """Rows of 5 to 40 tokens; two to a group; in every third row a part of the response was not sampled (tool text)."""
+    """Rows of 5 to 40 tokens; two to a prompt; in every third row part of the response was not sampled (tool text)."""
     generator = torch.Generator().manual_seed(0)
 
     def lengths(low: int, high: int) -> list[int]:
@@ -226,14 +226,15 @@ def random_rows(count: int, vocab_size: int) -> Experience:
     def tokens(sizes: list[int]) -> list[list[int]]:
         return [torch.randint(vocab_size, (size,), generator=generator).tolist() for size in sizes]
 
-    prompts, responses = lengths(2, 12), lengths(3, 29)
+    prompts, responses = tokens(lengths(2, 12)), lengths(3, 29)
+    prompts = [prompts[row - row % 2] for row in range(count)]
     response_ids_BR = pad_rows(tokens(responses), side="right", dtype=torch.int32)
     response_length_B = torch.tensor(responses)
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]
     mask_BR[::3, 1:3] = False
     return Experience(
-        prompt_ids_BP=pad_rows(tokens(prompts), side="left", dtype=torch.int32),
-        prompt_length_B=torch.tensor(prompts),
+        prompt_ids_BP=pad_rows(prompts, side="left", dtype=torch.int32),
+        prompt_length_B=torch.tensor([len(prompt) for prompt in prompts]),
         response_ids_BR=response_ids_BR,
         response_length_B=response_length_B,
         response_mask_BR=mask_BR,

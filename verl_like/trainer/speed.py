@@ -13,7 +13,7 @@ from verl_like.config import ModelConfig, PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of
-from verl_like.models.loading import load_hf_config
+from verl_like.models.loading import load_hf_config, shares_prompts
 from verl_like.observe.advice import Settings, advise
 from verl_like.observe.roofline import RunShape, speed_line, speed_metrics
 from verl_like.parallel.device_peak import DevicePeak
@@ -71,6 +71,8 @@ class SpeedReport:
             rollout_replicas=plan.rollout_replicas,
             actor_epochs=policy.actor.ppo_epochs,
             critic_epochs=config.critic.ppo_epochs,
+            actor_shares_prompts=shares_prompts(policy.model),
+            critic_shares_prompts=shares_prompts(config.critic.model),
         )
         return cls(shape, settings_of(config, plan))
 
@@ -83,6 +85,7 @@ class SpeedReport:
             seconds,
             rollouts.prompt_length_B.tolist(),
             rollouts.response_length_B.tolist(),
+            rollouts.group_B.tolist(),
             metrics.get("perf/forward_only_share", 0.0),
         )
 

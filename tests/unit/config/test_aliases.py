@@ -26,6 +26,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("actor_rollout_ref.model.lora.rank", "actor_rollout_ref.model.lora_rank"),
         ("critic.model.lora.target_modules", "critic.model.target_modules"),
         (f"{A}.use_remove_padding", "actor_rollout_ref.model.use_remove_padding"),
+        (f"{A}.use_prefix_grouper", "actor_rollout_ref.model.share_prompts"),
         ("actor_rollout_ref.model.external_libs", "actor_rollout_ref.model.external_lib"),
         (f"{R}.checkpoint_engine.update_weights_bucket_megabytes", f"{R}.update_weights_bucket_megabytes"),
         ("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),

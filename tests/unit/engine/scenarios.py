@@ -38,7 +38,7 @@ def gradients(
 
 def update(process: ProcessInfo, path: str, save_to: str | None = None) -> dict[str, Any]:
     """Gradients, log-probs, three optimizer steps (in the second only rank 0 has rows), optionally a checkpoint."""
-    batch = experience(9)
+    batch = experience(9, rows_per_prompt=3)
     result: dict[str, Any] = {}
     engine = build_engine(process, path)
     result["gradients_even"] = gradients(engine, my_rows(process, batch, "even"), batch)
@@ -108,7 +108,7 @@ def sequence_parallel(process: ProcessInfo, path: str, size: int) -> dict[str, A
     index, groups = process.rank // size, process.world_size // size
     for name, override in SEQUENCE_MODELS.items():
         engine = build_engine(process, path, ulysses_size=size, model={"override_config": override})
-        batch = experience(9)
+        batch = experience(9, rows_per_prompt=3)
         mine = batch.select(range(index, len(batch), groups))
         result[name] = gradients(engine, mine, batch)
         alone = batch.select(range(len(batch) if index == 0 else 0))

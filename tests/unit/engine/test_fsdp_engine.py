@@ -56,6 +56,25 @@ def test_micro_batch_cut_does_not_matter(
         assert float((gradient - expected[name]).abs().max()) / scale < 2e-6, name
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_shared_prompts_change_no_gradient(process: ProcessInfo, path: str, strategy: str) -> None:
+    """Groups of four: with a prompt once a micro-batch, and with one for each row."""
+    batch, results = experience(12, rows_per_prompt=4), []
+    for share in (True, False):
+        engine = build_engine(process, path, strategy=strategy, model={"share_prompts": share})
+        results.append(gradients(engine, batch, batch))
+        metrics = step(engine, batch, rule=tiny.ONE_BATCH)
+        saved = sum(int(n) for n in batch.prompt_length_B) - int(batch.prompt_length_B[::4].sum())
+        if share:
+            expected = saved / int(batch.num_tokens_B().sum())
+            assert metrics["perf/shared_token_share"].value == pytest.approx(expected)
+        else:
+            assert "perf/shared_token_share" not in metrics
+    for name, gradient in results[0].items():
+        scale = float(results[1][name].abs().max()) + 1e-12
+        assert float((gradient - results[1][name]).abs().max()) / scale < 5e-6, name
+
+
 def test_reference_path_gives_the_same_update(process: ProcessInfo, path: str) -> None:
     """Padded rows with full logits, against packed rows with the fused function."""
     batch, results = experience(9), []
@@ -195,15 +214,20 @@ def test_refusals(process: ProcessInfo, path: str) -> None:
         build_engine(process, path, ulysses_size=2)
 
 
-def test_leaking_model_is_refused_packing(process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: attention that ignores where segments end."""
+@pytest.mark.parametrize("fault", ["segments run together", "a shared prompt is not seen"])
+def test_leaking_model_is_refused_packing(
+    process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Planted faults: attention that ignores where segments end, or what rows share."""
     from verl_like.models import attention
     from verl_like.models.packing import Segments
 
     real = attention.packed_attention
 
     def leaking(*args: Any, segments: Segments, **kwargs: Any) -> Any:
-        return real(*args, segments=Segments([sum(segments.lengths)], torch.device("cpu")), **kwargs)
+        own = segments.own_lengths
+        lengths = [sum(own)] if fault == "segments run together" else own
+        return real(*args, segments=Segments(lengths, torch.device("cpu")), **kwargs)
 
     monkeypatch.setattr(attention, "packed_attention", leaking)
     with pytest.raises(ValueError, match=r"'qwen2'.*use_remove_padding=False"):

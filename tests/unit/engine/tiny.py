@@ -60,13 +60,17 @@ def model_folder(path: Path, architecture: str = "qwen2", **changes: Any) -> str
     return str(folder)
 
 
-def experience(num_rows: int, *, seed: int = 0, vocab: int = VOCAB, max_response: int = 12) -> Experience:
+def experience(
+    num_rows: int, *, seed: int = 0, vocab: int = VOCAB, max_response: int = 12, rows_per_prompt: int = 1
+) -> Experience:
     """Rows of mixed lengths; in some, part of the response is not the policy's own."""
     g = torch.Generator().manual_seed(seed)
     prompt_length_B = torch.randint(1, 9, (num_rows,), generator=g)
+    prompt_length_B = prompt_length_B[torch.arange(num_rows) // rows_per_prompt]
     response_length_B = torch.randint(1, max_response + 1, (num_rows,), generator=g)
     prompts = [torch.randint(vocab, (n,), generator=g).tolist() for n in prompt_length_B.tolist()]
     responses = [torch.randint(vocab, (n,), generator=g).tolist() for n in response_length_B.tolist()]
+    prompts = [prompts[b - b % rows_per_prompt] for b in range(num_rows)]
     response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
     inside = torch.arange(response_ids_BR.shape[1])[None] < response_length_B[:, None]
     return Experience(
@@ -75,7 +79,7 @@ def experience(num_rows: int, *, seed: int = 0, vocab: int = VOCAB, max_response
         response_ids_BR=response_ids_BR,
         response_length_B=response_length_B,
         response_mask_BR=inside & (torch.rand(response_ids_BR.shape, generator=g) < 0.8),
-        group_B=torch.arange(num_rows),
+        group_B=torch.arange(num_rows) // rows_per_prompt,
         advantages_BR=torch.randn(response_ids_BR.shape, generator=g) * inside,
     )
 

@@ -84,7 +84,7 @@ def test_short_sequences_share_a_call_and_long_ones_are_not_padded() -> None:
 
 def test_equal_lengths_move_nothing() -> None:
     groups = groups_of(Segments([12, 12, 12], CPU))
-    assert groups.shapes == ((3, 12),) and groups.gather_P is None
+    assert groups.shapes == ((3, 12),) and groups.layout is None
 
 
 def test_sinks_and_dropout_with_a_soft_cap_are_refused() -> None:

@@ -51,9 +51,11 @@ def build(path: str, *, packed: bool, kind: str = "policy", vocab_size: int | No
     return model
 
 
-def run(model: TokenModel, rows: Experience, *, packed: bool, policy: bool = True) -> dict[str, Tensor]:
-    build_input = packing.pack if packed else packing.pad
-    x = build_input(rows, packing.response_positions(rows, sampled_only=policy), torch.device("cpu"))
+def run(
+    model: TokenModel, rows: Experience, *, packed: bool, policy: bool = True, share: bool = False
+) -> dict[str, Tensor]:
+    wanted, cpu = packing.response_positions(rows, sampled_only=policy), torch.device("cpu")
+    x = packing.pack(rows, wanted, cpu, share_prompts=share) if packed else packing.pad(rows, wanted, cpu)
     return {name: x.unpack(values) for name, values in model(x, WANT, 0.8).items()}
 
 
@@ -76,6 +78,26 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 
 def test_packed_equals_single_equals_padded(tmp_path: Path, architecture: str, changes: dict[str, object]) -> None:
     path = tiny.model_folder(tmp_path, architecture, **changes)
     compare_paths(path, tiny.experience(10, max_response=12))
+
+
+@pytest.mark.parametrize(("architecture", "changes"), ARCHITECTURES)
+def test_shared_prompts_change_nothing(tmp_path: Path, architecture: str, changes: dict[str, object]) -> None:
+    """Groups of four, of which one row has a single response token; against padded rows, each with its own prompt."""
+    path, rows = tiny.model_folder(tmp_path, architecture, **changes), tiny.experience(11, rows_per_prompt=4)
+    rows = rows.replace(response_length_B=rows.response_length_B.clone().index_fill_(0, torch.tensor([2, 5]), 1))
+    packed_model, padded_model = build(path, packed=True), build(path, packed=False)
+    shared = run(packed_model, rows, packed=True, share=True)
+    padded = run(padded_model, rows, packed=False)
+    assert_close(shared, padded)
+    assert_close(gradient_of(packed_model, shared), gradient_of(padded_model, padded))
+
+
+def test_shared_prompts_of_a_value_model(tmp_path: Path) -> None:
+    path, rows = tiny.model_folder(tmp_path), tiny.experience(7, rows_per_prompt=3)
+    model = build(path, packed=True, kind="value")
+    alone, shared = (run(model, rows, packed=True, policy=False, share=share) for share in (False, True))
+    assert_close(shared, alone)
+    assert_close(gradient_of(model, shared), gradient_of(model, run(model, rows, packed=True, policy=False)))
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason="needs the shared stories260k model")

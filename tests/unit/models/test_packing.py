@@ -6,6 +6,7 @@ import torch
 from tests.unit.engine.tiny import experience
 from verl_like.batch import Sequences
 from verl_like.models import packing
+from verl_like.models.shared_prompts import prompt_numbers, shared_layout
 
 CPU = torch.device("cpu")
 
@@ -67,3 +68,59 @@ def test_empty_prompt_is_refused() -> None:
     rows = two_rows().replace(prompt_length_B=torch.tensor([3, 0]))
     with pytest.raises(ValueError, match="needs a prompt token"):
         packing.pack(rows, packing.response_positions(rows, sampled_only=True), CPU)
+
+
+def three_rows_of_one_prompt() -> Sequences:
+    """Prompt 1 2 3 with responses 4 5 6, 7 and 8 9; a fourth row has prompt 1 2 and response 3."""
+    return Sequences(
+        prompt_ids_BP=torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [0, 1, 2]], dtype=torch.int32),
+        prompt_length_B=torch.tensor([3, 3, 3, 2]),
+        response_ids_BR=torch.tensor([[4, 5, 6], [7, 0, 0], [8, 9, 0], [3, 0, 0]], dtype=torch.int32),
+        response_length_B=torch.tensor([3, 1, 2, 1]),
+        response_mask_BR=torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 0]]).bool(),
+    )
+
+
+def test_shared_prompt_by_hand() -> None:
+    rows = three_rows_of_one_prompt()
+    x = packing.pack(rows, packing.response_positions(rows, sampled_only=True), CPU, share_prompts=True)
+    assert x.input_ids.tolist() == [[1, 2, 1, 2, 3, 8, 4, 5]]  # row 3, the prompt of rows 0 to 2, then what they add
+    assert x.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 3, 4]]
+    assert x.segments is not None and x.segments.layout is not None
+    assert (x.segments.lengths, x.segments.own_lengths) == ((2, 3, 4, 5), (2, 3, 1, 2))
+    assert x.segments.cu_own.tolist() == [0, 2, 5, 6, 8] and x.segments.cu_seqlens.tolist() == [0, 2, 5, 9, 14]
+    spread = x.segments.layout.spread(x.input_ids[0, :, None])[:, 0]
+    assert spread.tolist() == [1, 2, 1, 2, 3, 1, 2, 3, 8, 1, 2, 3, 4, 5]  # the keys of each row
+    assert x.unpack(x.targets_N.double()).tolist() == (rows.response_ids_BR * rows.response_mask_BR).tolist()
+    read_at = x.unpack(x.select_N.double()).tolist()  # the first token of rows 0 to 2 is predicted at one place
+    assert read_at == [[4, 6, 7], [4, 0, 0], [4, 5, 0], [1, 0, 0]]
+
+
+def test_equal_prompts_stay_apart_without_sharing() -> None:
+    rows = three_rows_of_one_prompt()
+    x = packing.pack(rows, packing.response_positions(rows, sampled_only=True), CPU)
+    assert x.input_ids.shape[1] == int((rows.num_tokens_B() - 1).sum())
+    assert x.segments is not None and x.segments.layout is None and x.segments.cu_own is x.segments.cu_seqlens
+
+
+def test_a_row_without_a_response_shares_nothing() -> None:
+    rows = three_rows_of_one_prompt().replace(response_length_B=torch.tensor([3, 0, 2, 1]))
+    assert prompt_numbers(rows) == [0, 1, 0, 2]
+    wanted = packing.response_positions(rows, sampled_only=True)
+    x = packing.pack(rows, wanted, CPU, share_prompts=True)
+    assert torch.equal(x.unpack(x.targets_N.double()), (rows.response_ids_BR * wanted).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_copies_add_up_in_float32(dtype: torch.dtype) -> None:
+    """A prompt of 300 rows: one value of 256 and 299 of 1 are lost one by one in bfloat16, but not together."""
+    start_S = torch.cat([torch.zeros(1).long(), torch.arange(299) + 2])
+    layout = shared_layout(torch.full((300,), 2), torch.ones(300).long(), torch.zeros(300).long(), start_S)
+    packed = torch.zeros(301, 1, dtype=dtype, requires_grad=True)
+    slope = torch.ones(600, 1, dtype=dtype)
+    slope[0] = 256
+    layout.spread(packed).backward(slope)
+    assert packed.grad is not None and float(packed.grad[0]) == float(torch.tensor(555.0).to(dtype))
+    queries = torch.zeros(301, 1, dtype=dtype, requires_grad=True)
+    layout.spread(queries, queries=True).backward(slope)
+    assert queries.grad is not None and float(queries.grad[0]) == 256

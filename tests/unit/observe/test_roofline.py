@@ -45,6 +45,15 @@ def test_operations_of_each_pass():
     }
 
 
+def test_a_shared_prompt_is_needed_once():
+    """Of two rows with one prompt of three tokens, one computes it."""
+    prompt = 2 * 3 * 100 + 4 * 6
+    sharing = shape(actor_shares_prompts=True, critic_shares_prompts=True)
+    flops = phase_flops(sharing, PROMPTS, RESPONSES, [7, 7])
+    assert flops["update_actor"] == 3 * (FORWARD - prompt) and flops["values"] == CRITIC - prompt
+    assert phase_flops(sharing, PROMPTS, RESPONSES, [7, 8]) == phase_flops(shape(), PROMPTS, RESPONSES, [7, 7])
+
+
 def test_utilisation_is_operations_by_time_and_peak():
     metrics = speed_metrics(shape(), {"update_actor": 10.0, "step": 20.0}, PROMPTS, RESPONSES)
     assert metrics["perf/mfu/actor"] == pytest.approx(3 * FORWARD / (10.0 * 1000.0))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.parallel.balance import balance_ranks, micro_batches
+from verl_like.parallel.shared_balance import PromptsOfRows
 
 LENGTHS = st.lists(st.integers(1, 400), max_size=80)
 
@@ -62,3 +64,70 @@ def test_micro_batches_are_even() -> None:
 def test_no_ranks_is_an_error() -> None:
     with pytest.raises(ValueError, match="0 ranks"):
         balance_ranks([1.0], 0)
+
+
+@st.composite
+def grouped_rows(draw: st.DrawFn) -> tuple[list[int], PromptsOfRows]:
+    """Total tokens of rows in groups of up to eight, and their prompts."""
+    tokens, numbers, prompts = [], [], []
+    for group in range(draw(st.integers(1, 20))):
+        prompt = draw(st.integers(1, 60))
+        for response in draw(st.lists(st.integers(1, 200), min_size=1, max_size=8)):
+            tokens.append(prompt + response)
+            numbers.append(group)
+            prompts.append(prompt)
+    return tokens, PromptsOfRows(numbers=numbers, costs=prompts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=grouped_rows(), budget=st.integers(1, 600))
+def test_shared_prompts_keep_the_budget(rows: tuple[list[int], PromptsOfRows], budget: int) -> None:
+    tokens, prompts = rows
+    rule = MicroBatchRule(max_tokens=budget)
+    parts = micro_batches(tokens, rule, prompts)
+    assert sorted(i for part in parts for i in part) == list(range(len(tokens)))
+    for part in parts:
+        assert len(part) == 1 or prompts.total(part, tokens) <= budget
+    assert len(parts) <= len(micro_batches(tokens, rule))
+    assert parts == micro_batches(tokens, rule, prompts)
+
+
+def test_shared_prompts_fill_micro_batches() -> None:
+    """64 prompts of 100 tokens with 8 responses of about 250: over 95% full, and little of a prompt comes twice."""
+    draw = random.Random(0)
+    responses = [min(512, max(1, int(draw.lognormvariate(5.4, 0.5)))) for _ in range(512)]
+    tokens = [100 + n for n in responses]
+    prompts = PromptsOfRows(numbers=[i // 8 for i in range(512)], costs=[100] * 512)
+    once = prompts.total(range(512), tokens)
+    assert once == 64 * 100 + sum(responses)
+    parts = micro_batches(tokens, MicroBatchRule(max_tokens=4096), prompts)
+    computed = [prompts.total(part, tokens) for part in parts]
+    assert len(parts) <= math.ceil(once / 4096) + 1
+    assert sum(computed) / (len(parts) * 4096) > 0.95 and min(computed) > 0.8 * 4096
+    assert sum(computed) < 1.1 * once  # without shared prompts it would be 1.37 times
+
+
+def test_a_long_prompt_is_not_repeated_to_fill_a_gap() -> None:
+    """Two groups of 1,000 + 4 x 100 tokens: two micro-batches of 1,400, though 200 more would fit into each."""
+    prompts = PromptsOfRows(numbers=[0] * 4 + [1] * 4, costs=[1000] * 8)
+    parts = micro_batches([1100] * 8, MicroBatchRule(max_tokens=2600), prompts)
+    assert parts == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_groups_stay_on_one_rank_where_that_is_balanced() -> None:
+    prompts = PromptsOfRows(numbers=[0, 0, 1, 1, 2, 2, 3, 3], costs=[50.0] * 8)
+    shares = balance_ranks([60.0, 70.0] * 4, 2, prompts)
+    assert sorted({prompts.numbers[i] for i in share}.__len__() for share in shares) == [2, 2]
+    one_group = PromptsOfRows(numbers=[0] * 8, costs=[10.0] * 8)
+    assert [len(share) for share in balance_ranks([60.0] * 8, 4, one_group)] == [2, 2, 2, 2]  # cut for the balance
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=grouped_rows(), ranks=st.integers(1, 9))
+def test_most_loaded_rank_has_no_more_to_do_than_without_groups(
+    rows: tuple[list[int], PromptsOfRows], ranks: int
+) -> None:
+    tokens, prompts = rows
+    costs = [float(n) for n in tokens]
+    loads = [max(prompts.total(share, costs) for share in balance_ranks(costs, ranks, p)) for p in (prompts, None)]
+    assert loads[0] <= loads[1] + 1e-6

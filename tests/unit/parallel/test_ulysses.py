@@ -44,7 +44,7 @@ def test_nothing_depends_on_the_slices(one: dict[str, Any], path: str, tmp_path:
             for name, gradient in one[share].items():
                 scale = float(gradient.abs().max()) + 1e-12
                 gap = float((result[share][name] - gradient).abs().max()) / scale
-                assert gap < 3e-6, f"rank {rank}, {share}, {name}: {gap:.1e}"
+                assert gap < 6e-6, f"rank {rank}, {share}, {name}: {gap:.1e}"
         index, groups = rank // size, ranks // size
         outputs = {**result["outputs"], "values": result["values"]}
         for name, whole in {**one["outputs"], "values": one["values"]}.items():
@@ -70,6 +70,23 @@ def test_slices_cover_every_wanted_token_once() -> None:
     assert sorted(torch.cat([p.targets_N for p in slices]).tolist()) == sorted(whole.targets_N.tolist())
     for part in slices:
         assert part.segments is not None and sum(part.segments.lengths) == 3 * width
+
+
+def test_slices_of_shared_prompts() -> None:
+    """The padding of the last slice has keys of its own, whatever rows share."""
+    rows = tiny.experience(4, max_response=4, rows_per_prompt=2)
+    wanted = packing.response_positions(rows, sampled_only=False)
+    whole = packing.pack(rows, wanted, torch.device("cpu"), share_prompts=True)
+    total = whole.input_ids.shape[1]
+    size = next(n for n in (3, 4, 5, 7) if total % n)
+    part = packing.take_slice(whole, SequenceGroup(group=None, size=size, rank=0))  # type: ignore[arg-type]
+    assert whole.segments is not None and part.segments is not None
+    filling = part.input_ids.shape[1] * size - total
+    assert whole.segments.layout is not None and part.segments.layout is not None
+    assert sum(part.segments.own_lengths) == total + filling == len(part.segments.layout.home_T)
+    slots = part.segments.layout.gather_K.tolist()
+    assert slots[: -filling or None] == whole.segments.layout.gather_K.tolist()
+    assert slots[-filling:] == list(range(total, total + filling))
 
 
 def test_head_counts() -> None:

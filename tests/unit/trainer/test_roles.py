@@ -243,6 +243,19 @@ def test_rows_without_a_backward_pass_weigh_a_third() -> None:
         assert sorted(minibatches[0][0].advantages_BR[:, 0].tolist()) == [0.0, 1.0]
 
 
+def test_rows_of_one_prompt_stay_on_one_rank_where_they_share_it() -> None:
+    """Four prompts with two responses each, on two ranks: two whole prompts each, unless a prompt costs every row."""
+    rows = experience(4, 2)
+    prompt_ids_BP = torch.arange(4, dtype=torch.int32).repeat_interleave(2)[:, None].expand(8, 50) + 1
+    rows = rows.replace(prompt_ids_BP=prompt_ids_BP.contiguous(), prompt_length_B=torch.full((8,), 50))
+    rules = UpdateRules(prompts_per_mini_batch=4, epochs=1, shuffle=False, seed=1, max_response_length=3)
+    group = FakeGroup(2, lambda method, rank, minibatches: [{} for _ in minibatches])
+    PolicyGroup(group, plan(2), balance=True, timeout_s=1, share_prompts=True).update("update_actor", rows, rules, 1)
+    ((_, per_rank),) = group.given
+    prompts = [set(minibatches[0][0].prompt_ids_BP[:, 0].tolist()) for (minibatches,) in per_rank]
+    assert prompts[0] | prompts[1] == {1, 2, 3, 4} and not prompts[0] & prompts[1]
+
+
 def test_an_empty_minibatch_is_left_out_and_counted() -> None:
     rows = with_columns(experience(4, 2)).replace(truncated_B=torch.tensor([True] * 4 + [False] * 4))
 
