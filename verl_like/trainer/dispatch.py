@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from verl_like.batch import TensorStruct, pad_to_width
+from verl_like.batch import Sequences, TensorStruct, pad_to_width
+from verl_like.models.cost import BACKWARD, ModelCost
+from verl_like.models.shared_prompts import prompt_numbers
 from verl_like.parallel.balance import balance_ranks
 from verl_like.parallel.shared_balance import PromptsOfRows
 
@@ -27,6 +30,43 @@ def rows_per_rank(
         return balance_ranks([float(cost) for cost in costs], num_ranks, prompts)
     bounds = [round(rank * len(costs) / num_ranks) for rank in range(num_ranks + 1)]
     return [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBalance:
+    """How a role's rows are spread over its ranks.
+
+    even: by cost; otherwise in consecutive slices. cost: of the role's model; None: tokens are the cost.
+    share_prompts: rows with the same prompt cost less on the same rank.
+    """
+
+    even: bool = True
+    cost: ModelCost | None = None
+    share_prompts: bool = False
+
+    def shares(self, rows: Sequences, num_ranks: int, forward_only_B: Tensor | None = None) -> list[list[int]]:
+        """Row numbers for each rank. forward_only_B: rows whose backward pass the update leaves out; None: all rows
+        take the same passes."""
+        passes_B = torch.ones(len(rows), dtype=torch.float64)
+        if forward_only_B is not None:
+            passes_B = torch.where(forward_only_B, 1.0, 1.0 + BACKWARD).double()
+        costs = (self._forward_B(rows.prompt_length_B, rows.response_length_B) * passes_B).tolist()
+        prompts = self._prompts(rows, passes_B) if self.share_prompts and self.even else None
+        return rows_per_rank(costs, num_ranks, balance=self.even, prompts=prompts)
+
+    def _prompts(self, rows: Sequences, passes_B: Tensor) -> PromptsOfRows:
+        number_B = torch.tensor(prompt_numbers(rows))
+        apart = torch.stack([number_B.double(), passes_B], 1)  # rows with and without backward pass travel apart
+        prompt_cost_B = self._forward_B(rows.prompt_length_B, torch.zeros_like(rows.prompt_length_B)) * passes_B
+        numbers = torch.unique(apart, dim=0, return_inverse=True)[1]
+        return PromptsOfRows(numbers=numbers.tolist(), costs=prompt_cost_B.tolist())
+
+    def _forward_B(self, prompt_length_B: Tensor, response_length_B: Tensor) -> Tensor:
+        """Cost of a forward pass of each row."""
+        if self.cost is None:
+            return (prompt_length_B + response_length_B).double()
+        costs = self.cost.row_costs(prompt_length_B.tolist(), response_length_B.tolist())
+        return torch.tensor(costs, dtype=torch.float64)
 
 
 def split_rows(batch: Struct, shares: Sequence[Sequence[int]]) -> list[Struct]:

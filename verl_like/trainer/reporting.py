@@ -19,7 +19,7 @@ from verl_like.observe.samples import Decoder, Sample, dump_samples, make_sample
 from verl_like.observe.timing import StepClock, timing_per_token_metrics
 from verl_like.observe.trackers import Trackers
 from verl_like.observe.validation import report_names
-from verl_like.trainer.dispatch import rows_per_rank
+from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.speed import SpeedReport
 
 
@@ -52,8 +52,9 @@ class Reporter:
     ) -> None:
         """Log one finished step, and write its samples where trainer.rollout_data_dir asks for them."""
         num_tokens = rollouts.num_tokens_B()
-        costs = self.speed.shape.actor.row_costs(rollouts.prompt_length_B.tolist(), rollouts.response_length_B.tolist())
-        shares = rows_per_rank(costs, self.num_devices, balance=self.trainer.balance_batch)
+        shape = self.speed.shape
+        spread = RowBalance(even=self.trainer.balance_batch, cost=shape.actor, share_prompts=shape.actor_shares_prompts)
+        shares = spread.shares(rollouts, self.num_devices)
         everything = {
             **training_metrics(step, (step - 1) // self.steps_per_epoch),
             **metrics,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl_like.algorithms.minibatch import cut_minibatches, denominators_of
 from verl_like.algorithms.objectives import PolicyObjective
@@ -30,12 +29,10 @@ from verl_like.batch import (
 from verl_like.cluster.protocol import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.models.cost import BACKWARD, ModelCost
-from verl_like.models.shared_prompts import prompt_numbers
-from verl_like.parallel.shared_balance import PromptsOfRows
+from verl_like.models.cost import ModelCost
 from verl_like.rollout.assemble import assemble_rollouts, build_requests
 from verl_like.rollout.protocol import Completion, SamplingParams
-from verl_like.trainer.dispatch import join_rows, rows_per_rank, split_rows
+from verl_like.trainer.dispatch import RowBalance, join_rows, rows_per_rank, split_rows
 from verl_like.weight_sync.sync import SyncReport
 
 ResponseReader = Callable[[int, Completion], None]  # row of the batch, its response
@@ -71,8 +68,8 @@ class RoleGroup:
 
         share_prompts: rows with the same prompt cost less on the same rank.
         """
-        self.group, self.plan, self.cost, self.share_prompts = group, plan, cost, share_prompts
-        self.balance, self.timeout_s = balance, timeout_s
+        self.group, self.plan, self.timeout_s = group, plan, timeout_s
+        self.balance = RowBalance(even=balance, cost=cost, share_prompts=share_prompts)
 
     def ranks_per_row(self) -> int:
         """Neighbouring ranks that get the same rows, and a slice of their tokens each (Ulysses)."""
@@ -81,31 +78,9 @@ class RoleGroup:
     def evaluate(self, method: str, batch: Sequences, *, ranks_per_row: int | None = None) -> Evaluated:
         """Call a forward method on balanced shares of the rows."""
         light, copies = as_sequences(batch), ranks_per_row or self.ranks_per_row()
-        shares = self._shares(light, copies)
+        shares = self.balance.shares(light, self.group.world_size // copies)
         parts = self.wait(self.group.call(method, _repeated(split_rows(light, shares), copies)))
         return join_rows(parts[::copies], shares, batch.response_ids_BR.shape[1])
-
-    def _shares(self, rows: Sequences, copies: int, forward_only_B: Tensor | None = None) -> list[list[int]]:
-        """forward_only_B: rows whose backward pass the update leaves out; None: all rows cost the same passes."""
-        passes = torch.ones(len(rows), dtype=torch.float64)
-        if forward_only_B is not None:
-            passes = torch.where(forward_only_B, 1.0, 1.0 + BACKWARD).double()
-        prompt_lengths, response_lengths = rows.prompt_length_B.tolist(), rows.response_length_B.tolist()
-        costs = self._costs(prompt_lengths, response_lengths) * passes
-        prompts = None
-        if self.share_prompts and self.balance:
-            numbers = torch.tensor(prompt_numbers(rows))
-            if forward_only_B is not None:  # rows with and without backward pass travel apart
-                numbers = 2 * numbers + forward_only_B
-            once = self._costs(prompt_lengths, [0] * len(rows)) * passes
-            prompts = PromptsOfRows(numbers=numbers.tolist(), costs=once.tolist())
-        return rows_per_rank(costs.tolist(), self.group.world_size // copies, balance=self.balance, prompts=prompts)
-
-    def _costs(self, prompt_lengths: list[int], response_lengths: list[int]) -> Tensor:
-        """Cost of a forward pass of each row."""
-        if self.cost is None:
-            return torch.tensor(prompt_lengths).double() + torch.tensor(response_lengths)
-        return torch.tensor(self.cost.row_costs(prompt_lengths, response_lengths), dtype=torch.float64)
 
     def update(self, method: str, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
         """All optimizer steps of one role in one call; metrics joined over ranks, then over optimizer steps."""
@@ -141,7 +116,7 @@ class RoleGroup:
         """Cut first, balance second: rows change ranks only inside their own mini-batch."""
         denominators = denominators_of(rows, rules.max_response_length)
         forward_only_B = None if rules.actor is None else PolicyObjective(rules.actor).without_gradient(rows)
-        shares = self._shares(rows, self.ranks_per_row(), forward_only_B)
+        shares = self.balance.shares(rows, self.group.world_size // self.ranks_per_row(), forward_only_B)
         for minibatches, part in zip(per_share, split_rows(rows, shares), strict=True):
             minibatches.append((part, denominators))
 
@@ -181,7 +156,7 @@ class PolicyGroup(RoleGroup):
             max_tokens=max_tokens,
         )
         replicas, ranks_each = self.plan.rollout_replicas, self.plan.tensor_parallel_size
-        shares = rows_per_rank(prompts.prompt_length_B.tolist(), replicas, balance=self.balance)
+        shares = rows_per_rank(prompts.prompt_length_B.tolist(), replicas, balance=self.balance.even)
         by_replica = [[requests[p * n + i] for p in sorted(share) for i in range(n)] for share in shares]
         per_rank = [(by_replica[rank // ranks_each],) for rank in range(self.group.world_size)]
         row_of = {request.request_id: row for row, request in enumerate(requests)}
