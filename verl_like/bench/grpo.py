@@ -102,7 +102,8 @@ def overrides(folder: Path, workload: Workload, arguments: argparse.Namespace, n
         "trainer.total_training_steps": num_steps,
     }
     own = [f"{key}={value}" for key, value in values.items()]
-    return phase.overrides(folder, workload, arguments) + own + arguments.overrides
+    common = phase.overrides(folder, workload, arguments.ranks) + phase.model_keys(arguments.model)
+    return common + own + arguments.overrides
 
 
 def run(

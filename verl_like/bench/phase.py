@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.bench.inputs import model_config
-from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError, Workload
+from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError, ModelShape, Workload
 from verl_like.config import resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
@@ -77,29 +77,40 @@ def phase_job(arguments: argparse.Namespace, *more: str) -> Iterator[Job]:
     """The job that the options ask for; the model's folder lives as long as the context. more: keys of this phase, over
     which the user's win. Raises BenchError for what does not fit together."""
     workload = WORKLOADS[arguments.workload].with_rows(arguments.rows)
+    with tempfile.TemporaryDirectory() as folder:
+        keys = [*model_keys(arguments.model), *more, *arguments.overrides]
+        yield build_job(Path(folder), MODELS[arguments.model], workload, keys, ranks=arguments.ranks)
+
+
+def build_job(folder: Path, shape: ModelShape, workload: Workload, keys: Sequence[str], *, ranks: int | None) -> Job:
+    """The job of a shape and a workload; its model is a config in `folder`, the weights are random. keys: of main_ppo,
+    over those that the workload sets."""
     longest = workload.prompt_length + workload.max_response
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model_config(MODELS[arguments.model], longest).save_pretrained(folder / "model")
-        try:
-            config = compose([*overrides(folder, workload, arguments), *more, *arguments.overrides])
-            device, num_ranks = resolve_world(config)
-            plan = BatchPlan.build(config, num_ranks)
-        except (ConfigError, ValueError) as error:
-            raise BenchError(str(error)) from error
-        hf_config = load_hf_config(config.actor_rollout_ref.model)
-        spec = WorkerSpec(
-            config=config,
-            plan=plan,
-            tokenizer_size=MODELS[arguments.model].vocab_size,
-            max_model_len=config.actor_rollout_ref.rollout.max_model_len or longest,
-            profile_dir=str(folder),
-        )
-        yield Job(spec=spec, workload=workload, device=device, cost=ModelCost.of(hf_config))
+    model_config(shape, longest).save_pretrained(folder / "model")
+    try:
+        config = compose([*overrides(folder, workload, ranks), *keys])
+        device, num_ranks = resolve_world(config)
+        plan = BatchPlan.build(config, num_ranks)
+    except (ConfigError, ValueError) as error:
+        raise BenchError(str(error)) from error
+    spec = WorkerSpec(
+        config=config,
+        plan=plan,
+        tokenizer_size=shape.vocab_size,
+        max_model_len=config.actor_rollout_ref.rollout.max_model_len or longest,
+        profile_dir=str(folder),
+    )
+    cost = ModelCost.of(load_hf_config(config.actor_rollout_ref.model))
+    return Job(spec=spec, workload=workload, device=device, cost=cost)
 
 
-def overrides(folder: Path, workload: Workload, arguments: argparse.Namespace) -> list[str]:
-    """Keys of main_ppo that a workload and a model set, for a phase and for whole steps alike."""
+def model_keys(model: str) -> list[str]:
+    """What belongs to a model besides its shape: the small one keeps its activations."""
+    return [f"{POLICY}.model.enable_gradient_checkpointing=False"] if model == "cpu" else []
+
+
+def overrides(folder: Path, workload: Workload, ranks: int | None) -> list[str]:
+    """Keys of main_ppo that a workload sets, for a phase and for whole steps alike."""
     size = workload.num_prompts
     values: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo",
@@ -116,10 +127,8 @@ def overrides(folder: Path, workload: Workload, arguments: argparse.Namespace) -
         "trainer.logger": "[]",
         "trainer.total_training_steps": 1,
     }
-    if arguments.ranks is not None:
-        values["trainer.n_gpus_per_node"] = arguments.ranks
-    if arguments.model == "cpu":
-        values[f"{POLICY}.model.enable_gradient_checkpointing"] = False
+    if ranks is not None:
+        values["trainer.n_gpus_per_node"] = ranks
     return [f"{key}={value}" for key, value in values.items()]
 
 

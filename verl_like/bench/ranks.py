@@ -56,9 +56,15 @@ def joined(rank: int, num_ranks: int, port: int, device: str) -> Iterator[Proces
 
 
 def timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
-    """Seconds of `work` on this rank, begun together with the others; kernels it has queued are waited for."""
+    """Seconds of `work` on this rank, begun together with the others."""
     _wait(device)
     dist.barrier()
+    return elapsed(work, device)
+
+
+def elapsed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
+    """Seconds of `work` in this process; kernels that it has queued are waited for."""
+    _wait(device)
     start = time.perf_counter()
     result = work()
     _wait(device)

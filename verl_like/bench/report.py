@@ -88,10 +88,14 @@ class Report:
             self.require_comparable(earlier)
         before = {row.name: row for row in earlier.rows} if earlier else {}
         names = list(dict.fromkeys(name for row in self.rows for name in row.figures))
-        header = [self.bench, "seconds", "floor, s", "x floor", *names, *(["x earlier"] if earlier else [])]
+        timed = any(row.seconds is not None for row in self.rows)
+        times = ["seconds", "floor, s", "x floor"] if timed else []
+        header = [self.bench, *times, *names, *(["x earlier"] if earlier else [])]
         lines = [header, ["---"] * len(header)]
         for row in self.rows:
-            cells = [row.name, *(number(value) for value in (row.seconds, row.floor_seconds, row.floor_ratio))]
+            cells = [row.name]
+            if timed:
+                cells += [number(value) for value in (row.seconds, row.floor_seconds, row.floor_ratio)]
             cells += [number(row.figures.get(name)) for name in names]
             if earlier:
                 old = before.get(row.name)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError
+from verl_like.bench.shapes import GPUS, MODELS, WORKLOADS, BenchError
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,20 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add("log-prob", "log_prob", "the pass for old log-probs alone", shape, phase, files, overrides)
     add("update", "update", "one optimizer step, packed and padded", shape, phase, update, files, overrides)
     add("sync", "sync", "FSDP shards to the rollout engine, by stages", shape, phase, engine, files, overrides)
+    add("head", "head", "log-prob and entropy from hidden states: seconds and memory", head, kernel, files)
+    add("attention", "attention", "packed attention against padded rows", sequences, kernel, files)
+    add("growth", "growth", "cost by model, batch and length: computed, or measured", growth, files)
+    add("packing", "packing", "how full micro-batches are", packing, files)
+    add(
+        "all",
+        "everything",
+        "all of these for one model and workload, one table",
+        shape,
+        phase,
+        engine,
+        series,
+        overrides,
+    )
 
 
 def _runner(module: str) -> Callable[[argparse.Namespace], None]:
@@ -89,3 +103,50 @@ def step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay", type=Path, help="JSON with the response tokens of each step: train on those")
     parser.add_argument("--rollout", type=Path, help="JSON of `bench rollout`: the generation alone, for the bar")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder for inputs and logs")
+
+
+def head(parser: argparse.ArgumentParser) -> None:
+    """The size of the output head."""
+    parser.add_argument("--tokens", type=positive, default=1024)
+    parser.add_argument("--vocab", type=positive, default=151_936, help="ids")
+    parser.add_argument("--hidden", type=positive, default=1536)
+    parser.add_argument("--ways", choices=("torch", "triton", "full logits"), nargs="+", help="default: all there are")
+
+
+def sequences(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=sorted(MODELS), default="cpu", help="shape of the heads")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="cpu", help="lengths of the sequences")
+    parser.add_argument("--tokens", type=positive, default=2048, help="of the micro-batch")
+
+
+def kernel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, else float32")
+    parser.add_argument("--rounds", type=positive, default=3, help="measured rounds, after one that warms up")
+    parser.add_argument("--threads", type=positive, default=None, help="threads (default: torch's)")
+
+
+def packing(parser: argparse.ArgumentParser) -> None:
+    every = sorted(WORKLOADS)
+    parser.add_argument("--workloads", choices=every, nargs="+", default=every)
+    parser.add_argument("--budgets", type=positive, nargs="+", default=[8192, 16384, 32768], help="tokens")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 8])
+
+
+def growth(parser: argparse.ArgumentParser) -> None:
+    """What the computed tables are of, and the measured one."""
+    small, loads = [name for name in MODELS if name != "cpu"], [name for name in WORKLOADS if name != "cpu"]
+    parser.add_argument("--gpu", choices=GPUS, default="H200", help="whose data sheet")
+    parser.add_argument("--gpus", type=positive, default=1, help="how many; each is a rank and a replica")
+    parser.add_argument("--models", choices=sorted(MODELS), nargs="+", default=small)
+    parser.add_argument("--workloads", choices=sorted(WORKLOADS), nargs="+", default=loads)
+    parser.add_argument("--budget", type=positive, default=16_384, help="tokens of a micro-batch, for the memory")
+    parser.add_argument("--measure", action="store_true", help="measure small shapes here instead")
+    parser.add_argument("--rounds", type=positive, default=3, help="measured rounds, after one that warms up")
+    parser.add_argument("--threads", type=positive, default=None, help="threads (default: all cores)")
+
+
+def series(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench all`."""
+    every = ("packing", "attention", "head", "rollout", "log-prob", "update", "sync", "grpo")
+    parser.add_argument("--only", choices=every, nargs="+", help="some of them (default: all; with --rows: no grpo)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench/all"), help="folder for figures and table.md")

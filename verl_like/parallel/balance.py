@@ -1,18 +1,18 @@
 """Which rows travel together: micro-batches under a token budget, and equal work for every rank. Pure, deterministic.
 
-Micro-batches: best-fit decreasing finds how few bins hold all rows (at most 11/9 of the optimum + 1, in practice the
-lower bound or one more); Karmarkar-Karp differencing then tries to even the bins out. Where the evened-out bins would
-break the budget, the packed ones stay: a budget is never exceeded, except by a row that is longer than it on its own.
+Micro-batches: bin_packing.py finds how few bins hold all rows (in practice the lower bound or one more);
+Karmarkar-Karp differencing then tries to even the bins out. Where the evened-out bins would break the budget, the packed
+ones stay: a budget is never exceeded, except by a row that is longer than it on its own.
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from verl_like.parallel.bin_packing import few_bins
 from verl_like.parallel.shared_balance import PromptsOfRows, divide_groups, fill_budget
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def balance_ranks(costs: Sequence[float], num_ranks: int, prompts: PromptsOfRows
 def _by_tokens(num_tokens: Sequence[int], budget: int, prompts: PromptsOfRows | None) -> list[list[int]]:
     alone = [[i] for i, n in enumerate(num_tokens) if n >= budget]
     shared = [i for i, n in enumerate(num_tokens) if n < budget]
-    packed = _best_fit_decreasing([num_tokens[i] for i in shared], budget)
+    packed = few_bins([num_tokens[i] for i in shared], budget)
     even = _karmarkar_karp([num_tokens[i] for i in shared], len(packed)) if packed else []
     fits = all(sum(num_tokens[shared[j]] for j in rows) <= budget for rows in even)
     chosen = [sorted(shared[j] for j in rows) for rows in (even if fits else packed)]
@@ -82,19 +82,6 @@ def _by_count(num_tokens: Sequence[int], max_rows: int) -> list[list[int]]:
         if len(bins[b]) < max_rows:
             heapq.heappush(heap, (total + num_tokens[i], b))
     return sorted((sorted(rows) for rows in bins), key=lambda rows: rows[0])
-
-
-def _best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free space, bin), ascending
-    for i in _longest_first(sizes):
-        at = bisect.bisect_left(room, (sizes[i], -1))
-        free, b = room.pop(at) if at < len(room) else (capacity, len(bins))
-        if b == len(bins):
-            bins.append([])
-        bins[b].append(i)
-        bisect.insort(room, (free - sizes[i], b))
-    return bins
 
 
 def _longest_first(sizes: Sequence[float]) -> list[int]:
