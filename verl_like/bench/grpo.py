@@ -184,7 +184,7 @@ def notes_of(figures: Mapping[str, Any]) -> list[str]:
         f"Medians of {figures['steps']} steps; {figures['tokens']:,.0f} trained tokens a step (every floor counts all "
         f"of them), responses of {figures['response_length_mean']:.1f} on average.",
         f"Update: {figures['update_to_gemm_floor']:.2f} x the time of 6 x parameters x tokens at the peak, "
-        f"MFU {figures['mfu_update']:.3f}.",
+        f"MFU {figures['mfu_update']:.3f} (prompts that rows share counted once).",
         f"Step: {figures['step_to_target']:.2f} x (generation + 8 x parameters x tokens at 40% of the peak); "
         f"generation: {generation}.",
         f"Peak ({peak['source']}): {peak['flops'] / 1e9:,.0f} GFLOP/s, {peak['bandwidth'] / 1e9:,.1f} GB/s; "

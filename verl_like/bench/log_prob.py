@@ -10,13 +10,12 @@ import argparse
 from functools import partial
 
 from verl_like.bench import phase
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job, share_of_rank
 from verl_like.bench.ranks import on_ranks, slowest, timed
 from verl_like.bench.report import Report, Row, check_comparable, finish
-from verl_like.bench.rows import grouped_rows
+from verl_like.bench.rows import grouped_rows, tokens_with_shared_prompts
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.trainer.dispatch import rows_per_rank, split_rows
 
 
 def main(arguments: argparse.Namespace) -> Report:
@@ -38,8 +37,9 @@ def main(arguments: argparse.Namespace) -> Report:
     floor = job.cost.forward_flops(lengths, sum(responses)) / peak.flops
     columns = {"MFU": floor / seconds, "tokens/s": sum(lengths) / seconds}
     notes = [
-        f"{sum(lengths):,} tokens, {sum(responses):,} of them through the head; {job.num_ranks} rank(s), micro-batches "
-        f"of {job.spec.plan.log_prob_micro}. Floor: operations of one forward pass at {peak.flops / 1e9:,.0f} GFLOP/s "
+        f"{sum(lengths):,} tokens, which the floor counts ({tokens_with_shared_prompts(batch):,} with each group's "
+        f"prompt once), {sum(responses):,} of them through the head; {job.num_ranks} rank(s), micro-batches of "
+        f"{job.spec.plan.log_prob_micro}. Floor: operations of one forward pass at {peak.flops / 1e9:,.0f} GFLOP/s "
         f"({peak.source}, all ranks).",
     ]
     row = Row(name="log-probs and entropy", seconds=seconds, floor_seconds=floor, figures=columns)
@@ -50,8 +50,7 @@ def main(arguments: argparse.Namespace) -> Report:
 def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tuple[list[float], DevicePeak]:
     """On each rank: seconds of each round, and what the device can do."""
     batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
-    costs = job.cost.row_costs(batch.prompt_length_B.tolist(), batch.response_length_B.tolist())
-    rows = split_rows(batch, rows_per_rank(costs, process.world_size, balance=True))[process.rank]
+    rows = share_of_rank(job, batch, process)
     worker = PhaseWorker(job.spec, process, run_id, actor=True, rollout=False)
     peak = device_peak(process.device, worker.compute_dtype())
     return [timed(partial(worker.old_log_probs, rows), process.device)[0] for _ in range(num_rounds + 1)], peak

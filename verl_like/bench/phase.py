@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.algorithms.objectives import PolicyObjective
+from verl_like.batch import Experience
 from verl_like.bench.inputs import model_config
 from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError, ModelShape, Workload
 from verl_like.config import resolve_dtype
@@ -21,12 +22,14 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of
-from verl_like.models.loading import load_hf_config
+from verl_like.models.loading import load_hf_config, shares_prompts
 from verl_like.observe.roofline import RunShape
 from verl_like.parallel.device_peak import DevicePeak
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.shared_balance import PromptsOfRows
 from verl_like.trainer.build import resolve_world
 from verl_like.trainer.compose import compose
+from verl_like.trainer.dispatch import rows_per_rank, split_rows
 from verl_like.workers.phase import PhaseSwitch
 from verl_like.workers.policy import PolicyWorker
 from verl_like.workers.spec import WorkerSpec
@@ -61,6 +64,18 @@ class Job:
             actor_epochs=1,
             critic_epochs=1,
         )
+
+
+def share_of_rank(job: Job, batch: Experience, process: ProcessInfo) -> Experience:
+    """The rows of this rank, balanced as the trainer does it: by operations, a shared prompt once on each rank."""
+    prompts, responses = batch.prompt_length_B.tolist(), batch.response_length_B.tolist()
+    once = None
+    if shares_prompts(job.spec.config.actor_rollout_ref.model):
+        no_response = [0] * len(batch)
+        once = PromptsOfRows(numbers=batch.group_B.tolist(), costs=job.cost.row_costs(prompts, no_response))
+    costs = job.cost.row_costs(prompts, responses)
+    shares = rows_per_rank(costs, process.world_size, balance=True, prompts=once)
+    return split_rows(batch, shares)[process.rank]
 
 
 def total(peaks: Sequence[DevicePeak]) -> DevicePeak:

@@ -1,11 +1,13 @@
-"""One optimizer step of the training engine alone, on one rank or several: packed and padded, by precision and budget.
+"""One optimizer step of the training engine alone, on one rank or several, by path, precision and budget.
 
     verl-like bench update --model cpu --workload cpu --ranks 2 --threads 1
     verl-like bench update --model cpu --dtypes float32 bfloat16 --token-budgets 2048 4096
     verl-like bench update --model 1.5b --workload w1 -- actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
 
-Two floors: the operations that this model must make (the head only for tokens of responses, causal attention), and
-6 x parameters x tokens, both at the rate of matrix products, on a CPU measured between the rounds.
+Paths: packed (prompts of a group shared, as the trainer does it), unshared (packed, every row with its prompt), padded
+(the reference: one row each, full logits). Two floors: the operations that this model must make (the head only for tokens
+of responses, causal attention), and 6 x parameters x tokens, both at the rate of matrix products, on a CPU measured
+between the rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.batch import Experience, Metric, merge_metrics
 from verl_like.bench import phase
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job, share_of_rank
 from verl_like.bench.ranks import on_ranks, slowest, timed
 from verl_like.bench.report import Report, Row, check_comparable, finish
 from verl_like.bench.rows import grouped_rows, tokens_with_shared_prompts
@@ -31,7 +33,6 @@ from verl_like.models.cost import BACKWARD
 from verl_like.models.heads import dtype_of
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.trainer.dispatch import rows_per_rank, split_rows
 from verl_like.workers.spec import WorkerSpec
 
 
@@ -47,7 +48,7 @@ class Variant:
         return f"{self.path}, {self.dtype}, {self.budget} tokens"
 
     def rule(self, batch: Experience) -> MicroBatchRule:
-        if self.path == "packed":
+        if self.path != "padded":
             return MicroBatchRule(max_tokens=self.budget)
         width = batch.prompt_ids_BP.shape[1] + batch.response_ids_BR.shape[1]
         return MicroBatchRule(max_sequences=max(1, self.budget // width))
@@ -92,9 +93,8 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
 def measure(process: ProcessInfo, run_id: str, job: Job, variants: list[Variant], num_rounds: int) -> RankFigures:
     """On each rank: every variant in turn, in rounds, so that a change of the machine's speed meets them all."""
     batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
-    lengths = batch.prompt_length_B.tolist(), batch.response_length_B.tolist()
-    shares = rows_per_rank(job.cost.row_costs(*lengths), process.world_size, balance=True)
-    rows, denominators = split_rows(batch, shares)[process.rank], denominators_of(batch, job.workload.max_response)
+    rows = share_of_rank(job, batch, process)
+    denominators = denominators_of(batch, job.workload.max_response)
     specs = {(v.path, v.dtype): spec_of(job.spec, v) for v in variants}
     workers = {key: PhaseWorker(spec, process, run_id, actor=True, rollout=False) for key, spec in specs.items()}
     figures = RankFigures(seconds={str(v): [] for v in variants}, metrics={}, memory_gb={}, peaks={})
@@ -118,8 +118,11 @@ def measure(process: ProcessInfo, run_id: str, job: Job, variants: list[Variant]
 
 def spec_of(spec: WorkerSpec, variant: Variant) -> WorkerSpec:
     """The worker of a variant: its precision, and for padded rows the reference path with full logits."""
-    policy, packed = spec.config.actor_rollout_ref, variant.path == "packed"
-    model = policy.model if packed else replace(policy.model, use_remove_padding=False, use_fused_kernels=False)
+    policy, model = spec.config.actor_rollout_ref, spec.config.actor_rollout_ref.model
+    if variant.path == "unshared":
+        model = replace(model, share_prompts=False)
+    if variant.path == "padded":
+        model = replace(model, use_remove_padding=False, use_fused_kernels=False)
     actor = replace(policy.actor, fsdp_config=replace(policy.actor.fsdp_config, dtype=variant.dtype))
     return replace(spec, config=replace(spec.config, actor_rollout_ref=replace(policy, model=model, actor=actor)))
 
@@ -146,6 +149,8 @@ def report_of(
         }
         if "perf/micro_batch_fill" in metrics:
             columns["fill"] = metrics["perf/micro_batch_fill"].value
+        if "perf/shared_token_share" in metrics:
+            columns["shared"] = metrics["perf/shared_token_share"].value
         if ranks[0].memory_gb:
             columns["peak GB"] = max(figures.memory_gb[name] for figures in ranks)
         rows.append(Row(name=name, seconds=seconds, floor_seconds=flops / rate[variant.dtype], figures=columns))
@@ -169,10 +174,11 @@ def notes_of(rows: list[Row], figures: dict[str, Any], job: Job, ranks: list[Ran
         f"{figures['tokens']:,} trained tokens, which every floor counts ({figures['tokens_prompts_once']:,} with each "
         f"group's prompt once); {figures['parameters']:,} parameters; {job.num_ranks} rank(s). Floor: operations of "
         f"the forward and backward pass at the rate of matrix products ({source}, all ranks: {rates}); x 6PT: seconds "
-        "by 6 x parameters x trained tokens at that rate; recomputed activations count as no operations.",
+        "by 6 x parameters x trained tokens at that rate; recomputed activations count as no operations. shared: share "
+        "of the trained tokens that needed no computation, because their prompt was in the same micro-batch.",
     ]
     best = {kind: min(row.seconds or 0 for row in rows if kind in row.name.split(", ")) for kind in kinds_of(rows)}
-    for fast, slow in (("packed", "padded"), ("bfloat16", "float32")):
+    for fast, slow in (("packed", "unshared"), ("packed", "padded"), ("bfloat16", "float32")):
         if fast in best and slow in best:
             notes.append(f"{fast} against {slow}, the best of each: {best[slow] / best[fast]:.2f} x as fast.")
     return notes

@@ -92,7 +92,9 @@ def update(parser: argparse.ArgumentParser) -> None:
     """What `bench update` varies. Checkpointing, offload and all else are keys after --."""
     parser.add_argument("--token-budgets", type=positive, nargs="+", help="of a micro-batch (default: 16384; cpu: 3)")
     parser.add_argument("--dtypes", choices=("float32", "bfloat16"), nargs="+", help="compute precisions")
-    parser.add_argument("--paths", choices=("packed", "padded"), nargs="+", help="default: packed; cpu: both")
+    parser.add_argument(
+        "--paths", choices=("packed", "unshared", "padded"), nargs="+", help="default: packed; cpu: + padded"
+    )
 
 
 def step(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
 """Which rows travel together: micro-batches under a token budget, and equal work for every rank. Pure, deterministic.
 
 Micro-batches: bin_packing.py finds how few bins hold all rows (in practice the lower bound or one more);
-Karmarkar-Karp differencing then tries to even the bins out. Where the evened-out bins would break the budget, the packed
-ones stay: a budget is never exceeded, except by a row that is longer than it on its own.
+Karmarkar-Karp differencing then tries to even the bins out. Where the evened-out bins would break the budget, the
+packed ones stay: a budget is never exceeded, except by a row that is longer than it on its own.
 """
 
 from __future__ import annotations

@@ -51,7 +51,11 @@ def test_update_times_every_variant_against_both_floors(tmp_path: Path) -> None:
         assert row.figures["MFU"] == pytest.approx(row.floor_seconds / row.seconds)
     assert report.figures["tokens"] == sum(LENGTHS)
     assert report.figures["tokens_prompts_once"] == 2 * 4 + sum(RESPONSES)
-    assert report.row("packed, float32, 32 tokens").figures["fill"] > 0.5
+    packed, padded = (report.row(f"{path}, float32, 64 tokens").figures for path in ("packed", "padded"))
+    assert (
+        packed["shared"] == pytest.approx((sum(LENGTHS) - 8 - sum(RESPONSES)) / sum(LENGTHS)) and packed["fill"] > 0.4
+    )
+    assert "shared" not in padded and "fill" not in padded
     assert any("packed against padded" in note for note in report.notes)
     assert any("bfloat16 against float32" in note for note in report.notes)
 
