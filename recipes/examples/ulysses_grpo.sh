@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sequence parallelism is not available yet: refused, naming the key.
+# Sequence parallelism: two ranks share each sequence.
 set -euo pipefail
 
 python -m verl_like.trainer.main_ppo \

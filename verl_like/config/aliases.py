@@ -20,6 +20,10 @@ RENAMED: tuple[tuple[str, str], ...] = (
         r"(strategy|ulysses_sequence_parallel_size|use_torch_compile|entropy_checkpointing|entropy_from_logits_with_chunking)",
         r"actor_rollout_ref.\1.\2",
     ),
+    (
+        r"(.+\.fsdp_config)\.(?:tensor_model_parallel_size|tensor_parallel_degree|tp_size|tp)",
+        r"\1.tensor_parallel_size",
+    ),
     (r"(.+\.fsdp_config)\.min_num_params", r"\1.wrap_policy.min_num_params"),
     (r"(.+\.fsdp_config)\.mixed_precision\.param_dtype", r"\1.dtype"),
     (r"actor_rollout_ref\.actor\.(use_remove_padding|use_fused_kernels)", r"actor_rollout_ref.model.\1"),

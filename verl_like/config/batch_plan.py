@@ -18,10 +18,10 @@ from verl_like.config.errors import raise_if_any
 from verl_like.config.loss_knobs import SELECTING_LOSSES
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.reward import RewardModelConfig
+from verl_like.config.row_groups import actor_group, critic_group, reference_group, unequal_groups
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
-_ULYSSES = "ulysses_sequence_parallel_size"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -53,10 +53,10 @@ class BatchPlan:
     responses_per_prompt: int
     sequences_per_step: int
     data_parallel_size: int
-    actor_ulysses: int
-    ref_ulysses: int
-    critic_ulysses: int
-    reward_ulysses: int
+    actor_ranks_per_row: int
+    ref_ranks_per_row: int
+    critic_ranks_per_row: int
+    reward_ranks_per_row: int
     rollout_replicas: int
     tensor_parallel_size: int
     sequences_per_rank: int
@@ -95,17 +95,12 @@ class BatchPlan:
         problems: list[str] = []
         actor, rollout, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.critic
         prompts, n = config.data.train_batch_size, rollout.n
-        data_parallel = _share(problems, world_size, f"{_ACTOR}.{_ULYSSES}", actor.ulysses_sequence_parallel_size)
-        reference = config.actor_rollout_ref.ref
-        if needs_reference(config):
-            _share(problems, world_size, f"{_REF}.{_ULYSSES}", reference.ulysses_sequence_parallel_size)
-        if needs_critic(critic, config.algorithm):
-            _share(problems, world_size, f"critic.{_ULYSSES}", critic.ulysses_sequence_parallel_size)
-        outputs, sizes = _reference_outputs(config), (actor, reference)
-        exact = "full_kl" in outputs and len({part.ulysses_sequence_parallel_size for part in sizes}) > 1
-        if exact:
-            numbers = " and ".join(str(part.ulysses_sequence_parallel_size) for part in sizes)
-            problems.append(f"algorithm.kl_penalty=full needs one {_ULYSSES} for actor and ref, but they are {numbers}")
+        groups = actor_group(config), reference_group(config), critic_group(config)
+        needed = True, needs_reference(config), needs_critic(critic, config.algorithm)
+        shares = [group.share(problems if used else [], world_size) for group, used in zip(groups, needed, strict=True)]
+        data_parallel, outputs = shares[0], _reference_outputs(config)
+        if "full_kl" in outputs or (actor.use_kl_loss and actor.kl_loss_type == "full"):
+            problems += unequal_groups(groups[0], groups[1], in_driver="full_kl" in outputs)
         replicas = _share(
             problems, world_size, f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
         )
@@ -133,10 +128,10 @@ class BatchPlan:
             responses_per_prompt=n,
             sequences_per_step=prompts * n,
             data_parallel_size=data_parallel,
-            actor_ulysses=actor.ulysses_sequence_parallel_size,
-            ref_ulysses=reference.ulysses_sequence_parallel_size,
-            critic_ulysses=critic.ulysses_sequence_parallel_size,
-            reward_ulysses=config.reward_model.ulysses_sequence_parallel_size,
+            actor_ranks_per_row=groups[0].ranks,
+            ref_ranks_per_row=groups[1].ranks,
+            critic_ranks_per_row=groups[2].ranks,
+            reward_ranks_per_row=config.reward_model.ulysses_sequence_parallel_size,
             rollout_replicas=replicas,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             sequences_per_rank=math.ceil(prompts * n / data_parallel),

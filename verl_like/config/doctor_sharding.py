@@ -10,6 +10,7 @@ from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.idle import Idle
 from verl_like.config.model import ModelConfig
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.row_groups import actor_group, critic_group, reference_group
 
 _ACTOR = "actor_rollout_ref.actor.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"
@@ -44,12 +45,34 @@ def impossible_sharding(config: PPOConfig) -> list[str]:
     optimizers = [("actor_rollout_ref.actor", policy.actor.strategy, policy.actor.optim)]
     if needs_critic(config.critic, config.algorithm):
         optimizers.append(("critic", config.critic.strategy, config.critic.optim))
+    problems += _impossible_tensor(config)
     return problems + [
         f"{section}.optim.optimizer=adamw_8bit with strategy=fsdp: FSDP1 flattens weights, and the 8-bit scales belong "
         "to rows; set strategy=fsdp2 or optimizer=adamw_bf16"
         for section, strategy, optim in optimizers
         if strategy == "fsdp" and optim.optimizer == "adamw_8bit"
     ]
+
+
+def _impossible_tensor(config: PPOConfig) -> list[str]:
+    """What tensor parallelism of the trainer cannot be combined with."""
+    policy, critic, problems = config.actor_rollout_ref, config.critic, []
+    roles = [(actor_group(config), policy.actor.strategy, policy.model, "actor_rollout_ref.model")]
+    if needs_reference(config):
+        roles.append((reference_group(config), policy.ref.strategy, policy.model, "actor_rollout_ref.model"))
+    if needs_critic(critic, config.algorithm):
+        roles.append((critic_group(config), critic.strategy, critic.model, "critic.model"))
+    for group, strategy, model, section in roles:
+        key = f"{group.tensor_key}={group.fsdp.tensor_parallel_size}"
+        if group.fsdp.tensor_parallel_size == 1:
+            continue
+        if strategy != "fsdp2":
+            problems.append(f"{key} with strategy={strategy}: FSDP1 flattens what would be split; set strategy=fsdp2")
+        if group.ulysses > 1:
+            problems.append(f"{key} with {group.ulysses_key}={group.ulysses}: a role has one of the two; set one to 1")
+        if not model.use_remove_padding:
+            problems.append(f"{key} with {section}.use_remove_padding=False: it works on packed tokens; set it to True")
+    return problems
 
 
 def _on_cpu(config: PPOConfig) -> bool:

@@ -52,6 +52,9 @@ class FSDPConfig(ConfigNode):
     """Free the gathered parameters after the forward pass and gather them again for the backward."""
     fsdp_size: int = -1
     """[processes] Processes that share one copy of the model; -1: all of them."""
+    tensor_parallel_size: int = 1
+    """[processes] Neighbouring processes that split the matrices of every layer among them (strategy=fsdp2); 1: none.
+    They get the same sequences, and count among the processes of fsdp_size."""
     forward_prefetch: bool = False
     """Ask for the next layer's parameters when a layer's forward starts, not only when it ends."""
     model_dtype: str = "float32"
@@ -64,6 +67,7 @@ class FSDPConfig(ConfigNode):
 
     def check(self) -> None:
         minus_one_or_positive(self, "fsdp_size")
+        at_least(self, 1, "tensor_parallel_size")
         one_of(self, "model_dtype", DTYPES[1:])
         one_of(self, "dtype", DTYPES)
 

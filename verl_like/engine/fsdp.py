@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from verl_like.engine.background import BackgroundWriter, Part
 from verl_like.engine.microbatch import Batch
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.protocol import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
-from verl_like.models import blocks, loading, lora, packing
+from verl_like.models import blocks, loading, lora, packing, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.fused_linear import Head, Reference
 from verl_like.models.heads import HF_PREFIX, HIDDEN, PolicyModel, TokenModel, dtype_of
@@ -82,11 +82,12 @@ class FSDPEngine:
         self.hf_config = loading.load_hf_config(model)
         loading.check_backend(model, self.device)
         loading.check_ulysses(model, self.hf_config, ulysses_size)
-        self._sequence_group = sequence_group(ulysses_size)
+        tensor_plan.check_engine(model, self.hf_config, fsdp, strategy=strategy, ulysses=ulysses_size)
         self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None
         self.model = self._build_model(tokenizer_size, seed, strategy, training=optim is not None)
         self.sharding = self._shard(strategy, compile_blocks=compile_blocks)
+        self._row_group = self.sharding.tensor_group or sequence_group(ulysses_size)  # ranks that share their rows
         self.optimizer = None if optim is None else self._build_optimizer(optim)
         self._activations: ActivationOffload | None = None
         if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
@@ -98,7 +99,8 @@ class FSDPEngine:
         self._weight_names: dict[str, torch.Size] | None = None
         self._writer: BackgroundWriter | None = None
         if self.packed:
-            selfcheck.check_packing(self.sharding.root, self.model, self.hf_config, self.device, self._compute_dtype)
+            checked = (self.sharding.root, self.model, self.hf_config, self.device, self._compute_dtype)
+            selfcheck.check_packing(*checked, self.sharding.tensor_group)
             self.sharding.reshard()
         if fsdp.param_offload:
             self.offload(params=True, optimizer=False)
@@ -132,16 +134,16 @@ class FSDPEngine:
         if compile_blocks:
             blocks.compile_blocks(layers, self.device)
         precision = self._fsdp.mixed_precision
-        build = FSDP1Sharding if strategy == "fsdp" else FSDP2Sharding
-        return build(
-            self.model,
-            layers,
-            self._fsdp,
-            compute_dtype=self._compute_dtype,
-            reduce_dtype=dtype_of(precision.reduce_dtype),
-            buffer_dtype=None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
-            device=self.device,
-        )
+        settings: dict[str, Any] = {
+            "compute_dtype": self._compute_dtype,
+            "reduce_dtype": dtype_of(precision.reduce_dtype),
+            "buffer_dtype": None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
+            "device": self.device,
+        }
+        if strategy == "fsdp":
+            return FSDP1Sharding(self.model, layers, self._fsdp, **settings)
+        tensor = tensor_plan.tensor_plan(self.model, self.hf_config, self._fsdp.tensor_parallel_size)
+        return FSDP2Sharding(self.model, layers, self._fsdp, **settings, tensor=tensor)
 
     def _build_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
         return build_optimizer(self.sharding.parameters(), optim, shard_index=self.sharding.shard_index)
@@ -215,12 +217,15 @@ class FSDPEngine:
             reference = Reference(hidden_NH=hidden_NH, head=other)
             values = self.sharding.root(inputs, want, temperature, reference)
         answers = {name: inputs.unpack(values_N) for name, values_N in values.items()}
-        group = self._sequence_group
+        group = self._row_group
         return answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
 
     def _model_input(self, rows: Sequences | None) -> packing.ModelInput:
         inputs = packing.placeholder(self.device, packed=self.packed) if rows is None else self._whole_input(rows)
-        return inputs if self._sequence_group is None else packing.take_slice(inputs, self._sequence_group)
+        if self._row_group is None:
+            return inputs
+        take_slice = packing.take_slice if self.sharding.tensor_group is None else tensor_plan.take_slice
+        return take_slice(inputs, self._row_group)
 
     def _whole_input(self, rows: Sequences) -> packing.ModelInput:
         wanted_BR = packing.response_positions(rows, sampled_only=self.kind == "policy")
@@ -278,6 +283,7 @@ class FSDPEngine:
             for i, part in enumerate(parts):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
+            self.sharding.complete_gradients()
             self.sharding.reshard()
             return [*metrics, microbatch.fill_metrics(parts, watched, rule, share_prompts=self.shares_prompts)]
 
@@ -302,8 +308,8 @@ class FSDPEngine:
         return metrics
 
     def _counted_once(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """The ranks of a sequence group compute the same loss: only the first reports it."""
-        repeats = self._sequence_group is not None and self._sequence_group.rank > 0
+        """The ranks that share their rows compute the same loss: only the first reports it."""
+        repeats = self._row_group is not None and self._row_group.rank > 0
         return {} if repeats else metrics
 
     def _backward(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl_like.parallel.sharding import local_tensor
+from verl_like.parallel.sharding import local_tensor, shard_index
 
 BLOCK = 256  # entries of a row that share one scale
 _CHUNK = 2**23  # elements whose float32 copies exist at a time
@@ -28,8 +28,8 @@ _SEED_STEP, _SEED_PARAMETER, _SEED_SHARD = 1_000_003, 8_191, 2_147_483_647
 class LeanAdamW(torch.optim.Optimizer):
     """bits: 16 (bfloat16) or 8, per entry of each average; weights keep their own precision.
 
-    shard_index: which shard this rank holds, the same for all replicas of it. One-dimensional parameters (norms,
-    biases) keep bfloat16 averages with 8 bits too.
+    shard_index: which shard this rank holds of every parameter that does not say so itself (FSDP1's), the same for all
+    replicas of it. One-dimensional parameters (norms, biases) keep bfloat16 averages with 8 bits too.
     """
 
     def __init__(
@@ -76,9 +76,10 @@ class LeanAdamW(torch.optim.Optimizer):
         weight, gradient = local_tensor(parameter.detach()), local_tensor(parameter.grad)
         if weight.numel() == 0:
             return
-        step = int(state["step"])
+        step, own = int(state["step"]), shard_index(parameter)
+        shard = self._shard_index if own is None else own
         noise = torch.Generator(weight.device)
-        noise.manual_seed((step * _SEED_STEP + number * _SEED_PARAMETER + self._shard_index) % _SEED_SHARD)
+        noise.manual_seed((step * _SEED_STEP + number * _SEED_PARAMETER + shard) % _SEED_SHARD)
         tensors = {name: local_tensor(value) for name, value in state.items() if name != "step"}
         for rows in _row_chunks(weight):
             part = {name: value[rows] for name, value in tensors.items()}
@@ -157,14 +158,15 @@ def _write(state: dict[str, Tensor], name: str, values: Tensor, power: int, nois
 
 def _zero_scales(parameter: nn.Parameter) -> Tensor:
     """A scale per block of each row, sharded by rows like the parameter."""
-    columns = -(-parameter.shape[1] // BLOCK)
     local = local_tensor(parameter.detach())
+    columns = -(-local.shape[1] // BLOCK)
     scales = torch.zeros(local.shape[0], columns, dtype=torch.float32, device=local.device)
     if not isinstance(parameter, DTensor):
         return scales
-    shape = torch.Size((parameter.shape[0], columns))
+    total = columns * (parameter.shape[1] // local.shape[1])  # columns too are split, by tensor parallelism
+    shape = torch.Size((parameter.shape[0], total))
     return DTensor.from_local(
-        scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=(columns, 1)
+        scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=(total, 1)
     )
 
 

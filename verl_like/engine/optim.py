@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from verl_like.engine.lean_optim import LeanAdamW
 
@@ -28,9 +29,19 @@ def build_optimizer(
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
     }
+    groups = [{"params": alike} for alike in _by_mesh(parameters)]
     if optim.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, **settings, fused=True)
-    return LeanAdamW(parameters, **settings, bits=_BITS[optim.optimizer], shard_index=shard_index)
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    return LeanAdamW(groups, **settings, bits=_BITS[optim.optimizer], shard_index=shard_index)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that are sharded over the same ranks together: one fused step takes no others."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())
 
 
 _BITS = {"adamw_bf16": 16, "adamw_8bit": 8}

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from verl_like.batch import Sequences, pad_rows
-from verl_like.models import packing
+from verl_like.models import packing, tensor_plan
 from verl_like.models.heads import PolicyModel, TokenModel
+from verl_like.parallel.ulysses import SequenceGroup
 
 # maximum difference allowed in log-probs (or values): rounding of other matrix shapes, far below any leak seen
 _TOLERANCE = {torch.float32: 1e-3}
@@ -22,15 +23,18 @@ def check_packing(
     hf_config: PretrainedConfig,
     device: torch.device,
     compute_dtype: torch.dtype,
+    tensor_group: SequenceGroup | None = None,
 ) -> None:
     """Compare random sequences packed together, two of which share their prompt, with each alone (collective).
 
     root: the sharded model to call; `model` itself, or a wrapper around it. Raises ValueError on a difference.
+    tensor_group: ranks among which its layers are split. Their slices of the tokens are then cut in other places, so
+    that what leaks from token to token outside attention shows too.
     """
     root.eval()
     rows = _three_rows(hf_config.get_text_config().vocab_size, model)
-    together = _outputs(root, rows, device)
-    alone = [_outputs(root, row.trim(), device) for row in rows.split([1, 1, 1])]
+    together = _outputs(root, rows, device, tensor_group)
+    alone = [_outputs(root, row.trim(), device, tensor_group) for row in rows.split([1, 1, 1])]
     lengths = rows.response_length_B.tolist()
     gap = max(float((together[i, :n] - alone[i][0, :n]).abs().max()) for i, n in enumerate(lengths))
     limit = _TOLERANCE.get(compute_dtype, _HALF_TOLERANCE)
@@ -57,7 +61,10 @@ def _three_rows(vocab_size: int, model: TokenModel) -> Sequences:
     )
 
 
-def _outputs(root: nn.Module, rows: Sequences, device: torch.device) -> Tensor:
+def _outputs(root: nn.Module, rows: Sequences, device: torch.device, group: SequenceGroup | None) -> Tensor:
     inputs = packing.pack(rows, packing.response_positions(rows, sampled_only=False), device, share_prompts=True)
+    if group is not None:
+        inputs = tensor_plan.take_slice(inputs, group)
     outputs = root(inputs, frozenset({"log_probs"}), 1.0)
-    return inputs.unpack(next(iter(outputs.values()))).float()
+    answers = inputs.unpack(next(iter(outputs.values()))).float()
+    return answers if group is None else group.join(answers)

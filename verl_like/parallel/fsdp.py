@@ -11,7 +11,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,10 +24,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from verl_like.parallel.materialize import Materializer
-from verl_like.parallel.sharding import build_mesh, fill_devices, local_tensor, named_states, release
+from verl_like.parallel.sharding import build_mesh, build_tensor_mesh, fill_devices, local_tensor, named_states, release
+from verl_like.parallel.tensor import TensorSplitter, sum_in_place
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig
+    from verl_like.parallel.tensor import TensorPlan
+    from verl_like.parallel.ulysses import SequenceGroup
 
 
 class FSDP2Sharding:
@@ -33,6 +38,8 @@ class FSDP2Sharding:
     (embedding, final norm, head), in place.
 
     compute_dtype: what weights are gathered in; the shards keep the dtype they have.
+    tensor: which linear layers to split among the ranks of tensor-parallel groups. A layer is then sharded over the
+    ranks that hold the same split, the root over all ranks: each rank of a group has its own part of the root's work.
     """
 
     reduces_once = False
@@ -48,22 +55,31 @@ class FSDP2Sharding:
         reduce_dtype: torch.dtype,
         buffer_dtype: torch.dtype | None,
         device: torch.device,
+        tensor: TensorPlan | None = None,
     ) -> None:
         self.root, self._device = model, device
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.offload_policy else OffloadPolicy()
         weights = Materializer(model, *fill_devices(fsdp, device), buffer_dtype)
-        mesh = build_mesh(device, fsdp.fsdp_size)
-        self.shard_index = mesh.get_local_rank("shard")
+        self._mesh = self._layer_mesh = build_mesh(device, fsdp.fsdp_size)
+        self.shard_index = self._mesh.get_local_rank("shard")
+        self._splitter: TensorSplitter | None = None
+        if tensor is not None:
+            whole = build_tensor_mesh(device, fsdp.fsdp_size, tensor.size)
+            self._layer_mesh = whole[tuple(whole.mesh_dim_names or ())[:-1]]
+            self._splitter = TensorSplitter(tensor, whole["tensor"])
         shared = {
-            "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
             "offload_policy": offload,
         }
         for layer in layers:
             weights.fill(layer)
-            fully_shard(layer, **shared, reshard_after_forward=fsdp.reshard_after_forward)
+            if self._splitter is not None:
+                self._splitter.split(layer)
+            fully_shard(layer, mesh=self._layer_mesh, **shared, reshard_after_forward=fsdp.reshard_after_forward)
+        if self._splitter is not None:
+            self._splitter.check_complete()
         weights.fill(model)
-        fully_shard(model, **shared, reshard_after_forward=False)
+        fully_shard(model, mesh=self._mesh, **shared, reshard_after_forward=False)
         if fsdp.forward_prefetch:
             _prefetch_next(model, layers)
         _sum_gradients(model)
@@ -83,16 +99,49 @@ class FSDP2Sharding:
         """See Sharding."""
         return [p for p in self.root.parameters() if p.requires_grad]
 
+    @property
+    def tensor_group(self) -> SequenceGroup | None:
+        """See Sharding."""
+        return None if self._splitter is None else self._splitter.group
+
+    def complete_gradients(self) -> None:
+        """See Sharding. What of a layer is not split (norms, an adapter's other half) has had the group's tokens apart,
+        or its heads; FSDP has summed over the ranks of the same split alone."""
+        if self._splitter is not None:
+            partial = [p for p in self.parameters() if self._held_by(p) is self._layer_mesh and p.grad is not None]
+            sum_in_place([local_tensor(p.grad) for p in partial], self._splitter.group.group, self._device)
+
+    def _held_by(self, parameter: nn.Parameter) -> DeviceMesh | None:
+        """The mesh a parameter is sharded over: the root's, the layers', or None for a split weight (both axes)."""
+        assert isinstance(parameter, DTensor)
+        meshes = (self._mesh, self._layer_mesh)
+        return next((mesh for mesh in meshes if parameter.device_mesh == mesh), None)
+
     def gradient_norm(self) -> Tensor:
         """See Sharding."""
+        if self._splitter is not None:
+            return self._norm_of_parts(self._splitter.group)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _norm_of_parts(self, group: SequenceGroup) -> Tensor:
+        """Squares are added up over the ranks that hold different parts: three kinds of parameters, three groups."""
+        squares = torch.zeros(3, device=self._device)  # the root's, the layers', those of split weights
+        meshes = (self._mesh, self._layer_mesh, None)
+        for p in self.parameters():
+            if p.grad is not None:
+                norm = torch.linalg.vector_norm(local_tensor(p.grad), dtype=torch.float32)
+                squares[meshes.index(self._held_by(p))] += norm.square().to(self._device)
+        dist.all_reduce(squares[2:], group=group.group)
+        dist.all_reduce(squares[1:], group=self._layer_mesh.get_group("shard"))
+        dist.all_reduce(squares[:1], group=self._mesh.get_group("shard"))
+        return squares.sum().sqrt()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See Sharding."""
         for name, parameter in self.root.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
-                yield name, gather(parameter.grad, self._device, torch.float32)
+                yield name, self._gather(parameter, parameter.grad, torch.float32)
 
     def drop_gradients(self) -> None:
         """See Sharding."""
@@ -105,7 +154,13 @@ class FSDP2Sharding:
         """See Sharding."""
         for name, parameter in self.root.named_parameters():
             if wanted is None or wanted(name):
-                yield name, gather(parameter, self._device, dtype)
+                yield name, self._gather(parameter, parameter, dtype)
+
+    def _gather(self, parameter: nn.Parameter, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """`tensor` (the parameter, or its gradient) in full: over the shards first, then over the split."""
+        if self._splitter is None or self._held_by(parameter) is not None:
+            return gather(tensor, self._device, dtype)
+        return self._splitter.joined(tensor, self._layer_mesh, self._device, dtype)
 
     def move_params(self, device: torch.device) -> None:
         """See Sharding."""

@@ -37,6 +37,7 @@ class FSDP1Sharding:
     """
 
     reads_from_host = False
+    tensor_group = None
 
     def __init__(
         self,
@@ -101,6 +102,9 @@ class FSDP1Sharding:
     def parameters(self) -> list[nn.Parameter]:
         """See Sharding. A rank may hold none of a parameter: its slice is then empty."""
         return [p for p in self.root.parameters() if p.requires_grad]
+
+    def complete_gradients(self) -> None:
+        """See Sharding: FSDP1 splits no layer."""
 
     def gradient_norm(self) -> Tensor:
         """See Sharding."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig
+    from verl_like.parallel.ulysses import SequenceGroup
 
 
 class Sharding(Protocol):
@@ -30,6 +31,11 @@ class Sharding(Protocol):
     reads_from_host: bool
     """Weights can be gathered and states read while `move_params` has them in host memory."""
 
+    @property
+    def tensor_group(self) -> SequenceGroup | None:
+        """The ranks among which every layer is split (parallel/tensor.py); they need the same rows, in slices."""
+        ...
+
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks or adds them up unsharded on each."""
         ...
@@ -40,6 +46,10 @@ class Sharding(Protocol):
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's shards that are trained: what the optimizer gets."""
+        ...
+
+    def complete_gradients(self) -> None:
+        """Add up what the ranks of the tensor group have of one gradient; once, after the last micro-batch."""
         ...
 
     def gradient_norm(self) -> Tensor:
@@ -94,6 +104,19 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
+def build_tensor_mesh(device: torch.device, fsdp_size: int, size: int) -> DeviceMesh:
+    """As `build_mesh`, with one more axis: "tensor", of `size` neighbouring ranks, which are among the fsdp_size."""
+    key, world = "fsdp_config.tensor_parallel_size", dist.get_world_size()
+    if world % size:
+        raise ValueError(f"{key}={size} does not divide the {world} ranks")
+    if fsdp_size <= 0 or fsdp_size >= world:
+        return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("shard", "tensor"))
+    if world % fsdp_size or fsdp_size % size:
+        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} does not divide {world} ranks into groups of {key}={size}")
+    shape = (world // fsdp_size, fsdp_size // size, size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+
+
 def fill_devices(fsdp: FSDPConfig, device: torch.device) -> tuple[torch.device, torch.device]:
     """(where shards live, where buffers live)."""
     return (torch.device("cpu") if fsdp.offload_policy else device), device
@@ -102,6 +125,17 @@ def fill_devices(fsdp: FSDPConfig, device: torch.device) -> tuple[torch.device, 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard (a view), or the tensor itself when it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_index(tensor: Tensor) -> int | None:
+    """Which part of the whole this rank holds, the same on all replicas of it; None for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return None
+    index, position = 0, tensor.device_mesh.get_coordinate() or []
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            index = index * tensor.device_mesh.size(axis) + position[axis]
+    return index
 
 
 def add_l2_gradient(parameters: Iterable[nn.Parameter], coefficient: float) -> None:

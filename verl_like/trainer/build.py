@@ -19,8 +19,9 @@ from verl_like.checkpoint.layout import resolve_resume, step_of
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.protocol import WorkerGroup
 from verl_like.config import DataConfig, PPOConfig
-from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.batch_plan import BatchPlan, needs_critic, needs_reference
 from verl_like.config.errors import ConfigError
+from verl_like.config.row_groups import actor_group, critic_group, reference_group
 from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset, build_dataset
 from verl_like.data.loader import PromptLoader, iterate_all
@@ -34,6 +35,7 @@ from verl_like.models.loading import (
     load_tokenizer,
     shares_prompts,
 )
+from verl_like.models.tensor_plan import check_model
 from verl_like.observe.progress import build_progress
 from verl_like.observe.trackers import build_trackers, check_trackers
 from verl_like.rewards.manager import RewardManager
@@ -219,6 +221,7 @@ def load_inputs(config: PPOConfig) -> Inputs:
     hf_config = load_hf_config(model)
     for section in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
         check_ulysses(model, hf_config, section.ulysses_sequence_parallel_size)
+    check_tensor_parallel(config, hf_config)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -238,6 +241,18 @@ def load_inputs(config: PPOConfig) -> Inputs:
     return Inputs(
         tokenizer=tokenizer, hf_config=hf_config, train=train, val=val, eos_ids=end_token_ids(tokenizer, hf_config)
     )
+
+
+def check_tensor_parallel(config: PPOConfig, hf_config: PretrainedConfig) -> None:
+    """ValueError, naming the key and the numbers, for a model that its role's tensor_parallel_size cannot split."""
+    actor, critic = actor_group(config), critic_group(config)
+    check_model(config.actor_rollout_ref.model, hf_config, actor.fsdp.tensor_parallel_size, actor.tensor_key)
+    if needs_reference(config):
+        group = reference_group(config)
+        check_model(config.actor_rollout_ref.model, hf_config, group.fsdp.tensor_parallel_size, group.tensor_key)
+    if needs_critic(config.critic, config.algorithm) and critic.fsdp.tensor_parallel_size > 1:
+        model = config.critic.model
+        check_model(model, load_hf_config(model), critic.fsdp.tensor_parallel_size, critic.tensor_key)
 
 
 def build_source(

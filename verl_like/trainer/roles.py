@@ -72,7 +72,7 @@ class RoleGroup:
         self.balance = RowBalance(even=balance, cost=cost, share_prompts=share_prompts)
 
     def ranks_per_row(self) -> int:
-        """Neighbouring ranks that get the same rows, and a slice of their tokens each (Ulysses)."""
+        """Neighbouring ranks that get the same rows, and a slice of their tokens each (Ulysses, tensor parallelism)."""
         raise NotImplementedError
 
     def evaluate(self, method: str, batch: Sequences, *, ranks_per_row: int | None = None) -> Evaluated:
@@ -128,7 +128,7 @@ class PolicyGroup(RoleGroup):
     """Actor, reference and rollout of the pool."""
 
     def ranks_per_row(self) -> int:
-        return self.plan.actor_ulysses
+        return self.plan.actor_ranks_per_row
 
     def generate(
         self,
@@ -176,7 +176,7 @@ class PolicyGroup(RoleGroup):
         return self.evaluate("old_log_probs", rollouts)
 
     def ref_log_probs(self, rollouts: Rollouts) -> Evaluated:
-        return self.evaluate("ref_log_probs", rollouts, ranks_per_row=self.plan.ref_ulysses)
+        return self.evaluate("ref_log_probs", rollouts, ranks_per_row=self.plan.ref_ranks_per_row)
 
     def sync_weights(self, version: int) -> SyncReport | None:
         """Fill the rollout engines with the trained weights; the slowest rank's report."""
@@ -205,7 +205,7 @@ class CriticGroup(RoleGroup):
     """The value model of the pool."""
 
     def ranks_per_row(self) -> int:
-        return self.plan.critic_ulysses
+        return self.plan.critic_ranks_per_row
 
     def values(self, rollouts: Rollouts) -> Evaluated:
         return self.evaluate("values", rollouts)
@@ -226,7 +226,7 @@ class RewardModelGroup(RoleGroup):
     """The reward model, in the policy's processes or in a pool of its own."""
 
     def ranks_per_row(self) -> int:
-        return self.plan.reward_ulysses
+        return self.plan.reward_ranks_per_row
 
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """One number for each text, given as tokens; see workers.reward for how a text becomes a row."""

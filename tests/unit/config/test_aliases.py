@@ -22,6 +22,8 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("critic.fsdp.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size"),
         (f"{A}.fsdp_config.ulysses_sequence_parallel_size", f"{A}.ulysses_sequence_parallel_size"),
         ("reward_model.model.fsdp_config.min_num_params", "reward_model.model.fsdp_config.wrap_policy.min_num_params"),
+        (f"{A}.fsdp_config.tp_size", f"{A}.fsdp_config.tensor_parallel_size"),
+        (f"{A}.fsdp_config.tensor_model_parallel_size", f"{A}.fsdp_config.tensor_parallel_size"),
         (f"{A}.fsdp_config.mixed_precision.param_dtype", f"{A}.fsdp_config.dtype"),
         ("actor_rollout_ref.model.lora.rank", "actor_rollout_ref.model.lora_rank"),
         ("critic.model.lora.target_modules", "critic.model.target_modules"),

@@ -1,6 +1,7 @@
 """BatchPlan: hand-computed sizes on one rank and many, and the message of each size that does not fit."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from verl_like.config import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
+    FSDPConfig,
     KLKind,
     PolicyLossConfig,
     PPOConfig,
@@ -227,3 +229,53 @@ def test_table_shows_what_a_user_asks_for():
 def test_plan_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         BatchPlan.build(config(), 1).world_size = 3  # pyright: ignore
+
+
+def split(size: int, **more: Any) -> dict[str, Any]:
+    return {"fsdp_config": FSDPConfig(tensor_parallel_size=size, **more)}
+
+
+def test_ranks_of_a_tensor_parallel_group_share_their_rows():
+    """Eight processes, the actor's layers split in two, the reference's in four: four and two shares of the rows."""
+    plan = BatchPlan.build(
+        config(
+            actor=BY_COUNT | {"ppo_micro_batch_size": 64} | split(2, fsdp_size=4),
+            ref=split(4),
+            algorithm={"use_kl_in_reward": True},
+        ),
+        world_size=8,
+        num_train_prompts=64,
+    )
+    assert (plan.actor_ranks_per_row, plan.ref_ranks_per_row, plan.critic_ranks_per_row) == (2, 4, 1)
+    assert plan.data_parallel_size == 4 and plan.sequences_per_rank == 128
+    assert plan.actor_micro == MicroBatchRule(max_sequences=16)  # 64 over all processes, by four
+
+
+def test_the_token_budget_of_a_tensor_parallel_group_is_one_processs():
+    """Inside attention and the MLP each rank sees all tokens of the micro-batch; Ulysses ranks never do."""
+    budget = {"ppo_max_token_len_per_gpu": 1000}
+    plan = BatchPlan.build(config(actor=budget | split(2)), world_size=2, num_train_prompts=64)
+    assert plan.actor_micro == MicroBatchRule(max_tokens=1000)
+
+
+@pytest.mark.parametrize(
+    ("actor", "ref", "message"),
+    [
+        (split(3), {}, r"actor.fsdp_config.tensor_parallel_size=3: must divide the number of processes .* = 8\)"),
+        (split(4, fsdp_size=2), {}, r"tensor_parallel_size=4 does not divide .*actor.fsdp_config.fsdp_size=2"),
+        (
+            split(2) | {"use_kl_loss": True, "kl_loss_type": KLKind.full},
+            {},
+            r"needs one fsdp_config.tensor_parallel_size for actor and ref, but they are 2 and 1",
+        ),
+    ],
+)
+def test_tensor_parallel_sizes_that_do_not_fit(actor: dict[str, Any], ref: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        BatchPlan.build(config(actor=actor, ref=ref), world_size=8, num_train_prompts=64)
+
+
+def test_with_lora_the_reference_has_the_actors_groups():
+    settings = config(actor=split(2) | {"use_kl_loss": True})
+    settings.actor_rollout_ref.model.lora_rank = 8
+    assert BatchPlan.build(settings, world_size=2, num_train_prompts=64).ref_ranks_per_row == 2

@@ -9,6 +9,7 @@ from verl_like.config.schema import find_key, keys
 from verl_like.trainer.compose import compose_with_warnings
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+T = f"{A}.fsdp_config.tensor_parallel_size"
 
 
 def warnings_of(*overrides):
@@ -34,6 +35,11 @@ def test_the_default_configuration_is_quiet():
         ([f"{R}.response_length=100"], f"{R}.response_length=100 with data.max_response_length=512"),
         ([f"{R}.enable_chunked_prefill=false", f"{R}.max_num_batched_tokens=1000"], "must be at least max_model_len"),
         ([f"{A}.use_kl_loss=true", f"{A}.use_unbiased_kl=true", f"{A}.kl_loss_type=mse"], "use one of kl, k1, low"),
+        ([f"{T}=2", f"{A}.strategy=fsdp"], f"{T}=2 with strategy=fsdp: FSDP1 flattens"),
+        ([f"{T}=2", f"{A}.ulysses_sequence_parallel_size=2"], f"{T}=2 with {A}.ulysses_sequence_parallel_size=2"),
+        ([f"{T}=2", "actor_rollout_ref.model.use_remove_padding=false"], f"{T}=2 with actor_rollout_ref.model.use_rem"),
+        ([T.replace(A, "critic.model") + "=2", "critic.strategy=fsdp"], "tensor_parallel_size=2 with strategy=fsdp"),
+        ([f"{T}=0"], "tensor_parallel_size=0: must be at least 1"),
         ([f"{A}.rl_loss_coef=0"], "nothing would be trained"),
         ([f"{A}.ratio_skip_threshold=0.5"], "ratio_skip_threshold=0.5: must be at least 1"),
         ([f"{A}.policy_loss.clip_cov_lb=5"], "must be below clip_cov_ub=5.0"),

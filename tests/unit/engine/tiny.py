@@ -15,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -37,6 +38,7 @@ _CONFIGS = {
     "mistral": MistralConfig,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
+    "phi3": Phi3Config,
 }
 
 

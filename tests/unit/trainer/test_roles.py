@@ -279,7 +279,7 @@ def test_neighbours_of_a_sequence_group_get_the_same_rows() -> None:
         assert method == "values"
         return Evaluated(response_length_B=batch.response_length_B, values_BR=batch.response_ids_BR.float() + rank // 2)
 
-    sizes = dataclasses.replace(plan(4), actor_ulysses=2, critic_ulysses=2)
+    sizes = dataclasses.replace(plan(4), actor_ranks_per_row=2, critic_ranks_per_row=2)
     group = FakeGroup(4, values)
     critic = CriticGroup(group, sizes, balance=True, timeout_s=1)
     batch = experience(3, 2)

@@ -1,0 +1,144 @@
+"""Which layers of a model tensor parallelism splits: what transformers' own plan for it says (`base_model_tp_plan`).
+
+Embedding, norms and output head are in no group's plan here: they work on slices of the tokens (parallel/tensor.py),
+and FSDP shards them over all ranks, those of the group included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from verl_like.models import loading, packing
+from verl_like.models.heads import TokenModel
+from verl_like.parallel.tensor import Style, TensorPlan
+
+if TYPE_CHECKING:
+    from verl_like.config import FSDPConfig, ModelConfig
+    from verl_like.models.packing import ModelInput
+    from verl_like.parallel.ulysses import SequenceGroup
+
+KEY = "fsdp_config.tensor_parallel_size"
+_STYLES: dict[str, Style] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gathered",
+    "rowwise_split_input": "row_from_whole",
+    "colwise_rep": "column_gathered",  # earlier names
+    "rowwise_rep": "row_from_whole",
+}
+# Norms of single heads: gradients of everything that is not split are summed over the group anyhow.
+_WHOLE = frozenset({"replicated_with_grad_allreduce"})
+_ATTENTION = re.compile(r"attn|attention")
+
+
+def check_engine(
+    model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig, *, strategy: str, ulysses: int
+) -> None:
+    """What one engine cannot do together with tensor parallelism (ValueError); before any weight is loaded."""
+    size = fsdp.tensor_parallel_size
+    if size == 1:
+        return
+    if strategy == "fsdp":
+        raise ValueError(f"{KEY}={size} needs strategy=fsdp2: FSDP1 flattens weights, which leaves nothing to split")
+    if ulysses > 1:
+        raise ValueError(
+            f"{KEY}={size} with ulysses_sequence_parallel_size={ulysses}: both give neighbouring ranks slices of "
+            "the tokens, and a model can have one of them; set the other to 1"
+        )
+    check_model(model, config, size)
+
+
+def check_model(model: ModelConfig, config: PretrainedConfig, size: int, key: str = KEY) -> None:
+    """Raises ValueError, naming `key` and the numbers, where the model cannot be split among `size` ranks.
+
+    Needs no weights: names and shapes come from a model on the meta device.
+    """
+    if size == 1:
+        return
+    if not loading.uses_packing(model):
+        raise ValueError(f"{key}={size} needs packed sequences: set model.use_remove_padding=True")
+    _check_heads(config, _styles(config, size, key), size, key)
+    plan = tensor_plan(loading.build_meta_model(model, config, kind="policy"), config, size, key)
+    assert plan is not None
+    for linear, style in plan.linears.items():
+        what, number = ("inputs", linear.in_features) if style.startswith("row") else ("outputs", linear.out_features)
+        if number % size:
+            raise ValueError(
+                f"{key}={size} does not divide the {number} {what} of a {config.model_type!r} model's linear layer "
+                f"({linear.in_features} -> {linear.out_features}): use a size that does, or 1"
+            )
+
+
+def tensor_plan(model: TokenModel, config: PretrainedConfig, size: int, key: str = KEY) -> TensorPlan | None:
+    """The linear layers to split, and the modules around them; None for a size of 1.
+
+    Raises ValueError for a model that has no plan, or one of another kind.
+    """
+    if size == 1:
+        return None
+    styles = _styles(config, size, key)
+    patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in styles.items()]
+    linears: dict[nn.Linear, Style] = {}
+    gathered: set[nn.Module] = set()
+    base = model.hf.base_model
+    for name, module in base.named_modules():
+        found = [style for pattern, style in patterns if pattern.fullmatch(name)]
+        if not found:
+            continue
+        if not isinstance(module, nn.Linear):
+            raise ValueError(f"{key}={size}: {name} of a {config.model_type!r} model is no linear layer; set it to 1")
+        linears[module] = found[0]
+        gathered.add(base.get_submodule(name.rpartition(".")[0]))
+    if not linears:
+        raise ValueError(
+            f"{key}={size}: a {config.model_type!r} model has none of the layers that its plan names "
+            f"({', '.join(styles)}); set it to 1"
+        )
+    return TensorPlan(size=size, linears=linears, gathered=frozenset(gathered))
+
+
+def take_slice(whole: ModelInput, group: SequenceGroup) -> ModelInput:
+    """This rank's slice of a packed input, for a split model: attention there sees all tokens, with their positions."""
+    part = packing.take_slice(whole, group)
+    assert part.segments is not None
+    part.segments.parallel = None
+    filling = group.size * part.input_ids.shape[1] - whole.position_ids.shape[1]
+    return dataclasses.replace(part, position_ids=nn.functional.pad(whole.position_ids, (0, filling)))
+
+
+def _styles(config: PretrainedConfig, size: int, key: str) -> dict[str, Style]:
+    """{pattern of a name below the backbone: style}."""
+    plan: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
+    if not plan:
+        raise ValueError(
+            f"{key}={size}: transformers has no tensor-parallel plan for {config.model_type!r}; set it to 1"
+        )
+    unknown = {name: style for name, style in plan.items() if style not in _STYLES and style not in _WHOLE}
+    if unknown:
+        listed = ", ".join(f"{name}: {style}" for name, style in unknown.items())
+        raise ValueError(
+            f"{key}={size}: transformers' plan for {config.model_type!r} has styles that are not available here "
+            f"({listed}); set it to 1"
+        )
+    if not any(_ATTENTION.search(name) for name in plan):
+        raise ValueError(
+            f"{key}={size}: transformers' plan for {config.model_type!r} leaves attention whole, which is not "
+            "available here; set it to 1, or use ulysses_sequence_parallel_size"
+        )
+    return {name: _STYLES[style] for name, style in plan.items() if style in _STYLES}
+
+
+def _check_heads(config: PretrainedConfig, styles: dict[str, Style], size: int, key: str) -> None:
+    """Whole heads to each rank, where heads are what the plan splits."""
+    text = config.get_text_config()
+    if not any(_ATTENTION.search(name) and style == "column" for name, style in styles.items()):
+        return
+    for what, number in (("attention", text.num_attention_heads), ("key-value", text.num_key_value_heads)):
+        if number % size:
+            sizes = [n for n in range(1, number + 1) if number % n == 0]
+            raise ValueError(f"{key}={size} does not divide the model's {number} {what} heads: use one of {sizes}")

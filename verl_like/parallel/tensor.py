@@ -1,0 +1,214 @@
+"""Tensor parallelism: the ranks of a group hold a slice of each layer's matrices, and of the tokens between layers.
+
+Inside attention and the MLP every rank sees all tokens and computes its own heads or columns; before, between and after
+them it sees T / n tokens. So a block gathers the tokens where it begins, and sums the ranks' parts where it ends, each
+rank keeping its own tokens. Sources: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3 (columns, then rows);
+Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4.2.2 (slices of the tokens).
+
+Everything here keeps one rule. A tensor that is a slice (of tokens, heads or columns) has its whole gradient on its
+rank; one that all ranks of the group hold has only a part of it, and the parts add up. So gradients of split weights
+are complete, and those of all other weights are to be summed over the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+
+from verl_like.parallel.ulysses import SequenceGroup
+
+Style = Literal["column", "row", "column_gathered", "row_from_whole"]
+"""column: each rank has some outputs; row: some inputs. column_gathered: all ranks get all outputs; row_from_whole: the
+input is whole and each rank takes its part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorPlan:
+    """What is split in one model, by module.
+
+    linears: linear layers and how. gathered: the modules around them, at whose entrance the tokens are gathered.
+    """
+
+    size: int
+    linears: Mapping[nn.Linear, Style]
+    gathered: frozenset[nn.Module]
+
+
+class TensorSplitter:
+    """Splits modules in place, before they are sharded over the data-parallel ranks. Not collective.
+
+    mesh: the ranks of the group, one axis.
+    """
+
+    def __init__(self, plan: TensorPlan, mesh: DeviceMesh) -> None:
+        self._plan, self._mesh = plan, mesh
+        self._done: set[nn.Module] = set()
+        self.group = SequenceGroup(group=mesh.get_group(), size=mesh.size(), rank=mesh.get_local_rank())
+
+    def split(self, module: nn.Module) -> None:
+        """Split what the plan names in `module`, whose weights are whole on every rank."""
+        for part in set(module.modules()) - self._done:
+            self._done.add(part)
+            if part in self._plan.gathered:
+                part.register_forward_pre_hook(partial(_gather_input, self.group), with_kwargs=True)
+            if isinstance(part, nn.Linear) and part in self._plan.linears:
+                self._split_linear(part, self._plan.linears[part])
+
+    def check_complete(self) -> None:
+        """ValueError when a part of the plan was never given to `split`."""
+        missed = (set(self._plan.linears) | self._plan.gathered) - self._done
+        if missed:
+            raise ValueError(
+                f"fsdp_config.tensor_parallel_size={self._plan.size}: fsdp_config.wrap_policy leaves {len(missed)} of "
+                "the modules to be split outside its units; leave wrap_policy out"
+            )
+
+    def joined(self, tensor: Tensor, shards: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """A split weight (or its gradient) in full, cast before it travels (collective): over the ranks of `shards`,
+        then over the group."""
+        assert isinstance(tensor, DTensor)
+        (split,), size = tensor.placements[shards.ndim :], self._mesh.size()
+        assert isinstance(split, Shard)
+        shape = list(tensor.shape)
+        shape[split.dim] //= size
+        local = tensor.detach().to_local().to(device=device, dtype=dtype)
+        spread = [Replicate()] * (shards.ndim - 1) + [Shard(0)]  # shards are rows of the group member's part
+        stride = torch.empty(shape, device="meta").stride()
+        mine = DTensor.from_local(local, shards, spread, run_check=False, shape=torch.Size(shape), stride=stride)
+        part = mine.full_tensor().contiguous()
+        return DTensor.from_local(part, self._mesh, [split], run_check=False).full_tensor()
+
+    def _split_linear(self, linear: nn.Module, style: Style) -> None:
+        by_rows = style.startswith("column")  # a weight is [outputs, inputs]
+        self._split_weight(linear, "weight", 0 if by_rows else 1)
+        if by_rows and linear.bias is not None:
+            self._split_weight(linear, "bias", 0)
+        adapter = dict(linear.named_children())  # LoRA: B has the outputs, A the inputs
+        if adapter:
+            self._split_weight(adapter["lora_B" if by_rows else "lora_A"], "weight", 0 if by_rows else 1)
+        linear.forward = partial(_FORWARDS[style], self.group, linear)
+
+    def _split_weight(self, module: nn.Module, name: str, dim: int) -> None:
+        whole = module._parameters[name]
+        assert whole is not None
+        if whole.shape[dim] % self.group.size:
+            raise ValueError(f"a weight of shape {tuple(whole.shape)} cannot be split into {self.group.size} parts")
+        mine = whole.detach().chunk(self.group.size, dim)[self.group.rank].clone(memory_format=torch.contiguous_format)
+        shard = DTensor.from_local(mine, self._mesh, [Shard(dim)], run_check=False)
+        module._parameters[name] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+
+
+def sum_in_place(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Add up each tensor over the group, all in one message (float32, on the device)."""
+    kept = list(tensors)
+    if not kept:
+        return
+    flat = torch.cat([tensor.reshape(-1).to(device=device, dtype=torch.float32) for tensor in kept])
+    dist.all_reduce(flat, group=group)
+    for tensor, total in zip(kept, flat.split([tensor.numel() for tensor in kept]), strict=True):
+        tensor.copy_(total.view_as(tensor))
+
+
+# --- forward passes of split linear layers ---------------------------------------------------------------------------
+
+
+def _product(linear: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    """This rank's part of W x + b, an adapter's part included."""
+    y = functional.linear(x, _local(linear.weight), bias)
+    if dict(linear.named_children()) and linear.enabled:
+        low = functional.linear(x, _local(linear.lora_A.weight))
+        y = y + functional.linear(low, _local(linear.lora_B.weight)) * linear.scale
+    return y
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _column(_: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:
+    return _product(linear, input, None if linear.bias is None else _local(linear.bias))
+
+
+def _column_gathered(group: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:
+    return _Gather.apply(_column(group, linear, input), group, -1)
+
+
+def _row(group: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:
+    """The parts are summed; each rank keeps its tokens, and adds the bias to them."""
+    y = _SumParts.apply(_product(linear, input, None), group)
+    return y if linear.bias is None else y + linear.bias
+
+
+def _row_from_whole(group: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:
+    return _row(group, linear, input.chunk(group.size, dim=-1)[group.rank])
+
+
+_FORWARDS: dict[Style, Callable[[SequenceGroup, nn.Module, Tensor], Tensor]] = {
+    "column": _column,
+    "column_gathered": _column_gathered,
+    "row": _row,
+    "row_from_whole": _row_from_whole,
+}
+
+
+def _gather_input(
+    group: SequenceGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The hidden states of all tokens for a module that was called with this rank's, its first argument."""
+    if args:
+        return (_Gather.apply(args[0], group, -2), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": _Gather.apply(kwargs["hidden_states"], group, -2)}
+
+
+class _Gather(torch.autograd.Function):
+    """The ranks' slices side by side; the gradient of a slice is the sum of the parts that the ranks have of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.dim = group, dim
+        return _gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _summed_slice(grad, ctx.group, ctx.dim), None, None
+
+
+class _SumParts(torch.autograd.Function):
+    """The sum of the ranks' parts, of which each keeps its slice of the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return _summed_slice(x, group, -2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gathered(grad, ctx.group, -2), None
+
+
+# torch 2.13 has given them new names, and warns of the old ones
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+def _gathered(x: Tensor, group: SequenceGroup, dim: int) -> Tensor:
+    front = x.movedim(dim, 0).contiguous()
+    whole = front.new_empty((group.size * front.shape[0], *front.shape[1:]))
+    _all_gather(whole, front, group=group.group)
+    return whole.movedim(0, dim)
+
+
+def _summed_slice(x: Tensor, group: SequenceGroup, dim: int) -> Tensor:
+    front = x.movedim(dim, 0).contiguous()
+    mine = front.new_empty((front.shape[0] // group.size, *front.shape[1:]))
+    _reduce_scatter(mine, front, group=group.group)
+    return mine.movedim(0, dim)
