@@ -45,6 +45,9 @@ class ModelConfig(ConfigNode):
     actor.use_prefix_grouper)."""
     use_liger: bool = False
     """Use Liger kernels for norms, rotary embedding and MLP."""
+    use_lean_ops: bool = True
+    """CPU, packed sequences: RMSNorm and rotary embedding of known models with few passes over memory. False:
+    transformers' own."""
     use_fused_kernels: bool = True
     """Log-prob and entropy from hidden states in chunks. False: full logits, the reference path."""
     fused_kernel_options: FusedKernelConfig = field(default_factory=FusedKernelConfig)

@@ -86,6 +86,7 @@ class FSDPEngine:
         self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None
         self.model = self._build_model(tokenizer_size, seed, strategy, training=optim is not None)
+        loading.replace_functions(self.model.hf, model, self.device, compiled=compile_blocks)
         self.sharding = self._shard(strategy, compile_blocks=compile_blocks)
         self._row_group = self.sharding.tensor_group or sequence_group(ulysses_size)  # ranks that share their rows
         self.optimizer = None if optim is None else self._build_optimizer(optim)

@@ -27,6 +27,7 @@ from verl_like.models.heads import (
     ValueModel,
     attach_value_head,
 )
+from verl_like.models.lean_model import make_lean
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
 
@@ -82,6 +83,12 @@ def build_token_model(
     else:
         hf = _load_weights(model, hf_config, kind, dtype, seed)
     return _wrap(hf, model, kind, vocab_size)
+
+
+def replace_functions(hf: PreTrainedModel, model: ModelConfig, device: torch.device, *, compiled: bool) -> None:
+    """Faster functions in the model's own modules; the padded reference path, and what is compiled, stays plain."""
+    if model.use_lean_ops and uses_packing(model) and device.type == "cpu" and not compiled:
+        log.debug("lean functions: %s", make_lean(hf))
 
 
 def build_meta_model(model: ModelConfig, hf_config: PretrainedConfig, *, kind: Kind) -> TokenModel:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from verl_like.parallel.host_memory import keep_freed_memory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
@@ -32,6 +34,8 @@ def init_distributed(
 ) -> ProcessInfo:
     """Set the environment torchrun would set and join the process group (a group of one included).
 
+    On a CPU the process also keeps the memory it frees (host_memory.py).
+
     `device` is "cpu" (gloo) or "cuda" (nccl for GPU tensors, gloo for CPU tensors). Raises ValueError for another
     device or a missing GPU, and whatever torch raises when the group does not assemble within `timeout_s` seconds.
     """
@@ -46,7 +50,9 @@ def init_distributed(
         MASTER_PORT=str(master_port),
     )
     torch_device = torch.device("cpu")
-    if device == "cuda":
+    if device == "cpu":
+        keep_freed_memory()
+    else:
         torch_device = torch.device("cuda", _cuda_index(local_rank))
         torch.cuda.set_device(torch_device)  # before nccl starts: it uses the current device
     # The group is not bound to the device (device_id): torch would then have every rank outside a new group take part
