@@ -155,8 +155,8 @@ def test_an_engine_that_loads_wrongly_is_caught_by_checksums(
     name = "model.layers.0.self_attn.k_proj.bias"
     load = rollout.load_weights
 
-    def load_wrongly(stream: Items, version: int) -> None:
-        load(((n, t.flip(0) if n == name else t) for n, t in stream), version)
+    def load_wrongly(stream: Items, version: int, *, partial: bool) -> None:
+        load(((n, t.flip(0) if n == name else t) for n, t in stream), version, partial=partial)
 
     monkeypatch.setattr(rollout, "load_weights", load_wrongly)
     with pytest.raises(WeightSyncError, match=f"differs in the rollout engine: {name}"):
@@ -185,6 +185,7 @@ def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: p
     engine.model.config.save_pretrained(folder)
     rollout = HFRolloutEngine(
         RolloutConfig(name="hf"),
+        ModelConfig(path=str(folder)),
         process=process,
         hf_config=AutoConfig.from_pretrained(folder),
         dtype=torch.float32,
@@ -251,7 +252,7 @@ def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
         sync = WeightSync(cast(TrainEngine, engine), rollout, RolloutConfig(), process)
         gap = sync.sync(1).probe_gap
         if rank == 1:
-            engine.export_weights = lambda dtype: _reshape(export(dtype))  # type: ignore[method-assign]
+            engine.export_weights = lambda dtype, form: _reshape(export(dtype, form))  # type: ignore[method-assign]
         try:
             sync.sync(2)
             error = "none"

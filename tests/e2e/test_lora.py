@@ -36,6 +36,20 @@ def run(folder: Path, model: Path, name: str, **settings: Any) -> list[dict[str,
     return metrics_of(folder / name)
 
 
+def test_adapters_travel_alone_and_the_run_resumes(tmp_path: Path, tiny_model: Path) -> None:
+    model = with_large_logits(tiny_model, tmp_path / "model")
+    settings = {"actor_rollout_ref.model.lora.merge": False, "trainer.save_freq": 2}
+    whole = run(tmp_path, model, "whole", **settings, **{"trainer.total_training_steps": 4})
+    sent = [record["weight_sync/num_tensors"] for record in whole if "weight_sync/num_tensors" in record]
+    num_adapters = len(load_file(tmp_path / "whole/global_step_4/actor/adapter/adapter_model.safetensors"))
+    assert sent[-1] == num_adapters and all(count in (num_adapters, sent[0]) for count in sent)
+    assert max(record.get("weight_sync/probe_gap_mean", 0.0) for record in whole) < 1e-4
+    run(tmp_path, model, "parts", **settings, **{"trainer.total_training_steps": 2})
+    parts = run(tmp_path, model, "parts", **settings, **{"trainer.total_training_steps": 4})
+    for key in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+        assert parts[-1][key] == whole[-1][key]
+
+
 def test_the_reward_rises_and_the_run_resumes(tmp_path: Path, tiny_model: Path) -> None:
     model = with_large_logits(tiny_model, tmp_path / "model")
     steps = {"trainer.total_training_steps": 10, "trainer.save_freq": 5}

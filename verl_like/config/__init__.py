@@ -24,7 +24,7 @@ from verl_like.config.enums import (
     WarmupStyle,
 )
 from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig, resolve_dtype
-from verl_like.config.model import CriticModelConfig, FusedKernelConfig, ModelConfig
+from verl_like.config.model import CriticModelConfig, FusedKernelConfig, LoraConfig, ModelConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
@@ -79,6 +79,7 @@ __all__ = [
     "Launcher",
     "LengthRewardConfig",
     "LoadFormat",
+    "LoraConfig",
     "ModelConfig",
     "MultiTurnConfig",
     "OldLogProbs",

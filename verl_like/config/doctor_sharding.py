@@ -15,6 +15,7 @@ from verl_like.config.row_groups import actor_group, critic_group, reference_gro
 _ACTOR = "actor_rollout_ref.actor.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"
 _CRITIC = "critic.model.fsdp_config"
+_VLLM_RANKS = 512  # the largest max_lora_rank of vLLM (vllm.config.lora)
 _ON_HOST = "trainer.device is cpu: everything is in host memory"
 
 _SHARDINGS: tuple[tuple[str, Callable[[PPOConfig], FSDPConfig]], ...] = (
@@ -42,6 +43,11 @@ def impossible_sharding(config: PPOConfig) -> list[str]:
         for section, strategy, fsdp in roles
         if strategy == "fsdp" and fsdp.offload_policy
     ]
+    if policy.rollout.name == "vllm" and policy.model.lora_rank > _VLLM_RANKS and not policy.model.lora.merge:
+        problems.append(
+            f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank} with actor_rollout_ref.model.lora.merge=False "
+            f"and rollout.name=vllm: vLLM keeps adapters up to rank {_VLLM_RANKS}; set model.lora.merge=True"
+        )
     optimizers = [("actor_rollout_ref.actor", policy.actor.strategy, policy.actor.optim)]
     if needs_critic(config.critic, config.algorithm):
         optimizers.append(("critic", config.critic.strategy, config.critic.optim))
@@ -99,6 +105,11 @@ SHARDING_IDLE: tuple[Idle, ...] = (
             f"{section}.lora_rank is 0",
         )
         for section, get in _MODELS
+    ),
+    Idle(
+        ("actor_rollout_ref.model.lora.merge",),
+        partial(_without_lora, _MODELS[0][1]),
+        "actor_rollout_ref.model.lora_rank is 0",
     ),
     Idle(
         (f"{_REF}.", "actor_rollout_ref.ref.use_torch_compile"),

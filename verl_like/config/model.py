@@ -17,6 +17,15 @@ class FusedKernelConfig(ConfigNode):
 
 
 @dataclass(kw_only=True, slots=True)
+class LoraConfig(ConfigNode):
+    """`model.lora.*`."""
+
+    merge: bool = True
+    """Weight sync with LoRA: add the adapters into the weights before they are sent. False: base weights are sent once,
+    then the adapters alone, which the rollout engine keeps apart: faster syncs, slower generation."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ModelConfig(ConfigNode):
     """`actor_rollout_ref.model.*`."""
 
@@ -61,6 +70,8 @@ class ModelConfig(ConfigNode):
     """Rank of LoRA adapters; 0: train all weights."""
     lora_alpha: float = 16
     """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """More of LoRA."""
     target_modules: Any = "all-linear"
     """Modules that get LoRA adapters: all-linear, a pattern or a list of names."""
     exclude_modules: Any = None

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_m
 from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import microbatch, selfcheck, state
 from verl_like.engine.background import BackgroundWriter, Part
+from verl_like.engine.export import WeightExport
 from verl_like.engine.microbatch import Batch
 from verl_like.engine.optim import Schedule, build_optimizer
-from verl_like.engine.protocol import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
+from verl_like.engine.protocol import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn, WeightForm
 from verl_like.models import blocks, loading, lora, packing, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.fused_linear import Head, Reference
@@ -88,6 +90,8 @@ class FSDPEngine:
         self.model = self._build_model(tokenizer_size, seed, strategy, training=optim is not None)
         loading.replace_functions(self.model.hf, model, self.device, compiled=compile_blocks)
         self.sharding = self._shard(strategy, compile_blocks=compile_blocks)
+        whole = partial(loading.build_meta_model, model, self.hf_config, kind=kind)
+        self._export = WeightExport(self.sharding, self._adapters, self._stored, whole)
         self._row_group = self.sharding.tensor_group or sequence_group(ulysses_size)  # ranks that share their rows
         self.optimizer = None if optim is None else self._build_optimizer(optim)
         self._activations: ActivationOffload | None = None
@@ -97,7 +101,6 @@ class FSDPEngine:
         self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
         self._reference: FSDPEngine | None = None
         self._params_offloaded = self._optimizer_offloaded = False
-        self._weight_names: dict[str, torch.Size] | None = None
         self._writer: BackgroundWriter | None = None
         if self.packed:
             checked = (self.sharding.root, self.model, self.hf_config, self.device, self._compute_dtype)
@@ -371,23 +374,14 @@ class FSDPEngine:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """See TrainEngine.export_weights. Shards are cast before they are gathered; tied weights come once. LoRA
-        adapters arrive inside the weights they adapt."""
+    def export_weights(self, dtype: torch.dtype, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine.export_weights."""
         with nullcontext() if self.sharding.reads_from_host else self._resident(optimizer=False):
-            named = ((name.removeprefix(HF_PREFIX), tensor) for name, tensor in self.sharding.full_weights(dtype))
-            whole = named if self._adapters is None else self._adapters.merged(named)
-            for name, tensor in whole:
-                yield from self._stored.views(name, tensor)
+            yield from self._export.stream(dtype, form)
 
-    def weight_names(self) -> dict[str, torch.Size]:
+    def weight_names(self, form: WeightForm = "merged") -> dict[str, torch.Size]:
         """See TrainEngine.weight_names."""
-        if self._weight_names is None:  # the config does not change, and every weight sync asks
-            full = loading.build_meta_model(self._model_config, self.hf_config, kind=self.kind)
-            named = ((name.removeprefix(HF_PREFIX), parameter) for name, parameter in full.named_parameters())
-            parts = (part for name, parameter in named for part in self._stored.views(name, parameter))
-            self._weight_names = {name: tensor.shape for name, tensor in parts}
-        return dict(self._weight_names)
+        return self._export.names(form)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

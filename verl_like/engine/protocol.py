@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 LOG_PROBS, ENTROPY, SUM_PI_SQUARED, VALUES = "log_probs", "entropy", "sum_pi_squared", "values"
 FULL_KL = "full_kl"
+
+WeightForm = Literal["merged", "apart", "adapters"]
+"""How weights leave an engine with LoRA: adapters added into the weights they adapt ("merged"; without LoRA the only
+form), base weights and adapters beside each other ("apart"), or adapters alone."""
 
 
 class LossFn(Protocol):
@@ -79,11 +83,15 @@ class TrainEngine(Protocol):
         """LoRA: forward passes inside run the base model, without adapters. Else a ValueError."""
         ...
 
-    def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor on this rank's device), one at a time, the same order on all ranks."""
+    def export_weights(self, dtype: torch.dtype, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor on this rank's device), one at a time, the same order on all ranks.
+
+        Adapters that travel for themselves are named as in peft without its prefix (`<module>.lora_A.weight`,
+        `<module>.lora_B.weight`), and B comes multiplied by alpha / rank: the receiver adds B A x and nothing else.
+        """
         ...
 
-    def weight_names(self) -> dict[str, torch.Size]:
+    def weight_names(self, form: WeightForm = "merged") -> dict[str, torch.Size]:
         """Names and shapes that `export_weights` must yield, computed from the model's config, not from the shards."""
         ...
 

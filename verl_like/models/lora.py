@@ -94,6 +94,19 @@ class Adapters:
         if adapted:
             raise RuntimeError(f"{len(adapted)} LoRA adapters did not reach the merge, for instance {min(adapted)}")
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """Names and shapes of all adapter tensors."""
+        found: dict[str, torch.Size] = {}
+        for name, module in zip(self.names, self.modules, strict=True):
+            found[f"{name}.{_A}"] = torch.Size((self.rank, module.in_features))
+            found[f"{name}.{_B}"] = torch.Size((module.out_features, self.rank))
+        return found
+
+    def scaled(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Adapter tensors with alpha / rank multiplied into B, so that B A is what is added to a weight."""
+        for name, tensor in stream:
+            yield name, tensor * (self.alpha / self.rank) if name.endswith(_B) else tensor
+
     def _sum(self, parts: dict[str, Tensor]) -> Tensor:
         delta = parts[_B].float() @ parts[_A].float()
         return (parts[_WEIGHT].float() + self.alpha / self.rank * delta).to(parts[_WEIGHT].dtype)
@@ -114,6 +127,11 @@ class Adapters:
             "target_modules": list(self.targets),
             "modules_to_save": [_VALUE_HEAD] if is_value_model else None,
         }
+
+
+def adapters_apart(model: ModelConfig) -> bool:
+    """Whether the rollout engine keeps the adapters beside the base weights."""
+    return model.lora_rank > 0 and not model.lora.merge
 
 
 def attach(hf: PreTrainedModel, model: ModelConfig, *, dtype: torch.dtype, seed: int) -> Adapters:
@@ -157,13 +175,13 @@ def _targets(hf: PreTrainedModel, linear: dict[str, nn.Module], model: ModelConf
     heads = {id(hf.get_output_embeddings()), id(dict(hf.named_children()).get(_VALUE_HEAD))}
     body = [name for name, part in linear.items() if id(part) not in heads]
     _check_frozen_matrices(hf, linear, body, model.target_modules)
+    _refuse_impossible(hf, set(body), model.target_modules)
     chosen = [name for name in body if _matches(name, model.target_modules)]
     chosen = [name for name in chosen if model.exclude_modules is None or not _matches(name, model.exclude_modules)]
     if not chosen:
-        leaves = sorted({name.rpartition(".")[2] for name in body})
         raise ValueError(
             f"model.target_modules={model.target_modules!r} (exclude_modules={model.exclude_modules!r}) names no "
-            f"linear layer of this model: use all-linear, or some of {leaves}"
+            f"linear layer of this model: {_instead(body)}"
         )
     return chosen
 
@@ -198,6 +216,23 @@ def _matrices_without_layer(hf: PreTrainedModel, linear: dict[str, nn.Module]) -
     loose = [(name, p) for name, p in hf.named_parameters() if p.ndim > 1 and name.rpartition(".")[0] not in owned]
     views = (view for name, parameter in loose for view, _ in stored.views(name, parameter.detach()))
     return [name.removesuffix(f".{_WEIGHT}") for name in views]
+
+
+def _refuse_impossible(hf: PreTrainedModel, body: set[str], wanted: Any) -> None:
+    """A list must mean a layer that can be adapted with each of its names: peft would leave the others out silently."""
+    if isinstance(wanted, str):
+        return
+    others = {name: type(part).__name__ for name, part in hf.named_modules() if name not in body}
+    for end in wanted:
+        if any(_matches(name, [end]) for name in body):
+            continue
+        kind = next((f", a {kind}" for name, kind in others.items() if _matches(name, [end])), "")
+        why = "gets no adapter: only linear layers before the head do" if kind else "is no module of this model"
+        raise ValueError(f"model.target_modules={list(wanted)!r}: {end}{kind} {why}; {_instead(body)}")
+
+
+def _instead(body: Iterable[str]) -> str:
+    return f"use all-linear, or some of {sorted({name.rpartition('.')[2] for name in body})}"
 
 
 def _matches(name: str, wanted: Any) -> bool:

@@ -27,6 +27,7 @@ class BaseRolloutEngine:
         self.tokenizer_size = tokenizer_size
         self.max_model_len = max_model_len
         self._version: int | None = None
+        self._holds_weights = False
 
     @property
     def weight_version(self) -> int | None:
@@ -68,17 +69,23 @@ class BaseRolloutEngine:
         with preserve_rng(), self._loop.exclusive():
             return self._score(sequences)
 
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._version = None
+    @property
+    def holds_weights(self) -> bool:
+        return self._holds_weights
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
+        if partial and not self._holds_weights:
+            raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
+        self.unload()
         with preserve_rng(), self._loop.exclusive():
-            self._load(_no_grad(stream))
-        self._version = version
+            self._load(_no_grad(stream), partial=partial)
+        self._version, self._holds_weights = version, True
 
     def read_weights(self) -> dict[str, Tensor] | None:
         return None
 
     def unload(self) -> None:
-        self._version = None
+        self._version, self._holds_weights = None, False
 
     def sleep(self) -> None:
         """Nothing to give back: this backend keeps no cache between calls."""
@@ -90,14 +97,14 @@ class BaseRolloutEngine:
         self._loop.abort_all()
 
     def shutdown(self) -> None:
-        self._version = None
+        self.unload()
         self._loop.close()
 
     def _require_weights(self) -> None:
         if self._version is None:
             raise RolloutError("the rollout engine holds no weights: a full weight sync must succeed first")
 
-    def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+    def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
         raise NotImplementedError
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -64,12 +64,12 @@ def build_rollout_engine(
 
         return HFRolloutEngine(
             rollout,
+            model,
             process=process,
             hf_config=hf_config,
             dtype=dtype,
             tokenizer_size=tokenizer_size,
             max_model_len=max_model_len,
             seed=seed,
-            trust_remote_code=model.trust_remote_code,
         )
     raise ValueError(f"rollout.name={rollout.name!r} is not available yet: use 'vllm' or 'hf'")

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, P
 from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
-from verl_like.config import RolloutConfig
+from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.models import lora
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import padded_attention
 from verl_like.parallel.dist import ProcessInfo
@@ -68,6 +69,7 @@ class HFRolloutEngine(BaseRolloutEngine):
     def __init__(
         self,
         rollout: RolloutConfig,
+        model: ModelConfig,
         *,
         process: ProcessInfo,
         hf_config: PretrainedConfig,
@@ -75,7 +77,6 @@ class HFRolloutEngine(BaseRolloutEngine):
         tokenizer_size: int,
         max_model_len: int,
         seed: int,
-        trust_remote_code: bool = False,
     ) -> None:
         super().__init__(dtype=dtype, tokenizer_size=tokenizer_size, max_model_len=max_model_len)
         if rollout.tensor_model_parallel_size > 1:
@@ -86,7 +87,11 @@ class HFRolloutEngine(BaseRolloutEngine):
         self._device = process.device
         self._max_num_seqs = rollout.max_num_seqs
         with preserve_rng():
-            self._model: PreTrainedModel | None = _empty_model(hf_config, dtype, process.device, trust_remote_code)
+            self._model: PreTrainedModel | None = _empty_model(
+                hf_config, dtype, process.device, model.trust_remote_code
+            )
+            if lora.adapters_apart(model):
+                _attach_adapters(self._model, model, dtype)
         self._stored = CheckpointNames(self._module)
         self._unseeded = torch.Generator().manual_seed((seed + process.rank) & _SEED_MASK)
         self._queue: list[_Row] = []
@@ -195,13 +200,15 @@ class HFRolloutEngine(BaseRolloutEngine):
         return self._model
 
     @torch.no_grad()
-    def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+    def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
         parameters = self._named_weights()
+        if partial:
+            parameters = {name: tensor for name, tensor in parameters.items() if lora.is_adapter(name)}
         missing = {id(parameter): name for name, parameter in reversed(parameters.items())}
         for name, tensor in stream:
             parameter = parameters.get(name)
             if parameter is None:
-                raise WeightLoadError(f"the model has no weight {name}")
+                raise WeightLoadError(f"the model has no {'adapter' if partial else 'weight'} {name}")
             if parameter.shape != tensor.shape:
                 raise WeightLoadError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
             parameter.copy_(tensor)
@@ -252,3 +259,10 @@ def _empty_model(
         )
     model.tie_weights()
     return model.eval().requires_grad_(False)
+
+
+def _attach_adapters(hf: PreTrainedModel, model: ModelConfig, dtype: torch.dtype) -> None:
+    """The trainer's adapters, to be filled by the weight stream, where B comes scaled."""
+    for module in lora.attach(hf, model, dtype=dtype, seed=0).modules:
+        module.scale = 1.0
+    hf.requires_grad_(False)

@@ -95,9 +95,16 @@ class RolloutEngine(Protocol):
         """Log-prob of tokens 1.. given what is before them, temperature 1, over the tokenizer's ids alone."""
         ...
 
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the last whole `load_weights` is still there, so that a partial one can build on it."""
+        ...
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
         """Replace all weights; collective over a tensor-parallel replica.
 
+        An engine that was built for LoRA adapters (model.lora.merge=False) gets them in the same stream. partial: the
+        stream holds the adapters alone; the base weights stay. Raises RuntimeError when there are none.
         Any failure, of the stream included, leaves the engine unloaded. Raises WeightLoadError, or the stream's error.
         """
         ...
@@ -107,7 +114,7 @@ class RolloutEngine(Protocol):
         ...
 
     def unload(self) -> None:
-        """Refuse to generate until the next successful `load_weights`."""
+        """Refuse to generate until the next successful whole `load_weights`."""
         ...
 
     def sleep(self) -> None:

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.models.lora import adapters_apart
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout import vllm_compat as compat
+from verl_like.rollout import vllm_lora
 from verl_like.rollout.assemble import request_seed
 from verl_like.rollout.base import BaseRolloutEngine
 from verl_like.rollout.protocol import Completion, GenerationRequest, WeightLoadError
@@ -52,8 +54,11 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         self._asleep: set[str] = set()
         kwargs = engine_arguments(rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode)
+        self._lora_request: Any = vllm_lora.request() if adapters_apart(model) else None
         with preserve_rng():
             self._llm: Any = compat.start(kwargs, device=process.device, run_id=run_id)
+        if self._lora_request is not None and process.device.type == "cpu":
+            vllm_lora.compute_directly(self._llm)
         self._model: Any = compat.model_of(self._llm)
         if tokenizer_size < vocab_size:
             compat.mask_logits(self._model, tokenizer_size)
@@ -83,7 +88,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
                 stop_token_ids=() if sampling.ignore_eos else sampling.stop_token_ids,
                 seed=None if sampling.greedy else seed,
             )
-            compat.add_request(self._llm, request.request_id, request.prompt_ids, params)
+            compat.add_request(self._llm, request.request_id, request.prompt_ids, params, self._lora_request)
         except compat.refusals() as error:
             raise ValueError(f"request {request.request_id}: {error}") from error
         self._added[request.request_id] = request
@@ -112,32 +117,49 @@ class VLLMRolloutEngine(BaseRolloutEngine):
 
     # Weights, scoring, memory: with the engine idle.
 
-    def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+    def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
         compat.settle(self._llm)
         self._wake("weights")
-        self._shapes = {}
-        compat.reload(self._llm, self._remember_shapes(stream))
-        meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
-        if meta:
-            raise WeightLoadError(f"vLLM got no weights for {meta[:8]}")
+        adapters: dict[str, Tensor] = {}
+        if partial:
+            adapters.update(stream)
+        else:
+            self._shapes = {}
+            compat.reload(self._llm, self._base_weights(stream, adapters))
+            meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
+            if meta:
+                raise WeightLoadError(f"vLLM got no weights for {meta[:8]}")
+        if self._lora_request is not None:
+            vllm_lora.put(self._llm, adapters)
+            self._shapes |= {name: tensor.shape for name, tensor in adapters.items()}
+        compat.drop_caches(self._llm)
         self._wake("kv_cache")  # not before: until now the trainer's full tensors needed the room
 
-    def _remember_shapes(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _base_weights(
+        self, stream: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights that vLLM's loader takes; what belongs to adapters is put aside."""
         for name, tensor in stream:
-            self._shapes[name] = tensor.shape
-            yield name, tensor
+            if self._lora_request is not None and vllm_lora.is_adapter(name):
+                adapters[name] = tensor
+            else:
+                self._shapes[name] = tensor.shape
+                yield name, tensor
 
     def read_weights(self) -> dict[str, Tensor] | None:
         """Weights by Hugging Face name, fused modules taken apart. What a kernel has repacked (all linear layers on
         CPU) is left out, and so is everything under tensor parallelism."""
         if self._tp > 1:
             return None
-        return unfuse(dict(self._model.named_parameters()), compat.fused_parts(self._model), self._shapes)
+        fused = compat.fused_parts(self._model)
+        parameters = {name.replace(".base_layer.", "."): p for name, p in self._model.named_parameters()}
+        found = unfuse(parameters, fused, self._shapes)
+        return found if self._lora_request is None else found | vllm_lora.held(self._llm, fused, self._shapes)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         params = compat.sampling_params(max_tokens=1, score_prompt=True)
         for i, sequence in enumerate(sequences):
-            compat.add_request(self._llm, f"score-{i}", list(sequence), params)
+            compat.add_request(self._llm, f"score-{i}", list(sequence), params, self._lora_request)
         found = {output.request_id: output for output in self._drain()}
         scored = []
         for i, sequence in enumerate(sequences):
@@ -221,6 +243,8 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "seed": seed,
     }
+    if adapters_apart(model):
+        kwargs |= vllm_lora.engine_options(model.lora_rank)
     if model.override_config:
         kwargs["hf_overrides"] = dict(model.override_config)
     if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:

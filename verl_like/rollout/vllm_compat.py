@@ -112,11 +112,11 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ValueError,) if own is None else (ValueError, own)
 
 
-def add_request(llm: Any, request_id: str, prompt_ids: list[int], params: Any) -> None:
-    """Queue one request of token ids between two steps."""
+def add_request(llm: Any, request_id: str, prompt_ids: list[int], params: Any, lora_request: Any = None) -> None:
+    """Queue one request of token ids between two steps; `lora_request` names the adapter it uses."""
     from vllm import TokensPrompt  # pyright: ignore[reportAttributeAccessIssue]
 
-    llm.llm_engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt_ids), params)
+    llm.llm_engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt_ids), params, lora_request=lora_request)
 
 
 def settle(llm: Any) -> None:
@@ -146,7 +146,7 @@ def mask_logits(model: nn.Module, tokenizer_size: int) -> None:
 
 
 def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
-    """Exchange all weights and drop everything computed with the old ones. RuntimeError if a cache could not be reset.
+    """Exchange all weights (adapters aside); `drop_caches` must follow.
 
     vLLM's layer-wise reload lets each layer be processed (fused, packed for the kernel) as on a first load; the
     model's own load_weights would fail on packed layers. An error must not pass through it: layers caught half loaded
@@ -170,6 +170,10 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
     if failure:
         raise failure[0]
     _repack_tied_heads(model_of(llm))
+
+
+def drop_caches(llm: Any) -> None:
+    """Drop everything computed with the old weights. RuntimeError if a cache could not be reset."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     llm.llm_engine.reset_mm_cache()

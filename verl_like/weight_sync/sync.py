@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.config import LoadFormat, RolloutConfig
-from verl_like.engine.protocol import TrainEngine
+from verl_like.engine.protocol import TrainEngine, WeightForm
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.protocol import RolloutEngine
 from verl_like.weight_sync.ledger import WeightLedger
@@ -39,6 +39,7 @@ class SyncReport:
     """One proved sync."""
 
     version: int
+    form: WeightForm
     seconds: float
     bytes: int  # of full tensors, in the rollout dtype
     num_tensors: int
@@ -51,6 +52,8 @@ class WeightSync:
     """Syncs one training engine with one rollout engine in the same process. All methods are collective.
 
     trainer_dtype: what the trainer computes in; decides with the rollout's dtype how large a probe gap is normal.
+    adapters_apart: the base weights go once, and later syncs send the LoRA adapters alone. After a sync that failed, or
+    when the engine was unloaded, both go again.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class WeightSync:
         process: ProcessInfo,
         *,
         trainer_dtype: torch.dtype = torch.float32,
+        adapters_apart: bool = False,
     ) -> None:
+        self._apart = adapters_apart
         self._engine = engine
         self._rollout = rollout
         self._process = process
@@ -74,16 +79,18 @@ class WeightSync:
     def sync(self, version: int) -> SyncReport:
         """Fill the rollout engine with the engine's weights as `version`. Raises WeightSyncError on every rank."""
         start = time.perf_counter()
-        ledger = WeightLedger(self._engine.weight_names(), self._rollout.dtype, with_checksums=self._prove)
-        self._require(self._send(ledger, version))
+        form = self._form()
+        ledger = WeightLedger(self._engine.weight_names(form), self._rollout.dtype, with_checksums=self._prove)
+        self._require(self._send(ledger, version, form))
         num_read_back, gap = 0, None
         if self._prove:
             held = self._rollout.read_weights() or {}
-            num_read_back = len(held)
+            num_read_back = len(held.keys() & ledger.checksums.keys())
             self._require(ledger.differences(held))
             gap = self._compare(version)
         report = SyncReport(
             version=version,
+            form=form,
             seconds=time.perf_counter() - start,
             bytes=ledger.num_bytes,
             num_tensors=ledger.num_tensors,
@@ -94,11 +101,17 @@ class WeightSync:
         logger.debug("weight sync: %s", report)
         return report
 
-    def _send(self, ledger: WeightLedger, version: int) -> list[str]:
-        """Stream all weights; the problems this rank saw. The stream is always read to its end: it is a collective."""
-        self._transport.begin(version)
+    def _form(self) -> WeightForm:
+        """The same on every rank: a sync that fails on one unloads the engines of all."""
+        if not self._apart:
+            return "merged"
+        return "adapters" if self._rollout.holds_weights else "apart"
+
+    def _send(self, ledger: WeightLedger, version: int, form: WeightForm) -> list[str]:
+        """Stream the weights; the problems this rank saw. The stream is always read to its end: it is a collective."""
+        self._transport.begin(version, partial=form == "adapters")
         export_errors: list[Exception] = []
-        exported = _recording(self._engine.export_weights(self._rollout.dtype), export_errors)
+        exported = _recording(self._engine.export_weights(self._rollout.dtype, form), export_errors)
         problems: list[str] = []
         try:
             self._transport.send(in_buckets(self._order(ledger.watch(exported)), self._bucket_bytes))

@@ -19,8 +19,8 @@ Bucket = list[tuple[str, Tensor]]
 class Transport(Protocol):
     """One weight update. The engine is unloaded from `begin` on, and ready when `finish` has returned."""
 
-    def begin(self, version: int) -> None:
-        """Start an update to `version`; whatever was under way is void."""
+    def begin(self, version: int, *, partial: bool) -> None:
+        """Start an update to `version`; whatever was under way is void. partial: see RolloutEngine.load_weights."""
         ...
 
     def send(self, buckets: Iterator[Bucket]) -> None:
@@ -53,17 +53,18 @@ class InProcessTransport:
     def __init__(self, rollout: RolloutEngine) -> None:
         self._rollout = rollout
         self._version: int | None = None
-        self._sent = False
+        self._partial = self._sent = False
 
-    def begin(self, version: int) -> None:
-        self._rollout.unload()
-        self._version, self._sent = version, False
+    def begin(self, version: int, *, partial: bool) -> None:
+        if not partial:
+            self._rollout.unload()
+        self._version, self._partial, self._sent = version, partial, False
 
     def send(self, buckets: Iterator[Bucket]) -> None:
         if self._version is None:
             raise RuntimeError("send without begin")
         stream = (item for bucket in buckets for item in bucket)
-        self._rollout.load_weights(stream, self._version)
+        self._rollout.load_weights(stream, self._version, partial=self._partial)
         self._sent = True
 
     def finish(self) -> None:

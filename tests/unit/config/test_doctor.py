@@ -46,6 +46,8 @@ def test_the_default_configuration_is_quiet():
         (["trainer.resume_mode=resume_path"], "without trainer.resume_from_path"),
         (["trainer.val_only=true", "data.val_files=[]"], "there is nothing to validate on"),
         (["trainer.launcher=local", "trainer.n_gpus_per_node=2"], "local runs one process"),
+        (["actor_rollout_ref.model.lora.rank=600", "actor_rollout_ref.model.lora.merge=false"],
+          "lora_rank=600 with actor_rollout_ref.model.lora.merge=False and rollout.name=vllm"),
         ([f"{A}.checkpoint.save_contents=[model]", f"{A}.checkpoint.load_contents=[model,optimizer]",
           "trainer.save_freq=5"], r"asks for ['optimizer']"),
     ],
@@ -70,6 +72,8 @@ def test_all_problems_in_one_error():
         ([f"{A}.fsdp_config.param_offload=true", "trainer.device=cpu"], "everything is in host memory"),
         ([f"{A}.fsdp_config.grad_offload=true"], "gradients are freed after every optimizer step"),
         (["actor_rollout_ref.model.lora_alpha=8"], "actor_rollout_ref.model.lora_rank is 0"),
+        (["actor_rollout_ref.model.lora.merge=false"], "actor_rollout_ref.model.lora_rank is 0"),
+        (["critic.model.lora.merge=false"], "a critic's weights are not sent"),
         (
             ["actor_rollout_ref.model.lora_rank=8", f"{A}.use_kl_loss=true", f"{F}.fsdp_config.param_offload=true"],
             "with LoRA the reference is the actor's own base model",

@@ -93,6 +93,30 @@ def test_the_merged_export_is_the_adapted_model(process: ProcessInfo, path: str,
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_adapters_apart_add_up_to_the_merged_export(process: ProcessInfo, path: str, strategy: str) -> None:
+    engine = lora_engine(process, path, strategy=strategy)
+    for seed in range(2):
+        step(engine, seed)
+    merged, apart = dict(engine.export_weights(torch.float32)), dict(engine.export_weights(torch.float32, "apart"))
+    assert {name: tensor.shape for name, tensor in apart.items()} == engine.weight_names("apart")
+    alone = dict(engine.export_weights(torch.float32, "adapters"))
+    assert {name: tensor.shape for name, tensor in alone.items()} == engine.weight_names("adapters")
+    assert all(torch.equal(tensor, apart[name]) for name, tensor in alone.items())
+    modules = {name.rpartition(".lora_")[0] for name in alone}
+    assert len(modules) == 2 * 7
+    for name, tensor in merged.items():
+        module = name.removesuffix(".weight")
+        a, b = (alone.get(f"{module}.lora_{part}.weight") for part in "AB")
+        adapted = apart[name] if a is None or b is None else apart[name] + b @ a
+        torch.testing.assert_close(adapted, tensor, rtol=0, atol=1e-6)
+
+
+def test_without_lora_there_are_no_adapters_to_send(process: ProcessInfo, path: str) -> None:
+    with pytest.raises(ValueError, match="'adapters' need LoRA adapters"):
+        build_engine(process, path).weight_names("adapters")
+
+
 @pytest.mark.parametrize("kind", ["policy", "value"])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_checkpoint_holds_the_adapter_alone(

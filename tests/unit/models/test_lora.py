@@ -67,9 +67,20 @@ def test_one_layer_alone_is_named_in_full(path: str) -> None:
     assert adapters.targets == adapters.names == ("model.layers.1.mlp.up_proj",)
 
 
-def test_a_target_that_is_not_there_is_refused_with_what_is(path: str) -> None:
-    with pytest.raises(ValueError, match=r"target_modules=\['query'\].*all-linear, or some of \['down_proj'"):
-        attached(path, target_modules=["query"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_modules": ["query"]}, r"target_modules=\['query'\]: query is no module.*some of \['down_proj'"),
+        ({"target_modules": ["q_proj", "v_poj"]}, r"v_poj is no module of this model"),
+        ({"target_modules": ["q_proj", "lm_head"]}, r"lm_head, a Linear gets no adapter: only linear layers before"),
+        ({"target_modules": ["embed_tokens"]}, r"embed_tokens, a Embedding gets no adapter"),
+        ({"target_modules": "query"}, r"target_modules='query'.*names no linear layer.*all-linear"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]}, r"exclude_modules=\['self_attn"),
+    ],
+)
+def test_a_target_that_cannot_be_adapted_is_refused(path: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attached(path, **changes)
 
 
 def test_a_value_head_is_trained_whole(path: str) -> None:

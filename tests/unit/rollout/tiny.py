@@ -68,10 +68,10 @@ class FakeTrainEngine:
         self.model = model
         self.spoil: Callable[[Items], Items] = lambda items: items
 
-    def weight_names(self) -> dict[str, torch.Size]:
+    def weight_names(self, form: str = "merged") -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in state(self.model).items()}
 
-    def export_weights(self, dtype: torch.dtype) -> Items:
+    def export_weights(self, dtype: torch.dtype, form: str = "merged") -> Items:
         return self.spoil((name, tensor.to(dtype)) for name, tensor in state(self.model).items())
 
     def forward(

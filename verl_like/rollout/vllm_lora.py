@@ -1,0 +1,125 @@
+"""vLLM with one LoRA adapter that all requests use, filled from tensors in memory.
+
+vLLM itself reads adapters from folders. Its worker keeps a manager (vllm.lora.*) that takes tensors just as well, and
+the worker lives in this process. B comes with its scale multiplied in, so that the engine holds what was sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from verl_like.rollout.protocol import WeightLoadError
+
+_ID, _NAME = 1, "policy"
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def engine_options(rank: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`. Raises ValueError for a rank that vLLM cannot hold."""
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = sorted(get_args(MaxLoRARanks))
+    if rank > ranks[-1]:
+        raise ValueError(
+            f"actor_rollout_ref.model.lora_rank={rank} with model.lora.merge=False: vLLM keeps adapters up to rank "
+            f"{ranks[-1]}; set model.lora.merge=True"
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in ranks if r >= rank)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of the weight stream belongs to an adapter."""
+    return name.endswith((_A, _B))
+
+
+def request() -> Any:
+    """What makes a request use the adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(_NAME, _ID, "in memory")
+
+
+def put(llm: Any, tensors: dict[str, Tensor]) -> None:
+    """Make `tensors` the whole adapter; the engine must be idle. WeightLoadError when vLLM would leave some out."""
+    modules = {name.removesuffix(_A).removesuffix(_B) for name in tensors if is_adapter(name)}
+    incomplete = [name for name in sorted(modules) if f"{name}{_A}" not in tensors or f"{name}{_B}" not in tensors]
+    strangers = sorted(name for name in tensors if not is_adapter(name))
+    if not modules or incomplete or strangers:
+        raise WeightLoadError(f"not an adapter: A or B is missing of {incomplete[:8]}, no part of one: {strangers[:8]}")
+    manager = _manager(llm)
+    adapter = _adapter(manager.model, tensors)
+    manager.remove_adapter(_ID)
+    manager.add_adapter(adapter)  # joins the parts of fused modules, in `adapter.loras`
+    unused = sorted(set(adapter.loras) - set(manager.modules))
+    if unused:
+        manager.remove_adapter(_ID)
+        raise WeightLoadError(
+            f"vLLM cannot adapt {unused[:8]}: leave them out by actor_rollout_ref.model.exclude_modules, or set "
+            "model.lora.merge=True"
+        )
+    manager.activate_adapter(_ID)
+
+
+def held(llm: Any, fused: dict[str, list[str]], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """The adapter as the engine computes with it, by the names of `shapes`, without tensor parallelism."""
+    found: dict[str, Tensor] = {}
+    for path, module in _manager(llm).modules.items():
+        parent, _, leaf = path.rpartition(".")
+        parts = [f"{parent}.{part}" for part in fused.get(leaf, [])] or [path]
+        if len(parts) != len(module.lora_a_stacked):
+            continue  # one Hugging Face module cut into slices: not taken apart here
+        for part, a_stacked, b_stacked in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            if part + _A in shapes:
+                rank = shapes[part + _A][0]
+                found[part + _A] = a_stacked[0, 0, :rank]
+                found[part + _B] = b_stacked[0, 0, :, :rank]
+    return found
+
+
+def compute_directly(llm: Any) -> None:
+    """On CPU vLLM copies A and B once for each token of a step. Every token here uses the one adapter: two products."""
+    for punica in _manager(llm).punica_wrapper_mapping.values():
+        punica.add_lora_linear = _add_lora_linear
+
+
+def _add_lora_linear(
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: tuple[Tensor, ...],
+    lora_b_stacked: tuple[Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **unused: Any,
+) -> None:
+    """y += scale (x A^T) B^T, each slice of y with its own adapter, in place."""
+    start = 0
+    for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+        y[:, start : start + width].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
+        start += width
+
+
+def _adapter(model: nn.Module, tensors: dict[str, Tensor]) -> Any:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_A))
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "get_rename_mapper"):  # later versions: without the rules that fuse modules
+        mapper = mapper.get_rename_mapper()
+    first = next(iter(tensors.values()))
+    return LoRAModel.from_lora_tensors(
+        _ID,
+        tensors,
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # alpha / r = 1: B is scaled already
+        device=str(first.device),
+        dtype=first.dtype,
+        weights_mapper=mapper,
+    )
+
+
+def _manager(llm: Any) -> Any:
+    """The worker's own manager of adapters."""
+    return llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)[0]
