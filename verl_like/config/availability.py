@@ -94,7 +94,6 @@ NOT_YET: list[NotYet] = [
 
 NO_EFFECT: dict[str, str] = {
     "reward_model.model.use_fused_kernels": "they belong to the language-model head, which a reward model has not",
-    "critic.model.lora.merge": "a critic's weights are not sent to a rollout engine",
     "data.dataloader_num_workers": "the driver tokenises the prompts of a batch itself",
     f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",
     f"{_ROLLOUT}.layered_summon": "weights are always gathered tensor by tensor",

@@ -111,6 +111,7 @@ SHARDING_IDLE: tuple[Idle, ...] = (
         partial(_without_lora, _MODELS[0][1]),
         "actor_rollout_ref.model.lora_rank is 0",
     ),
+    Idle(("critic.model.lora.merge",), lambda c: True, "a critic's weights are not sent to a rollout engine"),
     Idle(
         (f"{_REF}.", "actor_rollout_ref.ref.use_torch_compile"),
         lambda c: needs_reference(c) and c.actor_rollout_ref.model.lora_rank > 0,
