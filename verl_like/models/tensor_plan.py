@@ -31,8 +31,9 @@ _STYLES: dict[str, Style] = {
     "colwise_rep": "column_gathered",  # earlier names
     "rowwise_rep": "row_from_whole",
 }
-# Norms of single heads: gradients of everything that is not split are summed over the group anyhow.
-_WHOLE = frozenset({"replicated_with_grad_allreduce"})
+# Norms of single heads: gradients of everything that is not split are summed over the group anyhow. The embedding
+# (transformers adds it to the plan of a model with tied weights): each rank looks its own tokens up.
+_WHOLE = frozenset({"replicated_with_grad_allreduce", "embedding_rowwise"})
 _ATTENTION = re.compile(r"attn|attention")
 
 

@@ -7,13 +7,24 @@ from typing import Any
 from torch import Tensor
 
 from tests.unit.engine.scenarios import RULE, gradients
-from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, model_folder, weights
+from tests.unit.engine.tiny import (
+    ONE_BATCH,
+    PolicyLoss,
+    ValueLoss,
+    build_engine,
+    denominators,
+    experience,
+    model_folder,
+    weights,
+)
+from verl_like.batch import Experience
 from verl_like.config.enums import OptimizerName
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.models import lora
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.sharding import local_tensor
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 ALL = ["model", "optimizer", "extra"]
@@ -29,8 +40,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def folders(path: Any) -> dict[str, str]:
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # Phi-3's own lie outside the small vocabulary
-    named = {name: model_folder(path, name, **HEADS) for name in ("qwen2", "qwen3", "llama")}
-    return named | {"phi3": model_folder(path, "phi3", **HEADS, **special)}
+    biases = {"attention_bias": True, "mlp_bias": True}  # of layers split by rows too
+    return {
+        "qwen2": model_folder(path, "qwen2", **HEADS),
+        "qwen3": model_folder(path, "qwen3", **HEADS),
+        "llama": model_folder(path, "llama", **HEADS, **biases),
+        "phi3": model_folder(path, "phi3", **HEADS, **special),
+    }
 
 
 class Ranks:
@@ -92,13 +108,45 @@ def rows_and_outputs(ranks: Ranks, path: str) -> dict[str, Any]:
     engine, batch = ranks.engine(path), experience(9)
     alone = batch.select(range(len(batch) if ranks.group == 0 else 0))
     result: dict[str, Any] = {"gradients_alone": gradients(engine, alone, batch)}
+    shared = experience(12, rows_per_prompt=4)
+    groups = shared.select([b for b in range(12) if b // 4 % ranks.groups == ranks.group])
+    result["gradients_shared_prompts"] = gradients(engine, groups, shared)
     engine._sync_every = False
     result["gradients_sync_last"] = ranks.gradients(engine)
     engine._sync_every = True
     want = frozenset({"log_probs", "entropy"})
     result["outputs"] = engine.forward(ranks.mine(batch), want=want, rule=RULE, temperature=0.7)
+    result["held"], result["tokens"] = held(engine), tokens_between_blocks(engine, batch)
     result["reports_loss"] = "pg_loss" in ranks.step(engine)
     return result
+
+
+def held(engine: FSDPEngine) -> dict[str, float]:
+    """Which share of the root's weights and of the layers' matrices this rank holds."""
+    held = {"root": [0, 0], "matrices": [0, 0]}
+    for name, parameter in engine.sharding.root.named_parameters():
+        kind = "matrices" if ".layers." in name and parameter.ndim == 2 else "root"
+        if kind == "matrices" or ".layers." not in name:
+            held[kind][0] += local_tensor(parameter).numel()
+            held[kind][1] += parameter.numel()
+    return {kind: mine / total for kind, (mine, total) in held.items()}
+
+
+def tokens_between_blocks(engine: FSDPEngine, batch: Experience) -> tuple[int, int]:
+    """Tokens that a layer of this rank is given, of how many in the micro-batch."""
+    seen: list[int] = []
+    layer = engine.model.hf.get_submodule("model.layers.1")
+    handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    engine.forward(batch, want=frozenset({"log_probs"}), rule=ONE_BATCH)
+    handle.remove()
+    return seen[0], int(batch.num_tokens_B().sum()) - len(batch)
+
+
+def compiled(process: ProcessInfo, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of one split layer, compiled and not."""
+    ranks, shallow = Ranks(process, 2), {"override_config": {"num_hidden_layers": 1}}
+    engines = [ranks.engine(path, model=shallow, compile_blocks=compile_blocks) for compile_blocks in (True, False)]
+    return ranks.gradients(engines[0]), ranks.gradients(engines[1])
 
 
 def critic(ranks: Ranks, path: str) -> dict[str, Any]:

@@ -88,6 +88,26 @@ def test_norms_and_weights_after_a_clipped_step(one: dict[str, Any], split: list
         assert_same(one[f"weights_{name}"], result[f"weights_{name}"], 2e-5)
 
 
+def test_shared_prompts(one: dict[str, Any], split: list[dict[str, Any]]) -> None:
+    for result in split:
+        assert_same(one["gradients_shared_prompts"], result["gradients_shared_prompts"], 5e-6)
+
+
+def test_each_rank_holds_its_part(one: dict[str, Any], split: list[dict[str, Any]]) -> None:
+    """Of weights, over all ranks; of the tokens between blocks, over the group."""
+    assert one["held"] == {"root": 1.0, "matrices": 1.0} and one["tokens"][0] == one["tokens"][1]
+    assert sum(result["held"]["root"] for result in split) == pytest.approx(1.0)
+    for result in split:
+        assert result["held"]["matrices"] == 1 / len(split)
+        assert result["tokens"][0] == -(-result["tokens"][1] // 2)
+
+
+@pytest.mark.slow
+def test_compiled_layers(folder: Path, paths: dict[str, str]) -> None:
+    for compiled, plain in tiny.spawn_ranks(2, scenarios.compiled, folder / "compiled", paths["qwen2"]):
+        assert_same(plain, compiled, 5e-6)
+
+
 def test_two_replicas_of_split_layers(one: dict[str, Any], four: list[dict[str, Any]]) -> None:
     for result in four:
         assert_same(one["gradients_qwen2"], result["hybrid"]["gradients"], 5e-6)

@@ -47,6 +47,15 @@ def test_what_is_split(tmp_path: Path) -> None:
     assert fused["self_attn.o_proj"] == fused["mlp.down_proj"] == "row_from_whole"
 
 
+def test_a_tied_embedding_stays_whole(tmp_path: Path) -> None:
+    """transformers adds it to the configuration's plan when such a model is built."""
+    config, hf_config = model(tmp_path, tie_word_embeddings=True)
+    for _ in range(2):
+        check_model(config, hf_config, 2)
+    hf_config.base_model_tp_plan = {**hf_config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    check_model(config, hf_config, 2)
+
+
 def test_one_rank_splits_nothing(tmp_path: Path) -> None:
     config, hf_config = model(tmp_path)
     assert tensor_plan(build_meta_model(config, hf_config, kind="policy"), hf_config, 1) is None
