@@ -5,7 +5,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-gpu lint format types docs clean
+.PHONY: help setup quickstart test test-all test-gpu gpu-report lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,6 +24,13 @@ test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the 
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
+
+gpu-report: setup ## everything on one CUDA device: its tests, then all benchmarks; tables in outputs/gpu
+	@mkdir -p outputs/gpu
+	-$(PYTEST) -m gpu -s tests/gpu > outputs/gpu/tests.txt 2>&1
+	@tail -n 3 outputs/gpu/tests.txt
+	-$(PY) -m verl_like.cli bench all --model 0.5b --workload w1 --out outputs/gpu/0.5b_w1
+	$(PY) -m verl_like.cli bench all --model 1.5b --workload w1 --out outputs/gpu/1.5b_w1
 
 lint: setup ## ruff: rules and formatting
 	$(PY) -m ruff check .

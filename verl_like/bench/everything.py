@@ -16,6 +16,7 @@ from pathlib import Path
 from verl_like.bench.report import Report
 from verl_like.bench.shapes import BenchError
 
+_KEPT = "actor_rollout_ref.model.enable_gradient_checkpointing=False"
 _LAST_LINES = 20  # of a failed benchmark's output, in the table
 
 
@@ -75,8 +76,11 @@ def tasks_of(arguments: argparse.Namespace) -> list[Task]:
         Task(name="rollout", options=["rollout", *phase, *engine, *keys]),
         Task(name="log-prob", options=["log-prob", *phase, *keys]),
         Task(name="update", options=["update", *phase, *keys]),
+        Task(name="update-kept", options=["update", *phase, "--", *arguments.overrides, _KEPT]),
         Task(name="sync", options=["sync", *phase, *engine, *keys]),
     ]
+    if small:  # it keeps its activations anyway
+        tasks = [task for task in tasks if task.name != "update-kept"]
     if arguments.rows is None:
         step = [*shape, *ranks, "--steps", str(arguments.rounds), "--out", str(arguments.out / "inputs")]
         alone = ["--rollout", str(arguments.out / "rollout.json")]

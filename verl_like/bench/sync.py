@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from verl_like.bench import phase
+from verl_like.bench.bars import bars_of
 from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job
 from verl_like.bench.ranks import on_ranks, slowest, timed
 from verl_like.bench.report import Report, Row, check_comparable, finish, number
@@ -120,7 +121,9 @@ def report_of(job: Job, ranks: list[RankFigures], work: dict[str, object]) -> Re
         "Stages are of one further sync with the proof, each waited for; checksums are inside the load.",
     ]
     figures = {"bytes": moved, "proof_seconds": (rows[0].seconds or 0) - (rows[1].seconds or 0)}
-    return Report(bench="sync", work=work, rows=rows, figures=figures, notes=notes)
+    report = Report(bench="sync", work=work, rows=rows, figures=figures, notes=notes)
+    report.notes.extend(bars_of(report))
+    return report
 
 
 def link_floor(num_bytes: int, num_ranks: int, link: float | None) -> float:

@@ -5,9 +5,9 @@
     verl-like bench update --model 1.5b --workload w1 -- actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
 
 Paths: packed (prompts of a group shared, as the trainer does it), unshared (packed, every row with its prompt), padded
-(the reference: one row each, full logits). Two floors: the operations that this model must make (the head only for tokens
-of responses, causal attention), and 6 x parameters x tokens, both at the rate of matrix products, on a CPU measured
-between the rounds.
+(the reference: one row each, full logits). Two floors: the operations that this model must make (the head only for
+tokens of responses, causal attention), and 6 x parameters x tokens, both at the rate of matrix products, on a CPU
+measured between the rounds.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.batch import Experience, Metric, merge_metrics
 from verl_like.bench import phase
+from verl_like.bench.bars import bars_of
 from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job, share_of_rank
 from verl_like.bench.ranks import on_ranks, slowest, timed
 from verl_like.bench.report import Report, Row, check_comparable, finish
@@ -157,7 +158,9 @@ def report_of(
     shared = tokens_with_shared_prompts(batch)
     figures: dict[str, Any] = {"tokens": sum(lengths), "tokens_prompts_once": shared, "gemm_flops": gemm_flops}
     figures |= {"gemm_rate": rate, "parameters": job.cost.all_weights}
-    return Report(bench="update", work=work, rows=rows, figures=figures, notes=notes_of(rows, figures, job, ranks))
+    report = Report(bench="update", work=work, rows=rows, figures=figures, notes=notes_of(rows, figures, job, ranks))
+    report.notes.extend(bars_of(report))
+    return report
 
 
 def rate_of(peaks_by_rank: list[list[DevicePeak]]) -> float:

@@ -149,6 +149,6 @@ def growth(parser: argparse.ArgumentParser) -> None:
 
 def series(parser: argparse.ArgumentParser) -> None:
     """The options of `bench all`."""
-    every = ("packing", "attention", "head", "rollout", "log-prob", "update", "sync", "grpo")
+    every = ("packing", "attention", "head", "rollout", "log-prob", "update", "update-kept", "sync", "grpo")
     parser.add_argument("--only", choices=every, nargs="+", help="some of them (default: all; with --rows: no grpo)")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench/all"), help="folder for figures and table.md")

@@ -26,7 +26,17 @@ def test_options_reach_every_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command line is one that its benchmark accepts, with the shape, ranks and keys asked for."""
     given = ["--model", "1.5b", "--workload", "w2", "--ranks", "4", "--rounds", "2", "--engine", "hf", "--", "a.b=1"]
     tasks = {task.name: task for task in tasks_of(arguments_of(*given, monkeypatch=monkeypatch))}
-    assert list(tasks) == ["packing", "attention", "head", "rollout", "log-prob", "update", "sync", "grpo"]
+    assert list(tasks) == [
+        "packing",
+        "attention",
+        "head",
+        "rollout",
+        "log-prob",
+        "update",
+        "update-kept",
+        "sync",
+        "grpo",
+    ]
     for name, module in (("rollout", "rollout"), ("log-prob", "log_prob"), ("update", "update"), ("sync", "sync")):
         seen: list[argparse.Namespace] = []
         monkeypatch.setattr(f"verl_like.bench.{module}.main", seen.append)
