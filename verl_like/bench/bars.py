@@ -17,7 +17,9 @@ UPDATE_TO_GEMM = {1: 1.35, 2: 1.5}  # ranks -> of 6 x parameters x tokens at the
 
 def bars_of(report: Report) -> list[str]:
     """One line for each target that is set for this bench, model, workload and device; none for other work."""
-    if report.bench in ("update", "sync") and "model" in report.work:
+    if "model" not in report.work:
+        return []
+    if report.bench in ("update", "sync"):
         return list(_of_update(report) if report.bench == "update" else _of_sync(report))
     work, figures = report.work, report.figures
     is_model, is_load = (

@@ -26,10 +26,9 @@ from verl_like.models.loading import load_hf_config, shares_prompts
 from verl_like.observe.roofline import RunShape
 from verl_like.parallel.device_peak import DevicePeak
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.parallel.shared_balance import PromptsOfRows
 from verl_like.trainer.build import resolve_world
 from verl_like.trainer.compose import compose
-from verl_like.trainer.dispatch import rows_per_rank, split_rows
+from verl_like.trainer.dispatch import RowBalance, split_rows
 from verl_like.workers.phase import PhaseSwitch
 from verl_like.workers.policy import PolicyWorker
 from verl_like.workers.spec import WorkerSpec
@@ -67,15 +66,11 @@ class Job:
 
 
 def share_of_rank(job: Job, batch: Experience, process: ProcessInfo) -> Experience:
-    """The rows of this rank, balanced as the trainer does it: by operations, a shared prompt once on each rank."""
-    prompts, responses = batch.prompt_length_B.tolist(), batch.response_length_B.tolist()
-    once = None
-    if shares_prompts(job.spec.config.actor_rollout_ref.model):
-        no_response = [0] * len(batch)
-        once = PromptsOfRows(numbers=batch.group_B.tolist(), costs=job.cost.row_costs(prompts, no_response))
-    costs = job.cost.row_costs(prompts, responses)
-    shares = rows_per_rank(costs, process.world_size, balance=True, prompts=once)
-    return split_rows(batch, shares)[process.rank]
+    """The rows of this rank, balanced as the trainer does it; ranks that share sequences get the same ones."""
+    spread = RowBalance(cost=job.cost, share_prompts=shares_prompts(job.spec.config.actor_rollout_ref.model))
+    num_shares = job.spec.plan.data_parallel_size
+    shares = spread.shares(batch, num_shares)
+    return split_rows(batch, shares)[process.rank * num_shares // process.world_size]
 
 
 def total(peaks: Sequence[DevicePeak]) -> DevicePeak:

@@ -137,8 +137,8 @@ def test_the_measured_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(growth_measured, "sizes", lambda: sizes((2,)))
     report = bench(tmp_path / "a.json", "growth", "--measure", "--rounds", "1")
     assert [row.name for row in report.rows] == [BASE, *(name for name in sizes((2,)) if name != BASE)]
-    assert report.row(BASE).figures == {"seconds by base": 1.0, "operations by base": 1.0}
-    grown = report.row("rows x 2").figures["operations by base"]
+    assert report.row(BASE).figures == {"grew": 1.0, "operations grew": 1.0}
+    grown = report.row("rows x 2").figures["operations grew"]
     assert 1.6 < grown < 2.4
     lengths = [4 + n for n in load.response_lengths(1)]
     body, head, pairs = 7 * 32 * 32, 20 * 32, sum(n * (n + 1) / 2 for n in lengths)
