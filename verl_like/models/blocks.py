@@ -24,6 +24,8 @@ _PRODUCTS = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
+    "aten::_grouped_mm",
+    "transformers::grouped_mm_fallback",
     "flash_attn::_flash_attn_varlen_forward",
 )
 

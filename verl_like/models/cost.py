@@ -114,7 +114,7 @@ def _body_weights(model: PreTrainedModel, head: nn.Module | None) -> float:
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if kinds is None:
         return (window,) * config.num_hidden_layers
     softmax = [kind for kind in kinds if kind.endswith("attention") and kind != "linear_attention"]

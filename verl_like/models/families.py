@@ -24,8 +24,9 @@ RANKS = "two ranks"  # gradients of two FSDP2 ranks equal those of one
 HF = "hf rollout"  # weight sync with its proof, and generated tokens scored by the trainer
 VLLM = "vLLM"  # the same with vLLM (its CPU build)
 
-_EVERYTHING = frozenset({ULYSSES, LORA, RANKS, HF, VLLM})
-_SINGLE = frozenset({LORA, HF})
+_PADDED = frozenset({LORA, RANKS, HF})
+_PACKED = _PADDED | {ULYSSES}
+_EVERYTHING = _PACKED | {VLLM}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,29 +42,29 @@ class Family:
     packed: bool = True
     why_padded: str = ""
     attention: str = "sdpa"
-    tested: frozenset[str] = _SINGLE
+    tested: frozenset[str] = _PACKED
 
 
-def _dense(tested: frozenset[str] = _SINGLE) -> Family:
+def _dense(tested: frozenset[str] = _PACKED) -> Family:
     return Family(kind="dense", tested=tested)
 
 
-def _windows(tested: frozenset[str] = _SINGLE, attention: str = "sdpa") -> Family:
+def _windows(tested: frozenset[str] = _PACKED, attention: str = "sdpa") -> Family:
     return Family(kind="dense, sliding windows", tested=tested, attention=attention)
 
 
-def _experts(tested: frozenset[str] = _SINGLE) -> Family:
+def _experts(tested: frozenset[str] = _PACKED) -> Family:
     return Family(kind="mixture of experts", tested=tested)
 
 
 def _recurrent(layers: str, kind: str = "hybrid") -> Family:
-    return Family(kind=kind, packed=False, why_padded=f"its {layers} layers carry state from token to token")
+    why = f"its {layers} layers carry state from token to token"
+    return Family(kind=kind, packed=False, why_padded=why, tested=_PADDED)
 
 
-def _no_segments(tested: frozenset[str] = _SINGLE) -> Family:
-    return Family(
-        kind="dense", packed=False, why_padded="its layers pass no sequence boundaries to attention", tested=tested
-    )
+def _no_segments() -> Family:
+    why = "its layers pass no sequence boundaries to attention"
+    return Family(kind="dense", packed=False, why_padded=why, tested=_PADDED)
 
 
 FAMILIES: dict[str, Family] = {
@@ -109,6 +110,7 @@ FAMILIES: dict[str, Family] = {
         packed=False,
         why_padded="its attention has sinks",
         attention="eager",
+        tested=_PADDED,
     ),
     "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid"),
     "qwen3_5_text": _recurrent("linear_attention"),
@@ -158,15 +160,20 @@ def check(config: PretrainedConfig, *, packed: bool) -> None:
     if name in REFUSED:
         raise ValueError(f"model type {name!r} is not available: {REFUSED[name]}")
     _refuse_quantised(config)
-    family = FAMILIES.get(name)
-    why = family.why_padded if family is not None else _state_in(config)
+    why = why_padded(config)
     if packed and why:
         raise ValueError(
             f"model type {name!r} cannot be run without padding: {why}. "
             "Set actor_rollout_ref.model.use_remove_padding=False (critic.model.* for the critic)"
         )
-    if family is None:
+    if name not in FAMILIES:
         _warn_untested(name)
+
+
+def why_padded(config: PretrainedConfig) -> str:
+    """What in this model forbids packing, as far as its type and its config tell; empty where nothing does."""
+    family = FAMILIES.get(config.model_type)
+    return _state_in(config) if family is None else family.why_padded
 
 
 def padded_attention(config: PretrainedConfig) -> str:
@@ -198,8 +205,7 @@ def _refuse_nested(config: PretrainedConfig) -> None:
         return
     raise ValueError(
         f"model type {config.model_type!r} holds its text model ({text.model_type!r}) beside others (images, audio): "
-        "only text models can be trained. Save the text model alone, with its class's from_pretrained(...) and "
-        "save_pretrained(folder), and set model.path to that folder"
+        "only text models can be trained. Save the text model alone (docs/models.md shows how) and set model.path to it"
     )
 
 

@@ -145,7 +145,8 @@ def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> No
             f"ulysses_sequence_parallel_size={size} needs packed sequences: set model.use_remove_padding=True"
         )
     text = config.get_text_config()
-    repeated_key_heads(text.num_attention_heads, text.num_key_value_heads, size)
+    heads = text.num_attention_heads
+    repeated_key_heads(heads, text.num_key_value_heads if "num_key_value_heads" in text else heads, size)
 
 
 def uses_packing(model: ModelConfig) -> bool:

@@ -30,6 +30,7 @@ from verl_like.config.enums import KLKind
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.gradients import minibatch_gradients
 from verl_like.engine.protocol import LossFn
+from verl_like.models.families import why_padded
 from verl_like.models.loading import has_weights, load_hf_config, load_tokenizer
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 
@@ -124,8 +125,9 @@ class SelfCheck:
             once = self.engine(process, packed=engine.packed, sync_every_micro_batch=False)
             return found | {"gradients reduced once": self.gradient(once, mine, whole, few)}
         backwards = whole.select(range(len(whole) - 1, -1, -1))
-        other = self.engine(process, packed=not engine.packed)
-        name = "padded rows, full logits" if engine.packed else "packed rows, fused head"
+        padded_only = bool(why_padded(engine.hf_config))
+        other = self.engine(process, packed=not engine.packed and not padded_only, fused=not engine.packed)
+        name = f"{'packed' if other.packed else 'padded'} rows, {'full logits' if engine.packed else 'fused head'}"
         return {
             _LOG_PROBS: {"log_probs": self.log_probs(engine, whole, few)},
             _FIRST: self.gradient(engine, whole, whole, one),
@@ -135,13 +137,16 @@ class SelfCheck:
             name: self.gradient(other, whole, whole, few),
         }
 
-    def engine(self, process: ProcessInfo, *, packed: bool, sync_every_micro_batch: bool = True) -> FSDPEngine:
+    def engine(
+        self, process: ProcessInfo, *, packed: bool, fused: bool | None = None, sync_every_micro_batch: bool = True
+    ) -> FSDPEngine:
         """The actor as the configuration wants it, in float32, packed and fused or the reference path."""
         policy = self.config.actor_rollout_ref
+        fused = packed if fused is None else fused
         return FSDPEngine(
             kind="policy",
             process=process,
-            model=dataclasses.replace(policy.model, use_remove_padding=packed, use_fused_kernels=packed),
+            model=dataclasses.replace(policy.model, use_remove_padding=packed, use_fused_kernels=fused),
             fsdp=dataclasses.replace(policy.actor.fsdp_config, dtype="float32", model_dtype="float32"),
             optim=OptimConfig(),
             grad_clip=None,

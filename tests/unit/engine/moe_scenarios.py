@@ -19,11 +19,25 @@ from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.protocol import Completion
 
 FAMILIES = [name for name, family in families.FAMILIES.items() if families.RANKS in family.tested]
+OFTEN = [name for name, family in families.FAMILIES.items() if families.VLLM in family.tested]
 
 
 def everything(process: ProcessInfo, paths: dict[str, str], save_to: str | None) -> dict[str, Any]:
     """{model type: {way: gradients}}; the same keys on any number of ranks, as far as a way makes sense there."""
     return {name: _one_family(process, path, save_to and f"{save_to}/{name}") for name, path in paths.items()}
+
+
+def only_gradients(process: ProcessInfo, paths: dict[str, str]) -> dict[str, Any]:
+    """{model type: gradients, and those of Ulysses on several ranks}; padded rows where a type needs them."""
+    batch, found = experience(9), {}
+    for name, path in paths.items():
+        model = {"use_remove_padding": families.FAMILIES[name].packed}
+        engine = build_engine(process, path, model=model)
+        found[name] = {"gradients": _gradients(engine, my_rows(process, batch, "even"), batch)}
+        if process.world_size > 1 and families.ULYSSES in families.FAMILIES[name].tested:
+            engine = build_engine(process, path, model=model, ulysses_size=2)
+            found[name]["ulysses"] = _gradients(engine, batch, batch)
+    return found
 
 
 def _one_family(process: ProcessInfo, path: str, save_to: str | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.unit.engine import moe_scenarios, tiny
-from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
+from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
 from tests.unit.models import zoo
 from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.models import families
@@ -24,7 +24,8 @@ from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.protocol import GenerationRequest, SamplingParams
 from verl_like.weight_sync.sync import WeightSync
 
-WIDE = moe_scenarios.FAMILIES
+WIDE = moe_scenarios.OFTEN
+REST = [name for name in moe_scenarios.FAMILIES if name not in WIDE]
 MIXTURES = [name for name in WIDE if "experts" in families.FAMILIES[name].kind]
 
 
@@ -78,7 +79,13 @@ def generated(rollout: Any) -> tiny.Experience:
     return moe_scenarios.rows([r.prompt_ids for r in asked], done)
 
 
-@pytest.mark.parametrize("name", [name for name, family in families.FAMILIES.items() if families.HF in family.tested])
+def often(name: str) -> Any:
+    """Plain dense types share all code that matters here: `make test-all` runs them."""
+    is_plain = families.FAMILIES[name].kind == "dense" and families.FAMILIES[name].packed
+    return pytest.param(name, marks=pytest.mark.slow) if is_plain else name
+
+
+@pytest.mark.parametrize("name", [often(n) for n, family in families.FAMILIES.items() if families.HF in family.tested])
 def test_an_adapted_model_is_delivered_and_generates_what_the_trainer_scores(
     process: ProcessInfo, tmp_path: Path, name: str
 ) -> None:
@@ -126,6 +133,20 @@ def test_two_ranks_give_the_gradients_of_one(
         assert_same(one[name]["gradients"], result[name][way], 2e-5)
 
 
+@pytest.mark.slow
+def test_two_ranks_give_the_gradients_of_one_for_all_types(process: ProcessInfo, tmp_path: Path) -> None:
+    """Those that are not tested above; with Ulysses where the table says so."""
+    paths = {name: zoo.folder(tmp_path, name) for name in REST}
+    two = tiny.spawn_ranks(2, moe_scenarios.only_gradients, tmp_path / "ranks", paths)
+    one = moe_scenarios.only_gradients(process, paths)
+    for name in REST:
+        ways = {"gradients", "ulysses"} if families.ULYSSES in families.FAMILIES[name].tested else {"gradients"}
+        for result in two:
+            assert set(result[name]) == ways
+            for way in ways:
+                assert_same(one[name]["gradients"], result[name][way], 1e-4)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_routers_and_experts_have_gradients(one: dict[str, Any], name: str) -> None:
     found = {key.rsplit(".layers.1.", 1)[-1]: g for key, g in one[name]["gradients"].items() if ".layers.1." in key}
@@ -153,6 +174,17 @@ def test_saved_folder_is_what_transformers_saves(
     resumed = build_engine(process, paths[name], seed=98)
     resumed.load(str(saved / name), contents=["model", "optimizer", "extra"])
     assert_same(weights(resumed), stored, 0.0)
+
+
+def test_a_critic_of_experts_is_trained_and_read_back(
+    process: ProcessInfo, paths: dict[str, str], tmp_path: Path
+) -> None:
+    engine, batch = build_engine(process, paths["qwen3_moe"], kind="value"), experience(9)
+    engine.train_minibatch(batch, ValueLoss(), denominators(batch), rule=tiny.ONE_BATCH)
+    engine.export_hf(str(tmp_path))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {"score.weight", "model.layers.0.mlp.experts.7.up_proj.weight"} <= stored.keys()
+    assert_same(weights(build_engine(process, str(tmp_path), kind="value", seed=99)), stored, 0.0)
 
 
 @pytest.mark.parametrize("target", [["gate_proj"], ["q_proj", "down_proj"], ["gate"], r".*experts\.\d+\.up_proj"])

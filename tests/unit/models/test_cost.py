@@ -3,8 +3,16 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
+from tests.unit.models import zoo
 from verl_like.models.cost import ModelCost, _windows
 
 SMALL = {
@@ -70,6 +78,15 @@ def test_experts_count_by_the_share_a_token_visits():
     attention = 64 * 64 + 2 * 64 * 32 + 64 * 64
     router, experts = 64 * 8, 2 * 3 * 64 * 32
     assert ModelCost.of(config).body_weights == 3 * (attention + router + experts)
+
+
+def test_shared_experts_count_whole_and_layers_with_state_have_no_pairs():
+    config = Qwen2MoeConfig(
+        **SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
+    )
+    attention, shared = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 48 + 64  # with the gate of the shared expert
+    assert ModelCost.of(config).body_weights == 3 * (attention + 64 * 8 + 2 * 3 * 64 * 32 + shared)
+    assert ModelCost.of(zoo.config("jamba")).windows == (None,)
 
 
 def test_row_costs_grow_faster_than_length():

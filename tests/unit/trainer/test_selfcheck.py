@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from tests.unit.engine import tiny
+from tests.unit.models import zoo
 from verl_like.algorithms.masked import masked_mean, masked_var
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.algorithms.objectives import PolicyObjective
@@ -18,7 +19,8 @@ from verl_like.batch import Denominators, Experience
 from verl_like.cli.main import main
 from verl_like.config import PPOConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.models import packing
+from verl_like.models import families, packing
+from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.trainer.compose import compose
 from verl_like.trainer.selfcheck import SelfCheck, table
@@ -82,6 +84,24 @@ def test_a_sound_trainer_passes(process: ProcessInfo, tiny_model: Path, settings
     assert (
         0 < max(finding.difference for finding in findings) < 1e-5
     )  # rounding, not a comparison of a thing with itself
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("qwen3_moe", "padded rows, full logits"), ("lfm2", "padded rows, fused head")]
+)
+def test_experts_and_layers_with_state_pass(
+    process: ProcessInfo, tiny_model: Path, tmp_path: Path, name: str, way: str
+) -> None:
+    """Where packing is impossible the other way is another head on padded rows."""
+    tokenizer = load_tokenizer(str(tiny_model))
+    folder = zoo.folder(tmp_path, name, vocab_size=len(tokenizer), initializer_range=0.05)
+    tokenizer.save_pretrained(folder)
+    settings = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.n=2"]
+    settings.append(f"actor_rollout_ref.model.use_remove_padding={families.FAMILIES[name].packed}")
+    check = SelfCheck(config=compose([*SETTINGS, *settings]), num_rows=6)
+    findings = check.findings(check.on_rank(process))
+    assert way in {finding.name for finding in findings}
+    assert all(finding.passed for finding in findings), table(findings)
 
 
 def test_mean_of_micro_batch_means_is_found(process: ProcessInfo, config: PPOConfig) -> None:
