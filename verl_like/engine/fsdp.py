@@ -18,12 +18,14 @@ from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_m
 from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import microbatch, selfcheck, state
 from verl_like.engine.background import BackgroundWriter, Part
+from verl_like.engine.expert_load import ExpertLoad
 from verl_like.engine.export import WeightExport
 from verl_like.engine.microbatch import Batch
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.protocol import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn, WeightForm
 from verl_like.models import blocks, loading, lora, packing, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.families import num_experts
 from verl_like.models.fused_linear import Head, Reference
 from verl_like.models.heads import HF_PREFIX, HIDDEN, PolicyModel, TokenModel, dtype_of
 from verl_like.models.loading import Kind
@@ -89,6 +91,9 @@ class FSDPEngine:
         self._adapters: lora.Adapters | None = None
         self.model = self._build_model(tokenizer_size, seed, strategy, training=optim is not None)
         loading.replace_functions(self.model.hf, model, self.device, compiled=compile_blocks)
+        self._expert_load: ExpertLoad | None = None
+        if optim is not None and self.packed and not compile_blocks:  # a count would break compiled layers in two
+            self._expert_load = ExpertLoad.of(self.model, num_experts(self.hf_config), self.device)
         self.sharding = self._shard(strategy, compile_blocks=compile_blocks)
         whole = partial(loading.build_meta_model, model, self.hf_config, kind=kind)
         self._export = WeightExport(self.sharding, self._adapters, self._stored, whole)
@@ -261,8 +266,9 @@ class FSDPEngine:
         if self.optimizer is None:
             raise ValueError("this engine is forward only (it was built with optim=None)")
         with self._resident(optimizer=True):
-            metrics = self.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
-            metrics.append(self._step())
+            with nullcontext({}) if self._expert_load is None else self._expert_load.counted() as load:
+                metrics = self.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
+            metrics += [load, self._step()]
             self.sharding.drop_gradients()
         return merge_metrics(metrics)
 

@@ -26,6 +26,7 @@ from verl_like.weight_sync.sync import WeightSync
 
 WIDE = moe_scenarios.OFTEN
 REST = [name for name in moe_scenarios.FAMILIES if name not in WIDE]
+LOAD = {"moe_max_load", "moe_load_entropy", "moe_idle_experts"}
 MIXTURES = [name for name in WIDE if "experts" in families.FAMILIES[name].kind]
 
 
@@ -145,6 +146,13 @@ def test_two_ranks_give_the_gradients_of_one_for_all_types(process: ProcessInfo,
             assert set(result[name]) == ways
             for way in ways:
                 assert_same(one[name]["gradients"], result[name][way], 1e-4)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_the_load_of_experts_is_that_of_all_ranks(one: dict[str, Any], two: list[dict[str, Any]], name: str) -> None:
+    assert set(one[name]["load"]) == (LOAD if name in MIXTURES else set())
+    for result in two:
+        assert result[name]["load"] == pytest.approx(one[name]["load"], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

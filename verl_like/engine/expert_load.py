@@ -1,0 +1,76 @@
+"""How evenly a mixture of experts spreads the tokens that it is trained on.
+
+Counted are the tokens that learn, prompts included, once each (not again when checkpointing recomputes a layer), over
+all micro-batches and ranks of a mini-batch. Beside them stand only the filling tokens of Ulysses slices and of ranks
+without rows. Padded rows are not counted: their padding is routed as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl_like.batch import Metric
+
+
+class ExpertLoad:
+    """Counts per layer and expert, taken by hooks on the modules that hold the experts of a layer."""
+
+    def __init__(self, layers: list[nn.Module], num_experts: int, device: torch.device) -> None:
+        self._counts_LE = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
+        self._counting = False
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._hook(index))
+
+    @classmethod
+    def of(cls, model: nn.Module, num_experts: int, device: torch.device) -> ExpertLoad | None:
+        """None for a dense model, and for one whose experts are not called as transformers' shared ones are."""
+        layers = [module for module in model.modules() if {"gate_up_proj", "down_proj"} <= module._parameters.keys()]
+        return cls(layers, num_experts, device) if layers and num_experts else None
+
+    @contextmanager
+    def counted(self) -> Iterator[dict[str, Metric]]:
+        """Count what runs inside; the dictionary is filled at the end, over all ranks (collective)."""
+        found: dict[str, Metric] = {}
+        self._counts_LE.zero_()
+        self._counting = True
+        try:
+            yield found
+        finally:
+            self._counting = False
+        counts_LE = self._counts_LE.clone()
+        dist.all_reduce(counts_LE)
+        found |= load_metrics(counts_LE.cpu())
+
+    def _hook(self, index: int) -> Any:
+        @torch.compiler.disable
+        def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
+            if self._counting and torch.is_grad_enabled() and not recomputing:
+                chosen = inputs[1].flatten().long()  # hidden states, experts of each token, their weights
+                self._counts_LE[index].scatter_add_(0, chosen, torch.ones_like(chosen))
+
+        return count
+
+
+def load_metrics(counts_LE: Tensor) -> dict[str, Metric]:
+    """moe_max_load: the busiest expert's tokens by those of a mean one, in the worst layer (1 is even, experts / top-k
+    the most). moe_load_entropy: entropy of the load by log(experts), mean of the layers. moe_idle_experts: share of all
+    experts that got no token. Nothing where nothing was counted."""
+    total_L1 = counts_LE.sum(-1, keepdim=True)
+    if not bool((total_L1 > 0).all()):
+        return {}
+    share_LE = counts_LE.double() / total_L1
+    experts = counts_LE.shape[1]
+    entropy_L = -torch.xlogy(share_LE, share_LE).sum(-1) / math.log(experts)
+    return {
+        "moe_max_load": Metric(value=float(share_LE.max()) * experts),
+        "moe_load_entropy": Metric(value=float(entropy_L.mean())),
+        "moe_idle_experts": Metric(value=float((counts_LE == 0).float().mean())),
+    }
