@@ -202,10 +202,11 @@ def test_lora_on_experts_is_refused(process: ProcessInfo, paths: dict[str, str],
 
 
 def test_lora_says_that_experts_stay_frozen(
-    process: ProcessInfo, paths: dict[str, str], caplog: pytest.LogCaptureFixture
+    process: ProcessInfo, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    path = zoo.folder(tmp_path, "qwen2_moe")
     with caplog.at_level(logging.WARNING):
-        engine = build_engine(process, paths["qwen2_moe"], model={"lora_rank": 2, "target_modules": ["gate_proj"]})
+        engine = build_engine(process, path, model={"lora_rank": 2, "target_modules": ["gate_proj"]})
     assert "stay frozen" in caplog.text  # the shared expert's gate_proj is a linear layer
     trained = [key for key, parameter in engine.model.named_parameters() if parameter.requires_grad]
     assert trained and all("shared_expert.gate_proj.lora_" in key for key in trained)
