@@ -67,7 +67,7 @@ NOT_YET: list[NotYet] = [
         for section in _MODELS
         for name in ("dtype", "model_dtype")
     ],
-    *[row for section in (_MODEL, "critic.model") for row in (*_off(f"{section}.use_liger", f"{section}.use_shm"),)],
+    *_off(f"{_MODEL}.use_shm", "critic.model.use_shm"),
     # Rollout
     NotYet("actor_rollout_ref.hybrid_engine", lambda v: not v, "set it to true: actor and rollout share processes"),
     NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),

@@ -53,7 +53,7 @@ class ModelConfig(ConfigNode):
     """With packed sequences: rows of a micro-batch that answer the same prompt compute it once (verl's
     actor.use_prefix_grouper)."""
     use_liger: bool = False
-    """Use Liger kernels for norms, rotary embedding and MLP."""
+    """CUDA, with the package liger-kernel: Liger's kernels for RMSNorm, rotary embedding and MLP."""
     use_lean_ops: bool = True
     """CPU, packed sequences: RMSNorm and rotary embedding of known models with few passes over memory. False:
     transformers' own."""

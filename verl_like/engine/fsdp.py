@@ -84,7 +84,7 @@ class FSDPEngine:
         self.packed = loading.uses_packing(model)
         self.shares_prompts = loading.shares_prompts(model)
         self.hf_config = loading.load_hf_config(model)
-        loading.check_backend(model, self.device)
+        loading.check_backend(model, self.hf_config, self.device)
         loading.check_ulysses(model, self.hf_config, ulysses_size)
         tensor_plan.check_engine(model, self.hf_config, fsdp, strategy=strategy, ulysses=ulysses_size)
         self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))

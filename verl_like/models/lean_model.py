@@ -1,4 +1,4 @@
-"""Lean functions (lean_ops.py) put into a loaded model: into its own modules, never into transformers.
+"""Other functions put into a loaded model's own modules, never into transformers: norms, rotary embedding, gated MLPs.
 
 Known classes alone are touched; everything else keeps transformers' code. Where an input or a weight is a DTensor
 (tensor parallelism) the module's own forward answers.
@@ -6,9 +6,10 @@ Known classes alone are touched; everything else keeps transformers' code. Where
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,63 +22,95 @@ _NORMS = {
     **dict.fromkeys(("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"), ("variance_epsilon", False)),
     **dict.fromkeys(("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"), ("eps", True)),
 }
-_ATTENTIONS = {f"{family}Attention" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")}
+_NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
+_ATTENTIONS = {f"{name}Attention" for name in _NAMES}
+_GATED_MLPS = {f"{name}MLP" for name in _NAMES}
+KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")  # config.model_type
 _ROTARY = "apply_rotary_pos_emb"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """What is put in. `gated`: class name of an MLP's activation -> f(gate, up); other activations stay as they are."""
+
+    rms_norm: Callable[..., Tensor] = lean_ops.rms_norm  # (x, weight, eps, *, one_plus)
+    rotary: Callable[..., tuple[Tensor, Tensor]] = lean_ops.apply_rotary  # (q, k, cos, sin, unsqueeze_dim)
+    gated: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
     """How many modules got which function."""
 
-    norms: int
-    rotaries: int
+    norms: int = 0
+    rotaries: int = 0
+    mlps: int = 0
 
 
-def make_lean(hf: PreTrainedModel) -> Replaced:
-    """Exchange the forward of this model's norms and rotary embeddings, in place."""
-    counts = {"norms": 0, "rotaries": 0}
+def put_in(hf: PreTrainedModel, functions: Functions) -> Replaced:
+    """Exchange the forward of this model's norms, attentions (rotary embedding alone) and gated MLPs, in place."""
+    counts = {"norms": 0, "rotaries": 0, "mlps": 0}
     for module in hf.modules():
-        name = type(module).__name__
-        if not type(module).__module__.startswith("transformers.models."):
-            continue
-        if name in _NORMS:
-            kind, forward = "norms", _norm_forward(module, *_NORMS[name])
-        elif name in _ATTENTIONS and uses_rotary(type(module)):
-            kind, forward = "rotaries", _rotary_forward(type(module))
-        else:
-            continue
-        module.forward = MethodType(forward, module)
-        counts[kind] += 1
+        found = _forward_of(module, functions)
+        if found is not None:
+            kind, forward = found
+            module.forward = MethodType(forward, module)
+            counts[kind] += 1
     return Replaced(**counts)
 
 
-def uses_rotary(attention: type[nn.Module]) -> bool:
+def _forward_of(module: nn.Module, functions: Functions) -> tuple[str, Callable[..., Any]] | None:
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.models."):
+        return None
+    if kind.__name__ in _NORMS:
+        eps_name, one_plus = _NORMS[kind.__name__]
+        return "norms", _norm_forward(module, float(getattr(module, eps_name)), one_plus, functions.rms_norm)
+    if kind.__name__ in _ATTENTIONS and _calls_rotary(kind):
+        return "rotaries", _rotary_forward(kind, functions.rotary)
+    if kind.__name__ in _GATED_MLPS:
+        gated = functions.gated.get(type(module.act_fn).__name__)
+        return None if gated is None else ("mlps", _mlp_forward(gated))
+    return None
+
+
+def _norm_forward(
+    module: nn.Module, eps: float, one_plus: bool, rms_norm: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    own = type(module).forward
+
+    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        weight: Tensor = self.weight  # pyright: ignore[reportAssignmentType]
+        if isinstance(hidden_states, DTensor) or isinstance(weight, DTensor):
+            return own(self, hidden_states)
+        return rms_norm(hidden_states, weight, eps, one_plus=one_plus)
+
+    return forward
+
+
+def _mlp_forward(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.act_fn(gate) * up if isinstance(gate, DTensor) else gated(gate, up))
+
+    return forward
+
+
+def _calls_rotary(attention: type[nn.Module]) -> bool:
     """Whether the forward of this class is a plain function that calls transformers' rotary function by its name."""
     forward = attention.forward
     plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
     return plain and _ROTARY in forward.__code__.co_names and _ROTARY in forward.__globals__
 
 
-def _norm_forward(module: nn.Module, eps_name: str, one_plus: bool) -> Callable[..., Tensor]:
-    eps, own = float(getattr(module, eps_name)), type(module).forward
-
-    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-        weight: Tensor = self.weight  # pyright: ignore[reportAssignmentType]
-        if isinstance(hidden_states, DTensor) or isinstance(weight, DTensor):
-            return own(self, hidden_states)
-        return lean_ops.rms_norm(hidden_states, weight, eps, one_plus=one_plus)
-
-    return forward
-
-
-def _rotary_forward(attention: type[nn.Module]) -> FunctionType:
-    """The class's own code, with one name of its globals bound to the lean function."""
+def _rotary_forward(attention: type[nn.Module], other: Callable[..., tuple[Tensor, Tensor]]) -> FunctionType:
+    """The class's own code, with one name of its globals bound to the other function."""
     own = attention.forward
     usual = own.__globals__[_ROTARY]
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        lean = not isinstance(q, DTensor) and cos.shape[-1] == q.shape[-1]
-        return (lean_ops.apply_rotary if lean else usual)(q, k, cos, sin, unsqueeze_dim)
+        fits = not isinstance(q, DTensor) and cos.shape[-1] == q.shape[-1]
+        return (other if fits else usual)(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     forward = FunctionType(
         own.__code__, own.__globals__ | {_ROTARY: rotary}, own.__name__, own.__defaults__, own.__closure__

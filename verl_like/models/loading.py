@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from verl_like.models import attention, families
+from verl_like.models import attention, families, liger
 from verl_like.models.heads import (
     VALUE_HEAD,
     PolicyModel,
@@ -27,7 +27,7 @@ from verl_like.models.heads import (
     ValueModel,
     attach_value_head,
 )
-from verl_like.models.lean_model import make_lean
+from verl_like.models.lean_model import Functions, put_in
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
 
@@ -86,9 +86,14 @@ def build_token_model(
 
 
 def replace_functions(hf: PreTrainedModel, model: ModelConfig, device: torch.device, *, compiled: bool) -> None:
-    """Faster functions in the model's own modules; the padded reference path, and what is compiled, stays plain."""
-    if model.use_lean_ops and uses_packing(model) and device.type == "cpu" and not compiled:
-        log.debug("lean functions: %s", make_lean(hf))
+    """Faster functions in the model's own modules: Liger's where asked for, the lean ones on a CPU unless compiled.
+
+    The reference path (padded rows, full logits) stays plain.
+    """
+    if model.use_liger and (uses_packing(model) or model.use_fused_kernels):
+        log.info("Liger kernels: %s", put_in(hf, liger.functions()))
+    elif model.use_lean_ops and uses_packing(model) and device.type == "cpu" and not compiled:
+        log.debug("lean functions: %s", put_in(hf, Functions()))
 
 
 def build_meta_model(model: ModelConfig, hf_config: PretrainedConfig, *, kind: Kind) -> TokenModel:
@@ -130,8 +135,10 @@ def has_weights(path: str) -> bool:
     return not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in patterns)
 
 
-def check_backend(model: ModelConfig, device: torch.device) -> None:
-    """Raises ValueError for Triton kernels where there is no GPU."""
+def check_backend(model: ModelConfig, config: PretrainedConfig, device: torch.device) -> None:
+    """Raises ValueError for Triton kernels where there is no GPU, and for Liger's where they cannot be used."""
+    if model.use_liger:
+        liger.check_liger(config, device)
     if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton" and device.type != "cuda":
         raise ValueError("model.fused_kernel_options.impl_backend=triton needs a CUDA device: use torch")
 

@@ -125,7 +125,7 @@ def test_a_lean_model_equals_the_plain_one(tmp_path: Path, architecture: str, ch
 
 def test_what_is_replaced(tmp_path: Path) -> None:
     model = build(tiny.model_folder(tmp_path, "qwen3"), lean=False)
-    counted = lean_model.make_lean(model.hf)
+    counted = lean_model.put_in(model.hf, lean_model.Functions())
     assert counted == lean_model.Replaced(norms=2 * 4 + 1, rotaries=2)  # a layer's two, queries', keys'; the last one
 
 
@@ -142,13 +142,12 @@ def test_a_class_of_the_same_name_from_elsewhere_is_left_alone(tmp_path: Path) -
     model = build(tiny.model_folder(tmp_path), lean=False)
     stranger = type("Qwen2RMSNorm", (torch.nn.Identity,), {"__module__": "somebody.elses"})()
     model.hf.model.norm = stranger
-    assert lean_model.make_lean(model.hf).norms == 4 and "forward" not in vars(stranger)
+    assert lean_model.put_in(model.hf, lean_model.Functions()).norms == 4 and "forward" not in vars(stranger)
 
 
 def test_distributed_tensors_go_to_the_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = norm_of("llama", torch.float32)
-    forward = lean_model._norm_forward(norm, "variance_epsilon", False)
-    monkeypatch.setattr(lean_ops, "rms_norm", None)
+    forward = lean_model._norm_forward(norm, 1e-3, False, lambda *_, **__: pytest.fail("not for distributed tensors"))
     monkeypatch.setattr(lean_model, "DTensor", torch.nn.Parameter)  # the weight is one
     x = torch.randn(3, 48)
     torch.testing.assert_close(forward(norm, x), norm(x))
