@@ -83,12 +83,14 @@ def tensor_plan(model: TokenModel, config: PretrainedConfig, size: int, key: str
     if size == 1:
         return None
     styles = _styles(config, size, key)
-    patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in styles.items()]
+    patterns: list[tuple[re.Pattern[str], Style]] = [
+        (re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in styles.items()
+    ]
     linears: dict[nn.Linear, Style] = {}
     gathered: set[nn.Module] = set()
     base = model.hf.base_model
     for name, module in base.named_modules():
-        found = [style for pattern, style in patterns if pattern.fullmatch(name)]
+        found: list[Style] = [style for pattern, style in patterns if pattern.fullmatch(name)]
         if not found:
             continue
         if not isinstance(module, nn.Linear):
@@ -139,7 +141,8 @@ def _check_heads(config: PretrainedConfig, styles: dict[str, Style], size: int, 
     text = config.get_text_config()
     if not any(_ATTENTION.search(name) and style == "column" for name, style in styles.items()):
         return
-    for what, number in (("attention", text.num_attention_heads), ("key-value", text.num_key_value_heads)):
+    key_heads = text.num_key_value_heads if "num_key_value_heads" in text else text.num_attention_heads
+    for what, number in (("attention", text.num_attention_heads), ("key-value", key_heads)):
         if number % size:
             sizes = [n for n in range(1, number + 1) if number % n == 0]
             raise ValueError(f"{key}={size} does not divide the model's {number} {what} heads: use one of {sizes}")

@@ -108,13 +108,24 @@ class TensorSplitter:
 
 
 def sum_in_place(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Add up each tensor over the group, all in one message (float32, on the device)."""
-    kept = list(tensors)
-    if not kept:
-        return
-    flat = torch.cat([tensor.reshape(-1).to(device=device, dtype=torch.float32) for tensor in kept])
+    """Add up each tensor over the group (float32, on the device), many of them in one message."""
+    bundle: list[Tensor] = []
+    for tensor in tensors:
+        bundle.append(tensor)
+        if sum(part.numel() for part in bundle) >= _MESSAGE:
+            _sum_bundle(bundle, group, device)
+            bundle = []
+    if bundle:
+        _sum_bundle(bundle, group, device)
+
+
+_MESSAGE = 2**24  # elements: norms of all layers in one, large weights one by one
+
+
+def _sum_bundle(tensors: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    flat = torch.cat([tensor.reshape(-1).to(device=device, dtype=torch.float32) for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    for tensor, total in zip(kept, flat.split([tensor.numel() for tensor in kept]), strict=True):
+    for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(total.view_as(tensor))
 
 

@@ -142,6 +142,11 @@ def tokens_between_blocks(engine: FSDPEngine, batch: Experience) -> tuple[int, i
     return seen[0], int(batch.num_tokens_B().sum()) - len(batch)
 
 
+def families(process: ProcessInfo, paths: dict[str, str], size: int) -> dict[str, dict[str, Tensor]]:
+    ranks = Ranks(process, size)
+    return {name: ranks.gradients(ranks.engine(path)) for name, path in paths.items()}
+
+
 def compiled(process: ProcessInfo, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients of one split layer, compiled and not."""
     ranks, shallow = Ranks(process, 2), {"override_config": {"num_hidden_layers": 1}}

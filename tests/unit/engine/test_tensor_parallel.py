@@ -12,8 +12,14 @@ import torch
 from tests.unit.engine import tensor_scenarios as scenarios
 from tests.unit.engine import tiny
 from tests.unit.engine.test_ranks import assert_same
+from tests.unit.models import zoo
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 
+PLANNED = (
+    *("qwen3", "llama", "ministral3", "gemma", "cohere", "olmo", "olmo2", "smollm3", "phi", "phi3", "granite", "glm"),
+    *("glm4", "starcoder2", "arcee", "seed_oss", "ernie4_5", "gpt_neox", "mistral", "ministral", "gemma2"),
+    *("gemma3_text", "vaultgemma", "cohere2", "olmo3", "exaone4", "qwen2_moe"),
+)
 FAMILIES = ("qwen2", "qwen3", "llama", "phi3")
 
 
@@ -100,6 +106,15 @@ def test_each_rank_holds_its_part(one: dict[str, Any], split: list[dict[str, Any
     for result in split:
         assert result["held"]["matrices"] == 1 / len(split)
         assert result["tokens"][0] == -(-result["tokens"][1] // 2)
+
+
+@pytest.mark.slow
+def test_every_family_whose_plan_is_known(process: ProcessInfo, folder: Path) -> None:
+    paths = {name: zoo.folder(folder / "zoo", name) for name in PLANNED}
+    whole = scenarios.families(process, paths, 1)
+    for result in tiny.spawn_ranks(2, scenarios.families, folder / "families", paths, 2):
+        for name in PLANNED:
+            assert_same(whole[name], result[name], 5e-6)
 
 
 @pytest.mark.slow
