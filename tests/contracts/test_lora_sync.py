@@ -89,7 +89,7 @@ def train(engine: FSDPEngine, seed: int) -> None:
 
 
 def weight_sync(engine: FSDPEngine, rollout: RolloutEngine, process: ProcessInfo, **config: Any) -> WeightSync:
-    return WeightSync(engine, rollout, RolloutConfig(**config), process, adapters_apart=True)
+    return WeightSync(engine, rollout, RolloutConfig(**config), process)
 
 
 def gap(engine: FSDPEngine, done: list[Completion]) -> float:

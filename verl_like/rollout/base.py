@@ -22,10 +22,13 @@ class BaseRolloutEngine:
 
     _loop: StepLoop
 
-    def __init__(self, *, dtype: torch.dtype, tokenizer_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, *, dtype: torch.dtype, tokenizer_size: int, max_model_len: int, keeps_adapters: bool = False
+    ) -> None:
         self.dtype = dtype
         self.tokenizer_size = tokenizer_size
         self.max_model_len = max_model_len
+        self.keeps_adapters = keeps_adapters
         self._version: int | None = None
         self._holds_weights = False
 

@@ -78,7 +78,12 @@ class HFRolloutEngine(BaseRolloutEngine):
         max_model_len: int,
         seed: int,
     ) -> None:
-        super().__init__(dtype=dtype, tokenizer_size=tokenizer_size, max_model_len=max_model_len)
+        super().__init__(
+            dtype=dtype,
+            tokenizer_size=tokenizer_size,
+            max_model_len=max_model_len,
+            keeps_adapters=lora.adapters_apart(model),
+        )
         if rollout.tensor_model_parallel_size > 1:
             raise ValueError(
                 f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the hf rollout engine keeps "
@@ -90,7 +95,7 @@ class HFRolloutEngine(BaseRolloutEngine):
             self._model: PreTrainedModel | None = _empty_model(
                 hf_config, dtype, process.device, model.trust_remote_code
             )
-            if lora.adapters_apart(model):
+            if self.keeps_adapters:
                 _attach_adapters(self._model, model, dtype)
         self._stored = CheckpointNames(self._module)
         self._unseeded = torch.Generator().manual_seed((seed + process.rank) & _SEED_MASK)

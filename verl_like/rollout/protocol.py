@@ -73,6 +73,8 @@ class RolloutEngine(Protocol):
     """Ids from here on have probability 0."""
     max_model_len: int
     """Most tokens of a prompt with its response."""
+    keeps_adapters: bool
+    """LoRA adapters come apart from the base weights (model.lora.merge=False)."""
 
     @property
     def weight_version(self) -> int | None:
@@ -103,8 +105,8 @@ class RolloutEngine(Protocol):
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
         """Replace all weights; collective over a tensor-parallel replica.
 
-        An engine that was built for LoRA adapters (model.lora.merge=False) gets them in the same stream. partial: the
-        stream holds the adapters alone; the base weights stay. Raises RuntimeError when there are none.
+        An engine that keeps LoRA adapters gets them in the same stream. partial: the stream holds the adapters alone;
+        the base weights stay. Raises RuntimeError when there are none.
         Any failure, of the stream included, leaves the engine unloaded. Raises WeightLoadError, or the stream's error.
         """
         ...

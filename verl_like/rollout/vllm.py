@@ -46,7 +46,12 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         seed: int,
         run_id: str,
     ) -> None:
-        super().__init__(dtype=dtype, tokenizer_size=tokenizer_size, max_model_len=max_model_len)
+        super().__init__(
+            dtype=dtype,
+            tokenizer_size=tokenizer_size,
+            max_model_len=max_model_len,
+            keeps_adapters=adapters_apart(model),
+        )
         compat.set_environment(process.device)
         tp = rollout.tensor_model_parallel_size
         replica = process.rank // tp
@@ -54,10 +59,10 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         self._asleep: set[str] = set()
         kwargs = engine_arguments(rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode)
-        self._lora_request: Any = vllm_lora.request() if adapters_apart(model) else None
+        self._lora_request: Any = vllm_lora.request() if self.keeps_adapters else None
         with preserve_rng():
             self._llm: Any = compat.start(kwargs, device=process.device, run_id=run_id)
-        if self._lora_request is not None and process.device.type == "cpu":
+        if self.keeps_adapters and process.device.type == "cpu":
             vllm_lora.compute_directly(self._llm)
         self._model: Any = compat.model_of(self._llm)
         if tokenizer_size < vocab_size:
@@ -129,7 +134,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
             meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
             if meta:
                 raise WeightLoadError(f"vLLM got no weights for {meta[:8]}")
-        if self._lora_request is not None:
+        if self.keeps_adapters:
             vllm_lora.put(self._llm, adapters)
             self._shapes |= {name: tensor.shape for name, tensor in adapters.items()}
         compat.drop_caches(self._llm)
@@ -140,7 +145,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     ) -> Iterator[tuple[str, Tensor]]:
         """The weights that vLLM's loader takes; what belongs to adapters is put aside."""
         for name, tensor in stream:
-            if self._lora_request is not None and vllm_lora.is_adapter(name):
+            if self.keeps_adapters and vllm_lora.is_adapter(name):
                 adapters[name] = tensor
             else:
                 self._shapes[name] = tensor.shape
@@ -154,7 +159,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         fused = compat.fused_parts(self._model)
         parameters = {name.replace(".base_layer.", "."): p for name, p in self._model.named_parameters()}
         found = unfuse(parameters, fused, self._shapes)
-        return found if self._lora_request is None else found | vllm_lora.held(self._llm, fused, self._shapes)
+        return found | vllm_lora.held(self._llm, fused, self._shapes) if self.keeps_adapters else found
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         params = compat.sampling_params(max_tokens=1, score_prompt=True)

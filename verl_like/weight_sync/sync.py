@@ -52,8 +52,8 @@ class WeightSync:
     """Syncs one training engine with one rollout engine in the same process. All methods are collective.
 
     trainer_dtype: what the trainer computes in; decides with the rollout's dtype how large a probe gap is normal.
-    adapters_apart: the base weights go once, and later syncs send the LoRA adapters alone. After a sync that failed, or
-    when the engine was unloaded, both go again.
+    An engine that keeps LoRA adapters apart gets the base weights once, and then the adapters alone; after a sync that
+    failed, or when the engine was unloaded, both again.
     """
 
     def __init__(
@@ -64,9 +64,7 @@ class WeightSync:
         process: ProcessInfo,
         *,
         trainer_dtype: torch.dtype = torch.float32,
-        adapters_apart: bool = False,
     ) -> None:
-        self._apart = adapters_apart
         self._engine = engine
         self._rollout = rollout
         self._process = process
@@ -103,7 +101,7 @@ class WeightSync:
 
     def _form(self) -> WeightForm:
         """The same on every rank: a sync that fails on one unloads the engines of all."""
-        if not self._apart:
+        if not self._rollout.keeps_adapters:
             return "merged"
         return "adapters" if self._rollout.holds_weights else "apart"
 

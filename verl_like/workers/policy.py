@@ -20,7 +20,6 @@ from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config
-from verl_like.models.lora import adapters_apart
 from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.build import build_rollout_engine
@@ -54,7 +53,6 @@ class PolicyWorker:
             spec.config.actor_rollout_ref.rollout,
             process,
             trainer_dtype=self.compute_dtype(),
-            adapters_apart=adapters_apart(spec.config.actor_rollout_ref.model),
         )
         self.switch = PhaseSwitch(enter_train=self.rollout.sleep, enter_rollout=self._enter_rollout)
         self.rollout.sleep()

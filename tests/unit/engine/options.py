@@ -85,6 +85,9 @@ def everything(process: ProcessInfo, path: str, folder: str) -> dict[str, Any]:
         "saved_lora": train_and_save(process, path, f"{folder}/lora", LORA),
         "saved_tied": train_and_save(process, path, f"{folder}/tied", TIED, writer="fsdp2"),
         "apart": apart(process, path),
+        "lora_ulysses": gradients(
+            build_engine(process, path, ulysses_size=2, model=LORA), experience(9), experience(9)
+        ),
         "mismatch": mismatch(process),
     }
 

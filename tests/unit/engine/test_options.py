@@ -71,6 +71,13 @@ def test_two_ranks_give_the_default_gradient_of_one(
         assert_same(one[default_of(name)], result["gradients"][name])
 
 
+def test_adapters_have_the_same_gradient_under_sequence_parallelism(
+    one: dict[str, dict[str, Tensor]], two: list[dict[str, Any]]
+) -> None:
+    for result in two:
+        assert_same(one["fsdp2_lora"], result["lora_ulysses"])
+
+
 @pytest.mark.parametrize(("part", "writer"), [("saved", "fsdp"), ("saved_lora", "fsdp"), ("saved_tied", "fsdp2")])
 def test_both_strategies_resume_from_a_checkpoint_of_either(two: list[dict[str, Any]], part: str, writer: str) -> None:
     saved = two[0][part]
