@@ -23,6 +23,7 @@ from verl_like.bench.report import Report, Row, check_comparable, finish
 from verl_like.bench.rows import random_prompts
 from verl_like.bench.shapes import BenchError
 from verl_like.models.loading import build_meta_model, load_hf_config
+from verl_like.models.lora import adapters_apart, attach
 from verl_like.observe.roofline import generation_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
@@ -87,9 +88,12 @@ def requests_of(job: Job, rank: int, number: int) -> list[GenerationRequest]:
 
 
 def random_weights(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The weight stream of a model that was never trained: normal with deviation 0.02, norms one."""
+    """The weight stream of a model that was never trained: normal with deviation 0.02, norms one; LoRA
+    adapters too where the engine keeps them apart."""
     model = job.spec.config.actor_rollout_ref.model
     tree = build_meta_model(model, load_hf_config(model), kind="policy")
+    if adapters_apart(model):
+        attach(tree.hf, model, dtype=dtype, seed=1)
     generator = torch.Generator(device).manual_seed(1)
     for name, parameter in tree.hf.named_parameters():
         if parameter.ndim == 1:

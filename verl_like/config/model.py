@@ -22,7 +22,7 @@ class LoraConfig(ConfigNode):
 
     merge: bool = True
     """Weight sync with LoRA: add the adapters into the weights before they are sent. False: base weights are sent once,
-    then the adapters alone, which the rollout engine keeps apart: faster syncs, slower generation."""
+    then the adapters alone, which the rollout engine keeps apart."""
 
 
 @dataclass(kw_only=True, slots=True)
