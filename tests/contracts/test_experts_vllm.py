@@ -68,8 +68,8 @@ def fault_is_found(engine: Any, sync: WeightSync, monkeypatch: pytest.MonkeyPatc
     swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     export = engine.export_weights
 
-    def exchanged(dtype: Any) -> Iterator[tuple[str, Any]]:
-        for name, tensor in export(dtype):
+    def exchanged(*settings: Any) -> Iterator[tuple[str, Any]]:
+        for name, tensor in export(*settings):
             part = name.split(".")[-2]
             yield (name.replace(part, swap[part]) if part in swap else name), tensor
 

@@ -20,7 +20,7 @@ from tests.unit.engine import tiny
 from tests.unit.models import zoo
 from tests.unit.models.test_packed_forward import assert_close, build, gradient_of, run
 from verl_like.config.model import ModelConfig
-from verl_like.models import families
+from verl_like.models import families, tensor_plan
 from verl_like.models.cost import ModelCost
 from verl_like.models.loading import load_hf_config
 
@@ -90,6 +90,12 @@ def test_refused_types_are_named_before_anything_is_loaded(tmp_path: Path, name:
     for packed in (True, False):
         with pytest.raises(ValueError, match=f"model type '{name}' is not available"):
             load_hf_config(ModelConfig(path=path, use_remove_padding=packed))
+
+
+def test_experts_are_not_split_among_ranks(tmp_path: Path) -> None:
+    config = ModelConfig(path=zoo.folder(tmp_path, "qwen3_moe"))
+    with pytest.raises(ValueError, match=r"plan for 'qwen3_moe' has styles that are not available here .*experts"):
+        tensor_plan.check_model(config, load_hf_config(config), 2)
 
 
 def test_a_listed_bias_is_in_the_model() -> None:
