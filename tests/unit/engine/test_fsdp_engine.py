@@ -46,14 +46,14 @@ def test_micro_batch_cut_does_not_matter(
     want = frozenset({"log_probs", "entropy"})
     whole = engine.forward(batch, want=want, rule=tiny.ONE_BATCH)
     for name, value in engine.forward(batch, want=want, rule=rule).items():
-        torch.testing.assert_close(value, whole[name], rtol=0, atol=2e-6)
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=5e-6)
         assert not value[~batch.response_mask_BR].any()
     monkeypatch.setattr("tests.unit.engine.scenarios.RULE", tiny.ONE_BATCH)
     expected = gradients(engine, batch, batch)
     monkeypatch.setattr("tests.unit.engine.scenarios.RULE", rule)
     for name, gradient in gradients(engine, batch, batch).items():
         scale = float(expected[name].abs().max()) + 1e-12
-        assert float((gradient - expected[name]).abs().max()) / scale < 2e-6, name
+        assert float((gradient - expected[name]).abs().max()) / scale < 5e-6, name
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])

@@ -69,7 +69,7 @@ def test_tied_embeddings_and_checkpointing(one: dict[str, Any], two: list[dict[s
 
 def test_weights_after_steps_agree(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     assert_same(two[0]["update"]["weights"], two[1]["update"]["weights"], 0.0)
-    assert_same(one["update"]["weights_1"], two[0]["update"]["weights_1"], 4e-6)  # AdamW divides by small gradients
+    assert_same(one["update"]["weights_1"], two[0]["update"]["weights_1"], 1e-5)  # AdamW divides by small gradients
     assert_same(one["update"]["weights"], two[0]["update"]["weights"], 1e-5)  # differences grow over three steps
     for seed in (1, 2, 3):
         assert one["update"][f"grad_norm_{seed}"] == pytest.approx(two[1]["update"][f"grad_norm_{seed}"], rel=1e-5)
