@@ -10,12 +10,10 @@ import pytest
 
 from tests.unit.engine import tiny
 from tests.unit.models import zoo
+from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models import families
-from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.rollout.build import build_rollout_engine
-from verl_like.rollout.protocol import RolloutEngine
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 MIXTURES = [name for name, row in families.FAMILIES.items() if families.VLLM in row.tested and "experts" in row.kind]
@@ -29,21 +27,6 @@ def process() -> Iterator[ProcessInfo]:
     shutdown_distributed()
 
 
-def start(path: str, process: ProcessInfo, run_id: str) -> RolloutEngine:
-    config = ModelConfig(path=path)
-    settings: Any = {"name": "vllm", "max_num_seqs": 8, "enforce_eager": True}
-    return build_rollout_engine(
-        RolloutConfig(**settings),
-        config,
-        process=process,
-        hf_config=load_hf_config(config),
-        tokenizer_size=tiny.VOCAB,
-        max_model_len=128,
-        seed=1,
-        run_id=run_id,
-    )
-
-
 @pytest.mark.parametrize("name", [FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in MIXTURES if n != FIRST)])
 def test_every_sync_reaches_the_kernels(
     process: ProcessInfo, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -51,7 +34,7 @@ def test_every_sync_reaches_the_kernels(
     """vLLM packs experts when it loads them; the second sync sends other weights and must be packed as well."""
     path = zoo.folder(tmp_path, name, num_attention_heads=2, num_key_value_heads=1)
     engine, batch = tiny.build_engine(process, path), tiny.experience(9)
-    rollout = start(path, process, name)
+    rollout = build_for("vllm", ModelConfig(path=path), process, tokenizer_size=tiny.VOCAB)
     sync = WeightSync(engine, rollout, RolloutConfig(), process)
     for version in (1, 2):
         report = sync.sync(version)

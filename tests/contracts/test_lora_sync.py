@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.engine import tiny
+from tests.unit.rollout.tiny import build_for
 from verl_like.batch import Sequences
-from verl_like.config import ModelConfig, OptimConfig, RolloutConfig, RolloutName
+from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.config.model import LoraConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.rollout import vllm_lora
-from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutEngine, RolloutError, SamplingParams
 from verl_like.rollout.vllm import VLLMRolloutEngine
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
@@ -50,23 +48,13 @@ def process() -> Iterator[ProcessInfo]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, process: ProcessInfo) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.build_engine(process, tiny.model_folder(folder, initializer_range=0.1)).export_hf(str(folder / "full"))
-    return str(folder / "full")
+    return tiny.trained_folder(tmp_path_factory.mktemp("model"), process, initializer_range=0.1)
 
 
 def build_rollout(name: str, path: str, process: ProcessInfo, tp: int = 1, **changes: Any) -> RolloutEngine:
     model = ModelConfig(path=path, **(LORA | changes))
-    return build_rollout_engine(
-        RolloutConfig(name=RolloutName(name), enforce_eager=True, max_num_seqs=32, tensor_model_parallel_size=tp),
-        model,
-        process=process,
-        hf_config=load_hf_config(model),
-        tokenizer_size=tiny.VOCAB,
-        max_model_len=128,
-        seed=1,
-        run_id=f"lora-{os.getpid()}",
-    )
+    settings = {"max_num_seqs": 32, "tensor_model_parallel_size": tp}
+    return build_for(name, model, process, tokenizer_size=tiny.VOCAB, **settings)
 
 
 @pytest.fixture(scope="module", params=["hf", "vllm"])
@@ -321,7 +309,7 @@ def test_ranks_of_vllm() -> None:
 def test_two_ranks(tmp_path: Path, path: str) -> None:
     """FSDP2 over two ranks into a copy per rank (hf) and into one tensor-parallel replica (vllm)."""
     names = ["hf", "vllm"] if importlib.util.find_spec("vllm") else ["hf"]
-    for out in run_two_ranks(tmp_path, path, names):
+    for out in run_on_two_ranks(__file__, tmp_path, path, ",".join(names)):
         for name in names:
             assert out[name]["forms"] == ["apart", "adapters", "adapters"]
             assert max(out[name]["gaps"]) < 1e-5
@@ -329,24 +317,6 @@ def test_two_ranks(tmp_path: Path, path: str) -> None:
             assert out[name]["version_after_error"] is None
             assert out[name]["form_after_error"] == "apart"
             assert out[name]["generated_gap"] < 1e-5
-
-
-def run_two_ranks(folder: Path, path: str, names: list[str]) -> list[dict[str, Any]]:
-    """This file, run as a script on two ranks."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    args = [str(tiny.free_port()), str(folder), path, ",".join(names)]
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), *args], env=env, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=200)
-            assert rank.returncode == 0, errors.decode()[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def rank_main(rank: int, port: int, folder: Path, path: str, names: list[str]) -> None:

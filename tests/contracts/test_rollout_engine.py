@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.rollout.tiny import (
     MAX_LEN,
     TOKENIZER_SIZE,
     build,
-    free_port,
     log_probs,
     single_process,
     state,
@@ -285,7 +284,7 @@ def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tm
         return
     expected = [[c.token_ids, c.log_probs] for c in engine.generate(requests(12))]
     scores = engine.score([[1, 2, 3, 4]])[0]
-    for out in run_two_ranks(tmp_path):
+    for out in run_on_two_ranks(__file__, tmp_path):
         assert out["version"] == 1
         assert [c[0] for c in out["completions"]] == [c[0] for c in expected]
         for got, wanted in zip(out["completions"], expected, strict=True):
@@ -297,29 +296,6 @@ def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tm
 
 def single_rank_of_two() -> ProcessInfo:
     return ProcessInfo(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"))
-
-
-def run_two_ranks(folder: Path) -> list[dict]:
-    """This file, run as a script on two ranks."""
-    port, root = free_port(), Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(port), str(folder)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=150)
-            assert process.returncode == 0, errors.decode()[-3000:]
-    finally:
-        for process in ranks:
-            process.kill()
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def rank_main(rank: int, port: int, folder: Path) -> None:

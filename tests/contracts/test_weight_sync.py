@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
+from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.rollout.tiny import (
     TOKENIZER_SIZE,
     FakeTrainEngine,
     Items,
     build,
-    free_port,
     log_probs,
     single_process,
     tiny_model,
@@ -205,7 +203,7 @@ def test_sharded_trainer_and_two_ranks(tmp_path: Path) -> None:
     names = ["hf", "vllm"] if importlib.util.find_spec("vllm") else ["hf"]
     model = tiny_model(seed=3)
     model.save_pretrained(tmp_path / "model")
-    for out in run_two_ranks(tmp_path, names):
+    for out in run_on_two_ranks(__file__, tmp_path, ",".join(names)):
         for name in names:
             assert out[name]["gap"] < 1e-5
             assert "failed on ranks [1]. Rank 1: shape" in out[name]["error"]
@@ -213,24 +211,6 @@ def test_sharded_trainer_and_two_ranks(tmp_path: Path) -> None:
             assert out[name]["recovered_gap"] < 1e-5
             tokens = REQUEST.prompt_ids + out[name]["tokens"]
             assert torch.allclose(torch.tensor(out[name]["log_probs"]), log_probs(model, tokens)[2:], atol=1e-5)
-
-
-def run_two_ranks(folder: Path, names: list[str]) -> list[dict[str, Any]]:
-    """This file, run as a script on two ranks."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    args = [str(free_port()), str(folder), ",".join(names)]
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), *args], env=env, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=200)
-            assert rank.returncode == 0, errors.decode()[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:

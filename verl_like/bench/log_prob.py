@@ -10,9 +10,9 @@ import argparse
 from functools import partial
 
 from verl_like.bench import phase
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job, share_of_rank
-from verl_like.bench.ranks import on_ranks, slowest, timed
-from verl_like.bench.report import Report, Row, check_comparable, finish
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, measure_on_ranks, phase_job, share_of_rank
+from verl_like.bench.ranks import slowest, timed
+from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rows import grouped_rows, tokens_with_shared_prompts
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
@@ -21,15 +21,7 @@ from verl_like.parallel.dist import ProcessInfo
 def main(arguments: argparse.Namespace) -> Report:
     """Measure, print the table."""
     with phase_job(arguments, f"{POLICY}.actor.old_log_probs=recompute") as job:
-        work = phase.work_of(arguments, job)
-        check_comparable("log-prob", work, arguments.compare)
-        ranks = on_ranks(
-            measure,
-            *(job, arguments.rounds),
-            num_ranks=job.num_ranks,
-            device=job.device,
-            threads=arguments.threads,
-        )
+        work, ranks = measure_on_ranks("log-prob", measure, arguments, job)
     batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
     responses, lengths = batch.response_length_B.tolist(), batch.num_tokens_B().tolist()
     peak = phase.total([peaks for _, peaks in ranks])

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Experience
 from verl_like.bench.inputs import model_config
+from verl_like.bench.ranks import on_ranks
+from verl_like.bench.report import check_comparable
 from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError, ModelShape, Workload
 from verl_like.config import resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
@@ -34,6 +36,7 @@ from verl_like.workers.policy import PolicyWorker
 from verl_like.workers.spec import WorkerSpec
 
 POLICY = "actor_rollout_ref"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,15 +145,21 @@ def overrides(folder: Path, workload: Workload, ranks: int | None) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def work_of(arguments: argparse.Namespace, job: Job, **more: Any) -> dict[str, Any]:
-    """What a report compares by: shapes, ranks, threads, changed keys."""
-    return {
+def measure_on_ranks(
+    bench: str, measure: Callable[..., Result], arguments: argparse.Namespace, job: Job, *inputs: Any, **more: Any
+) -> tuple[dict[str, Any], list[Result]]:
+    """measure(process, run_id, job, *inputs, rounds) on every rank of the job; with what a report compares by: shapes,
+    ranks, threads, changed keys and `more`. Raises BenchError first if the report to compare with is of other work."""
+    work = {
         "model": asdict(MODELS[arguments.model]),
         "workload": asdict(job.workload),
         "ranks": job.num_ranks,
         "threads": arguments.threads,
         "overrides": sorted(arguments.overrides),
     } | more
+    check_comparable(bench, work, arguments.compare)
+    options: dict[str, Any] = {"num_ranks": job.num_ranks, "device": job.device, "threads": arguments.threads}
+    return work, on_ranks(measure, job, *inputs, arguments.rounds, **options)
 
 
 class PhaseWorker(PolicyWorker):

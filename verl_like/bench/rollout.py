@@ -16,10 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl_like.bench import phase
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job
-from verl_like.bench.ranks import on_ranks, slowest, timed
-from verl_like.bench.report import Report, Row, check_comparable, finish
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, measure_on_ranks, phase_job
+from verl_like.bench.ranks import slowest, timed
+from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rows import random_prompts
 from verl_like.bench.shapes import BenchError
 from verl_like.models.loading import build_meta_model, load_hf_config
@@ -36,14 +35,8 @@ from verl_like.trainer.dispatch import rows_per_rank
 def main(arguments: argparse.Namespace) -> Report:
     """Measure, print the table."""
     with phase_job(arguments, f"{POLICY}.rollout.name={arguments.engine}", f"{POLICY}.rollout.ignore_eos=True") as job:
-        work = phase.work_of(arguments, job, engine=str(job.spec.config.actor_rollout_ref.rollout.name))
-        check_comparable("rollout", work, arguments.compare)
-        ranks = on_ranks(
-            measure,
-            *(job, arguments.rounds),
-            num_ranks=job.num_ranks,
-            device=job.device,
-            threads=arguments.threads,
+        work, ranks = measure_on_ranks(
+            "rollout", measure, arguments, job, engine=str(job.spec.config.actor_rollout_ref.rollout.name)
         )
     return finish(report_of(job, ranks, work), arguments.json, arguments.compare)
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from verl_like.bench import phase
 from verl_like.bench.bars import bars_of
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job
-from verl_like.bench.ranks import on_ranks, slowest, timed
-from verl_like.bench.report import Report, Row, check_comparable, finish, number
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, measure_on_ranks, phase_job
+from verl_like.bench.ranks import slowest, timed
+from verl_like.bench.report import Report, Row, finish, number
 from verl_like.bench.stages import StageClock, Staged
 from verl_like.observe.roofline import sync_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak, link_bandwidth
@@ -51,14 +50,8 @@ class RankFigures:
 def main(arguments: argparse.Namespace) -> Report:
     """Measure, print the table."""
     with phase_job(arguments, f"{POLICY}.rollout.name={arguments.engine}") as job:
-        work = phase.work_of(arguments, job, engine=str(job.spec.config.actor_rollout_ref.rollout.name))
-        check_comparable("sync", work, arguments.compare)
-        ranks = on_ranks(
-            measure,
-            *(job, arguments.rounds),
-            num_ranks=job.num_ranks,
-            device=job.device,
-            threads=arguments.threads,
+        work, ranks = measure_on_ranks(
+            "sync", measure, arguments, job, engine=str(job.spec.config.actor_rollout_ref.rollout.name)
         )
     return finish(report_of(job, ranks, work), arguments.json, arguments.compare)
 

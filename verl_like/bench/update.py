@@ -22,11 +22,10 @@ import torch
 
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.batch import Experience, Metric, merge_metrics
-from verl_like.bench import phase
 from verl_like.bench.bars import bars_of
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, phase_job, share_of_rank
-from verl_like.bench.ranks import on_ranks, slowest, timed
-from verl_like.bench.report import Report, Row, check_comparable, finish
+from verl_like.bench.phase import POLICY, Job, PhaseWorker, measure_on_ranks, phase_job, share_of_rank
+from verl_like.bench.ranks import slowest, timed
+from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rows import grouped_rows, tokens_with_shared_prompts
 from verl_like.bench.shapes import MODELS
 from verl_like.config.batch_plan import MicroBatchRule
@@ -69,14 +68,8 @@ def main(arguments: argparse.Namespace) -> Report:
     """Measure every variant, alternating between them; print the table."""
     variants = variants_of(arguments)
     with phase_job(arguments, f"{POLICY}.actor.optim.lr=0") as job:
-        work = phase.work_of(arguments, job, variants=[str(variant) for variant in variants])
-        check_comparable("update", work, arguments.compare)
-        ranks = on_ranks(
-            measure,
-            *(job, variants, arguments.rounds),
-            num_ranks=job.num_ranks,
-            device=job.device,
-            threads=arguments.threads,
+        work, ranks = measure_on_ranks(
+            "update", measure, arguments, job, variants, variants=[str(variant) for variant in variants]
         )
     batch = grouped_rows(job.workload, MODELS[arguments.model].vocab_size, seed=1)
     return finish(report_of(job, batch, variants, ranks, work), arguments.json, arguments.compare)

@@ -488,13 +488,13 @@ class FSDPEngine:
         tensors = self.sharding.model_state()
         if self._adapters is None or not loading.has_weights(self._model_config.path):
             return tensors
-        return {name: tensor for name, tensor in tensors.items() if lora.is_adapter(name)}
+        return {name: tensor for name, tensor in tensors.items() if lora.is_trained(name)}
 
     def _save_adapter(self, folder: Path) -> None:
         """The adapter as the peft library reads it, beside the sharded state."""
         if self._adapters is None:
             return
-        named = self.sharding.full_weights(torch.float32, lora.is_adapter)
+        named = self.sharding.full_weights(torch.float32, lora.is_trained)
         tensors = ((lora.peft_name(name.removeprefix(HF_PREFIX)), tensor) for name, tensor in named)
         config = self._adapters.peft_config(self._model_config.path, is_value_model=self.kind == "value")
         state.export_adapter(tensors, config, folder, rank=self.process.rank)

@@ -162,8 +162,13 @@ def attach(hf: PreTrainedModel, model: ModelConfig, *, dtype: torch.dtype, seed:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of a trained one: an adapter's, or the value head's."""
-    return name.endswith((f".{_A}", f".{_B}")) or name.endswith(f"{_VALUE_HEAD}.{_WEIGHT}")
+    """Whether a parameter's name is that of an adapter's A or B."""
+    return name.endswith((f".{_A}", f".{_B}"))
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter is trained beside a frozen base: an adapter, or the value head."""
+    return is_adapter(name) or name.endswith(f"{_VALUE_HEAD}.{_WEIGHT}")
 
 
 def peft_name(name: str) -> str:

@@ -62,12 +62,11 @@ def _by_tokens(num_tokens: Sequence[int], budget: int, prompts: PromptsOfRows | 
     alone = [[i] for i, n in enumerate(num_tokens) if n >= budget]
     shared = [i for i, n in enumerate(num_tokens) if n < budget]
     packed = few_bins([num_tokens[i] for i in shared], budget)
-    even = _karmarkar_karp([num_tokens[i] for i in shared], len(packed)) if packed else []
-    fits = all(sum(num_tokens[shared[j]] for j in rows) <= budget for rows in even)
-    chosen = [sorted(shared[j] for j in rows) for rows in (even if fits else packed)]
-    if prompts is not None:
-        grouped = fill_budget(shared, num_tokens, prompts, budget)
-        chosen = grouped if len(grouped) <= len(packed) else chosen
+    chosen = None if prompts is None else fill_budget(shared, num_tokens, prompts, budget)
+    if chosen is None or len(chosen) > len(packed):
+        even = _karmarkar_karp([num_tokens[i] for i in shared], len(packed)) if packed else []
+        fits = all(sum(num_tokens[shared[j]] for j in rows) <= budget for rows in even)
+        chosen = [sorted(shared[j] for j in rows) for rows in (even if fits else packed)]
     return sorted((rows for rows in alone + chosen if rows), key=lambda rows: rows[0])
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.models.lora import adapters_apart
+from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora
@@ -145,7 +145,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     ) -> Iterator[tuple[str, Tensor]]:
         """The weights that vLLM's loader takes; what belongs to adapters is put aside."""
         for name, tensor in stream:
-            if self.keeps_adapters and vllm_lora.is_adapter(name):
+            if self.keeps_adapters and is_adapter(name):
                 adapters[name] = tensor
             else:
                 self._shapes[name] = tensor.shape

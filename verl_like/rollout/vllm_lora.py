@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from verl_like.models.lora import is_adapter
 from verl_like.rollout.protocol import WeightLoadError
 
 _ID, _NAME = 1, "policy"
@@ -28,11 +29,6 @@ def engine_options(rank: int) -> dict[str, Any]:
             f"{ranks[-1]}; set model.lora.merge=True"
         )
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in ranks if r >= rank)}
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a tensor of the weight stream belongs to an adapter."""
-    return name.endswith((_A, _B))
 
 
 def request() -> Any:

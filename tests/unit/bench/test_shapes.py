@@ -7,20 +7,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from tests.unit.bench.tiny import MODEL
 from verl_like.bench.inputs import REWARD, word_tokenizer, write_inputs
-from verl_like.bench.shapes import MODELS, WORKLOADS, ModelShape, Workload
+from verl_like.bench.shapes import MODELS, WORKLOADS, Workload
 from verl_like.models.cost import ModelCost
 from verl_like.models.loading import load_tokenizer
-
-TINY = ModelShape(
-    hidden_size=32,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    intermediate_size=32,
-    vocab_size=20,
-    tied_embeddings=True,
-)
 
 
 @pytest.mark.parametrize("name", [name for name, load in WORKLOADS.items() if load.mean_response is not None])
@@ -36,7 +27,7 @@ def test_drawn_lengths_have_the_mean_and_the_bound(name: str) -> None:
 
 def test_inputs_are_a_run_of_the_trainer(tmp_path: Path) -> None:
     load = Workload(num_prompts=2, responses_per_prompt=2, prompt_length=5, mean_response=None, max_response=8)
-    write_inputs(tmp_path, TINY, load, num_steps=3)
+    write_inputs(tmp_path, MODEL, load, num_steps=3)
     rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
     assert len(rows) == 6

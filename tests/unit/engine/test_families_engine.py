@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.unit.engine import moe_scenarios, tiny
-from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
+from tests.unit.engine.tiny import PolicyLoss, ValueLoss, assert_same, build_engine, denominators, experience, weights
 from tests.unit.models import zoo
+from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.models import families
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.protocol import GenerationRequest, SamplingParams
 from verl_like.weight_sync.sync import WeightSync
 
@@ -57,14 +56,6 @@ def one(process: ProcessInfo, paths: dict[str, str], two: Any) -> dict[str, Any]
     return moe_scenarios.everything(process, paths, None)
 
 
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 3e-6) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        scale = float(a[name].abs().max()) + 1e-12
-        gap = float((a[name] - b[name]).abs().max()) / scale
-        assert gap <= tolerance, f"{name}: relative difference {gap:.1e}"
-
-
 def generated(rollout: Any) -> tiny.Experience:
     """Responses of mixed lengths to prompts of mixed lengths, with the log-probs the rollout engine reported."""
     asked = [
@@ -98,16 +89,7 @@ def test_an_adapted_model_is_delivered_and_generates_what_the_trainer_scores(
     batch = experience(4)
     engine.train_minibatch(batch, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
     config = ModelConfig(path=path, **settings)  # pyright: ignore[reportArgumentType]
-    rollout = build_rollout_engine(
-        RolloutConfig(name="hf", max_num_seqs=8),  # pyright: ignore[reportArgumentType]
-        config,
-        process=process,
-        hf_config=load_hf_config(config),
-        tokenizer_size=tiny.VOCAB,
-        max_model_len=40,
-        seed=1,
-        run_id=name,
-    )
+    rollout = build_for("hf", config, process, tokenizer_size=tiny.VOCAB, max_model_len=40)
     report = WeightSync(engine, rollout, RolloutConfig(), process).sync(1)
     assert report.num_read_back >= report.num_tensors == len(engine.weight_names())
     rows = generated(rollout)

@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.unit.engine import tiny
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
+from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.rollout.build import build_rollout_engine
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
@@ -36,9 +35,7 @@ def process() -> Iterator[ProcessInfo]:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, process: ProcessInfo) -> str:
     """A folder with weights: a run starts from a trained model."""
-    folder = tmp_path_factory.mktemp("model")
-    build_engine(process, tiny.model_folder(folder)).export_hf(str(folder / "full"))
-    return str(folder / "full")
+    return tiny.trained_folder(tmp_path_factory.mktemp("model"), process)
 
 
 def lora_engine(process: ProcessInfo, path: str, model: dict[str, Any] | None = None, **changes: Any) -> FSDPEngine:
@@ -167,17 +164,8 @@ def test_adapters_that_are_not_delivered_fail_the_sync(
     process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted fault: the base weights go out without the adapters, every name and checksum in order."""
-    engine, config = lora_engine(process, path), ModelConfig(path=path)
-    rollout = build_rollout_engine(
-        RolloutConfig(name="hf", max_num_seqs=8),  # pyright: ignore[reportArgumentType]
-        config,
-        process=process,
-        hf_config=load_hf_config(config),
-        tokenizer_size=tiny.VOCAB,
-        max_model_len=128,
-        seed=1,
-        run_id="lora",
-    )
+    engine = lora_engine(process, path)
+    rollout = build_for("hf", ModelConfig(path=path), process, tokenizer_size=tiny.VOCAB)
     sync = WeightSync(engine, rollout, RolloutConfig(), process)
     sync.sync(1)
     for seed in range(3):

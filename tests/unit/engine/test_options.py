@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.engine import options, tiny
 from tests.unit.engine.options import OPTIONS
-from tests.unit.engine.tiny import build_engine
+from tests.unit.engine.tiny import assert_same, build_engine
 from verl_like.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
 from verl_like.models.blocks import check_compiler
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
@@ -43,14 +43,6 @@ def one(process: ProcessInfo, path: str) -> dict[str, dict[str, Tensor]]:
 def two(tmp_path_factory: pytest.TempPathFactory, path: str) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two")
     return tiny.spawn_ranks(2, options.everything, folder / "ranks", path, str(folder / "saved"))
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 2e-6) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        scale = float(a[name].abs().max()) + 1e-12
-        gap = float((a[name] - b[name]).abs().max()) / scale
-        assert gap <= tolerance, f"{name}: relative difference {gap:.1e}"
 
 
 def default_of(name: str) -> str:

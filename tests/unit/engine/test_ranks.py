@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.unit.engine import scenarios, tiny
-from tests.unit.engine.tiny import build_engine, weights
+from tests.unit.engine.tiny import assert_same, build_engine, weights
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 
 ALL = ["model", "optimizer", "extra"]
@@ -42,14 +41,6 @@ def two(tmp_path_factory: pytest.TempPathFactory, path: str, saved: Path) -> lis
 @pytest.fixture(scope="module")
 def one(process: ProcessInfo, path: str, two: list[dict[str, Any]]) -> dict[str, Any]:
     return scenarios.everything(process, path, None)
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        scale = float(a[name].abs().max()) + 1e-12
-        gap = float((a[name] - b[name]).abs().max()) / scale
-        assert gap <= tolerance, f"{name}: relative difference {gap:.1e}"
 
 
 @pytest.mark.parametrize("share", ["gradients_even", "gradients_first", "gradients_sync_last"])

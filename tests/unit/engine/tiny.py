@@ -62,6 +62,21 @@ def model_folder(path: Path, architecture: str = "qwen2", **changes: Any) -> str
     return str(folder)
 
 
+def trained_folder(path: Path, process: ProcessInfo, **changes: Any) -> str:
+    """A folder with weights: a run starts from a trained model."""
+    build_engine(process, model_folder(path, **changes)).export_hf(str(path / "full"))
+    return str(path / "full")
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 2e-6) -> None:
+    """Equal by name, up to `tolerance` of each tensor's largest number."""
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = float(a[name].abs().max()) + 1e-12
+        gap = float((a[name] - b[name]).abs().max()) / scale
+        assert gap <= tolerance, f"{name}: relative difference {gap:.1e}"
+
+
 def experience(
     num_rows: int, *, seed: int = 0, vocab: int = VOCAB, max_response: int = 12, rows_per_prompt: int = 1
 ) -> Experience:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.unit.models.interpreter import run_interpreted
 from verl_like.models.fused_linear import Head, fused_reductions
 
 WANT = frozenset({"log_probs", "entropy", "sum_pi_squared"})
@@ -39,11 +37,4 @@ def compare() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_kernels_equal_the_torch_path() -> None:
     code = "from tests.unit.models.test_fused_triton import compare; compare()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(code, timeout_s=120)

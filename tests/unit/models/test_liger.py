@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import GPT2Config, Qwen2Config
 
+from tests.unit.models.interpreter import run_interpreted
 from verl_like.config.model import ModelConfig
 from verl_like.models import liger, loading
 
@@ -72,14 +70,7 @@ def compare(folder: str) -> None:
 @has_liger
 def test_kernels_equal_transformers(tmp_path: Path) -> None:
     code = f"from tests.unit.models.test_liger import compare; compare({str(tmp_path)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(code, timeout_s=240)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_targets(path: str, changes: dict[str, Any], leaves: list[str]) -> None:
     assert list(adapters.targets) == leaves and len(adapters.names) == 2 * len(leaves)
     trained = {name for name, p in hf.named_parameters() if p.requires_grad}
     assert trained == {f"{name}.{part}.weight" for name in adapters.names for part in ("lora_A", "lora_B")}
-    assert all(lora.is_adapter(name) for name in trained)
+    assert all(lora.is_trained(name) for name in trained)
 
 
 def test_one_layer_alone_is_named_in_full(path: str) -> None:

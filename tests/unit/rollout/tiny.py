@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl_like.batch import Sequences
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.protocol import RolloutEngine
@@ -92,16 +94,31 @@ def single_process() -> ProcessInfo:
     return init_distributed(0, 1, 0, 1, "127.0.0.1", free_port(), "cpu")
 
 
-def build(name: str, folder: Path, process: ProcessInfo, **rollout: object) -> RolloutEngine:
+def build(name: str, folder: Path, process: ProcessInfo, **rollout: Any) -> RolloutEngine:
     """An engine over the tiny model's config."""
     tiny_config().save_pretrained(folder)
+    return build_for(
+        name, ModelConfig(path=str(folder)), process, tokenizer_size=TOKENIZER_SIZE, max_num_seqs=32, **rollout
+    )
+
+
+def build_for(
+    name: str,
+    model: ModelConfig,
+    process: ProcessInfo,
+    *,
+    tokenizer_size: int,
+    max_model_len: int = MAX_LEN,
+    **rollout: Any,
+) -> RolloutEngine:
+    """An engine over a model's folder."""
     return build_rollout_engine(
-        RolloutConfig(name=name, enforce_eager=True, max_num_seqs=32, **rollout),
-        ModelConfig(path=str(folder)),
+        RolloutConfig(**{"name": name, "enforce_eager": True, "max_num_seqs": 8, **rollout}),
+        model,
         process=process,
-        hf_config=tiny_config(),
-        tokenizer_size=TOKENIZER_SIZE,
-        max_model_len=MAX_LEN,
+        hf_config=load_hf_config(model),
+        tokenizer_size=tokenizer_size,
+        max_model_len=max_model_len,
         seed=1,
         run_id=f"test-{os.getpid()}",
     )

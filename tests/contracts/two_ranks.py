@@ -1,0 +1,32 @@
+"""A test file run again as a script, on two ranks: for engines that cannot live in the process of the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from verl_like.cluster.environment import free_port
+
+TIMEOUT_S = 200
+
+
+def run_on_two_ranks(script: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """`python script <rank> <port> <folder> <arguments>` twice; what each rank leaves in folder/rank<rank>.json."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    shared = [str(free_port("127.0.0.1")), str(folder), *arguments]
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]  # files: a full pipe of one rank would stop both
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(rank), *shared], env=env, stdout=log, stderr=subprocess.STDOUT)
+        for rank, log in enumerate([path.open("w") for path in logs])
+    ]
+    try:
+        for rank, log in zip(ranks, logs, strict=True):
+            assert rank.wait(timeout=TIMEOUT_S) == 0, log.read_text()[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
