@@ -49,7 +49,11 @@ class FSDPConfig(ConfigNode):
     offload_policy: bool = False
     """FSDP2: keep parameters, gradients and optimizer in CPU memory also while training."""
     reshard_after_forward: bool = True
-    """Free the gathered parameters after the forward pass and gather them again for the backward."""
+    """Free the gathered parameters after the forward pass and gather them again for the backward; False: keep them for
+    all micro-batches of an update."""
+    sync_every_micro_batch: bool = True
+    """Add up gradients over the processes after each micro-batch (least memory). False: once an update, at the price of
+    a whole float32 gradient in every process. A process alone does it once in any case (strategy=fsdp2)."""
     fsdp_size: int = -1
     """[processes] Processes that share one copy of the model; -1: all of them."""
     tensor_parallel_size: int = 1

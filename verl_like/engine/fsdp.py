@@ -55,8 +55,6 @@ class FSDPEngine:
     compile_blocks: torch.compile each sharded layer.
     ulysses_size: so many neighbouring ranks share the same rows and hold a slice of their tokens each.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
-    sync_every_micro_batch: reduce gradients after each micro-batch (least memory) or once at the last one, at the
-    price of an unsharded float32 gradient on every rank.
     """
 
     def __init__(
@@ -74,13 +72,12 @@ class FSDPEngine:
         ulysses_size: int = 1,
         tokenizer_size: int | None = None,
         seed: int = 1,
-        sync_every_micro_batch: bool = True,
     ) -> None:
         self.kind: Kind = kind
         self.process = process
         self.device = process.device
         self._model_config, self._fsdp = model, fsdp
-        self._grad_clip, self._sync_every = grad_clip, sync_every_micro_batch
+        self._grad_clip = grad_clip
         self.packed = loading.uses_packing(model)
         self.shares_prompts = loading.shares_prompts(model)
         self.hf_config = loading.load_hf_config(model)
@@ -289,7 +286,7 @@ class FSDPEngine:
             learning, watched = microbatch.set_apart(batch.to("cpu"), without_gradient_B)
             metrics = self._watch(watched, loss_fn, denominators, rule, temperature, other)
             parts = self._cut(learning, rule) or [None]  # the collectives of backward must run once at least
-            sync_every = self._sync_every and not self.sharding.reduces_once
+            sync_every = self._fsdp.sync_every_micro_batch and not self.sharding.reduces_once
             for i, part in enumerate(parts):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))

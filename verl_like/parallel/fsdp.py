@@ -40,9 +40,12 @@ class FSDP2Sharding:
     compute_dtype: what weights are gathered in; the shards keep the dtype they have.
     tensor: which linear layers to split among the ranks of tensor-parallel groups. A layer is then sharded over the
     ranks that hold the same split, the root over all ranks: each rank of a group has its own part of the root's work.
+
+    A rank alone has nobody to add up gradients with: doing it once costs no memory, unless the shards are narrower than
+    the sum. On a CPU it keeps the gathered weights as well, as with reshard_after_forward=False: they are a copy, and
+    copying them for every micro-batch costs several percent of a small model's update (docs/performance.md).
     """
 
-    reduces_once = False
     reads_from_host = True
 
     def __init__(
@@ -67,6 +70,9 @@ class FSDP2Sharding:
             whole = build_tensor_mesh(device, fsdp.fsdp_size, tensor.size)
             self._layer_mesh = whole[tuple(whole.mesh_dim_names or ())[:-1]]
             self._splitter = TensorSplitter(tensor, whole["tensor"])
+        alone = dist.get_world_size() == 1 and not fsdp.offload_policy
+        self.reduces_once = alone and all(p.dtype == reduce_dtype for p in model.parameters() if p.requires_grad)
+        keep_gathered = not fsdp.reshard_after_forward or (alone and device.type == "cpu")
         shared = {
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
             "offload_policy": offload,
@@ -75,13 +81,15 @@ class FSDP2Sharding:
             weights.fill(layer)
             if self._splitter is not None:
                 self._splitter.split(layer)
-            fully_shard(layer, mesh=self._layer_mesh, **shared, reshard_after_forward=fsdp.reshard_after_forward)
+            fully_shard(layer, mesh=self._layer_mesh, **shared, reshard_after_forward=not keep_gathered)
         if self._splitter is not None:
             self._splitter.check_complete()
         weights.fill(model)
         fully_shard(model, mesh=self._mesh, **shared, reshard_after_forward=False)
         if fsdp.forward_prefetch:
             _prefetch_next(model, layers)
+        if keep_gathered:  # until `reshard`: the micro-batches of an update gather once
+            model.set_reshard_after_backward(False)
         _sum_gradients(model)
 
     def set_gradient_sync(self, enabled: bool) -> None:

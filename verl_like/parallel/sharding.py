@@ -27,7 +27,7 @@ class Sharding(Protocol):
     shard_index: int
     """Which shard this rank holds; the same on all replicas of it."""
     reduces_once: bool
-    """Gradients may be reduced only once per optimizer step, not after every micro-batch."""
+    """Gradients are reduced only once per optimizer step, whatever fsdp_config.sync_every_micro_batch says."""
     reads_from_host: bool
     """Weights can be gathered and states read while `move_params` has them in host memory."""
 
@@ -41,7 +41,7 @@ class Sharding(Protocol):
         ...
 
     def reshard(self) -> None:
-        """Free the gathered weights that a forward pass without backward leaves behind."""
+        """Free the gathered weights that passes leave behind; before an optimizer step reads the shards."""
         ...
 
     def parameters(self) -> list[nn.Parameter]:

@@ -122,7 +122,7 @@ class SelfCheck:
                 "rows shared out": self.gradient(engine, mine, whole, few),
                 "all rows on the first": self.gradient(engine, skewed, whole, few),
             }
-            once = self.engine(process, packed=engine.packed, sync_every_micro_batch=False)
+            once = self.engine(process, packed=engine.packed, reduce_once=True)
             return found | {"gradients reduced once": self.gradient(once, mine, whole, few)}
         backwards = whole.select(range(len(whole) - 1, -1, -1))
         padded_only = bool(why_padded(engine.hf_config))
@@ -138,23 +138,25 @@ class SelfCheck:
         }
 
     def engine(
-        self, process: ProcessInfo, *, packed: bool, fused: bool | None = None, sync_every_micro_batch: bool = True
+        self, process: ProcessInfo, *, packed: bool, fused: bool | None = None, reduce_once: bool = False
     ) -> FSDPEngine:
         """The actor as the configuration wants it, in float32, packed and fused or the reference path."""
         policy = self.config.actor_rollout_ref
         fused = packed if fused is None else fused
+        fsdp = dataclasses.replace(policy.actor.fsdp_config, dtype="float32", model_dtype="float32")
+        if reduce_once:
+            fsdp = dataclasses.replace(fsdp, sync_every_micro_batch=False)
         return FSDPEngine(
             kind="policy",
             process=process,
             model=dataclasses.replace(policy.model, use_remove_padding=packed, use_fused_kernels=fused),
-            fsdp=dataclasses.replace(policy.actor.fsdp_config, dtype="float32", model_dtype="float32"),
+            fsdp=fsdp,
             optim=OptimConfig(),
             grad_clip=None,
             num_schedule_steps=1,
             strategy=policy.actor.strategy,
             tokenizer_size=self.vocab_size(),
             seed=self.config.trainer.seed,
-            sync_every_micro_batch=sync_every_micro_batch,
         )
 
     def gradient(

@@ -21,6 +21,8 @@ TIED = {"override_config": {"tie_word_embeddings": True}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2_keep_gathered": {"fsdp": FSDPConfig(reshard_after_forward=False)},
+    "fsdp2_summed_once": {"fsdp": FSDPConfig(sync_every_micro_batch=False)},
+    "fsdp2_zero2_summed_once": {"fsdp": FSDPConfig(reshard_after_forward=False, sync_every_micro_batch=False)},
     "fsdp2_prefetch": {"fsdp": FSDPConfig(forward_prefetch=True)},
     "fsdp2_cpu_offload_policy": {"fsdp": FSDPConfig(offload_policy=True)},
     "fsdp2_replicated": {"fsdp": FSDPConfig(fsdp_size=1)},
@@ -31,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp2_selective": {"model": {"enable_gradient_checkpointing": True, "recompute_granularity": "selective"}},
     "fsdp1": {"strategy": "fsdp"},
     "fsdp1_keep_gathered": {"strategy": "fsdp", "fsdp": FSDPConfig(reshard_after_forward=False)},
+    "fsdp1_summed_once": {"strategy": "fsdp", "fsdp": FSDPConfig(sync_every_micro_batch=False)},
     "fsdp1_prefetch": {"strategy": "fsdp", "fsdp": FSDPConfig(forward_prefetch=True)},
     "fsdp1_replicated": {"strategy": "fsdp", "fsdp": FSDPConfig(fsdp_size=1)},
     "fsdp1_tied": {"strategy": "fsdp", "model": {"override_config": {"tie_word_embeddings": True}}},
@@ -89,7 +92,21 @@ def everything(process: ProcessInfo, path: str, folder: str) -> dict[str, Any]:
             build_engine(process, path, ulysses_size=2, model=LORA), experience(9), experience(9)
         ),
         "mismatch": mismatch(process),
+        "collectives": {name: collectives(process, path, OPTIONS[name]) for name in SUMMED},
     }
+
+
+SUMMED = ("fsdp2", "fsdp2_keep_gathered", "fsdp2_summed_once", "fsdp2_zero2_summed_once")
+
+
+def collectives(process: ProcessInfo, path: str, settings: dict[str, Any]) -> dict[str, int]:
+    """How often an update of four micro-batches gathers and reduces, all units of FSDP together."""
+    engine, batch = build_engine(process, path, **settings), experience(8)
+    rows, rule = my_rows(process, batch, "even"), MicroBatchRule(max_sequences=8 // process.world_size // 4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.train_minibatch(rows, PolicyLoss(), denominators(batch), rule=rule)
+    names = [event.name.partition(" ")[0] for event in profile.events()]
+    return {"gathers": names.count("FSDP::all_gather"), "reductions": names.count("FSDP::post_backward_reduce")}
 
 
 def apart(process: ProcessInfo, path: str) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:

@@ -43,9 +43,8 @@ def update(process: ProcessInfo, path: str, save_to: str | None = None) -> dict[
     engine = build_engine(process, path)
     result["gradients_even"] = gradients(engine, my_rows(process, batch, "even"), batch)
     result["gradients_first"] = gradients(engine, my_rows(process, batch, "first"), batch)
-    engine._sync_every = False
-    result["gradients_sync_last"] = gradients(engine, my_rows(process, batch, "even"), batch)
-    engine._sync_every = True
+    once = build_engine(process, path, fsdp=FSDPConfig(sync_every_micro_batch=False))
+    result["gradients_sync_last"] = gradients(once, my_rows(process, batch, "even"), batch)
     result["log_probs"] = engine.forward(
         my_rows(process, batch, "even"), want=frozenset({"log_probs"}), rule=RULE, temperature=0.7
     )["log_probs"]

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.engine import options, tiny
 from tests.unit.engine.options import OPTIONS
 from tests.unit.engine.tiny import assert_same, build_engine
+from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
 from verl_like.models.blocks import check_compiler
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
@@ -61,6 +63,42 @@ def test_two_ranks_give_the_default_gradient_of_one(
 ) -> None:
     for result in two:
         assert_same(one[default_of(name)], result["gradients"][name])
+
+
+def test_what_an_update_of_four_micro_batches_gathers_and_reduces(
+    two: list[dict[str, Any]], process: ProcessInfo, path: str
+) -> None:
+    """Two layers and the root. A layer is gathered for the forward and the backward pass; a rank alone reduces once."""
+    assert two[0]["collectives"] == {
+        "fsdp2": {"gathers": 4 * (2 + 2 + 1), "reductions": 4 * 3},
+        "fsdp2_keep_gathered": {"gathers": 3, "reductions": 4 * 3},
+        "fsdp2_summed_once": {"gathers": 4 * (2 + 2 + 1), "reductions": 3},
+        "fsdp2_zero2_summed_once": {"gathers": 3, "reductions": 3},
+    }
+    assert options.collectives(process, path, {})["reductions"] == 3
+
+
+def test_a_rank_alone_adds_up_in_the_precision_of_its_shards(process: ProcessInfo, path: str) -> None:
+    """Gradients of bfloat16 shards would be twice as large while they wait in float32."""
+    for fsdp, once in ((FSDPConfig(), True), (FSDPConfig(model_dtype="bfloat16"), False)):
+        assert build_engine(process, path, fsdp=fsdp).sharding.reduces_once is once
+
+
+@pytest.mark.parametrize("cpu_keeps", [True, False])
+def test_a_rank_alone_on_a_cpu_keeps_its_copies(process: ProcessInfo, path: str, cpu_keeps: bool) -> None:
+    """Between the micro-batches of an update; not where weights belong on the host for good (offload_policy)."""
+    engine, batch = build_engine(process, path, fsdp=FSDPConfig(offload_policy=not cpu_keeps)), tiny.experience(4)
+    gathered = []
+
+    class Watching(tiny.PolicyLoss):
+        def __call__(self, *arguments: Any) -> Any:
+            weight = engine.model.hf.model.layers[0].mlp.up_proj.weight
+            gathered.append(not isinstance(weight, DTensor))
+            return super().__call__(*arguments)
+
+    engine.train_minibatch(batch, Watching(), tiny.denominators(batch), rule=MicroBatchRule(max_sequences=1))
+    assert gathered == [cpu_keeps] * 4
+    assert all(isinstance(p, DTensor) for p in engine.model.parameters())
 
 
 def test_adapters_have_the_same_gradient_under_sequence_parallelism(
