@@ -95,7 +95,13 @@ def flash_attention_version() -> int | None:
     """3 on Hopper with flash_attn_interface, else 2 with flash_attn, else None."""
     if importlib.util.find_spec("flash_attn_interface") is not None and torch.cuda.get_device_capability()[0] == 9:
         return 3
-    return 2 if importlib.util.find_spec("flash_attn") is not None else None
+    return 2 if _has_flash_attention_2() else None
+
+
+def _has_flash_attention_2() -> bool:
+    """FlashAttention 4, which serving engines bring along, has the same name, but no module of that name itself."""
+    found = importlib.util.find_spec("flash_attn")
+    return found is not None and found.origin is not None
 
 
 def _varlen(
@@ -112,7 +118,7 @@ def _varlen(
     if segments.layout is not None:  # a row's queries are its last tokens: causal masks are aligned at the end
         k, v = segments.layout.spread(k), segments.layout.spread(v)
     version, left = flash_attention_version(), -1 if window is None else window - 1
-    if version is None or (dropout and version == 3 and importlib.util.find_spec("flash_attn") is None):
+    if version is None or (dropout and version == 3 and not _has_flash_attention_2()):
         if dropout:
             raise ValueError("attention dropout on packed sequences needs flash-attn: install it, or set dropout to 0")
         return _torch_varlen(q, k, v, segments, scaling, left)
@@ -141,19 +147,17 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: 
 
     bounds, longest = (segments.cu_own, segments.cu_seqlens), (segments.max_own_length, segments.max_length)
     options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
-    if q.shape[1] != k.shape[1]:
-        if _varlen_shares_keys():
-            options["enable_gqa"] = True
-        else:  # earlier versions of torch
-            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    if q.shape[1] != k.shape[1] and _varlen_asks_for_shared_keys():
+        options["enable_gqa"] = True
     output = varlen_attn(q, k, v, *bounds, *longest, **options)
     assert isinstance(output, Tensor)
     return output
 
 
 @functools.cache
-def _varlen_shares_keys() -> bool:
-    """Whether this torch's varlen attention takes fewer key heads than query heads (2.12 and later)."""
+def _varlen_asks_for_shared_keys() -> bool:
+    """Whether varlen_attn wants to be told of fewer key heads than query heads. Its kernel shares them in every version;
+    torch 2.12 began to compare the numbers of heads in front of it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

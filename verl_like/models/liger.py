@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from verl_like.models import lean_ops
 from verl_like.models.lean_model import KNOWN_TYPES, Functions
 
 
@@ -33,13 +34,18 @@ def check_liger(config: PretrainedConfig, device: torch.device) -> None:
         )
 
 
-def functions() -> Functions:
-    """Liger's functions. SiLU and tanh-approximated GELU are the activations that it has kernels for."""
+def functions(*, products_are_kept: bool) -> Functions:
+    """Liger's functions. SiLU and tanh-approximated GELU are the activations that it has kernels for.
+
+    products_are_kept: selective recomputation keeps the results of matrix products for the backward pass. Liger rotates
+    queries and keys in place, and where nothing is recomputed nobody notices; here the kept projections would be
+    rotated once more. The lean function writes new tensors.
+    """
     from liger_kernel.transformers import functional
 
     return Functions(
         rms_norm=_rms_norm,
-        rotary=functional.liger_rope,
+        rotary=lean_ops.apply_rotary if products_are_kept else functional.liger_rope,
         gated={
             "SiLU": functional.liger_swiglu,
             "SiLUActivation": functional.liger_swiglu,

@@ -91,7 +91,8 @@ def replace_functions(hf: PreTrainedModel, model: ModelConfig, device: torch.dev
     The reference path (padded rows, full logits) stays plain.
     """
     if model.use_liger and (uses_packing(model) or model.use_fused_kernels):
-        log.info("Liger kernels: %s", put_in(hf, liger.functions()))
+        keeps = model.enable_gradient_checkpointing and model.recompute_granularity == "selective"
+        log.info("Liger kernels: %s", put_in(hf, liger.functions(products_are_kept=keeps)))
     elif model.use_lean_ops and uses_packing(model) and device.type == "cpu" and not compiled:
         log.debug("lean functions: %s", put_in(hf, Functions()))
 

@@ -7,6 +7,7 @@ vllm_compat.py.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from verl_like.rollout.base import BaseRolloutEngine
 from verl_like.rollout.protocol import Completion, GenerationRequest, WeightLoadError
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.step_loop import Lockstep, StepLoop
+
+logger = logging.getLogger(__name__)
 
 _SLEEPERS = ("weights", "kv_cache")  # what vLLM can put to sleep, in the order it must come back for a weight load
 _FOLLOW_TIMEOUT_S = 600.0  # how long a rank waits for requests that its replica's first rank has already been given
@@ -166,11 +169,10 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         for i, sequence in enumerate(sequences):
             compat.add_request(self._llm, f"score-{i}", list(sequence), params, self._lora_request)
         found = {output.request_id: output for output in self._drain()}
-        scored = []
-        for i, sequence in enumerate(sequences):
-            entries = found[f"score-{i}"].prompt_logprobs[1:]
-            scored.append([entry[token].logprob for entry, token in zip(entries, sequence[1:], strict=True)])
-        return scored
+        prompts = [found[f"score-{i}"].prompt_logprobs for i in range(len(sequences))]
+        return [
+            compat.log_probs_of(entries, sequence[1:]) for entries, sequence in zip(prompts, sequences, strict=True)
+        ]
 
     def _drain(self) -> list[Any]:
         engine, outputs = self._llm.llm_engine, []
@@ -207,8 +209,17 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     def shutdown(self) -> None:
         super().shutdown()
         if self._llm is not None:
+            self._wake_to_die()
             compat.stop(self._llm)
             self._llm = self._model = None
+            compat.free()
+
+    def _wake_to_die(self) -> None:
+        """vLLM cannot free memory that sleeps: it reports CUDA errors, and this process could start no other engine."""
+        try:
+            self._wake(*_SLEEPERS)
+        except Exception:
+            logger.warning("vLLM could not be woken before its end: CUDA errors may follow", exc_info=True)
 
     def _completion(self, output: Any) -> Completion:
         sampled = output.outputs[0]
@@ -218,7 +229,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         return Completion(
             request_id=output.request_id,
             token_ids=token_ids,
-            log_probs=[entry[t].logprob for entry, t in zip(sampled.logprobs, token_ids, strict=True)],
+            log_probs=compat.log_probs_of(sampled.logprobs, token_ids),
             finish_reason=sampled.finish_reason,
             weight_version=self._version if self._version is not None else -1,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,10 +98,19 @@ def sampling_params(
         seed=seed,
         logprobs=None if score_prompt else 0,
         prompt_logprobs=0 if score_prompt else None,
+        flat_logprobs=True,  # lists of numbers: no dict and no object for every token of every response
         detokenize=False,
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def log_probs_of(entries: Any, token_ids: Sequence[int]) -> list[float]:
+    """The log-probs of these tokens out of vLLM's FlatLogprobs, which hold one number for each and no other (the first
+    token of a prompt has none). RuntimeError if they are not of these tokens."""
+    if entries.token_ids != list(token_ids):
+        raise RuntimeError(f"vLLM gave log-probs of {len(entries.token_ids)} tokens, not of the {len(token_ids)} asked for")
+    return list(entries.logprobs)
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -220,7 +229,7 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
 
 
 def stop(llm: Any) -> None:
-    """Shut the engine down and leave torch.distributed's default group, which is not vLLM's, alone."""
+    """Shut the engine down and leave torch.distributed's default group, which is not vLLM's, alone. `free` follows."""
     from vllm.distributed import parallel_state
 
     llm.llm_engine.engine_core.shutdown()
@@ -228,4 +237,11 @@ def stop(llm: Any) -> None:
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
         parallel_state._WORLD = None
+
+
+def free() -> None:
+    """Give back what a stopped engine held, once nobody refers to it: vLLM keeps the model as long as the engine, and
+    its memory pool takes no second engine before."""
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

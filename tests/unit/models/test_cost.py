@@ -50,7 +50,10 @@ def test_agrees_with_torch_flop_counter_but_for_the_causal_half():
         model(input_ids=torch.zeros(1, length, dtype=torch.long))
     dense = cost.forward_flops([length], length) - cost.attention_flops(length)
     full_square = 4 * cost.attention_width * 3 * length * length  # eager attention computes the masked half too
-    assert counter.get_total_flops() == pytest.approx(dense + full_square, rel=1e-9)
+    by_module = counter.get_flop_counts()
+    angles = sum(sum(own.values()) for name, own in by_module.items() if name.endswith(".rotary_emb"))
+    # transformers before 5.19 computes the rotary embedding's angles by a matrix product
+    assert counter.get_total_flops() - angles == pytest.approx(dense + full_square, rel=1e-9)
 
 
 def test_a_sliding_window_bounds_the_pairs():

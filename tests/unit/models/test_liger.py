@@ -60,16 +60,45 @@ def compare(folder: str) -> None:
                 seed=5,
             )
             if with_liger:
-                assert put_in(model.hf, liger.functions()) == Replaced(norms=norms, rotaries=2, mlps=2)
+                functions = liger.functions(products_are_kept=False)
+                assert put_in(model.hf, functions) == Replaced(norms=norms, rotaries=2, mlps=2)
             outputs = run(model, rows, packed=True)
             results.append((outputs, gradient_of(model, outputs)))
         for ours, theirs in zip(*results, strict=True):
             assert_close(ours, theirs)
 
 
+def compare_selective(folder: str) -> None:
+    """Selective recomputation: gradients of one layer with Liger's functions against those without."""
+    from tests.unit.engine import tiny
+    from tests.unit.models.test_packed_forward import gradient_of, run
+    from verl_like.models import blocks
+    from verl_like.models.lean_model import put_in
+
+    teach_the_interpreter()
+    rows = tiny.experience(2, max_response=4)
+    path, gradients = tiny.model_folder(Path(folder), "llama", num_hidden_layers=1), []
+    for kept in (None, True, False):
+        config = ModelConfig(path=path)
+        hf_config = loading.load_hf_config(config)
+        model = loading.build_token_model(
+            config, hf_config, kind="policy", dtype=torch.float32, vocab_size=tiny.VOCAB, seed=5
+        )
+        blocks.enable_checkpointing(model.hf, selective=True)
+        if kept is not None:
+            put_in(model.hf, liger.functions(products_are_kept=kept))
+        model.train()
+        gradient = gradient_of(model, run(model, rows, packed=True))
+        gradients.append(torch.cat([g.flatten() for g in gradient.values()]))
+    plain, right, rotated_twice = gradients
+    torch.testing.assert_close(right, plain, rtol=1e-4, atol=1e-4)
+    assert float((rotated_twice - plain).norm() / plain.norm()) > 0.01  # what Liger's rotary embedding would do here
+
+
 @has_liger
-def test_kernels_equal_transformers(tmp_path: Path) -> None:
-    code = f"from tests.unit.models.test_liger import compare; compare({str(tmp_path)!r})"
+@pytest.mark.parametrize("name", ["compare", "compare_selective"])
+def test_kernels_equal_transformers(tmp_path: Path, name: str) -> None:
+    code = f"from tests.unit.models.test_liger import {name}; {name}({str(tmp_path)!r})"
     run_interpreted(code, timeout_s=240)
 
 

@@ -39,7 +39,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMRolloutEngine:
     made._loop = StepLoop(made, device=torch.device("cpu"), follow_timeout_s=0.0)
     monkeypatch.setattr(vllm_compat, "reload", lambda llm, stream: llm.events.append("reload"))
     monkeypatch.setattr(vllm_compat, "drop_caches", lambda llm: None)
-    monkeypatch.setattr(vllm_compat, "stop", lambda llm: None)
+    monkeypatch.setattr(vllm_compat, "stop", lambda llm: llm.events.append("stop"))
     return made
 
 
@@ -74,3 +74,26 @@ def test_a_step_launched_ahead_is_taken_in_before_sleep_and_load(engine: VLLMRol
     engine.load_weights([], version=1)
     assert engine._llm.events[2:] == ["step", "weights", "reload", "kv_cache"]
     engine.shutdown()
+
+
+def test_a_sleeping_engine_is_woken_before_its_end(engine: VLLMRolloutEngine) -> None:
+    recorder = engine._llm
+    engine.sleep()
+    engine.shutdown()
+    assert recorder.events == ["sleep", "weights", "kv_cache", "stop"]
+    assert engine._llm is None and engine._model is None  # both hold the weights
+
+
+def test_an_engine_that_cannot_wake_ends_all_the_same(
+    engine: VLLMRolloutEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = engine._llm
+
+    def fail(tags: list[str]) -> None:
+        raise RuntimeError("CUDA Error: out of memory")
+
+    engine.sleep()
+    monkeypatch.setattr(recorder, "wake_up", fail)
+    engine.shutdown()
+    assert recorder.events == ["sleep", "stop"]
+    assert "out of memory" in caplog.text

@@ -1,0 +1,62 @@
+"""Which kernel packed attention takes on a GPU, and what it is called with: the kernels themselves need one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from verl_like.models import attention
+from verl_like.models.packing import Segments
+
+
+@pytest.fixture(autouse=True)
+def fresh_answers() -> Iterator[None]:
+    cached = (attention.flash_attention_version, attention._varlen_asks_for_shared_keys)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.mark.skipif(attention._has_flash_attention_2(), reason="FlashAttention is installed here")
+@pytest.mark.parametrize(("file", "version"), [("flash_attn/__init__.py", 2), ("flash_attn/cute/__init__.py", None)])
+def test_flash_attention_4_is_not_taken_for_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, version: int | None
+) -> None:
+    """Version 4 is installed as flash_attn.cute alone, without flash_attn_varlen_func."""
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert attention.flash_attention_version() == version
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_torchs_kernel_gets_key_heads_as_they_are(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    """Both forms of varlen_attn: of torch 2.11, and of 2.12 and later, which compare the numbers of heads."""
+    calls: list[dict[str, Any]] = []
+
+    def recorded(query: Tensor, **given: Any) -> Tensor:
+        calls.append(given)
+        return query
+
+    def of_2_11(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        return recorded(query, heads=key.shape[1], value_heads=value.shape[1], cu_q=cu_q, max_k=max_k, window=window_size)
+
+    def of_2_12(query, key, value, *bounds, enable_gqa=False, window_size=(-1, -1), scale=None):
+        return recorded(query, heads=key.shape[1], gqa=enable_gqa, window=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", of_2_12 if told else of_2_11)
+    segments = Segments([3, 4], torch.device("cpu"))
+    q, k = torch.zeros(1, 6, 7, 8), torch.zeros(1, 2, 7, 8)
+    attention._varlen(q, k, k, segments, None, 0.0, 3, None)
+    (call,) = calls
+    assert call["heads"] == 2 and call["window"] == (2, 0)
+    assert call["gqa"] if told else (call["cu_q"].tolist(), call["max_k"], call["value_heads"]) == ([0, 3, 7], 4, 2)
