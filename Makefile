@@ -1,4 +1,5 @@
-# Every target sets up what it needs (.venv) first; that is quick when nothing changed.
+# Every target sets up what it needs (.venv) first; that is quick when nothing changed. With NO_SETUP=1 PY=python3 they
+# take a Python that has everything already, on a host without a network for example.
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
@@ -11,7 +12,7 @@ help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: ## make the virtual environment (.venv) with everything in it; see scripts/setup_env.sh for its settings
-	@bash scripts/setup_env.sh
+	@$(if $(NO_SETUP),true,bash scripts/setup_env.sh)
 
 quickstart: setup ## train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores
 	@$(PY) recipes/quickstart/run.py $(ARGS)
@@ -29,8 +30,8 @@ gpu-report: setup ## everything on one CUDA device: its tests, then all benchmar
 	@mkdir -p outputs/gpu
 	-$(PYTEST) -m gpu -s tests/gpu > outputs/gpu/tests.txt 2>&1
 	@tail -n 3 outputs/gpu/tests.txt
-	-$(PY) -m verl_like.cli bench all --model 0.5b --workload w1 --out outputs/gpu/0.5b_w1
-	$(PY) -m verl_like.cli bench all --model 1.5b --workload w1 --out outputs/gpu/1.5b_w1
+	-$(PY) -m verl_like.cli bench all --model 0.5b --workload w1 --out outputs/gpu/0.5b_w1 $(ARGS)
+	$(PY) -m verl_like.cli bench all --model 1.5b --workload w1 --out outputs/gpu/1.5b_w1 $(ARGS)
 
 lint: setup ## ruff: rules and formatting
 	$(PY) -m ruff check .

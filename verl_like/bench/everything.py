@@ -33,21 +33,28 @@ def main(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     parts, failed = [f"# {arguments.model}, {arguments.workload}"], []
-    for task in chosen(arguments):
+    for task in map(with_what_is_there, chosen(arguments)):
         print(f"== verl-like bench {' '.join(task.options)}", flush=True)
         path = out / f"{task.name}.json"
         path.unlink(missing_ok=True)
         problem = run(task, path, out / f"{task.name}.log")
-        if problem is None:
-            parts.append(f"`verl-like bench {' '.join(task.options)}`\n\n{Report.load(path).table()}")
-        else:
+        if problem is not None:
             failed.append(task.name)
-            parts.append(f"`verl-like bench {' '.join(task.options)}` FAILED:\n\n```\n{problem}\n```")
+        parts.append(section(task, path, problem))
         print(parts[-1], end="\n\n", flush=True)
         (out / "table.md").write_text("\n\n".join(parts) + "\n")  # after each: a broken-off run leaves a table too
     print(f"written: {out / 'table.md'}")
     if failed:
         raise BenchError(f"failed: {', '.join(failed)}; see {out}/<name>.log")
+
+
+def section(task: Task, path: Path, problem: str | None) -> str:
+    """A benchmark's part of the page: its table, what went wrong, or both where it broke off after its figures."""
+    command = f"`verl-like bench {' '.join(task.options)}`"
+    parts = [f"{command} FAILED:" if problem else command]
+    parts += [Report.load(path).table()] if path.exists() else []
+    parts += [f"```\n{problem}\n```"] if problem else []
+    return "\n\n".join(parts)
 
 
 def chosen(arguments: argparse.Namespace) -> list[Task]:
@@ -88,6 +95,15 @@ def tasks_of(arguments: argparse.Namespace) -> list[Task]:
         own = [f"actor_rollout_ref.rollout.name={arguments.engine}", *arguments.overrides]
         tasks.append(Task(name="grpo", options=["grpo", *step, *alone, "--", *own]))
     return tasks
+
+
+def with_what_is_there(task: Task) -> Task:
+    """Whole steps are measured without the generation alone where that benchmark failed."""
+    if "--rollout" not in task.options:
+        return task
+    at = task.options.index("--rollout")
+    there = Path(task.options[at + 1]).exists()
+    return task if there else Task(name=task.name, options=task.options[:at] + task.options[at + 2 :])
 
 
 def run(task: Task, json_path: Path, log_path: Path) -> str | None:

@@ -156,8 +156,8 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: 
 
 @functools.cache
 def _varlen_asks_for_shared_keys() -> bool:
-    """Whether varlen_attn wants to be told of fewer key heads than query heads. Its kernel shares them in every version;
-    torch 2.12 began to compare the numbers of heads in front of it."""
+    """Whether varlen_attn wants to be told of fewer key heads than query heads: from torch 2.12 on it compares their
+    numbers. The kernel behind it shares key heads in every version."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

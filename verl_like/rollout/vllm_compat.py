@@ -109,7 +109,9 @@ def log_probs_of(entries: Any, token_ids: Sequence[int]) -> list[float]:
     """The log-probs of these tokens out of vLLM's FlatLogprobs, which hold one number for each and no other (the first
     token of a prompt has none). RuntimeError if they are not of these tokens."""
     if entries.token_ids != list(token_ids):
-        raise RuntimeError(f"vLLM gave log-probs of {len(entries.token_ids)} tokens, not of the {len(token_ids)} asked for")
+        raise RuntimeError(
+            f"vLLM gave log-probs of {len(entries.token_ids)} tokens, not of the {len(token_ids)} asked for"
+        )
     return list(entries.logprobs)
 
 

@@ -81,6 +81,44 @@ def test_a_failure_is_named_and_the_others_run(tmp_path: Path, monkeypatch: pyte
     assert "no such kernel" in table and table.index("| packing") < table.index("FAILED") < table.index("| head")
 
 
+def test_figures_of_a_process_that_crashed_at_its_end_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(task: Task, json_path: Path, log_path: Path) -> str | None:
+        Report(bench=task.name, work={}, rows=[Row(name="x", seconds=1.0)]).save(json_path)
+        return "pure virtual method called\n(exit status -6)"
+
+    monkeypatch.setattr(everything, "run", run)
+    with pytest.raises(SystemExit, match="failed: packing"):
+        main(["bench", "all", "--only", "packing", "--out", str(tmp_path)])
+    table = (tmp_path / "table.md").read_text()
+    assert table.index("FAILED") < table.index("| packing") < table.index("(exit status -6)")
+
+
+def test_whole_steps_run_without_the_generation_alone_where_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Task] = []
+
+    def run(task: Task, json_path: Path, log_path: Path) -> str | None:
+        ran.append(task)
+        if task.name == "rollout":
+            if len(ran) == 1:
+                return "no vllm"
+            json_path.write_text(figures)
+        return None if task.name == "rollout" else "planted"
+
+    Report(bench="rollout", work={}, rows=[Row(name="x", seconds=1.0)]).save(tmp_path / "made.json")
+    figures = (tmp_path / "made.json").read_text()
+    monkeypatch.setattr(everything, "run", run)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            main(["bench", "all", "--only", "rollout", "grpo", "--out", str(tmp_path)])
+    failed, there = (task.options for task in ran if task.name == "grpo")
+    assert "--rollout" not in failed and failed[-2:] == there[-2:]
+    assert there[there.index("--rollout") + 1] == str(tmp_path / "rollout.json")
+
+
 def test_the_last_lines_of_a_failed_process(tmp_path: Path) -> None:
     problem = everything.run(Task(name="x", options=["no-such-bench"]), tmp_path / "x.json", tmp_path / "x.log")
     assert problem is not None and "invalid choice" in problem and "(exit status 2)" in problem

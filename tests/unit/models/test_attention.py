@@ -48,15 +48,17 @@ def test_torchs_kernel_gets_key_heads_as_they_are(monkeypatch: pytest.MonkeyPatc
         return query
 
     def of_2_11(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-        return recorded(query, heads=key.shape[1], value_heads=value.shape[1], cu_q=cu_q, max_k=max_k, window=window_size)
+        return recorded(
+            query, heads=key.shape[1], value_heads=value.shape[1], cu_q=cu_q, max_k=max_k, window=window_size
+        )
 
     def of_2_12(query, key, value, *bounds, enable_gqa=False, window_size=(-1, -1), scale=None):
-        return recorded(query, heads=key.shape[1], gqa=enable_gqa, window=window_size)
+        return recorded(query, heads=(key.shape[1], value.shape[1]), gqa=enable_gqa, window=window_size)
 
     monkeypatch.setattr(varlen, "varlen_attn", of_2_12 if told else of_2_11)
     segments = Segments([3, 4], torch.device("cpu"))
     q, k = torch.zeros(1, 6, 7, 8), torch.zeros(1, 2, 7, 8)
     attention._varlen(q, k, k, segments, None, 0.0, 3, None)
     (call,) = calls
-    assert call["heads"] == 2 and call["window"] == (2, 0)
-    assert call["gqa"] if told else (call["cu_q"].tolist(), call["max_k"], call["value_heads"]) == ([0, 3, 7], 4, 2)
+    assert call["heads"] == (2, 2) and call["window"] == (2, 0)
+    assert call["gqa"] if told else (call["cu_q"].tolist(), call["max_k"]) == ([0, 3, 7], 4)
