@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 from verl_like.models import attention
 from verl_like.models.packing import Segments
+from verl_like.models.shared_prompts import shared_layout
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +50,8 @@ def test_torchs_kernel_gets_key_heads_as_they_are(monkeypatch: pytest.MonkeyPatc
         return query
 
     def of_2_11(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-        return recorded(
-            query, heads=key.shape[1], value_heads=value.shape[1], cu_q=cu_q, max_k=max_k, window=window_size
-        )
+        heads = (key.shape[1], value.shape[1])
+        return recorded(query, heads=heads, cu_q=cu_q, max_k=max_k, window=window_size)
 
     def of_2_12(query, key, value, *bounds, enable_gqa=False, window_size=(-1, -1), scale=None):
         return recorded(query, heads=(key.shape[1], value.shape[1]), gqa=enable_gqa, window=window_size)
@@ -62,3 +63,24 @@ def test_torchs_kernel_gets_key_heads_as_they_are(monkeypatch: pytest.MonkeyPatc
     (call,) = calls
     assert call["heads"] == (2, 2) and call["window"] == (2, 0)
     assert call["gqa"] if told else (call["cu_q"].tolist(), call["max_k"]) == ([0, 3, 7], 4)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("shared", [False, True])
+def test_torchs_operator_takes_what_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, window: int | None
+) -> None:
+    """This torch's own operator and its gradient, on tensors that have a shape and a precision, but no values."""
+    monkeypatch.setattr(attention, "flash_attention_version", lambda: None)
+    segments = Segments([3, 4], torch.device("cpu"))
+    if shared:  # both rows answer a prompt of two tokens
+        length_S, prompt_S, first_S, start_S = (torch.tensor(t) for t in ([3, 4], [2, 2], [0, 0], [0, 3]))
+        layout = shared_layout(length_S, prompt_S, first_S, start_S)
+        segments = Segments([3, 4], torch.device("cpu"), own_lengths=[3, 2], layout=layout)
+    tokens = sum(segments.own_lengths)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (torch.empty(1, heads, tokens, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (6, 2, 2))
+        output = attention._varlen(q, k, v, segments, 0.5, 0.0, window, None)
+        output.sum().backward()
+    assert output.shape == (tokens, 6, 8) and output.dtype == torch.bfloat16
+    assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]  # type: ignore[union-attr]

@@ -34,7 +34,25 @@ def compare() -> None:
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@needs_triton
 def test_kernels_equal_the_torch_path() -> None:
     code = "from tests.unit.models.test_fused_triton import compare; compare()"
     run_interpreted(code, timeout_s=120)
+
+
+@needs_triton
+def test_kernels_compile_for_hopper() -> None:
+    """To machine code, with this Triton's own assembler; no GPU takes part."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from verl_like.models import fused_triton
+
+    numbers = {"vocab": "i32", "z_stride": "i32", "out_stride": "i32", "target_ptr": "*i64", "BLOCK": "constexpr"}
+    for kernel in (fused_triton._forward_kernel, fused_triton._backward_kernel):
+        signature = {name: numbers.get(name, "*fp32") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, {"BLOCK": fused_triton._BLOCK})
+        assert compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
