@@ -228,6 +228,14 @@ def test_the_trainers_random_numbers_are_left_alone(engine: RolloutEngine) -> No
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_requests_without_a_seed_draw_other_numbers_each_time(engine: RolloutEngine) -> None:
+    """The trainer draws none in between."""
+    asked = [dataclasses.replace(r, seed=None) for r in requests(4)]
+    drawn = [[c.token_ids for c in engine.generate(asked)] for _ in range(2)]
+    drawn += [[c.token_ids for part in engine.stream(asked) for c in part] for _ in range(2)]
+    assert len({str(sorted(tokens)) for tokens in drawn}) == 4
+
+
 def test_new_weights_replace_all_old_ones(engine: RolloutEngine) -> None:
     other = tiny_model(seed=9)
     tokens = list(range(20))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutError
-from verl_like.rollout.rng import preserve_rng
+from verl_like.rollout.rng import OwnRandomNumbers, preserve_rng
 from verl_like.rollout.step_loop import StepLoop
 
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
@@ -23,12 +23,13 @@ class BaseRolloutEngine:
     _loop: StepLoop
 
     def __init__(
-        self, *, dtype: torch.dtype, tokenizer_size: int, max_model_len: int, keeps_adapters: bool = False
+        self, *, dtype: torch.dtype, tokenizer_size: int, max_model_len: int, seed: int, keeps_adapters: bool = False
     ) -> None:
         self.dtype = dtype
         self.tokenizer_size = tokenizer_size
         self.max_model_len = max_model_len
         self.keeps_adapters = keeps_adapters
+        self._random = OwnRandomNumbers(seed)  # for requests without a seed
         self._version: int | None = None
         self._holds_weights = False
 
@@ -48,13 +49,13 @@ class BaseRolloutEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self._require_weights()
-        with preserve_rng():
+        with self._random.used():
             futures = [self.submit(request) for request in requests]
             return [future.result() for future in futures]
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
         self._require_weights()
-        with preserve_rng():
+        with self._random.used():
             ended: SimpleQueue[Future[Completion]] = SimpleQueue()
             for request in requests:
                 self.submit(request).add_done_callback(ended.put)

@@ -82,6 +82,7 @@ class HFRolloutEngine(BaseRolloutEngine):
             dtype=dtype,
             tokenizer_size=tokenizer_size,
             max_model_len=max_model_len,
+            seed=seed + process.rank,
             keeps_adapters=lora.adapters_apart(model),
         )
         if rollout.tensor_model_parallel_size > 1:

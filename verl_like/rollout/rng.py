@@ -1,25 +1,73 @@
-"""Keep the trainer's random numbers out of the rollout engine's hands (vLLM reseeds torch's global generators)."""
+"""Keep the trainer's random numbers out of the rollout engine's hands (vLLM reseeds torch's global generators), and the
+engine's out of the trainer's."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Generators:
+    """States of the global generators: python's, numpy's, torch's on the CPU and on all CUDA devices."""
+
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    cuda: list[Tensor] | None
+
+    @classmethod
+    def now(cls) -> _Generators:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def put_back(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Save the states of python's, numpy's and torch's (CPU and all CUDA) global generators and put them back."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    """Save the states of all global generators and put them back."""
+    outside = _Generators.now()
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if cuda_states is not None:
-            torch.cuda.set_rng_state_all(cuda_states)
+        outside.put_back()
+
+
+class OwnRandomNumbers:
+    """A stream of random numbers for code that draws from the global generators: it goes on where it stopped.
+
+    With `preserve_rng` alone every call would begin with the trainer's numbers, which nobody draws in between, and so
+    sample with the same ones.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._inside: _Generators | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, the global generators are this stream's."""
+        with preserve_rng():
+            if self._inside is None:
+                random.seed(self._seed)
+                np.random.seed(self._seed % 2**32)
+                torch.manual_seed(self._seed)
+            else:
+                self._inside.put_back()
+            try:
+                yield
+            finally:
+                self._inside = _Generators.now()

@@ -49,16 +49,16 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         seed: int,
         run_id: str,
     ) -> None:
+        tp = rollout.tensor_model_parallel_size
+        self._seed = request_seed(seed, 0, process.rank // tp, 0) % 2**31  # of this replica
         super().__init__(
             dtype=dtype,
             tokenizer_size=tokenizer_size,
             max_model_len=max_model_len,
+            seed=self._seed,
             keeps_adapters=adapters_apart(model),
         )
         compat.set_environment(process.device)
-        tp = rollout.tensor_model_parallel_size
-        replica = process.rank // tp
-        self._seed = request_seed(seed, 0, replica, 0) % 2**31
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         self._asleep: set[str] = set()
         kwargs = engine_arguments(rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode)
