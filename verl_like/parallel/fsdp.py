@@ -193,8 +193,9 @@ class FSDP2Sharding:
 
 def gather(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The full tensor on every rank, cast before the gather so that only `dtype` travels (collective)."""
-    local = local_tensor(tensor.detach()).to(device=device, dtype=dtype)
-    if not isinstance(tensor, DTensor):
+    alone = isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1
+    local = local_tensor(tensor.detach()).to(device=device, dtype=dtype, copy=alone)
+    if alone or not isinstance(tensor, DTensor):  # a gather from one rank costs what the copy does several times over
         return local
     shard = DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()

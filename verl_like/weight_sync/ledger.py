@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from verl_like.weight_sync.checksum import checksum
+from verl_like.weight_sync.checksum import checksum, values
 
 
 class WeightLedger:
@@ -23,7 +23,7 @@ class WeightLedger:
         self._with_checksums = with_checksums
         self._seen: set[str] = set()
         self._problems: list[str] = []
-        self.checksums: dict[str, int] = {}
+        self.checksums: dict[str, Tensor] = {}  # int64, without dimensions
         self.num_bytes = 0
 
     @property
@@ -50,11 +50,10 @@ class WeightLedger:
 
     def differences(self, held: dict[str, Tensor]) -> list[str]:
         """Names whose tensor, as the engine holds it, is not what was sent."""
-        return [
-            f"differs in the rollout engine: {name}"
-            for name, tensor in held.items()
-            if name in self.checksums and checksum(tensor) != self.checksums[name]
-        ]
+        names = [name for name in held if name in self.checksums]
+        found = values([checksum(held[name]) for name in names])
+        sent = values([self.checksums[name] for name in names])
+        return [f"differs in the rollout engine: {n}" for n, a, b in zip(names, found, sent, strict=True) if a != b]
 
     def _accept(self, name: str, tensor: Tensor) -> bool:
         if name not in self._expected:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_like.weight_sync import checksum as checksums
 from verl_like.weight_sync.checksum import checksum
 from verl_like.weight_sync.ledger import WeightLedger
 from verl_like.weight_sync.transport import in_buckets
@@ -66,11 +67,27 @@ def test_checksum_does_not_depend_on_layout(dtype: torch.dtype) -> None:
     assert checksum(tensor.t()) != checksum(tensor)
 
 
-def test_checksum_of_a_tensor_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    whole = checksum(tensor)
-    monkeypatch.setattr("verl_like.weight_sync.checksum._CHUNK", 96)
-    assert checksum(tensor) == whole
+@pytest.mark.parametrize("numel", [0, 1, 4096, 3 * 4096 + 5])
+def test_checksum_is_the_sum_by_hand(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's whole numbers; and cut into blocks of rows."""
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bits = tensor.view(torch.int16).tolist()
+
+    def weight(number: int, step: int) -> int:
+        product = (number * step + 2**63) % 2**64 - 2**63
+        return (product ^ (product >> 29)) | 1
+
+    rows, columns = ([weight(n + 1, step) for n in range(4096)] for step in (checksums._STEP, checksums._TURN))
+    total = sum(bit * rows[i // 4096] * columns[i % 4096] for i, bit in enumerate(bits))
+    assert int(checksum(tensor)) % 2**64 == total % 2**64
+    monkeypatch.setattr(checksums, "_ROWS", 2)
+    assert int(checksum(tensor)) % 2**64 == total % 2**64
+
+
+def test_checksum_sees_exchanged_rows_and_columns_of_its_own_table() -> None:
+    tensor = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))
+    for other in (tensor.flip(0), tensor.flip(1), tensor.roll(1, 0), tensor.roll(1, 1)):
+        assert checksum(other) != checksum(tensor)
 
 
 def test_buckets_keep_order_and_size() -> None:
