@@ -63,6 +63,25 @@ def test_sync_generate_sleep_sync(rollout: RolloutEngine, process: ProcessInfo) 
         assert report.num_read_back == report.num_tensors
         done = rollout.generate(requests)
         assert all(0 <= t < TOKENIZER_SIZE for c in done for t in c.token_ids)
+        gaps = []  # what was sampled is what the log-probs are of
+        for request, completion in zip(requests[:8], done, strict=False):
+            scored = rollout.score([request.prompt_ids + completion.token_ids])[0][len(request.prompt_ids) - 1 :]
+            gaps += [abs(a - b) for a, b in zip(scored, completion.log_probs, strict=True)]
+        assert sum(gaps) / len(gaps) < 0.1
         rollout.sleep()
     rollout.wake()
     assert len(rollout.generate(requests)) == 40
+
+
+def test_generation_begins_after_the_load(rollout: RolloutEngine) -> None:
+    """Nothing waits for the device in between: both must be on one stream. A seed gives the same tokens again."""
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    requests = [GenerationRequest(request_id=str(i), prompt_ids=[1 + i], sampling=sampling, seed=i) for i in range(32)]
+    weights = [{name: p.detach().cuda() for name, p in tiny_model(seed=s).named_parameters()} for s in (3, 4)]
+    found: list[list[list[int]]] = []
+    for version in range(10, 16):
+        rollout.load_weights(iter(weights[version % 2].items()), version)
+        found.append([completion.token_ids for completion in rollout.generate(requests)])
+    for number, responses in enumerate(found[1:], start=1):  # other batches may flip a token
+        equal = [a == b for a, b in zip(found[0], responses, strict=True)]
+        assert sum(equal) > 24 if number % 2 == 0 else sum(equal) < 8

@@ -63,13 +63,19 @@ class Lockstep:
 
 
 class StepLoop:
-    """Owns the step thread, the queue in front of it and the futures behind it."""
+    """Owns the step thread, the queue in front of it and the futures behind it.
+
+    To be made by the thread that will load weights, when the engine has started: steps run on its CUDA stream.
+    """
 
     def __init__(
         self, engine: SteppedEngine, *, device: torch.device, lockstep: Lockstep | None = None, follow_timeout_s: float
     ) -> None:
         self._engine = engine
         self._device = device
+        # The current stream belongs to the thread too. On one of its own, steps could overtake the loading of weights,
+        # which the caller's thread does, and vLLM would read sampled tokens before they are there.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._lockstep = lockstep
         self._follow_timeout_s = follow_timeout_s
         self._engine_lock = threading.Lock()
@@ -121,8 +127,9 @@ class StepLoop:
         self._fail(RolloutError("the rollout engine was shut down"))
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
+        if self._stream is not None:
             torch.cuda.set_device(self._device)  # the current device belongs to the thread
+            torch.cuda.set_stream(self._stream)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._waiting or self._futures)

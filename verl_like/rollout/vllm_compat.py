@@ -39,9 +39,13 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
         _do_not_compile_token_ranks()
     set_num_threads = torch.set_num_threads
     try:
-        return LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
+        llm = LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
     finally:
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it by a function that does nothing
+    if device.type == "cuda":
+        # vLLM's own `current_stream` moves a thread that has not chosen a stream to a new one, in the midst of its work
+        torch.cuda.set_stream(torch.cuda.current_stream(device))
+    return llm
 
 
 def _do_not_compile_token_ranks() -> None:

@@ -156,3 +156,17 @@ def test_a_follower_that_is_never_given_a_request_says_so() -> None:
     with pytest.raises(RolloutError, match="was not given requests"):
         follower.submit(_request("only-follower")).result(10)
     leader.close(), follower.close()
+
+
+def test_steps_run_on_the_stream_of_the_thread_that_made_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA stream is chosen thread by thread; on different ones, steps and loading weights would not be ordered."""
+    chosen: list[tuple[str, object]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {threading.current_thread().name}")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "set_stream", lambda stream: chosen.append((threading.current_thread().name, stream))
+    )
+    loop = StepLoop(CountingEngine(), device=torch.device("cuda", 0), follow_timeout_s=1.0)
+    assert loop.submit(_request("a")).result(10).finish_reason == "length"
+    loop.close()
+    assert chosen == [("rollout-steps", f"stream of {threading.current_thread().name}")]
