@@ -59,6 +59,7 @@ def unloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     engine = build(request.param, tmp_path_factory.mktemp("model"), process)
     yield engine
     engine.shutdown()
+    assert torch.distributed.is_initialized()  # the group is the trainer's
     shutdown_distributed()
     mine = [name for name in set(os.listdir("/dev/shm")) - shared_memory if "verl_like" in name]
     assert not [name for name in mine if str(os.getpid()) in name]

@@ -236,13 +236,25 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
 
 def stop(llm: Any) -> None:
     """Shut the engine down and leave torch.distributed's default group, which is not vLLM's, alone. `free` follows."""
+    from vllm import envs
     from vllm.distributed import parallel_state
+    from vllm.v1.engine import core
 
-    llm.llm_engine.engine_core.shutdown()
+    clean_up = getattr(core, "cleanup_dist_env_and_memory", _nothing)
+    core.cleanup_dist_env_and_memory = _nothing  # it would destroy the default group too
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        core.cleanup_dist_env_and_memory = clean_up
+    envs.disable_envs_cache()  # an engine after this one reads the environment anew
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
         parallel_state._WORLD = None
+
+
+def _nothing() -> None:
+    """In place of what vLLM does when its own process ends."""
 
 
 def free() -> None:
