@@ -65,8 +65,10 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         self._lora_request: Any = vllm_lora.request() if self.keeps_adapters else None
         with preserve_rng():
             self._llm: Any = compat.start(kwargs, device=process.device, run_id=run_id)
-        if self.keeps_adapters and process.device.type == "cpu":
-            vllm_lora.compute_directly(self._llm)
+        if self.keeps_adapters:
+            vllm_lora.let_base_weights_in(self._llm)
+            if process.device.type == "cpu":
+                vllm_lora.compute_directly(self._llm)
         self._model: Any = compat.model_of(self._llm)
         if tokenizer_size < vocab_size:
             compat.mask_logits(self._model, tokenizer_size)

@@ -6,6 +6,8 @@ the worker lives in this process. B comes with its scale multiplied in, so that 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -36,6 +38,22 @@ def request() -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(_NAME, _ID, "in memory")
+
+
+def let_base_weights_in(llm: Any) -> None:
+    """A layer with an adapter takes its own weights under their old names, as vLLM's does in later versions; that of
+    vLLM 0.26 finds no parameter of that name."""
+    for module in _manager(llm).modules.values():
+        if not callable(getattr(module, "load_weights", None)):
+            module.load_weights = partial(_load_base, module)
+
+
+def _load_base(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    base: Any = module.base_layer
+    load = getattr(base, "load_weights", None)  # fused layers know their parts
+    return load(weights) if callable(load) else AutoWeightsLoader(base).load_weights(weights)
 
 
 def put(llm: Any, tensors: dict[str, Tensor]) -> None:
@@ -103,8 +121,10 @@ def _adapter(model: nn.Module, tensors: dict[str, Tensor]) -> Any:
 
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_A))
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    if hasattr(mapper, "get_rename_mapper"):  # later versions: without the rules that fuse modules
-        mapper = mapper.get_rename_mapper()
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):  # without the rules that fuse modules; the second: 0.26
+        if hasattr(mapper, name):
+            mapper = getattr(mapper, name)()
+            break
     first = next(iter(tensors.values()))
     return LoRAModel.from_lora_tensors(
         _ID,
