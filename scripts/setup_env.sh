@@ -129,7 +129,7 @@ print(*[r.replace(" ", "") for r in p["dependencies"] + p["optional-dependencies
 install_cuda() {
     local vllm=",vllm"
     [ -z "$WITHOUT_VLLM" ] || vllm=""
-    say "CUDA stack: this path has not been verified yet; STACK=cpu gives the tested one"
+    say "CUDA stack: its versions were tested on a CPU, this path on no GPU yet; STACK=cpu gives the tested one"
     step "installing torch, vLLM and the rest for CUDA (several GB)" pip_install -c constraints/cuda.txt setuptools \
         -e ".[dev$vllm]"
 }

@@ -236,7 +236,7 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
 
 def stop(llm: Any) -> None:
     """Shut the engine down and leave torch.distributed's default group, which is not vLLM's, alone. `free` follows."""
-    from vllm import envs
+    import vllm.envs as envs
     from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 

@@ -52,8 +52,8 @@ def _load_base(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iter
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
     base: Any = module.base_layer
-    load = getattr(base, "load_weights", None)  # fused layers know their parts
-    return load(weights) if callable(load) else AutoWeightsLoader(base).load_weights(weights)
+    load: Any = getattr(base, "load_weights", None)  # fused layers know their parts
+    return AutoWeightsLoader(base).load_weights(weights) if load is None else load(weights)
 
 
 def put(llm: Any, tensors: dict[str, Tensor]) -> None:
