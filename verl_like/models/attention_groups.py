@@ -5,47 +5,71 @@ causal attention needs no mask for that, because padding comes after every real 
 its share of Python and autograd, padding costs work that grows with width squared: `_WASTE` balances the two, as
 measured on a CPU (a call about 230 us forward and backward, a sequence of L tokens about 0.08 us x L^2). Long
 sequences therefore go one by one, short ones in a few calls. Where rows share a prompt, its queries are part of each
-row's call, and their result is read from the row that holds the prompt.
+row's call, and their result is read from the row that holds the prompt. The gather also puts the tokens of one
+key-value head together, which is what batched products need.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from verl_like.models.attention_blocks import block_attention
 from verl_like.models.packing import Segments
 from verl_like.models.token_layout import TokenLayout
 
 _WASTE = 2048  # [tokens^2] padding of one sequence up to which it joins a group
-_MATH_LENGTH = 512  # [tokens] up to which bfloat16 matrix products beat float32 flash attention on a CPU
+_PRODUCTS_LENGTH = 512  # [tokens] up to which matrix products are used on a CPU: faster, but memory is quadratic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Groups:
-    """How packed tokens are laid out for batched calls. `layout` is None where nothing moves."""
+    """How packed tokens are laid out for batched calls. `layout` is None where no token moves."""
 
     shapes: tuple[tuple[int, int], ...]  # (count, width) of each group
     layout: TokenLayout | None
+    by_heads: dict[int, TokenLayout | None] = field(default_factory=dict)  # `for_heads`, kept for the next layer
 
-    def lay_out(self, packed: Tensor, *, queries: bool = False) -> tuple[Tensor, ...]:
-        """[1, heads, T, D] -> one [count, heads, width, D] a group."""
-        tokens = packed[0].transpose(0, 1)  # [T, heads, D], contiguous as models compute it
-        if self.layout is not None:
-            tokens = self.layout.spread(tokens, queries=queries)
-        parts = tokens.split([count * width for count, width in self.shapes])
+    def for_heads(self, heads: int, device: torch.device) -> TokenLayout | None:
+        """The layout of (token, key-value head) pairs: in each group row by row, head by head, token by token."""
+        if heads not in self.by_heads:
+            layout = self.layout if heads == 1 else _whole(self.layout, self._num_slots()).split(self._spots(heads))
+            self.by_heads[heads] = None if layout is None else layout.to(device)
+        return self.by_heads[heads]
+
+    def _num_slots(self) -> int:
+        return sum(count * width for count, width in self.shapes)
+
+    def _spots(self, heads: int) -> Tensor:
+        """[K, heads]: where each slot's pair with each head stands."""
+        spots, start = [], 0
+        for count, width in self.shapes:
+            size = count * width * heads
+            spots.append(torch.arange(start, start + size).view(count, heads, width).transpose(1, 2).reshape(-1, heads))
+            start += size
+        return torch.cat(spots)
+
+    def lay_out(self, packed: Tensor, heads: int, *, queries: bool = False) -> tuple[Tensor, ...]:
+        """[1, r * heads, T, D] -> one [count * heads, width * r, D] a group: a token's r queries of one key-value head
+        stand together."""
+        tokens = packed[0].transpose(0, 1)  # [T, heads * r, D], contiguous as models compute it
+        repeats, dim = tokens.shape[1] // heads, tokens.shape[2]
+        rows, layout = tokens.reshape(-1, repeats * dim), self.for_heads(heads, packed.device)
+        if layout is not None:
+            rows = layout.spread(rows, queries=queries)
+        parts = rows.split([count * width * heads for count, width in self.shapes])
         pairs = zip(parts, self.shapes, strict=True)
-        return tuple(part.unflatten(0, shape).transpose(1, 2) for part, shape in pairs)
+        return tuple(part.view(count * heads, width * repeats, dim) for part, (count, width) in pairs)
 
-    def join(self, outputs: list[Tensor]) -> Tensor:
-        """The way back: [count, heads, width, D] each -> [T, heads, D]."""
-        rows = [output.transpose(1, 2).flatten(0, 1) for output in outputs]
-        joined = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return joined if self.layout is None else self.layout.collect(joined)
+    def join(self, outputs: list[Tensor], heads: int, repeats: int) -> Tensor:
+        """The way back: [count * heads, width * r, D] each -> [T, heads * r, D]."""
+        dim = outputs[0].shape[-1]
+        rows = [output.reshape(-1, repeats * dim) for output in outputs]
+        joined, layout = rows[0] if len(rows) == 1 else torch.cat(rows), self.for_heads(heads, outputs[0].device)
+        return (joined if layout is None else layout.collect(joined)).view(-1, heads * repeats, dim)
 
 
 def groups_of(segments: Segments) -> Groups:
@@ -67,23 +91,35 @@ def grouped_attention(
     softcap: float | None,
 ) -> Tensor:
     """Causal attention inside each segment; [1, heads, T, D] -> [T, heads, D]."""
-    groups = groups_of(segments)
+    if softcap is not None and dropout:
+        raise ValueError("attention dropout cannot be combined with this model's packed attention: set it to 0")
+    groups, heads = groups_of(segments), key.shape[1]
+    repeats = query.shape[1] // heads
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     outputs = []
-    laid_out = (groups.lay_out(query, queries=True), groups.lay_out(key), groups.lay_out(value))
+    laid_out = (groups.lay_out(query, heads, queries=True), groups.lay_out(key, heads), groups.lay_out(value, heads))
     for q, k, v in zip(*laid_out, strict=True):
-        banded = window if window is not None and window < q.shape[2] else None
-        if softcap is not None or _short_half_on_cpu(q):
-            if dropout:
-                raise ValueError("attention dropout cannot be combined with this model's packed attention: set it to 0")
-            outputs.append(_MathAttention.apply(q, k, v, scale, banded, softcap))
+        banded = window if window is not None and window < k.shape[1] else None
+        if softcap is not None or (not dropout and _by_products(k)):
+            outputs.append(block_attention(q, k, v, scale, banded, softcap))
         else:
-            outputs.append(_sdpa(q, k, v, scale, banded, dropout))
-    return groups.join(outputs)
+            outputs.append(_by_heads(q, k, v, heads, repeats, scale, banded, dropout))
+    return groups.join(outputs, heads, repeats)
 
 
-def _short_half_on_cpu(query: Tensor) -> bool:
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= _MATH_LENGTH
+def _by_products(key: Tensor) -> bool:
+    return key.device.type == "cpu" and key.dtype != torch.float16 and key.shape[1] <= _PRODUCTS_LENGTH
+
+
+def _by_heads(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, repeats: int, scale: float, window: int | None, dropout: float
+) -> Tensor:
+    """The same shapes as `block_attention`, through SDPA's [count, heads * r, width, D]."""
+    length = k.shape[1]
+    queries = q.view(-1, heads, length, repeats, q.shape[-1]).transpose(2, 3).flatten(1, 2)
+    k, v = (t.view(-1, heads, length, t.shape[-1]) for t in (k, v))
+    output = _sdpa(queries, k, v, scale, window, dropout)
+    return output.unflatten(1, (heads, repeats)).transpose(2, 3).reshape(-1, length * repeats, v.shape[-1])
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, dropout: float) -> Tensor:
@@ -106,56 +142,10 @@ def causal_band(length: int, window: int | None, device: torch.device) -> Tensor
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-class _MathAttention(torch.autograd.Function):
-    """softmax(cap(scale q k^T) + mask) v with grouped queries, by matrix products. [C, heads, L, D] each.
-
-    Products are in the inputs' dtype; soft-capping and its softmax in float32.
-    """
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        shape, repeats = q.shape, q.shape[1] // k.shape[1]
-        flat_q, flat_k, flat_v = _merge_heads(q, repeats), _merge_heads(k, 1), _merge_heads(v, 1)
-        hidden = causal_band(shape[2], window, q.device).logical_not().repeat(repeats, 1)
-        tanh = None
-        if softcap is None:
-            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
-            scores = torch.baddbmm(mask[None], flat_q, flat_k.transpose(1, 2), alpha=scale)
-        else:
-            tanh = torch.bmm(flat_q, flat_k.transpose(1, 2)).float().mul_(scale / softcap).tanh_()
-            scores = (tanh * softcap).masked_fill_(hidden, float("-inf"))
-        weights = torch.softmax(scores, -1).to(q.dtype)
-        ctx.save_for_backward(flat_q, flat_k, flat_v, weights, *(() if tanh is None else (tanh,)))
-        ctx.settings = (shape, k.shape, scale)
-        return _split_heads(torch.bmm(weights, flat_v), shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, weights, *capped = ctx.saved_tensors
-        q_shape, kv_shape, scale = ctx.settings
-        grad = _merge_heads(grad, q_shape[1] // kv_shape[1])
-        grad_v = torch.bmm(weights.transpose(1, 2), grad)
-        grad_weights = torch.bmm(grad, v.transpose(1, 2))
-        slope = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-        if capped:  # d (c tanh(x / c)) / d x = 1 - tanh^2
-            slope = slope.float().mul_(1.0 - capped[0].square()).to(weights.dtype)
-        grad_q = torch.bmm(slope, k).mul_(scale)
-        grad_k = torch.bmm(slope.transpose(1, 2), q).mul_(scale)
-        kv_grads = (_split_heads(t, kv_shape) for t in (grad_k, grad_v))
-        return _split_heads(grad_q, q_shape), *kv_grads, None, None, None
-
-
-def _merge_heads(x: Tensor, repeats: int) -> Tensor:
-    """[C, heads, L, D] -> [C * heads / repeats, repeats * L, D]: queries of one key head stand below each other."""
-    count, heads, length, dim = x.shape
-    return x.reshape(count * (heads // repeats), repeats * length, dim)
-
-
-def _split_heads(x: Tensor, shape: torch.Size) -> Tensor:
-    return x.view(shape)
+def _whole(layout: TokenLayout | None, num_slots: int) -> TokenLayout:
+    """The layout on the CPU; without one every token has the slot of its own number."""
+    number = torch.arange(num_slots)
+    return TokenLayout(gather_K=number, home_T=number) if layout is None else layout.to(torch.device("cpu"))
 
 
 def _build_groups(segments: Segments) -> Groups:

@@ -19,6 +19,7 @@ _PRODUCTS = (
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
+    "aten::baddbmm",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",

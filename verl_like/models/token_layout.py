@@ -40,6 +40,24 @@ class TokenLayout:
         further = tuple(slot_K[slots] for slots in self.further)
         return TokenLayout(gather_K=gather_P, home_T=slot_K[self.home_T], copied_C=self.copied_C, further=further)
 
+    def split(self, spot_KH: Tensor) -> TokenLayout:
+        """The layout of (token, head) pairs, numbered head by head inside a token: pair h of slot k stands in slot
+        `spot_KH[k, h]`."""
+        heads = spot_KH.shape[1]
+        head, spots = torch.arange(heads, device=spot_KH.device), spot_KH.flatten()
+
+        def pairs(tokens: Tensor) -> Tensor:
+            return (tokens[:, None] * heads + head).flatten()
+
+        gather = torch.empty_like(spots)
+        gather[spots] = pairs(self.gather_K)
+        return TokenLayout(
+            gather_K=gather,
+            home_T=spot_KH[self.home_T].flatten(),
+            copied_C=None if self.copied_C is None else pairs(self.copied_C),
+            further=tuple(spot_KH[slots].flatten() for slots in self.further),
+        )
+
     def appended(self, count: int) -> TokenLayout:
         """The same with `count` more packed tokens at the end, each with a slot of its own at the end."""
         more = torch.arange(count, device=self.gather_K.device)

@@ -7,10 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from verl_like.models.attention import packed_attention
 from verl_like.models.attention_groups import groups_of
 from verl_like.models.packing import Segments
+from verl_like.models.shared_prompts import shared_layout
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -39,8 +41,8 @@ def naive(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
-    window=st.sampled_from([None, 1, 7]),
+    lengths=st.lists(st.one_of(st.integers(1, 60), st.integers(70, 160)), min_size=1, max_size=8),
+    window=st.sampled_from([None, 1, 7, 100]),
     softcap=st.sampled_from([None, 2.0]),
     scale=st.sampled_from([None, 0.2]),
 )
@@ -61,6 +63,51 @@ def test_equals_one_at_a_time(
     gradients = [torch.autograd.grad((out * weight).sum(), [q, k, v]) for out in (ours, expected)]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_rows_that_share_a_prompt_read_it_head_by_head() -> None:
+    """Three rows of a prompt of 60 tokens, packed once, and a row of its own, with two key-value heads."""
+    prompt, length = torch.tensor([60, 60, 60, 4]), torch.tensor([66, 90, 131, 20])
+    own = length - torch.tensor([0, 60, 60, 0])
+    first, start = torch.tensor([0, 0, 0, 3]), own.cumsum(0) - own
+    layout = shared_layout(length, prompt, first, start)
+    lengths = length.tolist()
+    q, k, v = tokens(int(own.sum()))
+    segments = Segments(lengths, CPU, own_lengths=own.tolist(), layout=layout)
+    ours, _ = packed_attention(torch.nn.Identity(), q, k, v, None, segments=segments)
+    whole = [t[:, :, layout.gather_K] for t in (q, k, v)]
+    expected = naive(*whole, lengths, DIM**-0.5, None, None)[:, layout.home_T]
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradients = [torch.autograd.grad((out * weight).sum(), [q, k, v]) for out in (ours, expected)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # copies are added up in float32 at least
+
+
+@pytest.mark.parametrize(("window", "share"), [(None, 10 / 16), (20, (48 + 3 * 67) / 768)])
+def test_blocks_leave_out_what_no_query_sees(window: int | None, share: float) -> None:
+    """Share of the products over the whole square of 192 tokens: four blocks, with a window of 48 and 3 x 67 keys."""
+    q, k, v = tokens(192, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        out, _ = packed_attention(
+            torch.nn.Identity(), q, k, v, None, segments=Segments([192], CPU), sliding_window=window
+        )
+        out.sum().backward()
+    square = 6 * 2 * HEADS * DIM * 192**2
+    assert counter.get_total_flops() == pytest.approx(share * square)
+
+
+def test_dropout_is_left_to_sdpa() -> None:
+    q, k, v = tokens(40, torch.float32)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        outputs.append(
+            packed_attention(torch.nn.Identity(), q, k, v, None, segments=Segments([40], CPU), dropout=0.5)[0]
+        )
+    plain, _ = packed_attention(torch.nn.Identity(), q, k, v, None, segments=Segments([40], CPU))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+    assert float((outputs[0] - plain).detach().abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("lengths", [[40, 9, 33], [600, 5, 600]])
