@@ -10,15 +10,16 @@ Letters: G rows x key-value heads, L tokens, r query heads that share a key-valu
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_KEPT = 512  # [tokens] of a row whose masks are kept: 100 KB each for one query head a key-value head
 _BLOCK = 48  # [tokens] of queries at a time, measured: smaller blocks leave out more, larger ones run faster
 
 
@@ -40,12 +41,12 @@ class _BlockAttention(torch.autograd.Function):
         outputs, kept = [], []
         for start, end, first in _blocks(k.shape[1], window):
             q_block, k_seen = q[:, start * repeats : end * repeats], k[:, first:end].transpose(1, 2)
-            hiding = functools.partial(_hiding, start, end, first, window, repeats, device=q.device)
+            hiding = partial(_kept_hiding if end <= _KEPT else _hiding, start, end, first, window, repeats)
             if softcap is None:
-                scores = torch.baddbmm(hiding(dtype=q.dtype), q_block, k_seen, alpha=scale)
+                scores = torch.baddbmm(hiding(q.dtype, q.device), q_block, k_seen, alpha=scale)
             else:
                 tanh = torch.tanh(torch.bmm(q_block, k_seen).float() * (scale / softcap))
-                scores = (tanh * softcap).add_(hiding(dtype=tanh.dtype))
+                scores = (tanh * softcap).add_(hiding(tanh.dtype, q.device))
                 kept.append(tanh)
             weights = torch.softmax(scores, -1).to(q.dtype)
             kept.append(weights)
@@ -82,7 +83,6 @@ def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
         yield start, end, 0 if window is None else max(0, start - window + 1)
 
 
-@functools.lru_cache(maxsize=128)  # the layers of a model ask for the same ones
 def _hiding(
     start: int, end: int, first: int, window: int | None, repeats: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -91,6 +91,9 @@ def _hiding(
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     added = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     return added.repeat_interleave(repeats, 0)[None].to(device)
+
+
+_kept_hiding = lru_cache(maxsize=64)(_hiding)  # the layers of a model ask for the same ones
 
 
 class _Sum:
