@@ -17,7 +17,7 @@ setup: ## make the virtual environment (.venv) with everything in it; see script
 quickstart: setup ## train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores
 	@$(PY) recipes/quickstart/run.py $(ARGS)
 
-test: setup ## the test suite: about 12 minutes on 2 cores
+test: setup ## the test suite: 15 to 22 minutes on 2 cores
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart)

@@ -35,3 +35,27 @@ def test_the_reward_rises(tmp_path: Path, tiny_model: Path) -> None:
     assert abs(records[0]["actor/ppo_kl"]) < 1e-6 and abs(records[0]["actor/kl_loss"]) < 1e-6
     scores = [record["critic/score/mean"] for record in records]
     assert sum(scores[-4:]) / 4 > sum(scores[:4]) / 4 + 0.1
+
+
+def test_split_weights_reach_vllm_and_a_resumed_run_equals_the_uninterrupted_one(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    task, whole, broken = write_task(tmp_path), tmp_path / "whole", tmp_path / "broken"
+    settings = {
+        "trainer.launcher": "ray",
+        "trainer.n_gpus_per_node": 2,
+        "trainer.save_freq": 2,
+        "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size": 2,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.actor.optim.total_training_steps": 4,
+    }
+    for out, steps in ((whole, 4), (broken, 2), (broken, 4)):
+        run = overrides(task, tiny_model, out, **settings, **{"trainer.total_training_steps": steps})
+        result = main_ppo(run, timeout=400)
+        assert result.returncode == 0, result.stdout
+    assert "resuming from" in result.stdout
+    records, resumed = metrics_of(whole), metrics_of(broken)
+    assert len(records) == len(resumed) == 4
+    assert max(record["weight_sync/probe_gap"] for record in records + resumed) < 1e-5
+    for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss"):
+        assert [r[name] for r in resumed] == pytest.approx([r[name] for r in records], rel=1e-4, abs=1e-7), name

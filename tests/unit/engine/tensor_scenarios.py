@@ -33,7 +33,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointed": {"model": {"enable_gradient_checkpointing": True}},
     "selective": {"model": {"enable_gradient_checkpointing": True, "recompute_granularity": "selective"}},
     "offload_policy": {"fsdp": {"offload_policy": True}},
-    "keep_gathered": {"fsdp": {"reshard_after_forward": False, "forward_prefetch": True}},
+    "keep_gathered": {
+        "fsdp": {"reshard_after_forward": False, "forward_prefetch": True, "sync_every_micro_batch": False}
+    },
     "lora": {"model": {"lora_rank": 4, "lora_alpha": 8}},
 }
 
