@@ -290,8 +290,8 @@ class FSDPEngine:
             for i, part in enumerate(parts):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
+            self.sharding.reshard()  # first: the shards hold the gradients, also where weights were kept gathered
             self.sharding.complete_gradients()
-            self.sharding.reshard()
             return [*metrics, microbatch.fill_metrics(parts, watched, rule, share_prompts=self.shares_prompts)]
 
     def _watch(

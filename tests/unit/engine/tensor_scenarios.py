@@ -87,7 +87,7 @@ def everything(
         result[f"gradients_{name}"] = ranks.gradients(engine)
         result[f"norm_{name}"] = ranks.step(engine)["grad_norm"]
         result[f"weights_{name}"] = weights(engine)
-    for name in OPTIONS if all_options else ("lora",):
+    for name in OPTIONS if all_options else ("lora", "keep_gathered"):
         result[f"gradients_{name}"] = ranks.gradients(trained_lora(ranks.engine(paths["qwen2"], **OPTIONS[name])))
     result |= (
         rows_and_outputs(ranks, paths["qwen3"])
@@ -113,9 +113,7 @@ def rows_and_outputs(ranks: Ranks, path: str) -> dict[str, Any]:
     shared = experience(12, rows_per_prompt=4)
     groups = shared.select([b for b in range(12) if b // 4 % ranks.groups == ranks.group])
     result["gradients_shared_prompts"] = gradients(engine, groups, shared)
-    engine._sync_every = False
-    result["gradients_sync_last"] = ranks.gradients(engine)
-    engine._sync_every = True
+    result["gradients_sync_last"] = ranks.gradients(ranks.engine(path, fsdp={"sync_every_micro_batch": False}))
     want = frozenset({"log_probs", "entropy"})
     result["outputs"] = engine.forward(ranks.mine(batch), want=want, rule=RULE, temperature=0.7)
     result["held"], result["tokens"] = held(engine), tokens_between_blocks(engine, batch)

@@ -67,7 +67,7 @@ def split(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return [result["all"] for result in results] if request.param == "four" else results
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "lora", "critic"])
+@pytest.mark.parametrize("name", [*FAMILIES, "lora", "keep_gathered", "critic"])
 def test_gradients_are_those_of_whole_layers(one: dict[str, Any], split: list[dict[str, Any]], name: str) -> None:
     for result in split:
         assert_same(one[f"gradients_{name}"], result[f"gradients_{name}"], 5e-6)
