@@ -12,6 +12,8 @@ import importlib.metadata
 import os
 from types import SimpleNamespace
 
+from tests.unit.models.interpreter import take_float_arguments
+
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
@@ -27,21 +29,11 @@ def _let_vllm_take_triton() -> None:
 
 def _teach_the_interpreter() -> None:
     """A function of libdevice, and float arguments."""
-    import numpy as np
     import triton.language as tl
-    from triton.runtime import interpreter
     from vllm.v1.worker.gpu.sample import gumbel
 
+    take_float_arguments()
     gumbel.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))
-    usual = interpreter._implicit_cvt
-
-    def convert(argument: object) -> object:
-        if not isinstance(argument, float):
-            return usual(argument)
-        handle = interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32)
-        return tl.tensor(handle, tl.float32)
-
-    interpreter._implicit_cvt = convert
 
 
 _let_vllm_take_triton()

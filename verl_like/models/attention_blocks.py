@@ -1,7 +1,7 @@
 """Causal attention of short rows by matrix products: queries in blocks, each with the keys that it can see.
 
 What fused kernels win on a GPU by never writing the scores, they lose on a CPU, where their tiles are small: batched
-products over whole blocks are 1.1 to 3 times as fast there up to 512 tokens (docs/performance.md). Blocks leave out the
+products over whole blocks are up to 3 times as fast there up to 512 tokens (docs/performance.md). Blocks leave out the
 part of the square that causality or a sliding window hides. The weights of a block are kept for the backward pass, so
 memory grows with the square of the row.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _KEPT = 512  # [tokens] of a row whose masks are kept: 100 KB each for one query head a key-value head
-_BLOCK = 48  # [tokens] of queries at a time, measured: smaller blocks leave out more, larger ones run faster
+_BLOCK = 64  # [tokens] of queries at a time, measured: smaller blocks leave out more, larger ones run faster
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
@@ -61,8 +61,10 @@ class _BlockAttention(torch.autograd.Function):
         q, k, v, *kept = ctx.saved_tensors
         scale, window, capped = ctx.settings
         length, repeats = k.shape[1], q.shape[1] // k.shape[1]
-        grads_q, grad_k, grad_v = [], _Sum(k), _Sum(v)
-        for start, end, first in reversed(list(_blocks(length, window))):
+        blocks = list(_blocks(length, window))
+        dtype = k.dtype if len(blocks) == 1 else torch.promote_types(k.dtype, torch.float32)
+        grads_q, grad_k, grad_v = [], _Sum(k, dtype), _Sum(v, dtype)
+        for start, end, first in reversed(blocks):
             block = slice(start * repeats, end * repeats)
             weights = kept.pop()
             grad_v.add(torch.bmm(weights.transpose(1, 2), grad[:, block]), first, end)
@@ -76,6 +78,14 @@ class _BlockAttention(torch.autograd.Function):
         return grad_q, grad_k.total(), grad_v.total(), None, None, None
 
 
+def causal_band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
+    """[end - start, end - first] bool: which of the tokens from `first` on those from `start` on see: causal, and no
+    further back than `window` tokens, itself included."""
+    position = torch.arange(first, end, device=device)
+    distance = position[start - first :, None] - position[None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
 def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
     """(first query, end of queries, first key) of each block; its keys end with its queries."""
     count = max(1, round(length / _BLOCK))
@@ -87,29 +97,28 @@ def _hiding(
     start: int, end: int, first: int, window: int | None, repeats: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """[1, (end - start) * r, end - first]: what is added to a block's scores, -inf where a query does not see a key."""
-    distance = torch.arange(start, end)[:, None] - torch.arange(first, end)[None, :]
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    added = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    return added.repeat_interleave(repeats, 0)[None].to(device)
+    seen = causal_band(start, end, first, window, device)
+    added = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+    return added.repeat_interleave(repeats, 0)[None]
 
 
 _kept_hiding = lru_cache(maxsize=64)(_hiding)  # the layers of a model ask for the same ones
 
 
 class _Sum:
-    """The gradient of keys or values [G, L, D], added up over blocks; the first to come may be all of it."""
+    """The gradient of keys or values [G, L, D], added up over blocks in `dtype`; the first to come may be all of it."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like, self._sum = like, None
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._sum: Tensor | None = None
 
     def add(self, part: Tensor, first: int, end: int) -> None:
-        if self._sum is None:
-            wide = torch.promote_types(part.dtype, torch.float32)
-            if end - first == self._like.shape[1]:
-                self._sum = part if end <= _BLOCK else part.to(wide)
-                return
-            self._sum = torch.zeros_like(self._like, dtype=wide)
-        self._sum[:, first:end] += part
+        if self._sum is None and end - first == self._like.shape[1]:
+            self._sum = part.to(self._dtype)
+            return
+        total = torch.zeros_like(self._like, dtype=self._dtype) if self._sum is None else self._sum
+        total[:, first:end] += part
+        self._sum = total
 
     def total(self) -> Tensor:
         assert self._sum is not None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl_like.models.attention_blocks import block_attention
+from verl_like.models.attention_blocks import block_attention, causal_band
 from verl_like.models.packing import Segments
 from verl_like.models.token_layout import TokenLayout
 
@@ -27,7 +27,8 @@ _PRODUCTS_LENGTH = 512  # [tokens] up to which matrix products are used on a CPU
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Groups:
-    """How packed tokens are laid out for batched calls. `layout` is None where no token moves."""
+    """How packed tokens are laid out for batched calls. `layout` is None where no token moves, and on any device: what
+    is used is `for_heads`."""
 
     shapes: tuple[tuple[int, int], ...]  # (count, width) of each group
     layout: TokenLayout | None
@@ -129,17 +130,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, dro
     elif shared and q.is_cuda:  # its memory-efficient kernel has no grouped queries
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         shared = False
-    band = None if window is None else causal_band(q.shape[2], window, q.device)
+    band = None if window is None else causal_band(0, q.shape[2], 0, window, q.device)
     return scaled_dot_product_attention(
         *(q, k, v), attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scale, enable_gqa=shared
     ).to(dtype)
-
-
-def causal_band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, length] bool: what a token sees; causal, and no further back than `window` tokens, itself included."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _whole(layout: TokenLayout | None, num_slots: int) -> TokenLayout:
@@ -169,10 +163,9 @@ def _build_groups(segments: Segments) -> Groups:
     real = column < length.repeat_interleave(widths)
     slot_K = torch.empty(starts[-1], dtype=torch.int64)
     slot_K[gather[real]] = torch.arange(len(gather))[real]
-    device = segments.cu_seqlens.device
     if segments.layout is None:
         layout = TokenLayout(gather_K=gather, home_T=slot_K)
     else:
         whole = segments.layout.to(torch.device("cpu"))
         layout = whole.moved(slot_K, whole.gather_K[gather])
-    return Groups(shapes=tuple(shapes), layout=layout.to(device))
+    return Groups(shapes=tuple(shapes), layout=layout)

@@ -85,9 +85,9 @@ def test_rows_that_share_a_prompt_read_it_head_by_head() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # copies are added up in float32 at least
 
 
-@pytest.mark.parametrize(("window", "share"), [(None, 10 / 16), (20, (48 + 3 * 67) / 768)])
+@pytest.mark.parametrize(("window", "share"), [(None, 6 / 9), (20, (64 + 2 * 83) / 576)])
 def test_blocks_leave_out_what_no_query_sees(window: int | None, share: float) -> None:
-    """Share of the products over the whole square of 192 tokens: four blocks, with a window of 48 and 3 x 67 keys."""
+    """Share of the products over the whole square of 192 tokens: three blocks, with a window of 64 and 2 x 83 keys."""
     q, k, v = tokens(192, torch.float32)
     with FlopCounterMode(display=False) as counter:
         out, _ = packed_attention(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, Qwen2Config
 
-from tests.unit.models.interpreter import run_interpreted
+from tests.unit.models.interpreter import run_interpreted, take_float_arguments
 from verl_like.config.model import ModelConfig
 from verl_like.models import liger, loading
 
@@ -21,20 +21,10 @@ has_liger = pytest.mark.skipif(
 
 def teach_the_interpreter() -> None:
     """What compiled kernels have and the interpreter lacks: float arguments, and two functions of libdevice."""
-    import numpy as np
     import triton.language as tl
     from liger_kernel.ops import geglu, rms_norm
-    from triton.runtime import interpreter
 
-    usual = interpreter._implicit_cvt
-
-    def convert(argument: object) -> object:
-        if not isinstance(argument, float):
-            return usual(argument)
-        handle = interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32)
-        return tl.tensor(handle, tl.float32)
-
-    interpreter._implicit_cvt = convert
+    take_float_arguments()
     rms_norm.rsqrt = lambda x: tl.rsqrt(x)  # looked up when it runs: the interpreter exchanges tl's functions
     geglu.tanh = lambda x: 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
