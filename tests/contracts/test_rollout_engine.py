@@ -24,7 +24,7 @@ from tests.unit.rollout.tiny import (
     tiny_model,
 )
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutEngine, RolloutError, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutEngine, RolloutError, SamplingParams
 
 EOS = (3, 5)
 MODEL = tiny_model()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.unit.engine import tiny
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.engine.protocol import TrainEngine
+from verl_like.engine.train_engine import TrainEngine
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 
 Build = Callable[..., TrainEngine]

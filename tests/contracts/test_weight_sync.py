@@ -24,9 +24,9 @@ from tests.unit.rollout.tiny import (
 )
 from verl_like.config import FSDPConfig, ModelConfig, RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.protocol import TrainEngine
+from verl_like.engine.train_engine import TrainEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.protocol import GenerationRequest, RolloutEngine, RolloutError, SamplingParams
+from verl_like.rollout.rollout_engine import GenerationRequest, RolloutEngine, RolloutError, SamplingParams
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 REQUEST = GenerationRequest(request_id="r", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4), seed=1)

@@ -14,9 +14,9 @@ import torch
 from verl_like.batch import Evaluated
 from verl_like.cluster.launch import RaySession, connect
 from verl_like.cluster.local import LocalWorkerGroup
-from verl_like.cluster.protocol import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
 from verl_like.cluster.ray_group import RayWorkerGroup
 from verl_like.cluster.resources import Allocation, ResourcesError, allocate
+from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
 
 TOY = f"{__name__.rpartition('.')[0] + '.' if '.' in __name__ else ''}toy_worker:ToyWorker"
 pytestmark = pytest.mark.timeout(120)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl_like.cluster.protocol import RankEnv
+from verl_like.cluster.worker_group import RankEnv
 
 THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
 RANK_AT_IMPORT = os.environ.get("RANK")

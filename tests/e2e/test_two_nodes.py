@@ -13,9 +13,9 @@ from ray.cluster_utils import Cluster
 from support import main_ppo, metrics_of, overrides, write_task
 
 from verl_like.cluster.launch import RaySession, connect
-from verl_like.cluster.protocol import WorkerDied
 from verl_like.cluster.ray_group import RayWorkerGroup
 from verl_like.cluster.resources import ResourcesError, allocate
+from verl_like.cluster.worker_group import WorkerDied
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -11,10 +11,10 @@ import torch
 
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, free_port, tiny_config, tiny_model
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.engine.protocol import TrainEngine
+from verl_like.engine.train_engine import TrainEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.rollout.build import build_rollout_engine
-from verl_like.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams
+from verl_like.rollout.rollout_engine import GenerationRequest, RolloutEngine, SamplingParams
 from verl_like.weight_sync.sync import WeightSync
 
 pytestmark = pytest.mark.gpu

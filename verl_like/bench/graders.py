@@ -22,7 +22,7 @@ from typing import Any
 from verl_like.bench.grader_rows import GradedRow, cases, gsm8k_rows, math_rows
 from verl_like.rewards import graders
 from verl_like.rewards.pool import WorkerPool
-from verl_like.rewards.protocol import RewardCall, RewardOutcome, ScorerSpec
+from verl_like.rewards.reward_call import RewardCall, RewardOutcome, ScorerSpec
 
 _PEERS = "pkg://verl_like.bench.peer_graders"
 _TIMEOUT_S = 30.0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from verl_like.cluster.environment import LOOPBACK, free_port, omp_threads, patched_environment, process_environment
-from verl_like.cluster.protocol import RankEnv, new_run_id
+from verl_like.cluster.worker_group import RankEnv, new_run_id
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 
 Result = TypeVar("Result")

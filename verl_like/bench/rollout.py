@@ -27,7 +27,7 @@ from verl_like.observe.roofline import generation_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.assemble import build_requests
-from verl_like.rollout.protocol import GenerationRequest
+from verl_like.rollout.rollout_engine import GenerationRequest
 from verl_like.rollout.sampling import train_sampling
 from verl_like.trainer.dispatch import rows_per_rank
 

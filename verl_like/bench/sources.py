@@ -11,7 +11,7 @@ from verl_like.batch import Rollouts, pad_rows
 from verl_like.data.loader import PromptLoader
 from verl_like.rewards.grading import Grading
 from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.protocol import SamplingParams
+from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
 from verl_like.trainer.source import PlainSource
 

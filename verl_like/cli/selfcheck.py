@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the table; exit status 1 when something depends on how the batch was cut."""
     from verl_like.trainer.compose import compose
-    from verl_like.trainer.selfcheck import SelfCheck, table
+    from verl_like.trainer.gradient_check import SelfCheck, table
 
     findings = SelfCheck(config=compose(arguments.overrides), num_rows=arguments.rows).run(ranks=arguments.ranks)
     print(table(findings))

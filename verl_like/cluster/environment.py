@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from verl_like.cluster.protocol import RUN_ID_VARIABLE, RankEnv
+from verl_like.cluster.worker_group import RUN_ID_VARIABLE, RankEnv
 
 LOOPBACK = "127.0.0.1"
 # Below the kernel's ephemeral ports and above those Ray hands to its workers, so that neither takes the port between

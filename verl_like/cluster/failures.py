@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from verl_like.cluster.protocol import WorkerDied, WorkerError
 from verl_like.cluster.rank_process import Outcome
+from verl_like.cluster.worker_group import WorkerDied, WorkerError
 
 # What torch.distributed says on a rank whose partner went away: an echo of another rank's failure.
 _ECHO_MARKS = (

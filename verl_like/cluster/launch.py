@@ -23,7 +23,7 @@ import ray
 
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
 from verl_like.cluster.lifecycle import kill_orphans
-from verl_like.cluster.protocol import RUN_ID_VARIABLE, new_run_id
+from verl_like.cluster.worker_group import RUN_ID_VARIABLE, new_run_id
 
 logger = logging.getLogger(__name__)
 

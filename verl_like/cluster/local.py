@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_like.cluster.environment import LOOPBACK, free_port, patched_environment, process_environment
 from verl_like.cluster.janitor import cleanup_shm
-from verl_like.cluster.protocol import (
+from verl_like.cluster.worker_group import (
     GroupStopped,
     ItemReader,
     RankEnv,

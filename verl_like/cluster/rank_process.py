@@ -23,7 +23,7 @@ from typing import Any
 from verl_like.cluster.environment import free_port, omp_threads, process_environment
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
 from verl_like.cluster.lifecycle import die_with_parent, ignore_interrupt
-from verl_like.cluster.protocol import RankEnv, resolve_import_path
+from verl_like.cluster.worker_group import RankEnv, resolve_import_path
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,9 @@ from verl_like.cluster.environment import LOOPBACK
 from verl_like.cluster.failures import Failure, raise_for
 from verl_like.cluster.janitor import cleanup_shm, kill_processes
 from verl_like.cluster.nodes import log_tail, stack_tail
-from verl_like.cluster.protocol import (
+from verl_like.cluster.rank_process import Outcome, RankProcess, StartRequest
+from verl_like.cluster.resources import Allocation
+from verl_like.cluster.worker_group import (
     GroupStopped,
     ItemReader,
     RankEnv,
@@ -34,8 +36,6 @@ from verl_like.cluster.protocol import (
     WorkerTimeout,
     check_per_rank,
 )
-from verl_like.cluster.rank_process import Outcome, RankProcess, StartRequest
-from verl_like.cluster.resources import Allocation
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from verl_like.engine.protocol import WeightForm
+from verl_like.engine.train_engine import WeightForm
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.heads import HF_PREFIX
 from verl_like.models.lora import Adapters

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_metrics
 from verl_like.config.fsdp import resolve_dtype
-from verl_like.engine import microbatch, selfcheck, state
+from verl_like.engine import microbatch, packing_check, state
 from verl_like.engine.background import BackgroundWriter, Part
 from verl_like.engine.expert_load import ExpertLoad
 from verl_like.engine.export import WeightExport
 from verl_like.engine.microbatch import Batch
 from verl_like.engine.optim import Schedule, build_optimizer
-from verl_like.engine.protocol import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn, WeightForm
+from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn, WeightForm
 from verl_like.models import blocks, loading, lora, packing, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
@@ -46,7 +46,7 @@ _OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED}), "value": f
 
 
 class FSDPEngine:
-    """A `TrainEngine` (see engine/protocol.py). Building one is collective.
+    """A `TrainEngine` (see engine/train_engine.py). Building one is collective.
 
     kind: "policy" (log-probs and entropy) or "value" (a value head instead of the language-model head).
     optim: None gives a forward-only engine, the reference; its shards are kept in the compute precision.
@@ -106,7 +106,7 @@ class FSDPEngine:
         self._writer: BackgroundWriter | None = None
         if self.packed:
             checked = (self.sharding.root, self.model, self.hf_config, self.device, self._compute_dtype)
-            selfcheck.check_packing(*checked, self.sharding.tensor_group)
+            packing_check.check_packing(*checked, self.sharding.tensor_group)
             self.sharding.reshard()
         if fsdp.param_offload:
             self.offload(params=True, optimizer=False)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from verl_like.batch import Denominators, Experience
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.protocol import LossFn
+from verl_like.engine.train_engine import LossFn
 from verl_like.models.heads import HF_PREFIX
 
 if TYPE_CHECKING:

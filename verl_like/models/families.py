@@ -1,7 +1,7 @@
 """Facts about model types: which run packed, which need padded rows, which are refused, and what is tested with each.
 
 A model type that is not listed is accepted with a warning; then only the check of packing when an engine starts
-(engine/selfcheck.py) and the proof of each weight sync stand behind it. docs/models.md shows this table, and
+(engine/packing_check.py) and the proof of each weight sync stand behind it. docs/models.md shows this table, and
 tests/unit/models/test_families.py runs every claim made in it.
 """
 

@@ -17,7 +17,7 @@ import torch
 from verl_like.batch import PromptRow, RewardFailure, Scores
 from verl_like.rewards.model_score import Answer, ModelScore, without_rule
 from verl_like.rewards.parts import Part, combine
-from verl_like.rewards.protocol import RewardCall, RewardOutcome
+from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from verl_like.config.reward_execution import JudgeConfig
 from verl_like.rewards.http_json import Service, ServiceError, TransientError
-from verl_like.rewards.protocol import RewardCall, RewardOutcome
+from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 
 logger = logging.getLogger(__name__)
 

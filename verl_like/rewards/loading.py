@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_like.rewards import graders
-from verl_like.rewards.protocol import RewardFunctionError, ScorerSpec
+from verl_like.rewards.reward_call import RewardFunctionError, ScorerSpec
 
 _MODULE_PREFIX = "pkg://"
 _BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")

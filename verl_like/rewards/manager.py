@@ -25,7 +25,7 @@ from verl_like.rewards.loading import resolve_path
 from verl_like.rewards.model_score import ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
 from verl_like.rewards.pool import WorkerPool
-from verl_like.rewards.protocol import ScorerSpec
+from verl_like.rewards.reward_call import ScorerSpec
 
 logger = logging.getLogger(__name__)
 

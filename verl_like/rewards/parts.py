@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from verl_like.rewards.graders import GRADERS
-from verl_like.rewards.protocol import RewardOutcome
+from verl_like.rewards.reward_call import RewardOutcome
 
 CUSTOM, JUDGE = "custom", "judge"
 

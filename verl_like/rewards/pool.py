@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from verl_like.rewards.protocol import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
+from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from verl_like.rewards import graders
 from verl_like.rewards.loading import is_async, load_scorer, own_arguments
-from verl_like.rewards.protocol import RewardCall, RewardOutcome, ScorerSpec
+from verl_like.rewards.reward_call import RewardCall, RewardOutcome, ScorerSpec
 
 _TRACEBACK_CHARS = 2000
 _TEXT_CHARS = 500

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from verl_like.batch import Prompts, Rollouts, pad_rows
-from verl_like.rollout.protocol import Completion, GenerationRequest, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 
 
 def request_seed(seed: int, step: int, group: int, sample: int) -> int:

@@ -10,8 +10,8 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
-from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutError
 from verl_like.rollout.rng import OwnRandomNumbers, preserve_rng
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError
 from verl_like.rollout.step_loop import StepLoop
 
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.protocol import RolloutEngine
+from verl_like.rollout.rollout_engine import RolloutEngine
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

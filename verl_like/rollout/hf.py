@@ -21,8 +21,8 @@ from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import padded_attention
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.base import BaseRolloutEngine
-from verl_like.rollout.protocol import Completion, FinishReason, GenerationRequest, WeightLoadError
 from verl_like.rollout.rng import preserve_rng
+from verl_like.rollout.rollout_engine import Completion, FinishReason, GenerationRequest, WeightLoadError
 from verl_like.rollout.sampling import draw, filtered_log_probs
 from verl_like.rollout.step_loop import StepLoop
 

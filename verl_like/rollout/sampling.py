@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl_like.config import RolloutConfig
-from verl_like.rollout.protocol import SamplingParams
+from verl_like.rollout.rollout_engine import SamplingParams
 
 
 def train_sampling(rollout: RolloutConfig, eos_ids: tuple[int, ...]) -> SamplingParams:

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutError
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora
 from verl_like.rollout.assemble import request_seed
 from verl_like.rollout.base import BaseRolloutEngine
-from verl_like.rollout.protocol import Completion, GenerationRequest, WeightLoadError
 from verl_like.rollout.rng import preserve_rng
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, WeightLoadError
 from verl_like.rollout.step_loop import Lockstep, StepLoop
 
 logger = logging.getLogger(__name__)

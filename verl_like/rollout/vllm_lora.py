@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.models.lora import is_adapter
-from verl_like.rollout.protocol import WeightLoadError
+from verl_like.rollout.rollout_engine import WeightLoadError
 
 _ID, _NAME = 1, "policy"
 _A, _B = ".lora_A.weight", ".lora_B.weight"

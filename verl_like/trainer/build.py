@@ -17,7 +17,7 @@ from verl_like.algorithms.kl import KLController
 from verl_like.batch import Prompts
 from verl_like.checkpoint.layout import resolve_resume, step_of
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
-from verl_like.cluster.protocol import WorkerGroup
+from verl_like.cluster.worker_group import WorkerGroup
 from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan, needs_critic, needs_reference
 from verl_like.config.errors import ConfigError
@@ -47,8 +47,8 @@ from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource
 from verl_like.trainer.greedy_baseline import GreedyBaselineSource
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
+from verl_like.trainer.reward_check import self_check
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
-from verl_like.trainer.self_check import self_check
 from verl_like.trainer.source import BatchSource, PlainSource
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState

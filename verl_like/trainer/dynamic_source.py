@@ -19,7 +19,7 @@ from verl_like.batch import Prompts, Rollouts, Scores
 from verl_like.config import PPOConfig
 from verl_like.data.loader import PromptLoader
 from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.protocol import SamplingParams
+from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
 
 logger = logging.getLogger(__name__)

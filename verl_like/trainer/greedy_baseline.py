@@ -18,7 +18,7 @@ from verl_like.algorithms.reward_shaping import baseline_rewards
 from verl_like.batch import Prompts, Rollouts, Scores
 from verl_like.config import PPOConfig
 from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.protocol import SamplingParams
+from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
 from verl_like.trainer.source import BatchSource, PendingScores
 

@@ -26,12 +26,12 @@ from verl_like.batch import (
     merge_metrics,
     pad_rows,
 )
-from verl_like.cluster.protocol import PendingResult, WorkerGroup
+from verl_like.cluster.worker_group import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.models.cost import ModelCost
 from verl_like.rollout.assemble import assemble_rollouts, build_requests
-from verl_like.rollout.protocol import Completion, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, SamplingParams
 from verl_like.trainer.dispatch import RowBalance, join_rows, rows_per_rank, split_rows
 from verl_like.weight_sync.sync import SyncReport
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from verl_like.cluster.protocol import WorkerGroup, new_run_id
+from verl_like.cluster.worker_group import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.observe.logs import setup_driver_logging

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from verl_like.batch import Rollouts, Scores
 from verl_like.data.loader import PromptLoader
 from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.protocol import SamplingParams
+from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
 
 

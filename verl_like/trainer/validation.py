@@ -8,7 +8,7 @@ from verl_like.batch import Prompts, Rollouts, Scores
 from verl_like.observe.validation import validation_metrics
 from verl_like.rewards.grading import Grading, require_any
 from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.protocol import SamplingParams
+from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
 
 # Training numbers its seeds by step; validation draws from a range of its own.

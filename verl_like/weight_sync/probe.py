@@ -10,8 +10,8 @@ from torch import Tensor
 
 from verl_like.batch import Sequences
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.engine.protocol import LOG_PROBS, TrainEngine
-from verl_like.rollout.protocol import RolloutEngine
+from verl_like.engine.train_engine import LOG_PROBS, TrainEngine
+from verl_like.rollout.rollout_engine import RolloutEngine
 
 _ROWS, _PROMPT, _RESPONSE = 4, 4, 60  # 240 compared tokens
 _LARGEST_TO_MEAN = 100.0  # in float32 one token may differ this much more than the mean is allowed to

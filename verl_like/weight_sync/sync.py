@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.config import LoadFormat, RolloutConfig
-from verl_like.engine.protocol import TrainEngine, WeightForm
+from verl_like.engine.train_engine import TrainEngine, WeightForm
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.protocol import RolloutEngine
+from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.weight_sync.ledger import WeightLedger
 from verl_like.weight_sync.probe import Gap, Probe
 from verl_like.weight_sync.transport import InProcessTransport, Transport, in_buckets

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from verl_like.rollout.protocol import RolloutEngine
+from verl_like.rollout.rollout_engine import RolloutEngine
 
 Bucket = list[tuple[str, Tensor]]
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
-from verl_like.cluster.protocol import RankEnv
+from verl_like.cluster.worker_group import RankEnv
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.rollout.protocol import Completion, GenerationRequest
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest
 from verl_like.weight_sync.sync import SyncReport
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.policy import PolicyWorker

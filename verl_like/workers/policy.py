@@ -17,13 +17,13 @@ from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequenc
 from verl_like.config import resolve_dtype
 from verl_like.config.batch_plan import needs_sum_pi_squared
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.protocol import ENTROPY, LOG_PROBS, SUM_PI_SQUARED
+from verl_like.engine.train_engine import ENTROPY, LOG_PROBS, SUM_PI_SQUARED
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config
 from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.build import build_rollout_engine
-from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutEngine
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutEngine
 from verl_like.weight_sync.sync import SyncReport, WeightSync
 from verl_like.workers.phase import Phase, PhaseSwitch
 from verl_like.workers.spec import WorkerSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verl_like.cluster.protocol import RankEnv
+from verl_like.cluster.worker_group import RankEnv
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.workers.spec import WorkerSpec
 

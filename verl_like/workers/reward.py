@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl_like.batch import Evaluated, Sequences
-from verl_like.cluster.protocol import RankEnv
+from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import ModelConfig, RewardModelConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed

@@ -6,8 +6,8 @@ import os
 import socket
 
 from verl_like.cluster.environment import free_port, omp_threads, patched_environment, process_environment
-from verl_like.cluster.protocol import RankEnv
 from verl_like.cluster.ray_group import forwarded_environment
+from verl_like.cluster.worker_group import RankEnv
 
 
 def _rank(**changes: object) -> RankEnv:

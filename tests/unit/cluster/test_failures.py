@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_like.cluster.failures import Failure, likely_cause, raise_for
-from verl_like.cluster.protocol import WorkerDied, WorkerError
+from verl_like.cluster.worker_group import WorkerDied, WorkerError
 
 
 def _failure(rank: int, kind: str, message: str) -> Failure:

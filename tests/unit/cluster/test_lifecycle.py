@@ -14,7 +14,7 @@ import pytest
 
 from verl_like.cluster.janitor import cleanup_shm, processes_of_run
 from verl_like.cluster.lifecycle import StopRequested, graceful_interrupt, kill_orphans
-from verl_like.cluster.protocol import RUN_ID_VARIABLE, new_run_id
+from verl_like.cluster.worker_group import RUN_ID_VARIABLE, new_run_id
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,7 +17,7 @@ from verl_like.batch import Denominators, Experience
 from verl_like.config import OptimConfig
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.protocol import LossFn
+from verl_like.engine.train_engine import LossFn
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import gather
 

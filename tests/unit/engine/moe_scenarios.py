@@ -16,7 +16,7 @@ from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.gradients import minibatch_gradients
 from verl_like.models import families
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.protocol import Completion
+from verl_like.rollout.rollout_engine import Completion
 
 FAMILIES = [name for name, family in families.FAMILIES.items() if families.RANKS in family.tested]
 OFTEN = ["qwen2", "qwen3_moe", "mixtral"]  # the others in `make test-all`

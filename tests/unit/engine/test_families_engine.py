@@ -20,7 +20,7 @@ from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.models import families
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.rollout.protocol import GenerationRequest, SamplingParams
+from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 from verl_like.weight_sync.sync import WeightSync
 
 WIDE = moe_scenarios.OFTEN

@@ -16,7 +16,7 @@ from verl_like.config import CustomRewardFunctionConfig, DataConfig, JudgeConfig
 from verl_like.config.reward_execution import SandboxFusionConfig
 from verl_like.rewards.judge import Judge, RateLimit
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.protocol import RewardCall
+from verl_like.rewards.reward_call import RewardCall
 
 pytestmark = pytest.mark.timeout(60)
 

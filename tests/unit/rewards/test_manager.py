@@ -18,7 +18,7 @@ from verl_like.batch import Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.rewards.grading import RewardError
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.protocol import RewardFunctionError
+from verl_like.rewards.reward_call import RewardFunctionError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -310,7 +310,7 @@ def test_workers_die_with_a_killed_trainer(tmp_path: Path) -> None:
     script = f"""
         import time
         from verl_like.rewards.pool import WorkerPool
-        from verl_like.rewards.protocol import RewardCall, ScorerSpec
+        from verl_like.rewards.reward_call import RewardCall, ScorerSpec
         pool = WorkerPool(ScorerSpec(path={str(path)!r}, timeout=1000), num_workers=2)
         pool.start()
         pool.submit([RewardCall(data_source="a", solution_str="spin")] * 2)

@@ -16,7 +16,7 @@ from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModel
 from verl_like.rewards.grading import to_scores
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import Answer, ModelScore, without_rule
-from verl_like.rewards.protocol import RewardOutcome
+from verl_like.rewards.reward_call import RewardOutcome
 
 
 class TemplateTokenizer:

@@ -19,7 +19,7 @@ from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModel
 from verl_like.rewards.grading import RewardError
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.pool import WorkerPool
-from verl_like.rewards.protocol import RewardCall, RewardFunctionError, ScorerSpec
+from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, ScorerSpec
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -5,7 +5,7 @@ import torch
 
 from verl_like.batch import PromptRow, Prompts, pad_rows
 from verl_like.rollout.assemble import assemble_rollouts, build_requests, request_seed
-from verl_like.rollout.protocol import Completion, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, SamplingParams
 
 
 @pytest.fixture

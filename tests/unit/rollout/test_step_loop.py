@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from verl_like.rollout.protocol import Completion, GenerationRequest, RolloutError, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
 from verl_like.rollout.step_loop import StepLoop
 
 

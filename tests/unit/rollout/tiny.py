@@ -18,7 +18,7 @@ from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed
 from verl_like.rollout.build import build_rollout_engine
-from verl_like.rollout.protocol import RolloutEngine
+from verl_like.rollout.rollout_engine import RolloutEngine
 
 VOCAB, TOKENIZER_SIZE, MAX_LEN = 80, 70, 128
 

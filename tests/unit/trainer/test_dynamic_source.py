@@ -18,7 +18,7 @@ from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
 from verl_like.rollout.assemble import assemble_rollouts
-from verl_like.rollout.protocol import Completion
+from verl_like.rollout.rollout_engine import Completion
 from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource, renumbered
 
 N = 2

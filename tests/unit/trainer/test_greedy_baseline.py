@@ -12,7 +12,7 @@ from tests.unit.algorithms.builders import rollouts
 from verl_like.batch import PromptRow, Prompts, Rollouts, Scores
 from verl_like.config import AlgorithmConfig, LengthRewardConfig, PPOConfig, RewardModelConfig
 from verl_like.rollout.assemble import assemble_rollouts
-from verl_like.rollout.protocol import Completion, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, SamplingParams
 from verl_like.trainer.greedy_baseline import GreedyBaselineSource, prompts_of
 
 

@@ -12,7 +12,7 @@ import torch
 from verl_like.batch import Evaluated, Experience, Metric, PromptRow, Prompts
 from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.rollout.protocol import Completion, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, SamplingParams
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules, average_steps
 
 

@@ -11,8 +11,8 @@ from tests.unit.rewards.factory import make_rollouts
 from verl_like.batch import Rollouts
 from verl_like.rewards.grading import Grading, RewardError, Scorer
 from verl_like.rewards.parts import Part
-from verl_like.rewards.protocol import RewardCall, RewardOutcome
-from verl_like.rollout.protocol import Completion, SamplingParams
+from verl_like.rewards.reward_call import RewardCall, RewardOutcome
+from verl_like.rollout.rollout_engine import Completion, SamplingParams
 from verl_like.trainer.validation import Validator
 
 

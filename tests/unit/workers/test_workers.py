@@ -10,10 +10,10 @@ import torch
 
 from verl_like.batch import Denominators, Experience
 from verl_like.cluster.local import LocalWorkerGroup
-from verl_like.cluster.protocol import WorkerError
+from verl_like.cluster.worker_group import WorkerError
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.rollout.protocol import Completion, GenerationRequest, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.compose import compose
 from verl_like.workers.phase import Phase, PhaseSwitch
 from verl_like.workers.spec import WorkerSpec

@@ -23,7 +23,7 @@ from verl_like.models import families, packing
 from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.trainer.compose import compose
-from verl_like.trainer.selfcheck import SelfCheck, table
+from verl_like.trainer.gradient_check import SelfCheck, table
 
 SETTINGS = ["data.train_files=x.parquet", "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.adv_estimator=grpo"]
 
@@ -123,7 +123,7 @@ def test_a_leaked_segment_is_found(process: ProcessInfo, config: PPOConfig, monk
         segments = packing.Segments([inputs.input_ids.shape[1]], inputs.input_ids.device)
         return dataclasses.replace(inputs, segments=segments)
 
-    monkeypatch.setattr("verl_like.engine.selfcheck.check_packing", lambda *args: None)
+    monkeypatch.setattr("verl_like.engine.packing_check.check_packing", lambda *args: None)
     monkeypatch.setattr(packing, "pack", one_segment)
     found = failures(SelfCheck(config=config), process)
     assert {"micro-batches of one row", "padded rows, full logits", "log-probs of a plain forward pass"} <= found
@@ -155,7 +155,7 @@ def test_the_command_prints_the_largest_difference(tiny_model: Path, capsys: pyt
 
 
 def test_a_difference_is_named_and_fails() -> None:
-    from verl_like.trainer.selfcheck import Finding
+    from verl_like.trainer.gradient_check import Finding
 
     text = table([Finding(name="a", difference=1e-7), Finding(name="b", difference=0.5)])
     assert "b" in text.splitlines()[1] and "DIFFERENT" in text.splitlines()[1] and text.endswith("FAILED")

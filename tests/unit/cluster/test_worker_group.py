@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from verl_like.cluster.launch import connect
-from verl_like.cluster.protocol import check_per_rank, resolve_import_path
 from verl_like.cluster.rank_process import read_tail
 from verl_like.cluster.resources import _address_key
+from verl_like.cluster.worker_group import check_per_rank, resolve_import_path
 
 
 def test_import_path() -> None:

@@ -29,7 +29,7 @@ from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.enums import KLKind
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.gradients import minibatch_gradients
-from verl_like.engine.protocol import LossFn
+from verl_like.engine.train_engine import LossFn
 from verl_like.models.families import why_padded
 from verl_like.models.loading import has_weights, load_hf_config, load_tokenizer
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed

@@ -15,8 +15,8 @@ from verl_like.data.dataset import PromptDataset
 from verl_like.data.preprocess.schema import make_row
 from verl_like.rewards.grading import to_scores
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.protocol import RewardOutcome
-from verl_like.trainer.self_check import reference_answers, self_check
+from verl_like.rewards.reward_call import RewardOutcome
+from verl_like.trainer.reward_check import reference_answers, self_check
 
 
 class Tokenizer(CharTokenizer):
