@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,17 +27,31 @@ WORKER = "tests.contracts.toy_worker:ToyWorker"
 def session() -> Iterator[RaySession]:
     if ray.is_initialized():
         pytest.skip("a Ray is already connected in this process")
-    folder = tempfile.mkdtemp(dir="/tmp")  # short, for Ray's sockets
-    node = {"num_cpus": 1, "object_store_memory": 100 * 1024**2, "include_dashboard": False, "temp_dir": folder}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    cluster.add_node(num_cpus=1, object_store_memory=100 * 1024**2)
-    cluster.wait_for_nodes(60)
-    try:
-        with connect(address=cluster.address) as joined:
-            yield joined
-    finally:
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # short, for Ray's sockets
+    (folder / "ray").mkdir()
+    node = {"num_cpus": 1, "object_store_memory": 100 * 1024**2, "include_dashboard": False}
+    with pytest.MonkeyPatch.context() as environment:
+        # Cluster writes its address into Ray's folder below this one: it need not exist from an earlier Ray, and
+        # nobody else's ray.init() follows an address that stands here.
+        environment.setenv("RAY_TMPDIR", str(folder))
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        try:
+            cluster.add_node(num_cpus=1, object_store_memory=100 * 1024**2)
+            cluster.wait_for_nodes(60)
+            with connect(address=cluster.address) as joined:
+                yield joined
+        finally:
+            cluster.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_address_is_written_where_no_other_ray_looks(session: RaySession) -> None:
+    """Ray's test cluster writes its address for every `ray.init()` of this machine to find."""
+    from ray._common.utils import get_ray_address_file
+
+    address_file = Path(get_ray_address_file(None))
+    assert address_file.read_text().strip() == session.address
+    assert address_file.parent.parent == Path(os.environ["RAY_TMPDIR"])
 
 
 def test_one_rank_on_each_node(session: RaySession, tmp_path: Path) -> None:
