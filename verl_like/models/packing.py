@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Sequences
+from verl_like.models.group_layout import Groups
 from verl_like.models.shared_prompts import first_rows, prompt_numbers, shared_layout
 from verl_like.models.token_layout import TokenLayout
 
 if TYPE_CHECKING:
-    from verl_like.models.attention_groups import Groups
     from verl_like.parallel.ulysses import SequenceGroup
 
 
