@@ -3,10 +3,13 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# Test processes, each with whole files; those that start Ray run in one of them. WORKERS=0: in one process (--pdb).
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-gpu gpu-report lint format types docs clean
+.PHONY: help setup quickstart test test-engines test-all mutations test-gpu gpu-report lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -17,11 +20,17 @@ setup: ## make the virtual environment (.venv) with everything in it; see script
 quickstart: setup ## train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores
 	@$(PY) recipes/quickstart/run.py $(ARGS)
 
-test: setup ## the test suite: 15 to 22 minutes on 2 cores
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+test: setup ## the test suite: MINUTES on 2 cores
+	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not engines" $(ARGS)
 
-test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart)
+test-engines: setup ## the tests of second engines and of servers: MINUTES2 on 2 cores
+	$(PYTEST) $(PARALLEL) -m "engines and not slow and not gpu" $(ARGS)
+
+test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart): an hour
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+mutations: setup ## plant 30 faults, one at a time, and show that the tests notice each: 5 minutes
+	$(PY) tests/mutations.py
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)

@@ -29,8 +29,12 @@ def load_script(path: Path, name: str) -> ModuleType:
     return module
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is no CUDA device."""
+    """A file's tests run in one process, for their fixtures; those marked gpu are skipped without a CUDA device."""
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT).with_suffix("").as_posix()))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -94,9 +95,23 @@ def metrics_of(out: Path) -> list[dict[str, Any]]:
     return [record for _, record in sorted(read_metrics(path).items())]
 
 
-def shm_entries() -> set[str]:
+def shm_left_behind() -> set[str]:
+    """Names in shared memory that no living process has mapped or open: other tests may run at the same time."""
     folder = Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    if not folder.is_dir():
+        return set()
+    entries = {entry.name for entry in folder.iterdir()}
+    return entries - {name for process in Path("/proc").glob("[0-9]*") for name in _shm_names(process)}
+
+
+def _shm_names(process: Path) -> set[str]:
+    """Entries of /dev/shm that a process holds; nothing of one that has just ended or is another user's."""
+    try:
+        mapped = re.findall(r"/dev/shm/(\S+)", (process / "maps").read_text())
+        opened = [os.readlink(link) for link in (process / "fd").iterdir()]
+    except OSError:
+        return set()
+    return {*mapped, *(path.removeprefix("/dev/shm/") for path in opened if path.startswith("/dev/shm/"))}
 
 
 def dump(path: Path, value: Any) -> None:

@@ -14,8 +14,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from support import ROOT, main_ppo, metrics_of, overrides, shm_entries, write_task
+from support import ROOT, main_ppo, metrics_of, overrides, shm_left_behind, write_task
 
+pytestmark = pytest.mark.xdist_group("ray")
 ON_RAY = {"trainer.launcher": "ray", "trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.name": "vllm"}
 
 
@@ -23,7 +24,7 @@ ON_RAY = {"trainer.launcher": "ray", "trainer.n_gpus_per_node": 2, "actor_rollou
 def grpo_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Sixteen steps of GRPO on two ranks with vLLM; shared by the tests of its results."""
     folder = tmp_path_factory.mktemp("grpo")
-    before = shm_entries()
+    before = shm_left_behind()
     settings = {
         **ON_RAY,
         "trainer.total_training_steps": 16,
@@ -39,7 +40,7 @@ def grpo_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     }
     result = main_ppo(overrides(write_task(folder), tiny_model, folder / "out", **settings))
     assert result.returncode == 0, result.stdout
-    assert shm_entries() <= before
+    wait_for(lambda: shm_left_behind() <= before, 10)
     return folder
 
 
@@ -110,7 +111,7 @@ def test_ppo_with_a_critic_and_tensor_parallel_vllm(tmp_path: Path, tiny_model: 
 
 
 def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, tiny_model: Path) -> None:
-    before = shm_entries()
+    before = shm_left_behind()
     settings = {**ON_RAY, "actor_rollout_ref.rollout.name": "hf", "trainer.total_training_steps": 5000}
     arguments = overrides(write_task(tmp_path), tiny_model, tmp_path / "out", **settings)
     command = [sys.executable, "-m", "verl_like.trainer.main_ppo", *arguments]
@@ -128,7 +129,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, tiny_model: Path
     assert saved == len(metrics_of(tmp_path / "out"))
     assert (tmp_path / "out" / f"global_step_{saved}" / "trainer_state.json").is_file()
     wait_for(lambda: not processes_of_session(run.pid))
-    assert shm_entries() <= before
+    assert shm_left_behind() <= before
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 90) -> None:

@@ -1,0 +1,290 @@
+"""Planted faults, one at a time, each with the tests that must notice it: shows that the suite can fail.
+
+    python tests/mutations.py            # all of them, in a copy of the repository: about five minutes
+    python tests/mutations.py grpo       # those whose name holds "grpo"
+
+A fault replaces a piece of text that stands in its file exactly once (tests/architecture proves that). The tests named
+beside it run on the faulty copy and must fail; a fault that they let pass is printed, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` in verl_like/<file> becomes `new`; tests/unit/<tests> must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+ALGORITHMS = [
+    Mutation(
+        "gae without lambda",
+        "algorithms/advantages.py",
+        "delta + algorithm.gamma * algorithm.lam * next_advantage",
+        "delta + algorithm.gamma * next_advantage",
+        "algorithms/test_advantages.py",
+    ),
+    Mutation(
+        "grpo by the batch's mean",
+        "algorithms/advantages.py",
+        "advantage_B = reward_B.double() - groups.of_rows(groups.mean_G)",
+        "advantage_B = reward_B.double() - reward_B.double().mean()",
+        "algorithms/test_advantages.py",
+    ),
+    Mutation(
+        "rloo with the row itself",
+        "algorithms/advantages.py",
+        "difference_B * size_B / (size_B - 1).clamp(min=1)",
+        "difference_B",
+        "algorithms/test_estimators.py algorithms/test_baselines.py",
+    ),
+    Mutation(
+        "token-mean of a micro-batch",
+        "algorithms/aggregate.py",
+        "masked_sum(loss_BR, mask_BR) / max(denominators.num_tokens, 1)",
+        "masked_sum(loss_BR, mask_BR) / max(int(mask_BR.sum()), 1)",
+        "algorithms/test_invariance.py",
+    ),
+    Mutation(
+        "sum-norm by the batch's width",
+        "algorithms/aggregate.py",
+        "seq_mean_token_sum(loss_BR, mask_BR, denominators, scale) / scale",
+        "seq_mean_token_sum(loss_BR, mask_BR, denominators, scale) / loss_BR.shape[1]",
+        "algorithms/test_invariance.py algorithms/test_aggregate.py",
+    ),
+    Mutation(
+        "k3 with a wrong sign",
+        "algorithms/kl.py",
+        "(torch.expm1(reverse) - reverse)",
+        "(torch.expm1(reverse) + reverse)",
+        "algorithms/test_kl.py",
+    ),
+    Mutation(
+        "KL controller without its clip",
+        "algorithms/kl.py",
+        "min(max(current_kl / self.config.target_kl - 1, -0.2), 0.2)",
+        "current_kl / self.config.target_kl - 1",
+        "algorithms/test_kl.py",
+    ),
+    Mutation(
+        "whitening with the biased variance",
+        "algorithms/masked.py",
+        "(mask.sum() - 1).clamp(min=1)",
+        "mask.sum().clamp(min=1)",
+        "algorithms/test_masked.py",
+    ),
+    Mutation(
+        "clip bounds exchanged",
+        "algorithms/losses/ratio.py",
+        "ratio_BR.clamp(1 - low, 1 + high)",
+        "ratio_BR.clamp(1 - high, 1 + low)",
+        "algorithms/test_policy_losses.py",
+    ),
+    Mutation(
+        "dual clip for good tokens too",
+        "algorithms/losses/ratio.py",
+        "negative_BR = advantages_BR < 0",
+        "negative_BR = advantages_BR < torch.inf",
+        "algorithms/test_policy_losses.py",
+    ),
+    Mutation(
+        "groups of equal rewards pass the filter",
+        "algorithms/group_filter.py",
+        "groups.std_G > threshold",
+        "groups.std_G >= threshold",
+        "algorithms/test_group_filter.py",
+    ),
+]
+MODELS = [
+    Mutation(
+        "entropy's gradient without its mean",
+        "models/fused_chunks.py",
+        "constant = constant - upstream[ENTROPY] * values[ENTROPY]",
+        "constant = constant - upstream[ENTROPY]",
+        "models/test_fused_linear.py",
+    ),
+    Mutation(
+        "temperature left out of the log-probs",
+        "models/fused_chunks.py",
+        "return logits_cV if self.temperature == 1.0 else logits_cV.div_(self.temperature)",
+        "return logits_cV",
+        "models/test_fused_linear.py",
+    ),
+    Mutation(
+        "positions that do not restart",
+        "models/packing.py",
+        "position_ids=position[kept][None].to(device)",
+        "position_ids=torch.arange(int(kept.sum()))[None].to(device)",
+        "models/test_packed_forward.py models/test_packing.py",
+    ),
+    Mutation(
+        "the answer of the next token",
+        "models/packing.py",
+        "position_N = prompt_S[row_N] - 1 + column_N",
+        "position_N = (prompt_S[row_N] + column_N).clamp(max=length_S[row_N] - 1)",
+        "models/test_packed_forward.py models/test_packing.py",
+    ),
+    Mutation(
+        "a shared prompt gets one row's gradient",
+        "models/token_layout.py",
+        "if ctx.add_copies and layout.copied_C is not None:",
+        "if False and layout.copied_C is not None:",
+        "models/test_packed_forward.py models/test_attention.py",
+    ),
+    Mutation(
+        "sliding window ignored",
+        "models/attention_groups.py",
+        "banded = window if window is not None and window < k.shape[1] else None",
+        "banded = None",
+        "models/test_attention_groups.py",
+    ),
+    Mutation(
+        "budget of a micro-batch exceeded",
+        "parallel/balance.py",
+        "fits = all(sum(num_tokens[shared[j]] for j in rows) <= budget for rows in even)",
+        "fits = True",
+        "parallel/test_balance.py",
+    ),
+]
+ENGINE_AND_ROLLOUT = [
+    Mutation(
+        "a step with a gradient that is not finite",
+        "engine/fsdp.py",
+        "finite = math.isfinite(float(norm))",
+        "finite = True",
+        "engine/test_fsdp_engine.py",
+    ),
+    Mutation(
+        "rows set apart are trained, the others not",
+        "engine/microbatch.py",
+        "return batch.select(~chosen_B), batch.select(chosen_B)",
+        "return batch.select(chosen_B), batch.select(~chosen_B)",
+        "engine/test_fsdp_engine.py",
+    ),
+    Mutation(
+        "warm-up one step early",
+        "engine/optim.py",
+        "self.steps_done / max(1, self.warmup)",
+        "(self.steps_done + 1) / max(1, self.warmup)",
+        "engine/test_optim.py",
+    ),
+    Mutation(
+        "Adam without bias correction",
+        "engine/lean_optim.py",
+        'value=-group["lr"] / (1 - beta1**step)',
+        'value=-group["lr"]',
+        "engine/test_lean_optim.py",
+    ),
+    Mutation(
+        "top-p drops the token that crosses p",
+        "rollout/sampling.py",
+        "dropped_BV = cumulative_BV <= 1 - top_p_B[:, None]",
+        "dropped_BV = cumulative_BV < 1 - top_p_B[:, None] + 0.2",
+        "rollout/test_sampling.py",
+    ),
+    Mutation(
+        "all samples of a prompt alike",
+        "rollout/assemble.py",
+        'f"{seed}/{step}/{group}/{sample}"',
+        'f"{seed}/{step}/{group}"',
+        "rollout/test_assemble.py",
+    ),
+    Mutation(
+        "padding counted as sampled",
+        "rollout/assemble.py",
+        "torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]",
+        "torch.arange(response_ids_BR.shape[1])[None, :] <= response_length_B[:, None]",
+        "rollout/test_assemble.py",
+    ),
+]
+DATA_AND_REWARDS = [
+    Mutation(
+        "every epoch in the same order",
+        "data/sampler.py",
+        "np.random.default_rng([self._seed, self.epoch])",
+        "np.random.default_rng([self._seed])",
+        "data/test_loader.py",
+    ),
+    Mutation(
+        "a resumed sampler starts the epoch again",
+        "data/sampler.py",
+        'self.epoch, self.position = state["epoch"], state["position"]',
+        'self.epoch, self.position = state["epoch"], 0',
+        "data/test_loader.py",
+    ),
+    Mutation(
+        "partial credit for the right answer",
+        "rewards/boxed.py",
+        "earned = acc_score if right else",
+        "earned = acc_score / 2 if right else",
+        "rewards/test_answer_graders.py",
+    ),
+    Mutation(
+        "metrics of ranks: the first instead of the largest",
+        "batch.py",
+        '"max": max,',
+        '"max": lambda found: found[0],',
+        "test_batch.py",
+    ),
+    Mutation(
+        "an incomplete batch counts as a step",
+        "config/batch_plan.py",
+        "per_epoch = num_train_prompts // batch",
+        "per_epoch = -(-num_train_prompts // batch)",
+        "config/test_batch_plan.py",
+    ),
+]
+MUTATIONS = [*ALGORITHMS, *MODELS, *ENGINE_AND_ROLLOUT, *DATA_AND_REWARDS]
+
+
+def survives(mutation: Mutation, copy: Path) -> bool:
+    """Whether its tests pass on a repository with the fault in it."""
+    path = copy / "verl_like" / mutation.file
+    text = path.read_text()
+    path.write_text(text.replace(mutation.old, mutation.new))
+    tests = [f"tests/unit/{name}" for name in mutation.tests.split()]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow and not gpu", "-p", "no:cacheprovider"]
+        result = subprocess.run([*command, *tests], cwd=copy, env=environment, capture_output=True, text=True)
+    finally:
+        path.write_text(text)
+    if result.returncode not in (0, 1):
+        raise RuntimeError(f"{mutation.name}: pytest could not run\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+    return result.returncode == 0
+
+
+def main() -> None:
+    """Try the faults whose name holds the first argument (all without one)."""
+    chosen = [mutation for mutation in MUTATIONS if len(sys.argv) < 2 or sys.argv[1] in mutation.name]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "main"
+        leave_out = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".pytest_cache")
+        shutil.copytree(ROOT, copy, ignore=leave_out)
+        os.environ.setdefault("VERL_LIKE_SHARED_DATA", str(ROOT.parent / "shared" / "data"))
+        survivors = []
+        for mutation in chosen:
+            survived = survives(mutation, copy)
+            survivors += [mutation.name] * survived
+            print(f"{'SURVIVED' if survived else 'caught':9} {mutation.name} ({mutation.file})", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught")
+    sys.exit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()
