@@ -17,7 +17,7 @@ from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 MIXTURES = [name for name, row in families.FAMILIES.items() if families.VLLM in row.tested and "experts" in row.kind]
-FIRST = "qwen3_moe"  # the others take a start of vLLM each
+pytestmark = pytest.mark.engines  # each takes a start of vLLM
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def process() -> Iterator[ProcessInfo]:
     shutdown_distributed()
 
 
-@pytest.mark.parametrize("name", [FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in MIXTURES if n != FIRST)])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_every_sync_reaches_the_kernels(
     process: ProcessInfo, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,7 +41,7 @@ def test_every_sync_reaches_the_kernels(
         assert report.num_tensors == len(engine.weight_names()) > 48
         assert report.probe_gap is not None and report.probe_gap < 1e-4
         engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
-    if name == FIRST:
+    if name == "qwen3_moe":
         fault_is_found(engine, sync, monkeypatch)
     rollout.shutdown()
 

@@ -306,6 +306,7 @@ def test_ranks_of_vllm() -> None:
         vllm_lora.engine_options(513)
 
 
+@pytest.mark.engines
 def test_two_ranks(tmp_path: Path, path: str) -> None:
     """FSDP2 over two ranks into a copy per rank (hf) and into one tensor-parallel replica (vllm)."""
     names = ["hf", "vllm"] if importlib.util.find_spec("vllm") else ["hf"]
