@@ -95,7 +95,7 @@ _SPELLINGS = [
     for pattern, replacement in [
         (r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr|big|Big|bigg|Bigg)(?![A-Za-z])\s*\.?", ""),
         (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut)(?![A-Za-z])", ""),
-        (r"(?<=\d),\\!(?=\d{3})", ""),
+        (r"(?<=\d),\\!\s*(?=\d{3})", ""),
         (r"\{,\}", ","),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;: >]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|~", " "),
@@ -110,6 +110,7 @@ _SPELLINGS = [
         (r"\\(?:neq|ne)(?![A-Za-z])|!=", r"\\ne "),
         (r"\\(?:cdot|times|ast)(?![A-Za-z])|\*(?!\*)", "*"),
         (r"\*\*", "^"),
+        (r"(\^-?\d+) (?=\d)", r"\1*"),  # 2^6 3^5
         (r"\\div(?![A-Za-z])", "/"),
         (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset "),
         (r"\binfinity\b|(?<!\\)\boo\b", r"\\infty "),
@@ -129,6 +130,7 @@ _SPELLINGS = [
         (r"(?<=[\d)\]}])\s*,?\s*\b(?:and|or)\b\s*(?=[-\\\d(\[{a-z])", ","),
     ]
 ]
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _DELIMITERS = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`")]
 
 
@@ -139,6 +141,8 @@ def normalise(answer: str) -> str:
     where it may matter (between digits, around text); see `squeeze`.
     """
     text = strip_delimiters(answer.translate(_UNICODE))
+    if len(_DOLLAR.findall(text)) % 2 == 0:  # $8$,$4$ and 20 $cm^2$: formulas inside an answer
+        text = _DOLLAR.sub("", text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     return re.sub(r"\s+", " ", text).strip()

@@ -21,9 +21,10 @@ from verl_like.rewards.math_structure import (
     compare_matrices,
     compare_relations,
     compare_unions,
+    is_name,
     parts_of,
 )
-from verl_like.rewards.units import Quantity, compatible, split_unit
+from verl_like.rewards.units import Quantity, compatible, says_more_than_the_number, split_unit
 
 _MAX_NESTING = 6
 _ROUNDING_DECIMALS = 6  # a decimal with so many places stands for the number it is the rounding of
@@ -84,11 +85,17 @@ def _readings(text: str) -> list[str]:
 
 def _compare_approximations(truth: str, answer: str) -> Verdict:
     """2/3 \\approx 0.67: each number the answer gives must be one that the reference gives."""
-    truths, answers = _APPROXIMATELY.split(truth), _APPROXIMATELY.split(answer)
+    truths, answers = _values(truth), _values(answer)
     if len(truths) == len(answers) == 1:
-        return _compare(truth, answer, 0)
+        return _compare(truths[0], answers[0], 0)
     same = all(any(_compare(right, given, 0).same for right in truths) for given in answers)
     return Verdict(same, "structure")
+
+
+def _values(text: str) -> list[str]:
+    """What stands around \\approx, without the name of what is approximated: x \\approx 11 is 11."""
+    values = _APPROXIMATELY.split(text)
+    return values[1:] if len(values) > 1 and is_name(values[0]) else values
 
 
 def _compare(truth: str, answer: str, nesting: int) -> Verdict:
@@ -137,6 +144,8 @@ def _compare_values(truth: Quantity, answer: Quantity) -> Verdict:
         return Verdict(bool(texts[0]), "text")
     if any(_SIDE_BY_SIDE.search(text) for text in texts):
         return Verdict(False, "value")
+    if any(says_more_than_the_number(plain_text(side.value)) for side in (truth, answer)):
+        return Verdict(False, "text")
     left, right = _tree(texts[0]), _tree(texts[1])
     if left is None or right is None:
         return Verdict(symbolic.equal(truth.value, answer.value), "math-verify")

@@ -14,7 +14,7 @@ Same = Callable[[str, str], bool]  # (truth, answer) -> equal
 
 _MAX_PARTS = 40
 _NAME = r"(?:[A-Za-z]{1,3}|\\[A-Za-z]+)(?:_\{?\w+\}?|')?(?:\([A-Za-z,]{1,5}\))?"
-_ASSIGNMENT = re.compile(rf"^({_NAME})\s*=\s*([^=]+)$", re.DOTALL)
+_ASSIGNMENT = re.compile(rf"^({_NAME}|\((?:\s*{_NAME}\s*,)+\s*{_NAME}\s*\))\s*=\s*([^=]+)$", re.DOTALL)
 _MEMBER = re.compile(rf"^{_NAME}\s*\\in\s*(.+)$", re.DOTALL)
 _RELATION = re.compile(r"\s*(\\le |\\ge |<|>)\s*")
 _MIRROR = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
@@ -29,6 +29,11 @@ class Parts:
     kind: str
     elements: list[str]
     brackets: str = ""
+
+
+def is_name(text: str) -> bool:
+    """A variable, or a function of some: x, x_1, f(x), \\theta."""
+    return re.fullmatch(_NAME, text.strip()) is not None
 
 
 def parts_of(text: str) -> Parts | None:
@@ -169,6 +174,8 @@ def _expand_plus_minus(text: str) -> str:
     """a \\pm b as the list a+b, a-b; of a list, each element that has one."""
     if not _PLUS_MINUS.search(text):
         return text
+    if text.startswith("\\{") and text.endswith("\\}"):
+        return f"\\{{{_expand_plus_minus(text[2:-2])}\\}}"
     expanded = []
     for part in split_top_level(text):
         once = len(_PLUS_MINUS.findall(part)) == 1

@@ -42,7 +42,15 @@ _UNITS = {
 }
 _CANONICAL = {spelling: name for name, spellings in _UNITS.items() for spelling in spellings.split()}
 _SQUARE, _CUBIC = ("sq", "square", "squared"), ("cu", "cubic", "cubed")
-_ONE_LETTER = {spelling for spelling in _CANONICAL if len(spelling) == 1}
+_ONE_LETTER = {spelling for spelling in _CANONICAL if len(spelling) == 1} | {"L"}  # 5 M is no length, nor is 5M
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+# words that change the number they stand beside: no unit, whatever follows
+_NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety half halves thirds fourths fifths sixths "
+    "sevenths eighths ninths tenths hundredths thousandths plus minus over squared cubed either neither not"
+)
+_CHANGES = re.compile(rf"(?<![A-Za-z\\])(?:{'|'.join([*_NUMBER_WORDS.split(), *_SCALES])}|times (?=[a-z]))(?![A-Za-z])")
 
 _WRAPPER = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mbox|rm)\s*\{"
 _POWER = r"(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
@@ -52,6 +60,11 @@ _BARE_UNIT = re.compile(
     re.DOTALL,
 )
 _COUNTED = re.compile(r"^(?P<value>-?[\d.,/]*\d) (?!or |and |pi\b)[a-z]{3,20}(?: [a-z]{2,20}){0,3}$")  # 5 red apples
+_SCALED = re.compile(
+    rf"^(?P<value>-?[\d.,]*\d|-?\\frac\{{\d+\}}\{{\d+\}}) ?\s*(?:{_WRAPPER})?\s*(?P<scale>{'|'.join(_SCALES)})s?"
+    r"(?![a-z])\s*\}?(?P<rest>.*)$",
+    re.DOTALL,
+)
 _DEGREE = re.compile(r"^(?P<value>.*?)\s*\^\s*\{?\s*\\circ\s*\}?\s*(?P<scale>[CF]?)$", re.DOTALL)
 _ANGLE_OF = re.compile(r"(?<![A-Za-z\\])\\?(?:sin|cos|tan|cot|sec|csc)(?!\s*\^|[a-z])")  # the inverse ones give degrees
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
@@ -77,21 +90,32 @@ def split_unit(text: str, *, one_letter: bool = False) -> Quantity:
     if match := _CURRENCY.match(text):
         inner = split_unit(match["value"])
         return Quantity(match["sign"] + inner.value, "dollar" if "$" in text else "other")
+    if match := _SCALED.match(text):
+        counted = split_unit(f"1 {match['rest'].strip(' }')}")
+        if counted.value == "1" or not match["rest"].strip(" }"):
+            return Quantity(f"{match['value']}*{_SCALES[match['scale']]}", counted.unit)
     if _ANGLE_OF.search(text) and "circ" in text:  # \cos 60^\circ has no unit: its argument is in radians
         return Quantity(_ANGLE.sub(r"(\\frac{\1\\pi}{180})", text))
     if match := _DEGREE.match(text):
         return Quantity(match["value"], f"degree{match['scale']}") if match["value"] else Quantity(text)
     if match := _WRAPPED_UNIT.match(text):
-        return Quantity(match["value"].strip(), _name(match["words"], match[3]) or "other")
+        name = _name(match["words"], match[3])
+        if name or not _CHANGES.search(match["words"]):
+            return Quantity(match["value"].strip(), name or "other")
     if match := _BARE_UNIT.match(text):
         words = match["words"]
-        if words not in _ONE_LETTER or (one_letter and text[match.start("words") - 1] == " "):
+        if len(words) > 1 or (words in _ONE_LETTER and one_letter and text[match.start("words") - 1] == " "):
             name = _name(words, match[3])
             if name:
                 return Quantity(match["value"].strip(), name)
-    if match := _COUNTED.match(text):
+    if (match := _COUNTED.match(text)) and not _CHANGES.search(text):
         return Quantity(match["value"], "other")
     return Quantity(text)
+
+
+def says_more_than_the_number(text: str) -> bool:
+    """Whether words are left that no unit explains and that change what the number means: 5 squared, not 0."""
+    return _CHANGES.search(text) is not None
 
 
 def compatible(truth: Quantity, answer: Quantity) -> bool:

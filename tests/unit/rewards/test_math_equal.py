@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from verl_like.bench.grader_rows import FORMS, cases, gsm8k_rows, math_rows, perturb, respell
+from verl_like.rewards import symbolic
 from verl_like.rewards.expression import UnknownExpression, parse, tokenise
 from verl_like.rewards.expression_value import proportional, rational, same
 from verl_like.rewards.graders import choose, compute_score
@@ -66,6 +68,25 @@ def test_the_made_rows_are_what_they_claim() -> None:
 def test_the_layer_that_decides(truth: str, answer: str, layer: str) -> None:
     verdict = compare(truth, answer)
     assert (verdict.same, verdict.layer) == (True, layer)
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_a_comparison_that_never_ends_says_not_equal(monkeypatch: pytest.MonkeyPatch, in_a_thread: bool) -> None:
+    """sympy multiplies this power out, in one loop; in a thread too, where a signal would not arrive."""
+    monkeypatch.setattr(symbolic, "_MAX_SECONDS", 0.3)
+    monkeypatch.setattr(symbolic, "_MAX_TERMS", 10**12)
+    power = rf"(\lfloor x \rfloor+y+z+w)^{{{300 + in_a_thread}}}"
+    if not in_a_thread:
+        assert symbolic.equal(power, "1") is False
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(symbolic.equal, power, "1").result(timeout=60) is False
+    assert symbolic.equal(r"\lfloor 3.5 \rfloor", "3")  # nothing is left behind
+
+
+def test_a_power_with_too_many_terms_is_refused_before_it_is_parsed() -> None:
+    assert list(symbolic._terms_of_powers(r"(\lfloor x \rfloor+y+z+w)^{300}(a-b)^2 {x}^9")) == [4590551, 3, 1]
+    assert not equal("1", r"(\lfloor x \rfloor+y+z+w)^{300}")
 
 
 def test_a_long_answer_is_compared_as_it_is_written() -> None:

@@ -34,6 +34,20 @@ def test_every_route_leads_to_a_grader() -> None:
     assert set(graders.ROUTES.values()) <= set(graders.GRADERS)
 
 
+@pytest.mark.parametrize(
+    ("source", "grader"),
+    [
+        ("MATH", "math"),
+        ("math500", "math"),
+        ("AI-MO/NuminaMath-CoT", "math"),
+        ("HuggingFaceH4/aime_2024", "math_dapo"),
+        ("BytedTsinghua-SIA/DAPO-Math-17k", "math_dapo"),
+    ],
+)
+def test_data_sets_are_known_by_their_names_on_the_hub(source: str, grader: str) -> None:
+    assert graders.choose().grader_of_row(source) == grader
+
+
 def test_an_exact_name_comes_before_a_pattern_and_patterns_count_from_the_top() -> None:
     choice = graders.choose(by_source={"math*": "arithmetic", "*": "countdown", "math_a": "gsm8k"})
     assert [choice.grader_of_row(s) for s in ("math_a", "math_b", "x")] == ["gsm8k", "arithmetic", "countdown"]
