@@ -268,8 +268,8 @@ def _rejection_metrics(tally: Mapping[str, float]) -> dict[str, float]:
 
 
 def _option_metrics(tally: Mapping[str, float], option: str) -> dict[str, float]:
-    """Of one rejection's statistic: over tokens, over rows, and what it takes. std is that of values cut to the bounds."""
-    n, units, rows = (tally[f"{option}/tokens"], tally[f"{option}/units"], tally[f"num_rows/{option}"])
+    """Of one rejection: its statistic over tokens (std: of values cut to the bounds) and rows, and what it takes."""
+    n, units, rows = tally[f"{option}/tokens"], tally[f"{option}/units"], tally[f"num_rows/{option}"]
     if n == 0:
         return {}
     return {

@@ -46,9 +46,9 @@ def risky_correction(config: PPOConfig) -> list[str]:
     )
     fix = "set top_p=1 and top_k=-1"
     lines = [
-        f"training/rollout_probs_diff_* and rollout_corr/* {cause}they show the cut (a mean of 0.02 is usual) where the "
-        f"two engines may agree to 1e-5, and cannot warn of engines that do not; {fix} (temperature stays free), or "
-        "judge the engines by weight_sync/probe_gap"
+        f"training/rollout_probs_diff_* and rollout_corr/* {cause}they show the cut (a mean of 0.02 is usual) even if "
+        f"the two engines agree to 1e-5, and cannot warn when they do not; {fix} (temperature stays free), or judge "
+        "the engines by weight_sync/probe_gap"
     ]
     if corrects(config.algorithm.rollout_correction):
         lines.append(f"{_SECTION} {cause}every weight is below 1; {fix}")

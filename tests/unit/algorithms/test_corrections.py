@@ -430,7 +430,7 @@ def test_rejecting_half_the_rows_does_not_double_their_step(mode: str, step: flo
     batch, said = mismatched([[0.0, 0.0], [3.0, 3.0], [0.0, 0.0], [3.0, 3.0]], [0, 0, 1, 1])
     rows, _ = credit(Config(rollout_rs="token_k1", rollout_rs_threshold=2.0), batch, said)
     rows = rows.replace(advantages_BR=rows.response_mask_BR.double())
-    loss, gradient, _ = loss_of(rows, PolicyObjective(menu("policy_gradient", mode)))
+    _, gradient, _ = loss_of(rows, PolicyObjective(menu("policy_gradient", mode)))
     assert gradient[[0, 2]].sum().item() == pytest.approx(-step) and not gradient[[1, 3]].any()
 
 

@@ -289,17 +289,19 @@ def test_gradient_takes_the_weight_as_a_constant(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_and_gspo_token_agree_where_a_row_has_one_advantage(seed: int) -> None:
-    """gspo's gradient is proved by finite differences; so is gspo_token's, then."""
+    """gspo's gradient is proved by finite differences; so is gspo_token's, then. Weights of tokens make them differ."""
     rows = experience(seed)
     rows = rows.replace(advantages_BR=rows.advantages_BR[:, :1] * rows.response_mask_BR)
     log_probs, counts = outputs_for(rows, seed + 50)["log_probs"], denominators(rows)
 
-    def gradient(name: str) -> Tensor:
-        loss_BR = run(name, policy_batch(rows, log_probs)).loss_BR
+    def gradient(name: str, weight_BR: Tensor | float = 1.0) -> Tensor:
+        loss_BR = run(name, policy_batch(rows, log_probs)).loss_BR * weight_BR
         total = aggregate(loss_BR, rows.response_mask_BR, "seq-mean-token-mean", counts)
         return torch.autograd.grad(total, log_probs)[0]
 
     assert torch.allclose(gradient("gspo"), gradient("gspo_token"))
+    weight_R = torch.linspace(0.5, 2.0, log_probs.shape[1])
+    assert not torch.allclose(gradient("gspo", weight_R), gradient("gspo_token", weight_R), atol=1e-2)
 
 
 @pytest.mark.parametrize("name", LOSS_MODES)

@@ -39,7 +39,7 @@ PolicyLossFunction = Callable[[PolicyBatch, ActorConfig], TokenLoss]
 class PolicyLoss:
     """An entry of the menu.
 
-    aggregation: the one it prescribes (None: the user's choice). default_aggregation: where actor.loss_agg_mode is null.
+    aggregation: the one it prescribes (None: the user's choice). default_aggregation: where the user's is null.
     pulls_without_advantage: it has a gradient even where the advantage is 0, because of a term of its own.
     one_weight_per_row: its loss is one of the whole row, so importance weights are joined by their geometric mean.
     """
