@@ -25,6 +25,7 @@ from verl_like.algorithms.mismatch import (
     Gap,
     Tally,
     count_gap,
+    count_rows,
     finish,
     gap_between,
     largest,
@@ -62,7 +63,7 @@ def correct(gap: Gap, correction: RolloutCorrectionConfig, *, weighted: bool = T
     raw_BR = importance_weights(gap.log_ratio_BR, gap.mask_BR, level)
     bounds = weight_bounds(correction.rollout_is_threshold)
     weights_BR = bounded(raw_BR, bounds)
-    tally = tally.joined(count_weights(raw_BR, weights_BR, gap.mask_BR, bounds))
+    tally = tally.joined(count_weights(raw_BR, weights_BR, gap.mask_BR, bounds, level))
     factor = None
     if correction.rollout_is_batch_normalize:
         factor = mean_weight(weights_BR, gap.mask_BR, level).item() or 1.0
@@ -120,26 +121,44 @@ def mean_weight(weights_BR: Tensor, mask_BR: Tensor, level: str) -> Tensor:
     return masked_mean(masked_mean(weights_BR, mask_BR, dim=1), mask_BR.any(dim=1))
 
 
-def count_weights(raw_BR: Tensor, weights_BR: Tensor, mask_BR: Tensor, bounds: Bounds) -> Tally:
-    """Sums over tokens, before (raw) and after the bounds. Without a lower bound, low means below 1 / cap."""
+def weight_of_row(weights_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """Geometric mean of each row's weights [B, 1]; a weight of 0 counts as 1e-10, as in verl, so that one token outside
+    the bounds does not silence its whole row. 1 for an empty row."""
+    return masked_mean(weights_BR.clamp(min=SMALLEST_WEIGHT).log(), mask_BR, dim=1).exp()[:, None]
+
+
+def count_weights(raw_BR: Tensor, weights_BR: Tensor, mask_BR: Tensor, bounds: Bounds, level: str) -> Tally:
+    """Sums before (raw) and after the bounds, as verl reports them. Without a lower bound, low means below 1 / cap.
+
+    Where a row has one weight, shares outside the bounds and extremes are those of the rows' raw weights; elsewhere
+    shares are those of the tokens' raw weights, and extremes those of the weights that are applied.
+    """
     high = LARGEST_WEIGHT if bounds.high is None else bounds.high
     low = 1 / high if bounds.low is None else bounds.low
-    per_token = {
-        "raw_weight": raw_BR,
+    rows_B, raw_B = mask_BR.any(dim=1), masked_mean(raw_BR, mask_BR, dim=1)
+    of_rows = level in ("sequence", "geometric")
+    judged, units = (raw_B, rows_B) if of_rows else (raw_BR, mask_BR)
+    extreme_BR = raw_BR if of_rows else weights_BR
+    counted = {
         "weight": weights_BR,
         "weight_squared": weights_BR**2,
-        "weight_high": (raw_BR > high) & mask_BR,
-        "weight_low": (raw_BR < low) & mask_BR,
         "weight_zeroed": (weights_BR == 0) & mask_BR,
         "weight_tokens": mask_BR,
+        "weight_high": (judged > high) & units,
+        "weight_low": (judged < low) & units,
+        "weight_units": units,
+        "weight_rows_high": (raw_B > high) & rows_B,
+        "weight_rows_low": (raw_B < low) & rows_B,
     }
-    return Tally(
-        sums={name: value.double().sum() for name, value in per_token.items()},
-        maxima={"max_weight": largest(raw_BR, mask_BR), "min_weight": largest(-raw_BR, mask_BR)},
+    tally = Tally(
+        sums={name: value.double().sum() for name, value in counted.items()},
+        maxima={"max_weight": largest(extreme_BR, mask_BR), "min_weight": largest(-extreme_BR, mask_BR)},
     )
+    return tally.joined(count_rows("weight", masked_mean(weights_BR, mask_BR, dim=1), rows_B))
 
 
 LARGEST_WEIGHT = 1e9  # above exp(20), which no weight exceeds
+SMALLEST_WEIGHT = 1e-10
 
 # ---- rejections
 
@@ -152,7 +171,7 @@ def reject(gap: Gap, known_BR: Tensor, rejections: tuple[Rejection, ...], veto: 
         statistic_BR = rejection_statistic(gap, rejection)
         passed_BR = within(statistic_BR, rejection) | ~gap.mask_BR
         keep_BR = keep_BR & passed_BR
-        tally = tally.joined(_count_option(rejection.name, statistic_BR, passed_BR, gap.mask_BR))
+        tally = tally.joined(_count_option(rejection, statistic_BR, passed_BR, gap.mask_BR))
     if veto is not None:
         fatal_BR = (gap.log_ratio_BR < math.log(veto)) & gap.mask_BR
         keep_BR = keep_BR & ~fatal_BR.any(dim=1, keepdim=True)
@@ -198,31 +217,45 @@ def token_statistic(gap: Gap, statistic: str) -> Tensor:
 
 
 def within(statistic_BR: Tensor, rejection: Rejection) -> Tensor:
-    """Inside the bounds, which for k1 are ratios q / p."""
+    """Inside the bounds."""
+    low, high = statistic_bounds(rejection)
+    return (statistic_BR >= low) & (statistic_BR <= high)
+
+
+def statistic_bounds(rejection: Rejection) -> tuple[float, float]:
+    """Bounds of the statistic itself: those of k1 are given as ratios q / p; k2 and k3 are 0 or more by themselves."""
     low, high = rejection.bounds.low, rejection.bounds.high
     if rejection.statistic == "k1":
         low, high = (None if bound is None else math.log(bound) for bound in (low, high))
-    inside_BR = torch.ones_like(statistic_BR, dtype=torch.bool)
-    if low is not None:
-        inside_BR &= statistic_BR >= low
-    if high is not None:
-        inside_BR &= statistic_BR <= high
-    return inside_BR
+    return -math.inf if low is None else low, math.inf if high is None else high
 
 
-def _count_option(name: str, statistic_BR: Tensor, passed_BR: Tensor, mask_BR: Tensor) -> Tally:
+def _count_option(rejection: Rejection, statistic_BR: Tensor, passed_BR: Tensor, mask_BR: Tensor) -> Tally:
+    """Sums behind `rollout_rs_<option>_*`; the row's value of a token's statistic is its mean."""
+    name, (low, high) = rejection.name, statistic_bounds(rejection)
+    rows_B, row_B = mask_BR.any(dim=1), masked_mean(statistic_BR, mask_BR, dim=1)
+    judged, units = (row_B, rows_B) if rejection.level.startswith("seq") else (statistic_BR, mask_BR)
+    bounded_BR = masked_fill_zero(statistic_BR.clamp(low, high), mask_BR)
     failed_BR = mask_BR & ~passed_BR
-    return Tally(
-        sums={
-            f"statistic/{name}": masked_sum(statistic_BR, mask_BR),
-            f"masked/{name}": failed_BR.double().sum(),
-            f"masked_rows/{name}": failed_BR.any(dim=1).double().sum(),
-        },
-        maxima={
-            f"max_statistic/{name}": largest(statistic_BR, mask_BR),
-            f"min_statistic/{name}": largest(-statistic_BR, mask_BR),
-        },
+    counted = {
+        "sum": masked_fill_zero(statistic_BR, mask_BR),
+        "bounded": bounded_BR,
+        "bounded_squared": bounded_BR**2,
+        "tokens": mask_BR,
+        "high": (judged > high) & units,
+        "low": (judged < low) & units,
+        "units": units,
+        "rows_high": (row_B > high) & rows_B,
+        "rows_low": (row_B < low) & rows_B,
+        "masked": failed_BR,
+        "masked_rows": failed_BR.any(dim=1),
+    }
+    option = f"option/{name}"
+    tally = Tally(
+        sums={f"{option}/{key}": value.double().sum() for key, value in counted.items()},
+        maxima={f"max_{option}": largest(statistic_BR, mask_BR), f"min_{option}": largest(-statistic_BR, mask_BR)},
     )
+    return tally.joined(count_rows(option, row_B, rows_B))
 
 
 # ---- on the driver

@@ -47,7 +47,7 @@ def make_experience(
 
     Rows whose reward failed (valid_B false) and rows in which the policy sampled no token are left out before any
     statistic, and counted; the rest keeps its order. Tokens that algorithm.rollout_correction rejects earn credit like
-    all others, then leave response_mask_BR; rows without a token left are left out of the experience.
+    all others, then leave response_mask_BR; rows without a token left stay, so that N_seq does not depend on them.
     `kl_coef` is the coefficient before this step's update. `reward_B` (`shape_rewards`) takes the place of the scores;
     `seed` draws the rows of PF-PPO. Without `evaluated.old_log_probs_BR` the update takes its own log-probs as
     the old ones (detach).
@@ -87,12 +87,10 @@ def make_experience(
         metrics["actor/entropy"] = masked_mean(evaluated.entropy_BR, mask_BR).item()
     outputs = dataclasses.replace(outputs, advantages_BR=advantages_BR)
     experience = put_together(actor, rollouts, scores, evaluated, corrected, outputs)
-    left_B = corrected.mask_BR.any(dim=1)  # rows with a token that was not rejected
     if algorithm.use_pf_ppo:
         rows_B, resampling_metrics = pf_ppo_rows(scores.score_B, algorithm.pf_ppo, seed)
         experience, metrics = experience.select(rows_B), metrics | resampling_metrics
-        left_B = left_B[rows_B]
-    return experience.select(left_B).trim(), metrics
+    return experience.trim(), metrics
 
 
 def put_together(

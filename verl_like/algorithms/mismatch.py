@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_su
 
 LOG_LIMIT = 20.0  # log ratios are clamped to +-20 before exp
 PREFIX = "mismatch_tally/"  # names of sums on their way from the engines; `finish` replaces them
+GAP = "gap/"  # of those, the ones that compare the two engines
 NONFINITE = "training/rollout_log_probs_nonfinite"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +82,29 @@ def largest(values: Tensor, mask: Tensor) -> Tensor:
 
 def count_gap(gap: Gap) -> Tally:
     """The sums behind the metrics of `finish`, over these rows."""
-    tokens, rows = _token_sums(gap), _row_sums(gap)
-    return tokens.joined(rows)
+    tally = _token_sums(gap).joined(_row_sums(gap))
+    return Tally(
+        sums={GAP + name: value for name, value in tally.sums.items()},
+        maxima={GAP + name: value for name, value in tally.maxima.items()},
+    )
+
+
+def count_rows(name: str, value_B: Tensor, rows_B: Tensor) -> Tally:
+    """The sums behind `_row_spread` of one value per row."""
+    return Tally(
+        sums={
+            f"rows/{name}": masked_sum(value_B, rows_B),
+            f"rows_squared/{name}": masked_sum(value_B**2, rows_B),
+            f"num_rows/{name}": rows_B.double().sum(),
+        },
+        maxima={f"rows_max/{name}": largest(value_B, rows_B), f"rows_min/{name}": largest(-value_B, rows_B)},
+    )
+
+
+def without_gap(metrics: Mapping[str, T]) -> dict[str, T]:
+    """Metrics of an update after a step's first: the policy has moved, so its distance from the rollout engine is no
+    longer that of the two engines."""
+    return {name: value for name, value in metrics.items() if not name.startswith(PREFIX + GAP)}
 
 
 def _token_sums(gap: Gap) -> Tally:
@@ -137,14 +161,16 @@ def _exp(log_value: Tensor) -> Tensor:
 def finish(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics of an update (or `Tally.numbers`) with the tally's sums replaced by what they mean.
 
-    Sums may be averages over several optimizer steps: only their proportions count. Without a compared token the sums
-    are dropped.
+    Sums may be averages over several optimizer steps: only their proportions count. Sums over nothing are dropped.
     """
     found = {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}
     tally = {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
-    if tally.get("tokens", 0) > 0:
-        found |= _gap_metrics(tally)
-        found |= _weight_metrics(tally) if "weight" in tally else {}
+    gap = {name.removeprefix(GAP): value for name, value in tally.items() if name.startswith(GAP)}
+    if gap.get("tokens", 0) > 0:
+        found |= _gap_metrics(gap)
+    if tally.get("weight_tokens", 0) > 0:
+        found |= _weight_metrics(tally)
+    if tally.get("all_tokens", 0) > 0:
         found |= _rejection_metrics(tally)
     return found
 
@@ -190,25 +216,41 @@ def _correlation(tally: Mapping[str, float], n: float) -> dict[str, float]:
 
 
 def _weight_metrics(tally: Mapping[str, float]) -> dict[str, float]:
-    """Of the importance weights: mean, max, min before the threshold; std and effective sample size after it."""
+    """Of the importance weights that were applied; what `count_weights` judges by raw weights says so there."""
     n, applied, squares = tally["weight_tokens"], tally["weight"], tally["weight_squared"]
+    units, rows = tally["weight_units"], tally["num_rows/weight"]
     values = {
-        "mean": tally["raw_weight"] / n,
+        "mean": applied / n,
         "max": tally["max_weight"],
         "min": -tally["min_weight"],
         "std": _std(applied, squares, n),
         "eff_sample_size": applied**2 / (n * squares) if squares > 0 else 0.0,
-        "ratio_fraction_high": tally["weight_high"] / n,
-        "ratio_fraction_low": tally["weight_low"] / n,
+        "ratio_fraction_high": tally["weight_high"] / units,
+        "ratio_fraction_low": tally["weight_low"] / units,
         "oob_ratio": tally["weight_zeroed"] / n,
+        **_row_spread(tally, "weight", ideal=1.0),
+        "seq_fraction_high": tally["weight_rows_high"] / rows,
+        "seq_fraction_low": tally["weight_rows_low"] / rows,
     }
     return {f"rollout_corr/rollout_is_{name}": value for name, value in values.items()}
 
 
+def _row_spread(tally: Mapping[str, float], name: str, ideal: float) -> dict[str, float]:
+    """Mean, sample deviation (of several updates: as of one of their mean size), extremes, distance from the ideal."""
+    total, n = tally[f"rows/{name}"], tally[f"num_rows/{name}"]
+    largest_row, smallest_row = tally[f"rows_max/{name}"], -tally[f"rows_min/{name}"]
+    biased = _std(total, tally[f"rows_squared/{name}"], n)
+    return {
+        "seq_mean": total / n,
+        "seq_std": biased * math.sqrt(n / (n - 1)) if n > 1 else 0.0,
+        "seq_max": largest_row,
+        "seq_min": smallest_row,
+        "seq_max_deviation": max(abs(largest_row - ideal), abs(smallest_row - ideal)),
+    }
+
+
 def _rejection_metrics(tally: Mapping[str, float]) -> dict[str, float]:
     """Shares of sampled tokens and of rows that rejections take, in all and per option."""
-    if "rejected_tokens" not in tally:
-        return {}
     n, rows = tally["all_tokens"], tally["all_rows"]
     found = {
         "rollout_corr/rollout_rs_masked_fraction": tally["rejected_tokens"] / n,
@@ -218,13 +260,28 @@ def _rejection_metrics(tally: Mapping[str, float]) -> dict[str, float]:
     if "vetoed_rows" in tally:
         found["rollout_corr/rollout_is_veto_fraction"] = tally["vetoed_rows"] / rows
         found["rollout_corr/rollout_is_catastrophic_token_fraction"] = tally["veto_tokens"] / n
-    for option in (name.removeprefix("masked/") for name in tally if name.startswith("masked/")):
-        prefix = f"rollout_corr/rollout_rs_{option}"
-        found |= {
-            f"{prefix}_mean": tally[f"statistic/{option}"] / tally["tokens"],
-            f"{prefix}_max": tally[f"max_statistic/{option}"],
-            f"{prefix}_min": -tally[f"min_statistic/{option}"],
-            f"{prefix}_masked_fraction": tally[f"masked/{option}"] / n,
-            f"{prefix}_seq_masked_fraction": tally[f"masked_rows/{option}"] / rows,
-        }
+    for name in (name for name in tally if name.startswith("option/") and name.endswith("/sum")):
+        option = name.removeprefix("option/").removesuffix("/sum")
+        values = _option_metrics(tally, f"option/{option}")
+        found |= {f"rollout_corr/rollout_rs_{option}_{key}": value for key, value in values.items()}
     return found
+
+
+def _option_metrics(tally: Mapping[str, float], option: str) -> dict[str, float]:
+    """Of one rejection: its statistic over tokens (std: of values cut to the bounds) and rows, and what it takes."""
+    n, units, rows = tally[f"{option}/tokens"], tally[f"{option}/units"], tally[f"num_rows/{option}"]
+    if n == 0:
+        return {}
+    return {
+        "mean": tally[f"{option}/sum"] / n,
+        "max": tally[f"max_{option}"],
+        "min": -tally[f"min_{option}"],
+        "std": _std(tally[f"{option}/bounded"], tally[f"{option}/bounded_squared"], n),
+        "fraction_high": tally[f"{option}/high"] / units,
+        "fraction_low": tally[f"{option}/low"] / units,
+        **_row_spread(tally, option, ideal=0.0),
+        "seq_fraction_high": tally[f"{option}/rows_high"] / rows,
+        "seq_fraction_low": tally[f"{option}/rows_low"] / rows,
+        "masked_fraction": tally[f"{option}/masked"] / tally["all_tokens"],
+        "seq_masked_fraction": tally[f"{option}/masked_rows"] / tally["all_rows"],
+    }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl_like.algorithms.aggregate import AGGREGATIONS, aggregate
-from verl_like.algorithms.corrections import correct
+from verl_like.algorithms.corrections import correct, weight_of_row
 from verl_like.algorithms.kl import FULL_KL_KIND, KL_ESTIMATORS, kl_penalty
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
 from verl_like.algorithms.mismatch import NONFINITE, PREFIX, count_gap, gap_between
@@ -21,6 +21,7 @@ from verl_like.algorithms.value_losses import clipped_value_loss
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl_like.config.correction import corrects
+from verl_like.config.enums import DEFAULT_AGGREGATION
 
 
 class PolicyObjective:
@@ -41,9 +42,11 @@ class PolicyObjective:
         reinforce = two_policies and self.correction.loss_type == "reinforce"
         self.policy_loss = POLICY_LOSSES.lookup("policy_gradient" if reinforce else actor.policy_loss.loss_mode)
         self.weighted = reinforce or not two_policies  # PPO's ratio against the rollout engine corrects already
-        self.aggregation = self.policy_loss.aggregation or actor.loss_agg_mode
+        own = self.policy_loss
+        self.aggregation = own.aggregation or actor.loss_agg_mode or own.default_aggregation
+        self.side_aggregation = actor.loss_agg_mode or DEFAULT_AGGREGATION  # of the entropy, KL and sft terms
         AGGREGATIONS.lookup(self.aggregation)
-        AGGREGATIONS.lookup(actor.loss_agg_mode)
+        AGGREGATIONS.lookup(self.side_aggregation)
         if actor.use_kl_loss and actor.kl_loss_type == FULL_KL_KIND:
             self.wants = self.wants | {"full_kl"}
         elif actor.use_kl_loss:
@@ -69,6 +72,8 @@ class PolicyObjective:
         kept_BR, sums = self._kept_tokens(batch, denominators)
         token_loss = self.policy_loss.function(batch, self.actor)
         sums |= token_means(token_loss, batch.mask_BR, denominators)
+        if "selected_frac" in sums:
+            sums["selected_tokens"] = sums["selected_frac"] * denominators.num_tokens
         sums["ppo_kl"] = masked_sum(-log_ratio(batch).detach(), batch.mask_BR) / max(denominators.num_tokens, 1)
         factor_BR, mismatch, maxima = self._correction(batch.log_probs_BR, experience)
         loss_BR = token_loss.loss_BR if factor_BR is None else token_loss.loss_BR * factor_BR
@@ -97,21 +102,26 @@ class PolicyObjective:
         so that a rejected token stays in the denominators.
         """
         weights_BR, rollout_BR = experience.rollout_is_weights_BR, experience.rollout_log_probs_BR
+        if weights_BR is not None and self.policy_loss.one_weight_per_row:
+            weights_BR = weight_of_row(weights_BR, experience.response_mask_BR)
         if rollout_BR is None:
             return weights_BR, {}, {}
         gap = gap_between(log_probs_BR, rollout_BR, experience.response_mask_BR)
         tally = count_gap(gap)
         if weights_BR is None and corrects(self.correction):
             found = correct(gap, self.correction, weighted=self.weighted)
-            kept_BR = found.keep_BR.to(log_probs_BR.dtype)
-            weights_BR = kept_BR if found.weights_BR is None else found.weights_BR.to(log_probs_BR.dtype) * kept_BR
+            weights_BR = found.keep_BR.to(log_probs_BR.dtype)
+            if found.weights_BR is not None:
+                per_row = self.policy_loss.one_weight_per_row
+                given_BR = weight_of_row(found.weights_BR, found.keep_BR) if per_row else found.weights_BR
+                weights_BR = weights_BR * given_BR.to(log_probs_BR.dtype)
             tally = tally.joined(found.tally)
         sums = {PREFIX + name: value for name, value in tally.sums.items()}
         maxima = {PREFIX + name: value for name, value in tally.maxima.items()}
         return weights_BR, sums | {NONFINITE: gap.unknown_BR.sum()}, maxima
 
     def _aggregate(self, loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators) -> Tensor:
-        return aggregate(loss_BR, mask_BR, self.actor.loss_agg_mode, denominators, self.actor.loss_scale_factor)
+        return aggregate(loss_BR, mask_BR, self.side_aggregation, denominators, self.actor.loss_scale_factor)
 
     def _policy_term(
         self, loss_BR: Tensor, kept_BR: Tensor, experience: Experience, denominators: Denominators
@@ -174,7 +184,8 @@ class ValueObjective:
 
     def __init__(self, critic: CriticConfig) -> None:
         self.critic = critic
-        AGGREGATIONS.lookup(critic.loss_agg_mode)
+        self.aggregation = critic.loss_agg_mode or DEFAULT_AGGREGATION
+        AGGREGATIONS.lookup(self.aggregation)
 
     def __call__(
         self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators
@@ -189,7 +200,7 @@ class ValueObjective:
             masked_fill_zero(experience.returns_BR, mask_BR),
             self.critic.cliprange_value,
         )
-        loss = aggregate(token_loss.loss_BR, mask_BR, self.critic.loss_agg_mode, denominators)
+        loss = aggregate(token_loss.loss_BR, mask_BR, self.aggregation, denominators)
         return loss, as_metrics({"vf_loss": loss, **token_means(token_loss, mask_BR, denominators)})
 
 

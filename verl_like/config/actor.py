@@ -122,9 +122,9 @@ class ActorConfig(ConfigNode):
     """sapo: steepness of the gate where the advantage is positive."""
     tau_neg: float = 1.05
     """sapo: steepness of the gate elsewhere."""
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: str | None = None
     """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean,
-    seq-mean-token-sum-norm."""
+    seq-mean-token-sum-norm. Null: token-mean; with gspo and gspo_token as published, seq-mean-token-mean."""
     loss_scale_factor: float | None = None
     """[tokens] Divisor of seq-mean-token-sum-norm. Null: data.max_response_length."""
     entropy_coeff: float = 0.0
@@ -183,7 +183,8 @@ class ActorConfig(ConfigNode):
         at_least(self, 0, "rl_loss_coef", "sft_loss_coef")
         at_least(self, 0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
         above(self, 1, "clip_ratio_c")
-        one_of(self, "loss_agg_mode", LOSS_AGG_MODES)
+        if self.loss_agg_mode is not None:
+            one_of(self, "loss_agg_mode", LOSS_AGG_MODES)
         not_both(self, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
 
 

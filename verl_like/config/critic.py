@@ -48,8 +48,8 @@ class CriticConfig(ConfigNode):
     """Largest gradient norm; larger gradients are scaled down."""
     cliprange_value: float = 0.5
     """Clip range of the value around the old value."""
-    loss_agg_mode: str = "token-mean"
-    """How token losses become one number; follows the actor's."""
+    loss_agg_mode: str | None = None
+    """How token losses become one number; follows the actor's. Null: token-mean."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What checkpoints hold."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -61,6 +61,7 @@ class CriticConfig(ConfigNode):
         at_least(self, 1, "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
         at_least(self, 1, "ulysses_sequence_parallel_size")
         above(self, 0, "grad_clip", "cliprange_value")
-        one_of(self, "loss_agg_mode", LOSS_AGG_MODES)
+        if self.loss_agg_mode is not None:
+            one_of(self, "loss_agg_mode", LOSS_AGG_MODES)
         not_both(self, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
         not_both(self, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu")

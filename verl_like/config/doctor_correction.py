@@ -38,13 +38,21 @@ def impossible_correction(config: PPOConfig) -> list[str]:
 def risky_correction(config: PPOConfig) -> list[str]:
     """Settings that work but are probably not meant."""
     rollout = config.actor_rollout_ref.rollout
-    if (rollout.top_p < 1 or rollout.top_k > 0) and corrects(config.algorithm.rollout_correction):
-        return [
-            f"{_SECTION} with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the sampler's log-probs are "
-            "those of the cut distribution, the trainer's of the whole one: every weight is below 1; set top_p=1 and "
-            "top_k=-1"
-        ]
-    return []
+    if rollout.top_p == 1 and rollout.top_k <= 0:
+        return []
+    cause = (
+        f"with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the sampler's log-probs are those of the cut "
+        "distribution, the trainer's of the whole one: "
+    )
+    fix = "set top_p=1 and top_k=-1"
+    lines = [
+        f"training/rollout_probs_diff_* and rollout_corr/* {cause}they show the cut (a mean of 0.02 is usual) even if "
+        f"the two engines agree to 1e-5, and cannot warn when they do not; {fix} (temperature stays free), or judge "
+        "the engines by weight_sync/probe_gap"
+    ]
+    if corrects(config.algorithm.rollout_correction):
+        lines.append(f"{_SECTION} {cause}every weight is below 1; {fix}")
+    return lines
 
 
 def risky_baseline(config: PPOConfig) -> list[str]:

@@ -244,6 +244,7 @@ LOSS_AGG_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+DEFAULT_AGGREGATION = "token-mean"  # where loss_agg_mode is null and the loss has none of its own
 CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_zero")
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 ROLLOUT_MODES = ("sync", "async")

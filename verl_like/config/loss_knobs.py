@@ -48,8 +48,6 @@ IDLE_AT_RATIO_ONE = (
 
 # These say themselves how tokens are joined; loss_agg_mode then joins entropy, KL and sft terms alone.
 FIXED_AGGREGATION: dict[str, str] = {
-    "gspo": "seq-mean-token-mean",
-    "gspo_token": "seq-mean-token-mean",
     "geo_mean": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",
     "luspo": "seq-mean-token-sum",

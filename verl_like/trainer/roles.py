@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from verl_like.algorithms.minibatch import cut_minibatches, denominators_of
+from verl_like.algorithms.mismatch import without_gap
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import (
@@ -88,12 +89,13 @@ class RoleGroup:
         shares: list[Minibatches] = [[] for _ in range(self.group.world_size // copies)]
         num_empty = 0
         for rows in self._minibatches(experience, rules, step):
-            if len(rows):
+            if rows.response_mask_BR.any():
                 self._append_minibatch(shares, rows, rules)
             else:
                 num_empty += 1
         steps_by_rank = self.wait(self.group.call(method, _repeated(shares, copies)))
-        metrics = average_steps([merge_metrics(parts) for parts in zip(*steps_by_rank, strict=True)])
+        first, *later = [merge_metrics(parts) for parts in zip(*steps_by_rank, strict=True)] or [{}]
+        metrics = average_steps([first, *(without_gap(metrics) for metrics in later)])
         return metrics | {"empty_minibatches": float(num_empty)} if num_empty else metrics
 
     def _minibatches(self, experience: Experience, rules: UpdateRules, step: int) -> Iterator[Experience]:

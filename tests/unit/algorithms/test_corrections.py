@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.algorithms.builders import denominators, evaluated, experience, outputs_for, rollouts, scores
-from verl_like.algorithms.corrections import bounded, correct, importance_weights, segment_mean
+from verl_like.algorithms.corrections import bounded, correct, importance_weights, segment_mean, weight_of_row
 from verl_like.algorithms.experience import make_experience
-from verl_like.algorithms.mismatch import NONFINITE, PREFIX, Gap, finish, gap_between
+from verl_like.algorithms.mismatch import NONFINITE, PREFIX, Gap, count_gap, finish, gap_between
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.batch import Evaluated, Experience, Rollouts, merge_metrics
@@ -92,16 +92,25 @@ def test_batch_normalisation_by_hand(level: str, mean: float) -> None:
     assert torch.allclose(found.weights_BR * mean, plain.weights_BR)
 
 
-def test_weight_metrics_by_hand() -> None:
-    from verl_like.algorithms.mismatch import count_gap
+def metrics_of(config: Config) -> dict[str, float]:
+    return finish(count_gap(gap()).joined(correct(gap(), config).tally).numbers())
 
-    found = correct(gap(), Config(rollout_is="token", rollout_is_threshold="0.6_3.5"))
-    metrics = finish(count_gap(gap()).joined(found.tally).numbers())
-    raw, kept = [2, 0.5, 4, 1, 3, 3, 0.5], [2, 0, 0, 1, 3, 3, 0]
+
+def test_metrics_of_token_weights_by_hand() -> None:
+    """Values are those of the weights applied, shares those of the weights before the bounds."""
+    metrics = metrics_of(Config(rollout_is="token", rollout_is_threshold="0.6_3.5"))
+    kept = [2, 0, 0, 1, 3, 3, 0]
     expected = {
-        "mean": sum(raw) / 7,
-        "max": 4,
-        "min": 0.5,
+        "mean": sum(kept) / 7,
+        "max": 3,
+        "min": 0,
+        "seq_mean": (3 / 4 + 2) / 2,
+        "seq_std": (2 - 3 / 4) / math.sqrt(2),
+        "seq_max": 2,
+        "seq_min": 3 / 4,
+        "seq_max_deviation": 1,
+        "seq_fraction_high": 0,  # raw means of the rows: 7.5 / 4, 6.5 / 3
+        "seq_fraction_low": 0,
         "ratio_fraction_high": 1 / 7,
         "ratio_fraction_low": 2 / 7,
         "oob_ratio": 3 / 7,
@@ -109,6 +118,55 @@ def test_weight_metrics_by_hand() -> None:
         "std": torch.tensor(kept, dtype=torch.float64).std(correction=0).item(),
     }
     assert {n: metrics[f"rollout_corr/rollout_is_{n}"] for n in expected} == pytest.approx(expected)
+
+
+def test_metrics_of_sequence_weights_by_hand() -> None:
+    """Products 4 and 4.5, cut to 2; extremes are those of the products, shares those of rows (as in verl)."""
+    metrics = metrics_of(Config(rollout_is="sequence", rollout_is_threshold=4.2))
+    expected = {
+        "mean": (4 * 4 + 3 * 4.2) / 7,
+        "max": 4.5,
+        "min": 4,
+        "ratio_fraction_high": 1 / 2,
+        "ratio_fraction_low": 0,
+        "seq_mean": 4.1,
+        "seq_std": 0.2 / math.sqrt(2),
+        "seq_max": 4.2,
+        "seq_min": 4,
+        "seq_max_deviation": 3.2,
+        "seq_fraction_high": 1 / 2,
+        "seq_fraction_low": 0,
+    }
+    assert {n: metrics[f"rollout_corr/rollout_is_{n}"] for n in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "high", "low", "std", "masked"),
+    [
+        # k1 = -log ratio, bounds log 0.4 and log 1.5
+        ("token_k1", [-math.log(4) / 4, -math.log(4.5) / 3], 2 / 7, 3 / 7, None, 5 / 7),
+        ("seq_sum_k1", [-math.log(4), -math.log(4.5)], 0, 1, 0.0, 1),
+        ("seq_mean_k1", [-math.log(4) / 4, -math.log(4.5) / 3], 0, 0, None, 0),
+    ],
+)
+def test_metrics_of_rejections_by_hand(
+    option: str, values: list[float], high: float, low: float, std: float | None, masked: float
+) -> None:
+    found = metrics_of(Config(rollout_rs=option, rollout_rs_threshold="0.4_1.5"))
+    prefix = f"rollout_corr/rollout_rs_{option}_"
+    expected = {
+        "fraction_high": high,
+        "fraction_low": low,
+        "seq_mean": sum(values) / 2,
+        "seq_std": abs(values[0] - values[1]) / math.sqrt(2),
+        "seq_max": max(values),
+        "seq_min": min(values),
+        "seq_max_deviation": -min(values),
+        "seq_fraction_high": 0,
+        "seq_fraction_low": low if option == "seq_sum_k1" else 0,
+        "masked_fraction": masked,
+    } | ({} if std is None else {"std": std})
+    assert {name: found[prefix + name] for name in expected} == pytest.approx(expected)
 
 
 # ---- rejections
@@ -260,7 +318,7 @@ def test_weights_travel_as_a_column() -> None:
     assert rows.rollout_is_weights_BR is not None
     assert torch.allclose(rows.rollout_is_weights_BR, torch.tensor([[1.0, 2.0], [0.5, 0.0]]))
     assert rows.rollout_log_probs_BR is None  # measured here already
-    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(3.0)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
     assert metrics["rollout_corr/kl"] == pytest.approx(-(math.log(3) + math.log(0.5)) / 3, rel=1e-5)
     plain, plain_metrics = credit(Config(), batch, said)
     assert plain.rollout_is_weights_BR is None
@@ -268,15 +326,15 @@ def test_weights_travel_as_a_column() -> None:
 
 
 def test_rejected_tokens_leave_the_denominators_and_keep_their_credit() -> None:
-    """A rejected last token does not take the row's score with it; a wholly rejected row leaves N_seq."""
+    """A rejected last token does not take the row's score with it; a wholly rejected row stays in N_seq, as in verl."""
     batch, said = mismatched([[0.0, 0.0], [0.0, 3.0], [3.0, 3.0], [0.0, 0.0]], [0, 0, 1, 1])
     config = Config(rollout_rs="token_k1", rollout_rs_threshold=2.0)
     rows, metrics = credit(config, batch, said)
     plain, _ = credit(Config(), batch, said)
-    assert rows.response_mask_BR.int().tolist() == [[1, 1], [1, 0], [1, 1]]
-    assert torch.equal(rows.advantages_BR, plain.advantages_BR[[0, 1, 3]] * rows.response_mask_BR)
+    assert rows.response_mask_BR.int().tolist() == [[1, 1], [1, 0], [0, 0], [1, 1]]
+    assert torch.equal(rows.advantages_BR, plain.advantages_BR * rows.response_mask_BR)
     assert rows.advantages_BR[1, 0] > 0
-    assert denominators(rows).num_tokens == 5 and denominators(rows).num_sequences == 3
+    assert denominators(rows).num_tokens == 5 and denominators(rows).num_sequences == 4
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 3 / 8
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 2 / 4
     assert metrics["rollout_corr/rollout_rs_seq_dropped_fraction"] == 1 / 4
@@ -342,6 +400,38 @@ def test_weights_multiply_every_loss(loss: str, mode: str) -> None:
     per_row = torch.arange(len(rows)).double()[:, None].expand(rows.response_mask_BR.shape)
     _, row_gradient, _ = loss_of(rows.replace(rollout_is_weights_BR=per_row), PolicyObjective(actor))
     assert torch.allclose(row_gradient, per_row * gradient)
+
+
+@pytest.mark.parametrize("where", ["driver", "update"])
+def test_geo_mean_takes_the_geometric_mean_of_a_rows_weights(where: str) -> None:
+    """Weights 4 and 1 of two tokens: 2, not 2.5. A token that the update rejects takes its share of the row's loss."""
+    rows = experience(3, lengths=(2, 2), width=2).replace(response_mask_BR=torch.ones(2, 2, dtype=torch.bool))
+    outputs = outputs_for(rows)
+    plain, _ = PolicyObjective(menu("geo_mean"))(outputs, rows.replace(rollout_log_probs_BR=None), denominators(rows))
+    ratio = torch.tensor([[4.0, 1.0], [1.0, 4.0]]).double()
+    config = Config(rollout_is="token", rollout_is_threshold=10.0)
+    if where == "driver":
+        weighted = rows.replace(rollout_is_weights_BR=ratio, rollout_log_probs_BR=None)
+    else:
+        weighted = rows.replace(rollout_log_probs_BR=outputs["log_probs"].detach() - ratio.log())
+    found, _ = PolicyObjective(menu("geo_mean"), config)(outputs, weighted, denominators(rows))
+    assert found.item() == pytest.approx(2 * plain.item())
+
+
+def test_a_weight_of_zero_does_not_silence_a_row_of_geo_mean() -> None:
+    """IcePop's zeros count as 1e-10, as in verl."""
+    weights, mask = torch.tensor([[0.0, 4.0, 9.0]]), torch.tensor([[True, True, False]])
+    assert weight_of_row(weights, mask).tolist() == [[pytest.approx(2e-5)]]
+
+
+@pytest.mark.parametrize(("mode", "step"), [("seq-mean-token-mean", 1 / 2), ("token-mean", 1.0)])
+def test_rejecting_half_the_rows_does_not_double_their_step(mode: str, step: float) -> None:
+    """N_seq is that of the mini-batch (as in verl); N_tok counts what is left. Advantages are 1 throughout."""
+    batch, said = mismatched([[0.0, 0.0], [3.0, 3.0], [0.0, 0.0], [3.0, 3.0]], [0, 0, 1, 1])
+    rows, _ = credit(Config(rollout_rs="token_k1", rollout_rs_threshold=2.0), batch, said)
+    rows = rows.replace(advantages_BR=rows.response_mask_BR.double())
+    _, gradient, _ = loss_of(rows, PolicyObjective(menu("policy_gradient", mode)))
+    assert gradient[[0, 2]].sum().item() == pytest.approx(-step) and not gradient[[1, 3]].any()
 
 
 def test_weights_leave_entropy_and_kl_alone() -> None:

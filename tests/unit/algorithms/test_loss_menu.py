@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.unit.algorithms.builders import denominators, experience, outputs_for
 from tests.unit.algorithms.test_policy_losses import batch_of, policy_batch
 from verl_like.algorithms.aggregate import aggregate
+from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss
 from verl_like.batch import Experience
 from verl_like.config import ActorConfig, PolicyLossConfig, ToprConfig
@@ -39,6 +40,22 @@ def gradient_of(name: str, batch: PolicyBatch) -> list[float]:
 
 def test_configuration_offers_the_menu() -> None:
     assert sorted(LOSS_MODES) == POLICY_LOSSES.names()
+
+
+def test_aggregation_of_gspo_is_the_papers_unless_one_is_set() -> None:
+    """verl's command line is honoured; without one, rows count the same."""
+    rows = experience(2)
+
+    def value(name: str, mode: str | None) -> float:
+        actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name), loss_agg_mode=mode)
+        return PolicyObjective(actor)(outputs_for(rows), rows, denominators(rows))[0].item()
+
+    for name in LOSS_MODES:
+        default = {"gspo": "seq-mean-token-mean", "gspo_token": "seq-mean-token-mean"}.get(name, "token-mean")
+        if name not in SELECTING_LOSSES:
+            assert value(name, None) == value(name, default)
+    for name in ("gspo", "gspo_token"):
+        assert value(name, "token-mean") != pytest.approx(value(name, None))
 
 
 def test_configuration_knows_which_losses_prescribe_their_aggregation() -> None:
@@ -120,8 +137,25 @@ def test_geo_mean_of_two_tokens_by_hand() -> None:
     out = run("geo_mean", batch)
     assert out.loss_BR[0].tolist() == pytest.approx([-2 * ratio] * 2)
     assert out.metrics_BR["pg_clipfrac"].tolist() == [[True, False]]
+    assert not out.metrics_BR["pg_clipfrac_lower"].any()
     (gradient,) = torch.autograd.grad(out.loss_BR.mean(), batch.log_probs_BR)
     assert gradient[0].tolist() == pytest.approx([0.0, -2 * ratio / 2])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_geo_mean_counts_a_bound_where_it_acts(advantage: float) -> None:
+    """Upper bound 0.3 for good tokens, lower bound -0.1 for bad ones; the other side is not bounded."""
+    metrics = run("geo_mean", batch_of([2.0, 0.5, 1.05], [advantage] * 3)).metrics_BR
+    assert metrics["pg_clipfrac"].tolist() == [[advantage > 0, False, False]]
+    assert metrics["pg_clipfrac_lower"].tolist() == [[False, advantage < 0, False]]
+
+
+def test_clip_cov_leaves_what_the_clip_cut_off() -> None:
+    """Both tokens are selected; the first, beyond 1.3 by now, keeps the clip's loss and counts as clipped."""
+    out = run("clip_cov", dataclasses.replace(batch_of([2.0, 1.0], [3.0, 3.0]), selected_BR=torch.ones(1, 2).bool()))
+    assert out.loss_BR[0].tolist() == pytest.approx([-3.9, 0.0])
+    assert out.metrics_BR["pg_clipfrac"].tolist() == [[True, False]]
+    assert out.metrics_BR["selected_frac"].tolist() == [[False, True]]
 
 
 def test_gspo_token_keeps_credit_on_its_token() -> None:
@@ -160,7 +194,8 @@ def naive_clip_cov(row: Row) -> list[float]:
     losses = []
     for lp, old, a, selected in row:
         ratio = math.exp(lp - old)
-        losses.append(0.0 if selected else -min(ratio * a, min(max(ratio, 0.9), 1.3) * a))
+        bounded = min(max(ratio, 0.9), 1.3) * a
+        losses.append(0.0 if selected and bounded >= ratio * a else -min(ratio * a, bounded))
     return losses
 
 
@@ -254,17 +289,19 @@ def test_gradient_takes_the_weight_as_a_constant(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_and_gspo_token_agree_where_a_row_has_one_advantage(seed: int) -> None:
-    """gspo's gradient is proved by finite differences; so is gspo_token's, then."""
+    """gspo's gradient is proved by finite differences; so is gspo_token's, then. Weights of tokens make them differ."""
     rows = experience(seed)
     rows = rows.replace(advantages_BR=rows.advantages_BR[:, :1] * rows.response_mask_BR)
     log_probs, counts = outputs_for(rows, seed + 50)["log_probs"], denominators(rows)
 
-    def gradient(name: str) -> Tensor:
-        loss_BR = run(name, policy_batch(rows, log_probs)).loss_BR
+    def gradient(name: str, weight_BR: Tensor | float = 1.0) -> Tensor:
+        loss_BR = run(name, policy_batch(rows, log_probs)).loss_BR * weight_BR
         total = aggregate(loss_BR, rows.response_mask_BR, "seq-mean-token-mean", counts)
         return torch.autograd.grad(total, log_probs)[0]
 
     assert torch.allclose(gradient("gspo"), gradient("gspo_token"))
+    weight_R = torch.linspace(0.5, 2.0, log_probs.shape[1])
+    assert not torch.allclose(gradient("gspo", weight_R), gradient("gspo_token", weight_R), atol=1e-2)
 
 
 @pytest.mark.parametrize("name", LOSS_MODES)

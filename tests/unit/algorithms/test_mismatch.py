@@ -139,7 +139,7 @@ def test_unknown_log_probs_are_set_aside_and_counted() -> None:
     rows = rows.replace(response_mask_BR=mask, rollout_log_probs_BR=rollout, old_log_probs_BR=None)
     outputs = outputs_for(rows)
     loss, metrics = PolicyObjective(ActorConfig())(outputs, rows, denominators(rows))
-    assert metrics[NONFINITE].value == 1.0 and metrics[PREFIX + "tokens"].value == 2.0
+    assert metrics[NONFINITE].value == 1.0 and metrics[PREFIX + "gap/tokens"].value == 2.0
     assert loss.isfinite()
     found = finish({name: metric.value for name, metric in metrics.items()})
     assert all(math.isfinite(value) for value in found.values())

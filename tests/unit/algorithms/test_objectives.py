@@ -247,7 +247,8 @@ def test_metric_names_and_reductions() -> None:
         "training/rollout_log_probs_nonfinite",
     }
     extremes = {name for name, metric in metrics.items() if metric.reduction == "max"}
-    assert extremes == {PREFIX + name for name in ("max_difference", "max_lr_abs", "max_log_ppl", "min_log_ppl")}
+    largest = ("max_difference", "max_lr_abs", "max_log_ppl", "min_log_ppl")
+    assert extremes == {f"{PREFIX}gap/{name}" for name in largest}
 
 
 def test_without_rollout_log_probs_there_is_nothing_to_compare() -> None:

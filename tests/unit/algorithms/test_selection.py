@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.algorithms.builders import experience
+from tests.unit.algorithms.builders import denominators, experience, outputs_for
+from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.selection import select_tokens, token_covariance
-from verl_like.batch import Experience
+from verl_like.batch import Experience, merge_metrics
 from verl_like.config import ActorConfig, PolicyLossConfig
 from verl_like.config.enums import LOSS_MODES
 from verl_like.config.loss_knobs import SELECTING_LOSSES
@@ -96,6 +97,19 @@ def test_only_these_losses_select_and_they_need_old_log_probs() -> None:
     assert {mode for mode in LOSS_MODES if select_tokens(rows, actor(mode), SEED) is not None} == set(SELECTING_LOSSES)
     with pytest.raises(ValueError, match="old_log_probs=recompute"):
         select_tokens(rows.replace(old_log_probs_BR=None), actor("kl_cov"), SEED)
+
+
+def test_the_update_reports_how_many_tokens_were_chosen() -> None:
+    """Three of four tokens, in two micro-batches."""
+    options = actor("kl_cov", kl_cov_ratio=0.75)
+    rows = hand_rows()
+    rows = rows.replace(selected_BR=select_tokens(rows, options, SEED))
+    outputs, parts = outputs_for(rows), []
+    for row in range(2):
+        part = {name: value[[row]] for name, value in outputs.items()}
+        parts.append(PolicyObjective(options)(part, rows.select([row]), denominators(rows))[1])
+    found = merge_metrics(parts)
+    assert found["selected_tokens"].value == 3 and found["selected_frac"].value == 0.75
 
 
 def test_equal_advantages_choose_the_first_and_stay_finite() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from verl_like.algorithms.mismatch import finish
+from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Evaluated, Experience, Metric, PromptRow, Prompts
 from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
@@ -268,8 +270,31 @@ def test_an_empty_minibatch_is_left_out_and_counted() -> None:
     )  # fmt: skip
     policy = PolicyGroup(FakeGroup(2, train), plan(2), balance=True, timeout_s=1)
     assert policy.update("update_actor", rows, rules, 1) == {"rows": 4.0, "empty_minibatches": 1.0}
+    silent = rows.response_mask_BR & (rows.group_B < 2)[:, None]  # every token of the others was rejected
+    rejected = rows.replace(response_mask_BR=silent, truncated_B=torch.zeros(8, dtype=torch.bool))
+    assert policy.update("update_actor", rejected, rules, 1) == {"rows": 4.0, "empty_minibatches": 1.0}
     all_cut = rows.replace(truncated_B=torch.ones(8, dtype=torch.bool))
     assert policy.update("update_actor", all_cut, rules, 1) == {"empty_minibatches": 2.0}
+
+
+def test_the_engines_are_compared_at_the_first_update_only() -> None:
+    """Later updates see a policy that has moved: log-probs are off by 0 at the first, by 0.5 more at each later one."""
+    objective = PolicyObjective(ActorConfig())
+
+    def train(method: str, rank: int, minibatches: list[Any]) -> list[dict[str, Metric]]:
+        steps = []
+        for number, (part, counts) in enumerate(minibatches):
+            moved = torch.full(part.response_mask_BR.shape, -1.0 + 0.5 * number)
+            steps.append(objective({"log_probs": moved, "entropy": moved}, part, counts)[1])
+        return steps
+
+    rows = with_columns(experience(4, 2))
+    rows = rows.replace(rollout_log_probs_BR=torch.full(rows.response_mask_BR.shape, -1.0))
+    rules = UpdateRules(prompts_per_mini_batch=2, epochs=2, shuffle=False, seed=1, max_response_length=3)
+    metrics = PolicyGroup(FakeGroup(2, train), plan(2), balance=True, timeout_s=1).update("actor", rows, rules, 1)
+    found = finish(metrics)
+    assert found["rollout_corr/log_prob_gap_max"] == found["training/rollout_probs_diff_max"] == 0
+    assert found["rollout_corr/kl"] == 0 and found["rollout_corr/chi2_seq"] == pytest.approx(0)
 
 
 def test_neighbours_of_a_sequence_group_get_the_same_rows() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl_like.algorithms.registry import Registry
 from verl_like.config import ActorConfig
+from verl_like.config.enums import DEFAULT_AGGREGATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,25 +39,39 @@ PolicyLossFunction = Callable[[PolicyBatch, ActorConfig], TokenLoss]
 class PolicyLoss:
     """An entry of the menu.
 
-    aggregation: the one it prescribes (None: the user's choice). pulls_without_advantage: it has a gradient even where
-    the advantage is 0, because of a term of its own.
+    aggregation: the one it prescribes (None: the user's choice). default_aggregation: where the user's is null.
+    pulls_without_advantage: it has a gradient even where the advantage is 0, because of a term of its own.
+    one_weight_per_row: its loss is one of the whole row, so importance weights are joined by their geometric mean.
     """
 
     function: PolicyLossFunction
     aggregation: str | None = None
+    default_aggregation: str = DEFAULT_AGGREGATION
     pulls_without_advantage: bool = False
+    one_weight_per_row: bool = False
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 def register_policy_loss(
-    name: str, *, aggregation: str | None = None, pulls_without_advantage: bool = False
+    name: str,
+    *,
+    aggregation: str | None = None,
+    default_aggregation: str = DEFAULT_AGGREGATION,
+    pulls_without_advantage: bool = False,
+    one_weight_per_row: bool = False,
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Decorator: put a loss on the menu."""
+    """Decorator: put a loss on the menu. The keywords are PolicyLoss's."""
 
     def add(function: PolicyLossFunction) -> PolicyLossFunction:
-        entry = PolicyLoss(function=function, aggregation=aggregation, pulls_without_advantage=pulls_without_advantage)
+        entry = PolicyLoss(
+            function=function,
+            aggregation=aggregation,
+            default_aggregation=default_aggregation,
+            pulls_without_advantage=pulls_without_advantage,
+            one_weight_per_row=one_weight_per_row,
+        )
         POLICY_LOSSES.register(name)(entry)
         return function
 

@@ -25,11 +25,12 @@ def vanilla(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return clipped_surrogate(token_ratio(batch), batch.advantages_BR, actor, dual_clip=True)
 
 
-@register_policy_loss("gspo", aggregation="seq-mean-token-mean")
+@register_policy_loss("gspo", default_aggregation="seq-mean-token-mean")
 def gspo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """PPO clip on one ratio per row, exp(mean over its tokens of log_prob - old) (GSPO, arXiv 2507.18071).
 
-    No dual clip. Where all tokens of a row have one advantage, each row is clipped or kept as a whole.
+    No dual clip. Where all tokens of a row have one advantage, each row is clipped or kept as a whole. Joined as
+    published unless actor.loss_agg_mode is set.
     """
     return clipped_surrogate(sequence_ratio(batch), filled_advantages(batch), actor)
 
@@ -43,12 +44,12 @@ def luspo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return clipped_surrogate(sequence_ratio(batch), filled_advantages(batch), actor)
 
 
-@register_policy_loss("gspo_token", aggregation="seq-mean-token-mean")
+@register_policy_loss("gspo_token", default_aggregation="seq-mean-token-mean")
 def gspo_token(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """GSPO's ratio as value, each token's own log-prob as gradient (GSPO-token, arXiv 2507.18071, section 4.3).
 
-    The same gradient as gspo where a row has one advantage; verl calls this form gspo. With token advantages (gae),
-    credit stays on its token.
+    The same gradient as gspo where all tokens of a row have one advantage and one importance weight; verl calls this
+    form gspo. With token advantages (gae) or token weights (rollout_is=token), each acts on its own token.
     """
     difference_BR = log_difference(batch)
     mean_B1 = masked_mean(difference_BR.detach(), batch.mask_BR, dim=1)[:, None]
@@ -56,12 +57,13 @@ def gspo_token(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return clipped_surrogate(ratio_BR, filled_advantages(batch), actor)
 
 
-@register_policy_loss("geo_mean", aggregation="seq-mean-token-mean")
+@register_policy_loss("geo_mean", aggregation="seq-mean-token-mean", one_weight_per_row=True)
 def geo_mean(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-A * geometric mean of the row's ratios, each clipped in log space (GMPO, Zhao et al. 2025, arXiv 2507.20673).
 
     log ratios are bounded to [-low, high] on the side that A rewards; A is the row's mean advantage. Every row counts
-    once in the mini-batch, whatever the micro-batches (verl takes each micro-batch's mean).
+    once in the mini-batch, whatever the micro-batches (verl takes each micro-batch's mean). pg_clipfrac: share of
+    tokens with A > 0 that the upper bound cut; pg_clipfrac_lower: with A < 0, the lower bound.
     """
     low, high = clip_range(actor)
     difference_BR = log_difference(batch)
@@ -71,8 +73,11 @@ def geo_mean(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     chosen_BR = sign_BR * torch.minimum(sign_BR * difference_BR, sign_BR * clamped_BR)
     ratio_B = bounded_exp(masked_mean(chosen_BR, batch.mask_BR, dim=1))
     loss_B = -masked_mean(advantages_BR, batch.mask_BR, dim=1) * ratio_B
-    clipped_BR = sign_BR * clamped_BR < sign_BR * difference_BR
-    return TokenLoss(loss_BR=loss_B[:, None].expand_as(batch.mask_BR), metrics_BR={"pg_clipfrac": clipped_BR})
+    metrics = {
+        "pg_clipfrac": (advantages_BR > 0) & (difference_BR > high),
+        "pg_clipfrac_lower": (advantages_BR < 0) & (difference_BR < -low),
+    }
+    return TokenLoss(loss_BR=loss_B[:, None].expand_as(batch.mask_BR), metrics_BR=metrics)
 
 
 @register_policy_loss("clip_cov")
@@ -80,13 +85,13 @@ def clip_cov(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """PPO clip without dual clip; the selected tokens get no loss (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
 
     Selected over the mini-batch by algorithms/selection.py: few random tokens of large covariance of log-prob and
-    advantage, those that make the entropy collapse.
+    advantage, those that make the entropy collapse. A token that the clip cut off by now is no candidate: it keeps its
+    loss, and counts as clipped.
     """
-    selected_BR = chosen_tokens(batch)
     surrogate = clipped_surrogate(token_ratio(batch), batch.advantages_BR, actor)
+    selected_BR = chosen_tokens(batch) & ~surrogate.metrics_BR["pg_clipfrac"]
     loss_BR = surrogate.loss_BR.masked_fill(selected_BR, 0.0)
-    metrics = {"pg_clipfrac": surrogate.metrics_BR["pg_clipfrac"] & ~selected_BR, "selected_frac": selected_BR}
-    return TokenLoss(loss_BR=loss_BR, metrics_BR=metrics)
+    return TokenLoss(loss_BR=loss_BR, metrics_BR=surrogate.metrics_BR | {"selected_frac": selected_BR})
 
 
 @register_policy_loss("kl_cov", pulls_without_advantage=True)
@@ -97,9 +102,8 @@ def kl_cov(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """
     selected_BR = chosen_tokens(batch)
     penalty_BR = actor.policy_loss.ppo_kl_coef * log_difference(batch).abs() * selected_BR
-    return TokenLoss(
-        loss_BR=-batch.advantages_BR * token_ratio(batch) + penalty_BR, metrics_BR={"selected_frac": selected_BR}
-    )
+    loss_BR = -batch.advantages_BR * token_ratio(batch) + penalty_BR
+    return TokenLoss(loss_BR=loss_BR, metrics_BR={"selected_frac": selected_BR})
 
 
 def chosen_tokens(batch: PolicyBatch) -> Tensor:
