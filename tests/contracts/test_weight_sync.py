@@ -57,12 +57,12 @@ def _sync(engine: FakeTrainEngine, rollout: RolloutEngine, process: ProcessInfo,
 @pytest.mark.parametrize("load_format", ["dummy_dtensor", "dummy_hf"])
 def test_proved_sync(rollout: RolloutEngine, process: ProcessInfo, load_format: str) -> None:
     engine = FakeTrainEngine(tiny_model(seed=3))
-    sync = _sync(engine, rollout, process, load_format=load_format, update_weights_bucket_megabytes=1)
+    sync = _sync(engine, rollout, process, load_format=load_format)
     report = sync.sync(7)
     assert report.version == rollout.weight_version == 7
     assert report.num_tensors == len(engine.weight_names())
     assert report.bytes == sum(4 * shape.numel() for shape in engine.weight_names().values())
-    assert 0 < report.num_read_back <= report.num_tensors
+    assert report.num_read_back == report.num_tensors
     assert report.probe_gap is not None
     assert report.probe_gap < 1e-5
     done = rollout.generate([REQUEST])[0]
@@ -115,12 +115,12 @@ def _die(items: Items) -> Items:
 
 FAULTS = {
     "dropped": (_drop, f"missing: {K}"),
-    "swapped k and v": (_swap, "log-probs of the probe"),
-    "stale": (_stale, "log-probs of the probe"),
+    "swapped k and v": (_swap, f"differs from the trainer's shards: {K}"),
+    "stale": (_stale, f"differs from the trainer's shards: {V}"),
     "shape": (_reshape, f"shape: {K}"),
     "duplicate": (_twice, f"duplicate: {K}"),
     "unexpected": (_invent, "unexpected: model.layers.9"),
-    "nan": (_nan, "log-probs of the probe"),
+    "nan": (_nan, f"differs from the trainer's shards: {V}"),
     "interrupted": (_die, "trainer lost"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from verl_like.engine.train_engine import WeightForm
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.heads import HF_PREFIX
 from verl_like.models.lora import Adapters
+from verl_like.parallel.checksum import Slice, as_matrix, checksum, checksum_of, values_of
 from verl_like.parallel.sharding import Sharding
 
 
@@ -30,6 +32,7 @@ class WeightExport:
     ) -> None:
         self._sharding, self._adapters, self._stored = sharding, adapters, stored
         self._build_meta = build_meta
+        self._rows: dict[str, list[tuple[str, int, int]]] = {}  # parameter: (stored name, first row, rows)
         self._base_names: dict[str, torch.Size] | None = None  # the config does not change, and every sync asks
 
     def stream(self, dtype: torch.dtype, form: WeightForm) -> Iterator[tuple[str, Tensor]]:
@@ -53,6 +56,66 @@ class WeightExport:
             named = ((name.removeprefix(HF_PREFIX), p) for name, p in self._build_meta().named_parameters())
             self._base_names = {name: tensor.shape for name, tensor in self._as_stored(named)}
         return dict(self._base_names) if form == "merged" else self._base_names | self._of_adapters(form).shapes()
+
+    def checksums(self, dtype: torch.dtype, form: WeightForm) -> dict[str, int]:
+        """See TrainEngine.weight_checksums (collective). Nothing here comes from `stream`: each rank casts and adds up
+        its own shards, at places told by the sharding's layout.
+
+        A merged adapter is the exception, since a sum of B A over a slice may differ in its last bit: the three
+        matrices are checked against their shards when gathered here, and merged once more.
+        """
+        shapes = {} if self._adapters is None else self._adapters.shapes()
+        scaled = shapes if form != "merged" else {}
+        sums: dict[str, list[Tensor]] = {}
+        for parameter, shape, part in self._sharding.local_slices():
+            name = parameter.removeprefix(HF_PREFIX)
+            if form == "adapters" and name not in shapes:
+                continue
+            if name in scaled:
+                ((_, values),) = self._of_adapters(form).scaled([(name, part.values.float())])
+            else:
+                values = part.values
+            for stored, piece in self._cut(name, shape, replace(part, values=values.to(dtype))):
+                sums.setdefault(stored, []).append(checksum_of(piece))
+        names = [*self.names(form), *(shapes if form == "merged" else {})]
+        found = dict(zip(names, self._summed([sums.get(name, []) for name in names]), strict=True))
+        return found if form != "merged" or self._adapters is None else self._merged(dtype, found)
+
+    def _summed(self, parts: list[list[Tensor]]) -> list[int]:
+        """One number for each list, over all shards."""
+        device = next((p.device for some in parts for p in some), torch.device("cpu"))
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        totals = torch.stack([torch.stack([zero, *some]).sum() for some in parts])
+        return self._sharding.sum_over_shards(totals).tolist()
+
+    def _merged(self, dtype: torch.dtype, found: dict[str, int]) -> dict[str, int]:
+        """`found` with the checksums of adapted weights in place of those of base weights and adapters."""
+        adapters = self._of_adapters("merged")
+        adapted, shapes = {f"{name}.weight" for name in adapters.names}, adapters.shapes()
+        gathered: dict[str, Tensor] = {}
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._full(dtype, lambda name: name in adapted or name in shapes):
+                gathered[name] = checksum(tensor)
+                yield name, tensor
+
+        merged = {name: checksum(tensor) for name, tensor in adapters.merged(watched())}
+        wrong = [n for n, total in zip(gathered, values_of(list(gathered.values())), strict=True) if total != found[n]]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} tensors to be merged differ from the trainer's shards: {wrong[:8]}")
+        sums = dict(zip(merged, values_of(list(merged.values())), strict=True))
+        return {name: sums.get(name, total) for name, total in found.items() if name not in shapes}
+
+    def _cut(self, name: str, shape: torch.Size, part: Slice) -> Iterator[tuple[str, Slice]]:
+        """A slice of a parameter as slices of what is stored of it: each a range of the parameter's rows."""
+        if name not in self._rows:
+            whole = torch.empty(shape, device="meta")
+            views = [(stored, as_matrix(view)) for stored, view in self._stored.views(name, whole)]
+            self._rows[name] = [(n, v.storage_offset() // v.shape[1], v.shape[0]) for n, v in views if v.numel()]
+        for stored, first, count in self._rows[name]:
+            start, end = max(part.row, first), min(part.row + part.values.shape[0], first + count)
+            if start < end:
+                yield stored, Slice(part.values[start - part.row : end - part.row], start - first, part.column)
 
     def _as_stored(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:

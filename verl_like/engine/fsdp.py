@@ -386,6 +386,11 @@ class FSDPEngine:
         """See TrainEngine.weight_names."""
         return self._export.names(form)
 
+    def weight_checksums(self, dtype: torch.dtype, form: WeightForm = "merged") -> dict[str, int]:
+        """See TrainEngine.weight_checksums."""
+        with nullcontext() if self.sharding.reads_from_host else self._resident(optimizer=False):
+            return self._export.checksums(dtype, form)
+
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def offload(self, params: bool = True, optimizer: bool = True) -> None:

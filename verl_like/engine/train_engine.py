@@ -95,6 +95,11 @@ class TrainEngine(Protocol):
         """Names and shapes that `export_weights` must yield, computed from the model's config, not from the shards."""
         ...
 
+    def weight_checksums(self, dtype: torch.dtype, form: WeightForm = "merged") -> dict[str, int]:
+        """The checksum (parallel/checksum.py) of every tensor that `export_weights` must yield, from the shards
+        (collective). RuntimeError where an adapter to be merged is not what its shards hold."""
+        ...
+
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
         """Move shards and optimizer state to host memory."""
         ...

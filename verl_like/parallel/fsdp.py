@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from verl_like.parallel.checksum import Slice, as_matrix
 from verl_like.parallel.materialize import Materializer
 from verl_like.parallel.sharding import build_mesh, build_tensor_mesh, fill_devices, local_tensor, named_states, release
 from verl_like.parallel.tensor import TensorSplitter, sum_in_place
@@ -164,6 +165,32 @@ class FSDP2Sharding:
             if wanted is None or wanted(name):
                 yield name, self._gather(parameter, parameter, dtype)
 
+    def local_slices(self) -> Iterator[tuple[str, torch.Size, Slice]]:
+        """See Sharding. What the ranks of a tensor-parallel group hold alike comes from the first of them."""
+        self.reshard()
+        first = self._splitter is None or self._splitter.group.rank == 0
+        for name, parameter in self.root.named_parameters():
+            assert isinstance(parameter, DTensor)
+            local, starts = parameter.detach().to_local().to(self._device), [0] * parameter.ndim
+            held_by = self._mesh if self._splitter is None else self._held_by(parameter)
+            rows = parameter.shape[0]
+            if self._splitter is not None and held_by is None:
+                split = self._splitter.dimension(parameter, self._layer_mesh)
+                starts[split] = parameter.shape[split] // self._splitter.group.size * self._splitter.group.rank
+                rows = rows // self._splitter.group.size if split == 0 else rows
+            elif held_by is self._layer_mesh and held_by is not self._mesh and not first:
+                continue
+            mesh = self._mesh if held_by is self._mesh else self._layer_mesh
+            each = -(-rows // mesh["shard"].size())  # the last ranks may have less, or nothing
+            starts[0] += min(each * mesh.get_local_rank("shard"), rows)
+            if local.numel():
+                yield name, parameter.shape, _placed(local, parameter.shape, starts)
+
+    def sum_over_shards(self, numbers: Tensor) -> Tensor:
+        """See Sharding."""
+        dist.all_reduce(numbers := numbers.to(self._device), group=self._mesh.get_group("shard"))
+        return numbers
+
     def _gather(self, parameter: nn.Parameter, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """`tensor` (the parameter, or its gradient) in full: over the shards first, then over the split."""
         if self._splitter is None or self._held_by(parameter) is not None:
@@ -189,6 +216,13 @@ class FSDP2Sharding:
 
     def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
         """Nothing left to do: `optimizer_state` gives the states themselves."""
+
+
+def _placed(local: Tensor, shape: torch.Size, starts: list[int]) -> Slice:
+    """A part of a tensor that begins at `starts`, where it has the whole of all axes but the first and the last."""
+    if local.ndim < 2:
+        return Slice(local.view(1, -1), 0, starts[0] if starts else 0)
+    return Slice(as_matrix(local), starts[0] * shape[1:-1].numel(), starts[-1])
 
 
 def gather(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from verl_like.parallel.checksum import Slice, run_slices
 from verl_like.parallel.materialize import Materializer
 from verl_like.parallel.sharding import build_mesh, fill_devices, init_state, release
 
@@ -142,6 +143,31 @@ class FSDP1Sharding:
                 for name, parameter in _own_parameters(self.root, unit):
                     if name in chosen:
                         yield name, parameter.detach().to(device=self._device, dtype=dtype, copy=True)
+
+    def local_slices(self) -> Iterator[tuple[str, torch.Size, Slice]]:
+        """See Sharding. A rank's part of a unit is one run of its weights laid end to end."""
+        self.reshard()
+        for unit in FSDP.fsdp_modules(self.root):
+            if unit._handle is None:
+                continue
+            flat, prefix = unit._handle.flat_param, next(n for n, m in self.root.named_modules() if m is unit)
+            held = flat.detach().to(self._device)
+            for name, shape, part in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
+                if not part.in_shard or part.numel_in_shard == 0:
+                    continue
+                run = held[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
+                whole = f"{prefix}.{name}".replace(_WRAPPER, "").removeprefix(".")
+                for piece in run_slices(
+                    run, part.intra_param_start_idx, shape[-1] if len(shape) > 1 else shape.numel()
+                ):
+                    yield whole, shape, piece
+
+    def sum_over_shards(self, numbers: Tensor) -> Tensor:
+        """See Sharding."""
+        numbers = numbers.to(self._device)
+        if self._shard_group is not None:
+            dist.all_reduce(numbers, group=self._shard_group)
+        return numbers
 
     def move_params(self, device: torch.device) -> None:
         """See Sharding."""

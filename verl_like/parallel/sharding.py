@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from verl_like.parallel.checksum import Slice
+
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig
     from verl_like.parallel.ulysses import SequenceGroup
@@ -71,6 +73,15 @@ class Sharding(Protocol):
 
         wanted: of these names alone; nothing else is gathered.
         """
+        ...
+
+    def local_slices(self) -> Iterator[tuple[str, torch.Size, Slice]]:
+        """(name, whole shape, this rank's part on the device) of every parameter, in the precision of the shards; maybe
+        several parts, or none. Over the ranks of `sum_over_shards` every entry comes once. Gathers nothing."""
+        ...
+
+    def sum_over_shards(self, numbers: Tensor) -> Tensor:
+        """Added up over the ranks that hold one model together; on the device."""
         ...
 
     def move_params(self, device: torch.device) -> None:

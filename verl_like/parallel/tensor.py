@@ -76,16 +76,20 @@ class TensorSplitter:
         """A split weight (or its gradient) in full, cast before it travels (collective): over the ranks of `shards`,
         then over the group."""
         assert isinstance(tensor, DTensor)
-        (split,), size = tensor.placements[shards.ndim :], self._mesh.size()
-        assert isinstance(split, Shard)
-        shape = list(tensor.shape)
-        shape[split.dim] //= size
+        split, shape = Shard(self.dimension(tensor, shards)), list(tensor.shape)
+        shape[split.dim] //= self._mesh.size()
         local = tensor.detach().to_local().to(device=device, dtype=dtype)
         spread = [Replicate()] * (shards.ndim - 1) + [Shard(0)]  # shards are rows of the group member's part
         stride = torch.empty(shape, device="meta").stride()
         mine = DTensor.from_local(local, shards, spread, run_check=False, shape=torch.Size(shape), stride=stride)
         part = mine.full_tensor().contiguous()
         return DTensor.from_local(part, self._mesh, [split], run_check=False).full_tensor()
+
+    def dimension(self, tensor: DTensor, shards: DeviceMesh) -> int:
+        """Along which a weight that is also spread over the ranks of `shards` is split."""
+        (split,) = tensor.placements[shards.ndim :]
+        assert isinstance(split, Shard)
+        return split.dim
 
     def _split_linear(self, linear: nn.Module, style: Style) -> None:
         by_rows = style.startswith("column")  # a weight is [outputs, inputs]

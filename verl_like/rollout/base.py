@@ -85,8 +85,10 @@ class BaseRolloutEngine:
             self._load(_no_grad(stream), partial=partial)
         self._version, self._holds_weights = version, True
 
-    def read_weights(self) -> dict[str, Tensor] | None:
-        return None
+    def cached_tokens(self) -> int:
+        self._require_weights()
+        with preserve_rng(), self._loop.exclusive():
+            return self._cached_tokens()
 
     def unload(self) -> None:
         self._version, self._holds_weights = None, False
@@ -113,6 +115,10 @@ class BaseRolloutEngine:
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         raise NotImplementedError
+
+    def _cached_tokens(self) -> int:
+        """Nothing is kept between requests, unless a backend says so."""
+        return 0
 
 
 def _gather(ended: SimpleQueue[Future[Completion]], most: int) -> list[Future[Completion]]:

@@ -6,7 +6,7 @@ Each request draws its random numbers from its own generator, one per token, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models import lora
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import padded_attention
+from verl_like.parallel.checksum import checksum, values_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.base import BaseRolloutEngine
 from verl_like.rollout.rng import preserve_rng
@@ -222,8 +223,9 @@ class HFRolloutEngine(BaseRolloutEngine):
         if missing:
             raise WeightLoadError(f"weights that did not come: {sorted(missing.values())[:8]}")
 
-    def read_weights(self) -> dict[str, Tensor] | None:
-        return {name: tensor.detach() for name, tensor in self._named_weights().items()}
+    def weight_checksums(self, names: Collection[str]) -> list[tuple[str, int]]:
+        named = {name: tensor for name, tensor in self._named_weights().items() if name in names}
+        return list(zip(named, values_of([checksum(tensor) for tensor in named.values()]), strict=True))
 
     def _named_weights(self) -> dict[str, Tensor]:
         """Parameters under the names of checkpoints, all of them (tied ones have several), and the buffers that are

@@ -7,7 +7,7 @@ replica's first rank count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -111,8 +111,14 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def read_weights(self) -> dict[str, Tensor] | None:
-        """The weights under their Hugging Face names as the engine holds them; None when it cannot tell."""
+    def weight_checksums(self, names: Collection[str]) -> list[tuple[str, int]]:
+        """(Hugging Face name, checksum) of whole tensors of the last load as the engine holds them, once for every
+        place where one is held; collective over a tensor-parallel replica. What the engine cannot tell is left out."""
+        ...
+
+    def cached_tokens(self) -> int:
+        """How many tokens of one long prompt, always the same, the engine took from its cache instead of computing
+        them: 0 right after a load, or the cache was not emptied. Leaves the prompt in the cache."""
         ...
 
     def unload(self) -> None:

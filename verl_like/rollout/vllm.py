@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ from verl_like.rollout.base import BaseRolloutEngine
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, WeightLoadError
 from verl_like.rollout.step_loop import Lockstep, StepLoop
+from verl_like.rollout.vllm_weights import Layout, checksums, held_by
 
 logger = logging.getLogger(__name__)
 
 _SLEEPERS = ("weights", "kv_cache")  # what vLLM can put to sleep, in the order it must come back for a weight load
+_CACHED_BLOCKS = 3  # of the KV cache, in the prompt that finds out whether it was emptied
 _FOLLOW_TIMEOUT_S = 600.0  # how long a rank waits for requests that its replica's first rank has already been given
 
 
@@ -73,13 +75,15 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         if tokenizer_size < vocab_size:
             compat.mask_logits(self._model, tokenizer_size)
         self._tp = tp
+        self._rank_in_replica = process.rank % tp
+        self._lockstep = _lockstep(process, tp) if tp > 1 else None
         self._shapes: dict[str, torch.Size] = {}
         self._added: dict[str, GenerationRequest] = {}
         self._unseeded = itertools.count()
         self._loop = StepLoop(
             self,
             device=process.device,
-            lockstep=_lockstep(process, tp) if tp > 1 else None,
+            lockstep=self._lockstep,
             follow_timeout_s=_FOLLOW_TIMEOUT_S,
         )
 
@@ -156,15 +160,24 @@ class VLLMRolloutEngine(BaseRolloutEngine):
                 self._shapes[name] = tensor.shape
                 yield name, tensor
 
-    def read_weights(self) -> dict[str, Tensor] | None:
-        """Weights by Hugging Face name, fused modules taken apart. What a kernel has repacked (all linear layers on
-        CPU) is left out, and so is everything under tensor parallelism."""
-        if self._tp > 1:
-            return None
-        fused = compat.fused_parts(self._model)
-        parameters = {name.replace(".base_layer.", "."): p for name, p in self._model.named_parameters()}
-        found = unfuse(parameters, fused, self._shapes)
-        return found | vllm_lora.held(self._llm, fused, self._shapes) if self.keeps_adapters else found
+    def weight_checksums(self, names: Collection[str]) -> list[tuple[str, int]]:
+        """See RolloutEngine. Left out: stacked experts on CUDA, whose kernels may have moved numbers about."""
+        layout = Layout({name: self._shapes[name] for name in names}, rank=self._rank_in_replica, size=self._tp)
+        parts = held_by(self._model, layout)
+        if self.keeps_adapters:
+            parts = itertools.chain(parts, vllm_lora.held(self._llm, compat.fused_parts(self._model), layout))
+        return checksums(parts, layout, self.dtype, None if self._lockstep is None else self._lockstep.group)
+
+    def _cached_tokens(self) -> int:
+        """What the cache has of one long prompt, the same at every call; a sleeping cache holds nothing."""
+        length = min(_CACHED_BLOCKS * compat.block_size(self._llm) + 1, self.max_model_len - 1)
+        if self._asleep or not compat.caches_prefixes(self._llm):
+            return 0
+        prompt = [(7919 * i + 1) % self.tokenizer_size for i in range(length)]
+        params = compat.sampling_params(max_tokens=1)
+        compat.add_request(self._llm, "cache-probe", prompt, params, self._lora_request)
+        (output,) = self._drain()
+        return int(output.num_cached_tokens or 0)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         params = compat.sampling_params(max_tokens=1, score_prompt=True)
@@ -269,25 +282,6 @@ def engine_arguments(
         kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
     extra = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
     return kwargs | extra
-
-
-def unfuse(
-    parameters: dict[str, Tensor], fused: dict[str, list[str]], shapes: dict[str, torch.Size]
-) -> dict[str, Tensor]:
-    """The tensors of `shapes` that can be found in `parameters`, slices of fused modules included. Pure."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        path, _, leaf = name.rpartition(".")
-        parent, _, module = path.rpartition(".")
-        parts = [f"{parent}.{part}.{leaf}" for part in fused.get(module, [])] or [name]
-        if not all(part in shapes for part in parts):
-            continue
-        rows = [shapes[part][0] for part in parts]
-        if sum(rows) > parameter.shape[0] or parameter.shape[1:] != shapes[parts[0]][1:]:
-            continue  # repacked for a kernel
-        pieces = parameter.detach()[: sum(rows)].split(rows)  # embeddings are padded to a multiple of 64 rows
-        found |= dict(zip(parts, pieces, strict=True))
-    return found
 
 
 def _lockstep(process: ProcessInfo, tp: int) -> Lockstep:

@@ -6,6 +6,7 @@ weights can be handed over as tensors. Source: vLLM's external launcher, vllm/v1
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -232,6 +233,79 @@ def _repack_tied_heads(model: nn.Module) -> None:
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
     """Modules that hold several Hugging Face modules, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
     return getattr(model, "packed_modules_mapping", {}) or {}
+
+
+def rows_of_parts(module: nn.Module) -> list[int]:
+    """Rows that each part of a fused module has on this rank."""
+    return list(vars(module).get("output_partition_sizes", []))
+
+
+def vocabulary_range(module: nn.Module) -> tuple[int, int] | None:
+    """Which ids an embedding or head has on this rank; None for other modules."""
+    indices = vars(module).get("shard_indices")
+    return None if indices is None else (indices.org_vocab_start_index, indices.org_vocab_end_index)
+
+
+def unpacked_linear(module: nn.Module) -> Tensor | None:
+    """The weight [outputs, inputs] that a linear layer on CPU computes with; None where there is no packed copy.
+
+    The kernel's own format is opaque. What it makes of the identity is the weight, bit for bit: each output is one
+    product with 1 and sums of 0 (only -0 becomes 0).
+    """
+    linear: Any = vars(module).get("cpu_linear")
+    weight = module._parameters["weight"]
+    if linear is None or weight is None or weight.is_meta:
+        return None
+    packed: Any = module
+    inputs = weight.shape[1] if weight.ndim == 2 else vars(packed).get("input_size_per_partition", packed.input_size)
+    identity = torch.eye(inputs, dtype=weight.dtype)
+    with torch.no_grad():
+        return torch.cat([linear(rows, weight, None).t() for rows in identity.split(_IDENTITY_ROWS)], dim=1)
+
+
+_IDENTITY_ROWS = 1024
+
+
+def unpacked_experts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """A layer's experts on CPU as they were before packing, gate and up in one, their width padded; None elsewhere."""
+    packed: Any = module
+    kernel = getattr(packed.quant_method, "moe_kernel", None)
+    isa = getattr(getattr(kernel, "fused_experts", None), "isa", None)
+    if packed.w2_weight.device.type != "cpu" or isa is None or kernel.fused_experts._use_zentorch:
+        return None
+    return _unpacked(packed.w13_weight.detach(), isa), _unpacked(packed.w2_weight.detach(), isa)
+
+
+def _unpacked(packed_EON: Tensor, isa: str) -> Tensor:
+    """The matrices of which vLLM's kernel has moved the numbers about."""
+    flat = packed_EON.flatten(1)
+    plain = torch.empty_like(flat)
+    plain[:, _packed_order(packed_EON.shape[1:], packed_EON.dtype, isa)] = flat
+    return plain.view_as(packed_EON)
+
+
+@functools.lru_cache(maxsize=16)
+def _packed_order(shape: torch.Size, dtype: torch.dtype, isa: str) -> Tensor:
+    """Where each number of a packed matrix comes from: numbered matrices, packed 15 bits at a time (no NaN)."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    with torch.inference_mode(False):
+        bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        number, order = torch.arange(shape.numel()), torch.zeros(shape.numel(), dtype=torch.int64)
+        for shift in range(0, number.numel().bit_length(), 15):
+            digits = ((number >> shift) & 0x7FFF).to(bits).view(dtype).view(1, *shape)
+            order |= cpu_prepack_moe_weight(digits, isa).view(bits).flatten().to(torch.int64) << shift
+        return order
+
+
+def block_size(llm: Any) -> int:
+    """Tokens of one block of the KV cache; what is cached is whole blocks."""
+    return int(llm.llm_engine.vllm_config.cache_config.block_size)
+
+
+def caches_prefixes(llm: Any) -> bool:
+    """Whether prompts may begin with cached blocks."""
+    return bool(llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
 
 
 def stop(llm: Any) -> None:

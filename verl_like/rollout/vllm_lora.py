@@ -6,15 +6,15 @@ the worker lives in this process. B comes with its scale multiplied in, so that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 
 from verl_like.models.lora import is_adapter
 from verl_like.rollout.rollout_engine import WeightLoadError
+from verl_like.rollout.vllm_weights import Held, Layout
 
 _ID, _NAME = 1, "policy"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -77,20 +77,20 @@ def put(llm: Any, tensors: dict[str, Tensor]) -> None:
     manager.activate_adapter(_ID)
 
 
-def held(llm: Any, fused: dict[str, list[str]], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """The adapter as the engine computes with it, by the names of `shapes`, without tensor parallelism."""
-    found: dict[str, Tensor] = {}
+def held(llm: Any, fused: dict[str, list[str]], layout: Layout) -> Iterator[Held]:
+    """This rank's part of the adapter, as the engine computes with it."""
     for path, module in _manager(llm).modules.items():
         parent, _, leaf = path.rpartition(".")
         parts = [f"{parent}.{part}" for part in fused.get(leaf, [])] or [path]
         if len(parts) != len(module.lora_a_stacked):
             continue  # one Hugging Face module cut into slices: not taken apart here
         for part, a_stacked, b_stacked in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
-            if part + _A in shapes:
-                rank = shapes[part + _A][0]
-                found[part + _A] = a_stacked[0, 0, :rank]
-                found[part + _B] = b_stacked[0, 0, :, :rank]
-    return found
+            if part + _A in layout.shapes:
+                rank = layout.shapes[part + _A][0]
+                for name, local in ((part + _A, a_stacked[0, 0, :rank]), (part + _B, b_stacked[0, 0, :, :rank])):
+                    found = layout.held(name, path, local)
+                    if found is not None:
+                        yield found
 
 
 def compute_directly(llm: Any) -> None:

@@ -176,6 +176,8 @@ class PPOTrainer:
         if sync is None:
             return {}
         metrics = {"weight_sync/seconds": sync.seconds, "weight_sync/num_tensors": float(sync.num_tensors)}
+        if sync.num_changed is not None:
+            metrics["weight_sync/num_changed"] = float(sync.num_changed)
         if sync.probe_gap is not None and sync.probe_gap_mean is not None:
             metrics |= {"weight_sync/probe_gap": sync.probe_gap, "weight_sync/probe_gap_mean": sync.probe_gap_mean}
         return metrics

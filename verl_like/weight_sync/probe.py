@@ -19,7 +19,8 @@ _LARGEST_TO_MEAN = 100.0  # in float32 one token may differ this much more than 
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Nats. `floor`: no calibration goes below; `ceiling`: the first sync must stay under it."""
+    """Nats. `floor`: no calibration goes below; `ceiling`: the first sync must stay under it, and no calibration goes
+    above."""
 
     floor: float
     ceiling: float
@@ -84,7 +85,7 @@ class Probe:
         """The first proved sync sets what later ones are measured against."""
         assert math.isfinite(gap.mean)
         if self._calibrated is None:
-            self._calibrated = max(10 * gap.mean, self._limits.floor)
+            self._calibrated = min(max(10 * gap.mean, self._limits.floor), self._limits.ceiling)
 
 
 def gap_between(trained_BR: Tensor, scored_BR: Tensor) -> Gap:

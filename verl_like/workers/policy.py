@@ -6,6 +6,7 @@ arrived. All methods are SPMD: every rank of the pool is called with its own sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -27,6 +28,8 @@ from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Roll
 from verl_like.weight_sync.sync import SyncReport, WeightSync
 from verl_like.workers.phase import Phase, PhaseSwitch
 from verl_like.workers.spec import WorkerSpec
+
+_LEAST_LR, _LEAST_NORM = 1e-7, 1e-3  # under these a step may be lost to rounding
 
 
 class PolicyWorker:
@@ -57,6 +60,7 @@ class PolicyWorker:
         self.switch = PhaseSwitch(enter_train=self.rollout.sleep, enter_rollout=self._enter_rollout)
         self.rollout.sleep()
         self._changed_since_sync = True  # whether the rollout engine holds other weights than the actor, or none
+        self._moved = False  # whether a step since the last sync was large enough to change float32 weights
 
     def _build_actor(self) -> FSDPEngine:
         policy = self.spec.config.actor_rollout_ref
@@ -123,8 +127,9 @@ class PolicyWorker:
             self.switch.switch(Phase.rollout)
             return None
         self.enter_train()
-        report = self.weight_sync.sync(version)  # wakes the engine's weights first, its cache when they are loaded
-        self._changed_since_sync = False
+        # Wakes the engine's weights first, its cache when they are loaded.
+        report = self.weight_sync.sync(version, optimizer_moved=self._moved)
+        self._changed_since_sync = self._moved = False
         self.switch.switch(Phase.rollout)
         return report
 
@@ -189,6 +194,7 @@ class PolicyWorker:
             )
             for rows, denominators in minibatches
         ]
+        self._moved = self._moved or any(map(moves_weights, steps))
         self.actor.advance_schedule()
         memory = {name: Metric(value=value, reduction="max") for name, value in memory_metrics().items()}
         return [*steps[:-1], steps[-1] | memory] if steps else []
@@ -205,10 +211,16 @@ class PolicyWorker:
 
     def load(self, path: str) -> None:
         """Restore the actor from a checkpoint; the rollout engine must be synced afterwards."""
-        self._changed_since_sync = True
+        self._changed_since_sync, self._moved = True, False
         self.enter_train()
         self.rollout.unload()  # whatever version it holds, it is not this one
         self.actor.load(path, contents=self.spec.config.actor_rollout_ref.actor.checkpoint.load_contents)
 
     def shutdown(self) -> None:
         self.rollout.shutdown()
+
+
+def moves_weights(step: dict[str, Metric]) -> bool:
+    """Whether an optimizer step must change some float32 weight: AdamW moves each by about the learning rate, unless
+    its gradient is small beside eps."""
+    return step["lr"].value >= _LEAST_LR and _LEAST_NORM <= step["grad_norm"].value < math.inf

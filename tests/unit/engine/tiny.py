@@ -27,6 +27,7 @@ from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.model import ModelConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 
 VOCAB = 61
@@ -151,7 +152,19 @@ def build_engine(process: ProcessInfo, path: str, *, kind: str = "policy", **cha
 
 
 def weights(engine: FSDPEngine) -> dict[str, Tensor]:
+    """What is exported; on the way, that its checksums are those of the shards, however these are cut."""
+    assert unlike_shards(engine) == []
     return {name: tensor.clone() for name, tensor in engine.export_weights(torch.float32)}
+
+
+def unlike_shards(engine: FSDPEngine, form: Any = "merged") -> list[str]:
+    """Names whose exported tensor has another checksum than the shards it came from, in any rollout dtype."""
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16):
+        told = engine.weight_checksums(dtype, form)
+        sent = {name: int(checksum(tensor)) for name, tensor in engine.export_weights(dtype, form)}
+        wrong += [name for name in told.keys() | sent.keys() if told.get(name) != sent.get(name)]
+    return wrong
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ from verl_like.batch import Sequences
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.models.loading import load_hf_config
+from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.rollout_engine import RolloutEngine
@@ -64,7 +65,7 @@ def log_probs(model: Qwen2ForCausalLM, tokens: list[int]) -> Tensor:
 
 
 class FakeTrainEngine:
-    """export_weights, weight_names and forward of a TrainEngine, with a hook that spoils the exported stream."""
+    """Export (with names and checksums) and forward of a TrainEngine, with a hook that spoils the exported stream."""
 
     def __init__(self, model: Qwen2ForCausalLM) -> None:
         self.model = model
@@ -75,6 +76,9 @@ class FakeTrainEngine:
 
     def export_weights(self, dtype: torch.dtype, form: str = "merged") -> Items:
         return self.spoil((name, tensor.to(dtype)) for name, tensor in state(self.model).items())
+
+    def weight_checksums(self, dtype: torch.dtype, form: str = "merged") -> dict[str, int]:
+        return {name: int(checksum(tensor.to(dtype))) for name, tensor in state(self.model).items()}
 
     def forward(
         self, batch: Sequences, *, want: frozenset[str], rule: MicroBatchRule, temperature: float = 1.0

@@ -1,0 +1,101 @@
+"""Checksums of tensors that add up over parts: a whole, its shards and an engine's slices of it give one number.
+
+A tensor is seen as a matrix of its last axis. Every entry adds its bits times a weight of its row and one of its
+column, modulo 2**64: exact, the same on every device and in every order, so no tolerance is needed; and two tensors
+exchanged, or rows permuted, change it. Equal tensors of one dtype have equal sums, different ones collide with a chance
+of about 2**-32 at worst (a sign flipped in float32), else 2**-64.
+
+-0, and numbers below the smallest normal one, count as 0: kernels for 16-bit formats drop them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant (golden ratio): consecutive weights share no pattern
+_TURN = 0x2545F4914F6CDD1D  # another one, so that rows and columns have other weights
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = {
+    "cpu": 1 << 15,
+    "cuda": 1 << 24,
+}  # entries whose int64 copies exist at a time: a CPU's cache, a GPU's memory
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of a matrix: `values` [r, c] are what it holds from (row, column) on."""
+
+    values: Tensor
+    row: int
+    column: int
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """[everything else, last axis]; one row of a vector or number."""
+    return tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.flatten(0, -2)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Of a whole tensor: int64, without dimensions, on its device; nothing waits for it."""
+    return checksum_of(Slice(as_matrix(tensor), 0, 0))
+
+
+def checksum_of(part: Slice) -> Tensor:
+    """What a part adds to the checksum of the whole."""
+    table_RC = part.values.detach()
+    (rows, width), device = table_RC.shape, table_RC.device
+    columns_C = _weights(part.column, width, _TURN, device)
+    at_once = max(1, _AT_ONCE.get(device.type, 1 << 24) // max(width, 1))
+    sums = [(_bits(table_RC[r : r + at_once]) * columns_C).sum(1) for r in range(0, rows, at_once)]
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return (torch.cat(sums) * _weights(part.row, rows, _STEP, device)).sum()
+
+
+def run_slices(flat: Tensor, start: int, width: int) -> Iterator[Slice]:
+    """A contiguous run of a matrix with rows of `width`, from flat position `start` on, as at most three rectangles."""
+    end = start + flat.numel()
+    first_whole, last_whole = -(-start // width), end // width
+    if first_whole > last_whole:  # inside one row
+        cuts = [(start, end)]
+    else:
+        cuts = [(start, first_whole * width), (first_whole * width, last_whole * width), (last_whole * width, end)]
+    for begin, stop in cuts:
+        if stop > begin:
+            row, column = divmod(begin, width)
+            columns = width if column == 0 and stop - begin >= width else stop - begin
+            yield Slice(flat[begin - start : stop - start].view(-1, columns), row, column)
+
+
+def values_of(sums: list[Tensor]) -> list[int]:
+    """Checksums as numbers; waits for the device once, where all are on one."""
+    if not sums:
+        return []
+    if len({total.device for total in sums}) == 1:
+        return torch.stack(sums).tolist()
+    return [int(total) for total in sums]
+
+
+def total(sums: list[int]) -> int:
+    """Checksums of parts added up, as int64 would."""
+    return (sum(sums) + 2**63) % 2**64 - 2**63
+
+
+def _bits(table: Tensor) -> Tensor:
+    if table.is_floating_point():
+        limits = torch.finfo(table.dtype)
+        table = functional.hardshrink(table, limits.tiny * (1 - limits.eps))  # 0 for all that is not beyond
+    return table.view(_BITS[table.element_size()])
+
+
+@functools.lru_cache(maxsize=256)
+def _weights(first: int, count: int, step: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        weight = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device) * step
+        return (weight ^ (weight >> 29)) | 1  # mixes high bits into low ones; odd, so that no bit is lost

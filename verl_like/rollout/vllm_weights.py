@@ -1,0 +1,157 @@
+"""What one rank of vLLM holds, by Hugging Face name: fused modules taken apart, packed weights unpacked, and the rank's
+part of each tensor put in its place in the whole.
+
+The checksums of the parts of all ranks add up to those of whole tensors (parallel/checksum.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl_like.parallel.checksum import Slice, as_matrix, checksum_of, total, values_of
+from verl_like.rollout import vllm_compat as compat
+
+Box = tuple[int, int, int, int]  # row, column, rows, columns
+_EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of checkpoints: gate, up, down
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A part of the tensor `name`. place: where it stands in this rank's model; the same on all ranks."""
+
+    name: str
+    place: str
+    part: Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Whole shapes by Hugging Face name, and which rank of how many this is."""
+
+    shapes: dict[str, torch.Size]
+    rank: int
+    size: int
+
+    def held(self, name: str, place: str, local: Tensor) -> Held | None:
+        """`local`, which is this rank's part of `name` along every axis; None where it cannot be one."""
+        shape = self.shapes[name]
+        starts = [self._start(mine, whole) for mine, whole in zip(local.shape, shape, strict=False)]
+        if len(shape) != local.ndim or None in starts:
+            return None
+        first, last = (starts[0] or 0, starts[-1] or 0) if starts else (0, 0)
+        if local.ndim < 2:
+            return Held(name, place, Slice(as_matrix(local), 0, first))
+        return Held(name, place, Slice(as_matrix(local), first * shape[1:-1].numel(), last))
+
+    def _start(self, mine: int, whole: int) -> int | None:
+        """Ranks hold equal parts in order; where there are fewer parts than ranks, neighbours hold the same."""
+        parts = whole // mine if mine else 0
+        if parts == 0 or parts * mine != whole or self.size % parts:
+            return None
+        return self.rank * parts // self.size * mine
+
+
+def held_by(model: nn.Module, layout: Layout) -> Iterator[Held]:
+    """Every part of the tensors of `layout` that can be found in the model; a packed copy beside a plain one counts."""
+    fused, owners = compat.fused_parts(model), {id(p): name for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        if {"w13_weight", "w2_weight"} <= module._parameters.keys():
+            yield from _experts(path, module, layout)
+            continue
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            names = _names(f"{path}.{leaf}", fused, layout) or _names(owners.get(id(parameter), ""), fused, layout)
+            packed = compat.unpacked_linear(module) if names and leaf == "weight" else None
+            for place, local in ((f"{path}.{leaf}", parameter.detach()), (f"{path}.packed", packed)):
+                if names and local is not None and local.numel():
+                    yield from _of_module(module, names, place, local, layout)
+
+
+def checksums(parts: Iterator[Held], layout: Layout, dtype: torch.dtype, group: Any) -> list[tuple[str, int]]:
+    """(Hugging Face name, checksum) of every whole tensor, once for each place that holds it; collective over `group`.
+
+    dtype: what tensors were sent in. Tensors of which some part was not found are left out. A rank sees its own part
+    where others hold the same, so that each copy is seen by somebody.
+    """
+    held: list[tuple[str, str, Box]] = []
+    sums: list[Tensor] = []
+    for item in parts:
+        part = item.part
+        held.append((item.place, item.name, (part.row, part.column, *part.values.shape)))
+        sums.append(_sum_in(part, dtype))
+    mine: dict[tuple[str, str], dict[Box, int]] = {}
+    for (place, name, box), number in zip(held, values_of(sums), strict=True):
+        mine.setdefault((place, name), {})[box] = number
+    everyones = [mine]
+    if group is not None:
+        everyones = [{} for _ in range(layout.size)]
+        dist.all_gather_object(everyones, mine, group=group)
+    found = []
+    for key, own in mine.items():
+        boxes: dict[Box, int] = {}
+        for theirs in [*everyones, {key: own}]:
+            boxes |= theirs.get(key, {})
+        if sum(rows * columns for _, _, rows, columns in boxes) == layout.shapes[key[1]].numel():
+            found.append((key[1], total(list(boxes.values()))))
+    return found
+
+
+def _sum_in(part: Slice, dtype: torch.dtype) -> Tensor:
+    """The checksum in another precision than the part is held in; a wrong one if something would be lost."""
+    if part.values.dtype == dtype:
+        return checksum_of(part)
+    values = part.values.to(dtype)
+    return checksum_of(replace(part, values=values)) + (values.to(part.values.dtype) != part.values).any()
+
+
+def _names(parameter: str, fused: dict[str, list[str]], layout: Layout) -> list[str]:
+    """Hugging Face names of what a parameter of vLLM holds; none where it is something else."""
+    path, _, leaf = parameter.replace(".base_layer.", ".").rpartition(".")
+    parent, _, module = path.rpartition(".")
+    names = [f"{parent}.{part}.{leaf}" for part in fused.get(module, [])] or [f"{path}.{leaf}"]
+    return names if all(name in layout.shapes for name in names) else []
+
+
+def _of_module(module: nn.Module, names: list[str], place: str, local: Tensor, layout: Layout) -> Iterator[Held]:
+    """Of a linear layer, embedding or norm: one tensor, or several one below the other."""
+    vocabulary = compat.vocabulary_range(module)
+    if vocabulary is not None:  # padded to a multiple of 64 rows on every rank
+        start, end = vocabulary
+        rows = as_matrix(local[: end - start])
+        yield Held(names[0], place, Slice(rows, 0, start) if local.ndim < 2 else Slice(rows, start, 0))
+        return
+    sizes = compat.rows_of_parts(module)
+    if len(names) == 1 and (len(sizes) < 2 or layout.size == 1):
+        sizes = [local.shape[0]]
+    if len(sizes) != len(names) or sum(sizes) != local.shape[0]:
+        return  # also one Hugging Face tensor of which each rank has several ranges of rows
+    for name, piece in zip(names, local.split(sizes), strict=True):
+        held = layout.held(name, place, piece)
+        if held is not None:
+            yield held
+
+
+def _experts(path: str, module: nn.Module, layout: Layout) -> Iterator[Held]:
+    """Of a stack of experts, where every rank has its part of each: gate above up, and down."""
+    base = path.split(".experts")[0] + ".experts"
+    parts = next((p for p in _EXPERT_PARTS if f"{base}.0.{p[0]}.weight" in layout.shapes), None)
+    unpacked = compat.unpacked_experts(module)
+    if parts is None or unpacked is None:
+        return
+    gate_up, down = unpacked  # [E, 2 x padded width, hidden], [E, hidden, padded width]
+    if f"{base}.{len(down)}.{parts[0]}.weight" in layout.shapes:
+        return  # some of the experts are elsewhere
+    width, padded = layout.shapes[f"{base}.0.{parts[0]}.weight"][0] // layout.size, down.shape[2]
+    for expert in range(len(down)):
+        of_each = (gate_up[expert, :width], gate_up[expert, padded : padded + width], down[expert, :, :width])
+        for part, local in zip(parts, of_each, strict=True):
+            held = layout.held(f"{base}.{expert}.{part}.weight", path, local)
+            if held is not None:
+                yield held

@@ -1,0 +1,27 @@
+"""What goes before a stream of weights: it tells the receiver what will come, and what it must hold afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from verl_like.engine.train_engine import WeightForm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Of one update. shapes: every tensor of the stream. checksums: of the same tensors in `dtype`, computed from the
+    trainer's shards before anything is gathered; None where the sync is not proved."""
+
+    version: int
+    form: WeightForm
+    dtype: torch.dtype
+    shapes: dict[str, torch.Size]
+    checksums: dict[str, int] | None
+
+    def num_changed(self, before: Header | None) -> int | None:
+        """How many tensors are others than in an earlier update of the same form; None where nobody can tell."""
+        if before is None or self.checksums is None or before.checksums is None or before.form != self.form:
+            return None
+        return sum(before.checksums.get(name) != number for name, number in self.checksums.items())
