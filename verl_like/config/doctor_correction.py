@@ -4,6 +4,7 @@ from verl_like.config.batch_plan import uses_sampler_log_probs
 from verl_like.config.correction import corrects
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.rollout import distortions
 
 _SECTION = "algorithm.rollout_correction"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -38,11 +39,11 @@ def impossible_correction(config: PPOConfig) -> list[str]:
 def risky_correction(config: PPOConfig) -> list[str]:
     """Settings that work but are probably not meant."""
     rollout = config.actor_rollout_ref.rollout
-    if (rollout.top_p < 1 or rollout.top_k > 0) and corrects(config.algorithm.rollout_correction):
+    if distortions(rollout) and corrects(config.algorithm.rollout_correction):
         return [
-            f"{_SECTION} with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the sampler's log-probs are "
-            "those of the cut distribution, the trainer's of the whole one: every weight is below 1; set top_p=1 and "
-            "top_k=-1"
+            f"{_SECTION} with {_ROLLOUT}.{', '.join(distortions(rollout))}: the sampler's log-probs are those of the "
+            "changed distribution, the trainer's of the model's own: weights are not 1 where nothing differs (of a cut "
+            "distribution every weight is below 1); leave them at their defaults"
         ]
     return []
 
