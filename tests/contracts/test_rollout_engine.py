@@ -9,9 +9,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.rollout.tiny import (
@@ -50,13 +53,31 @@ def gap(request: GenerationRequest, completion: Completion) -> float:
     return float((expected - torch.tensor(completion.log_probs)).abs().max())
 
 
+def text(token_ids: list[int]) -> str:
+    """What `save_tokenizer` makes of tokens: a letter each."""
+    return "".join(chr(0x4E00 + token) for token in token_ids)
+
+
+def save_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({text([i]): i for i in range(TOKENIZER_SIZE)}, unk_token=text([0])))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def cut_requests() -> list[GenerationRequest]:
+    """16 prompts of 55 to 61 tokens; a step of vllm takes 64 (`build`), so all but the first are cut somewhere."""
+    return [dataclasses.replace(r, prompt_ids=[*range(1, 55), *r.prompt_ids]) for r in requests(16)]
+
+
 @pytest.fixture(scope="module", params=["hf", "vllm"])
 def unloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
     if request.param == "vllm":
         pytest.importorskip("vllm")
     shared_memory = set(os.listdir("/dev/shm"))
     process = single_process()
-    engine = build(request.param, tmp_path_factory.mktemp("model"), process)
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    engine = build(request.param, folder, process, stop=["loads the tokenizer"])
     yield engine
     engine.shutdown()
     assert torch.distributed.is_initialized()  # the group is the trainer's
@@ -104,7 +125,7 @@ def test_ends(engine: RolloutEngine) -> None:
         assert completion.finish_reason == "stop" or len(completion.token_ids) == 24
         assert len(completion.log_probs) == len(completion.token_ids)
     assert {c.finish_reason for c in done} == {"stop", "length"}
-    ignoring = engine.generate(requests(16, dataclasses.replace(SAMPLING, ignore_eos=True)))
+    ignoring = engine.generate(requests(16, dataclasses.replace(SAMPLING, stop_token_ids=())))
     assert {(c.finish_reason, len(c.token_ids)) for c in ignoring} == {("length", 24)}
     assert any(t in EOS for c in ignoring for t in c.token_ids[:-1])
     for stopped, whole in zip(done, ignoring, strict=True):
@@ -112,7 +133,7 @@ def test_ends(engine: RolloutEngine) -> None:
 
 
 def test_stream_gives_each_response_as_it_ends(engine: RolloutEngine) -> None:
-    short, long = dataclasses.replace(SAMPLING, max_tokens=1), dataclasses.replace(SAMPLING, ignore_eos=True)
+    short, long = dataclasses.replace(SAMPLING, max_tokens=1), dataclasses.replace(SAMPLING, stop_token_ids=())
     asked = [*requests(1, long), *requests(3, short, first=1)]
     lists = list(engine.stream(asked))
     ended = [completion.request_id for completions in lists for completion in completions]
@@ -131,6 +152,18 @@ def test_tokens_do_not_depend_on_the_batch(engine: RolloutEngine) -> None:
     assert all(c.token_ids == together[c.request_id] for c in backwards)
     other_seed = [dataclasses.replace(r, seed=r.seed + 1) for r in requests(4) if r.seed is not None]
     assert any(c.token_ids != together[c.request_id] for c in engine.generate(other_seed))
+
+
+def test_prompts_cut_into_chunks_give_the_same_tokens(engine: RolloutEngine) -> None:
+    asked = cut_requests()
+    alone = [engine.generate([request])[0] for request in asked]
+    engine.load_weights(iter(state(MODEL).items()), 1)  # forgets the prompts: none is taken from the cache
+    for request, chunked, whole in zip(asked, engine.generate(asked), alone, strict=True):
+        assert chunked.token_ids == whole.token_ids
+        assert gap(request, chunked) < 1e-5
+    sequences = [r.prompt_ids + c.token_ids for r, c in zip(asked, alone, strict=True)]
+    for tokens, scores in zip(sequences, engine.score(sequences), strict=True):
+        assert torch.allclose(torch.tensor(scores), log_probs(MODEL, tokens), atol=1e-5)
 
 
 def test_unknown_ids_are_never_sampled(engine: RolloutEngine) -> None:
@@ -183,8 +216,73 @@ def test_top_k_and_top_p_support(engine: RolloutEngine, limits: dict[str, float]
     assert abs(likeliest - allowed[int(order[0])]) < 0.12
 
 
+def oracle(sampling: SamplingParams, prompt: list[int], sampled: list[int]) -> torch.Tensor:
+    """Log-probs of the next token, written down token by token."""
+    with torch.no_grad():
+        logits = MODEL(torch.tensor([prompt + sampled])).logits[0, -1, :TOKENIZER_SIZE]
+    for token in range(TOKENIZER_SIZE):
+        bad = any(word[-1] == token and text(sampled).endswith(text(list(word[:-1]))) for word in sampling.bad_words)
+        if bad or (len(sampled) < sampling.min_tokens and token in sampling.stop_token_ids):
+            logits[token] = -torch.inf
+        if token in prompt + sampled:
+            logits[token] *= sampling.repetition_penalty if logits[token] < 0 else 1 / sampling.repetition_penalty
+        logits[token] -= sampling.frequency_penalty * sampled.count(token)
+        logits[token] -= sampling.presence_penalty * (token in sampled)
+    if not sampling.greedy:
+        logits /= sampling.temperature
+        logits[logits < logits.max() + torch.tensor(sampling.min_p).log()] = -torch.inf
+    return logits.log_softmax(dim=-1)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"min_p": 0.3, "temperature": 1.3},
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -1.5, "temperature": 0.7},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.5, "do_sample": False},
+    {"min_tokens": 12},
+    {"bad_words": ((7,), (9, 11), *((i, j) for i in range(20) for j in (30, 31)))},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: next(iter(shape)))
+def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(
+    engine: RolloutEngine, shape: dict[str, Any]
+) -> None:
+    sampling = dataclasses.replace(SAMPLING, max_tokens=16, **shape)
+    for request, done in zip(requests(6), engine.generate(requests(6, sampling)), strict=True):
+        expected = [oracle(sampling, request.prompt_ids, done.token_ids[:i]) for i in range(len(done.token_ids))]
+        chosen = [float(log_probs_V[token]) for log_probs_V, token in zip(expected, done.token_ids, strict=True)]
+        assert done.log_probs == pytest.approx(chosen, abs=2e-5)
+        if sampling.greedy:
+            assert done.token_ids == [int(log_probs_V.argmax()) for log_probs_V in expected]
+
+
+def test_a_text_ends_a_response_with_the_token_that_completes_it(engine: RolloutEngine) -> None:
+    whole = engine.generate(requests(4, dataclasses.replace(SAMPLING, stop_token_ids=())))
+    for request, endless in zip(requests(4), whole, strict=True):
+        stop = text(endless.token_ids[3:5])
+        length = text(endless.token_ids).index(stop) + 2
+        sampling = dataclasses.replace(SAMPLING, stop_token_ids=(), stop=(stop, "never"))
+        ended, later = engine.generate(
+            [
+                dataclasses.replace(request, sampling=sampling),
+                dataclasses.replace(request, request_id="later", sampling=dataclasses.replace(sampling, min_tokens=10)),
+            ]
+        )
+        assert (ended.finish_reason, ended.token_ids) == ("stop", endless.token_ids[:length])
+        assert len(ended.log_probs) == length
+        assert len(later.token_ids) > 10
+
+
+def test_a_text_that_the_engine_cannot_read_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_reads_text", False)
+    with pytest.raises(ValueError, match=r"stop=\['x'\] needs the tokenizer, .* when rollout.stop is set"):
+        engine.generate(requests(1, dataclasses.replace(SAMPLING, stop=("x",))))
+
+
 def test_finished_responses_come_while_others_go_on(engine: RolloutEngine) -> None:
-    long = engine.submit(requests(1, dataclasses.replace(SAMPLING, max_tokens=100, ignore_eos=True))[0])
+    long = engine.submit(requests(1, dataclasses.replace(SAMPLING, max_tokens=100, stop_token_ids=()))[0])
     order: list[str] = []
     long.add_done_callback(lambda f: order.append("long"))
     late = engine.submit(requests(1, dataclasses.replace(SAMPLING, max_tokens=1), first=1)[0])
@@ -194,7 +292,7 @@ def test_finished_responses_come_while_others_go_on(engine: RolloutEngine) -> No
 
 
 def test_abort(engine: RolloutEngine) -> None:
-    endless = dataclasses.replace(SAMPLING, max_tokens=100, ignore_eos=True)
+    endless = dataclasses.replace(SAMPLING, max_tokens=100, stop_token_ids=())
     futures = [engine.submit(r) for r in requests(40, endless)]
     stopper = threading.Timer(0.05, engine.abort_all)
     stopper.start()
@@ -291,7 +389,7 @@ def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tm
         with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):
             build("hf", tmp_path, single_rank_of_two(), tensor_model_parallel_size=2)
         return
-    expected = [[c.token_ids, c.log_probs] for c in engine.generate(requests(12))]
+    expected = [[c.token_ids, c.log_probs] for c in engine.generate(cut_requests())]
     scores = engine.score([[1, 2, 3, 4]])[0]
     for out in run_on_two_ranks(__file__, tmp_path):
         assert out["version"] == 1
@@ -299,7 +397,7 @@ def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tm
         for got, wanted in zip(out["completions"], expected, strict=True):
             assert torch.allclose(torch.tensor(got[1]), torch.tensor(wanted[1]), atol=1e-5)
         assert torch.allclose(torch.tensor(out["scores"]), torch.tensor(scores), atol=1e-5)
-        assert out["after_abort"] == [c[0] for c in expected[:2]]
+        assert out["after_abort"] == [c.token_ids for c in engine.generate(requests(2))]
         assert out["shared_memory"] == []
 
 
@@ -313,11 +411,11 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
     (folder / f"model{rank}").mkdir()
     engine = build("vllm", folder / f"model{rank}", process, tensor_model_parallel_size=2)
     engine.load_weights(iter(state(MODEL).items()), 1)
-    asked = requests(12)
+    asked = cut_requests()
     futures = {r.request_id: engine.submit(r) for r in (asked if rank == 0 else asked[::-1])}
     completions = [futures[r.request_id].result(120) for r in asked]
     scores = engine.score([[1, 2, 3, 4]])[0]
-    endless = [engine.submit(r) for r in requests(4, dataclasses.replace(SAMPLING, max_tokens=100, ignore_eos=True))]
+    endless = [engine.submit(r) for r in requests(4, dataclasses.replace(SAMPLING, max_tokens=100, stop_token_ids=()))]
     engine.abort_all()
     assert all(f.done() for f in endless)
     after_abort = [c.token_ids for c in engine.generate(requests(2))]

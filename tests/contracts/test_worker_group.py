@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -245,6 +246,20 @@ class TestProcesses:
         with pytest.raises(WorkerTimeout, match=r"worker_start_timeout\) by rank\(s\) 1 of 2") as caught:
             start({"hang": 1}, start_timeout=6)
         assert "in __init__" in caught.value.log_tail  # the stack of the hanging rank
+
+    def test_a_stopped_rank_is_named_and_not_those_that_wait_for_it(self, start: Callable[..., RayWorkerGroup]) -> None:
+        group = start({"collective": True})
+        os.kill(group.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerTimeout, match=r"by rank\(s\) 0, 1 of 2; rank 1 was stopped \(process \d+") as caught:
+            group.call_all("all_reduce", 1.0).wait(3)
+        assert (caught.value.rank, caught.value.ranks) == (1, (1, 0))
+
+    def test_a_stopped_rank_is_named_when_the_others_give_up_first(self, start: Callable[..., RayWorkerGroup]) -> None:
+        group = start({"collective": True, "timeout_s": 2})
+        os.kill(group.pids[0], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"^worker rank 0 of 2 was stopped .*\n  also: worker rank 1") as caught:
+            group.call_all("all_reduce", 1.0).wait(60)
+        assert caught.value.rank == 0
 
     def test_failure_of_an_earlier_call_is_seen_by_a_later_wait(self, start: Callable[..., RayWorkerGroup]) -> None:
         group = start({"collective": True})

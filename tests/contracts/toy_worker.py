@@ -8,6 +8,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ class ToyWorker:
     def init_collective(self) -> None:
         import torch.distributed as dist  # here: most tests need no torch, and importing it takes seconds
 
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=self.spec.get("timeout_s", 600)))
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -111,6 +114,8 @@ class ToyWorker:
     def touch_shm(self) -> str:
         path = Path("/dev/shm") / f"toy_{self.env.run_id}_{self.env.rank}"
         path.write_text("x")
+        unnamed = SharedMemory(create=True, size=16)
+        resource_tracker.unregister(f"/{unnamed.name}", "shared_memory")  # as if its tracker was killed too
         return str(path)
 
     def shutdown(self) -> None:

@@ -75,7 +75,7 @@ def test_sync_generate_sleep_sync(rollout: RolloutEngine, process: ProcessInfo) 
 
 def test_generation_begins_after_the_load(rollout: RolloutEngine) -> None:
     """Nothing waits for the device in between: both must be on one stream. A seed gives the same tokens again."""
-    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=8)
     requests = [GenerationRequest(request_id=str(i), prompt_ids=[1 + i], sampling=sampling, seed=i) for i in range(32)]
     weights = [{name: p.detach().cuda() for name, p in tiny_model(seed=s).named_parameters()} for s in (3, 4)]
     found: list[list[list[int]]] = []

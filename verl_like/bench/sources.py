@@ -28,7 +28,7 @@ class ForcedLengths(PlainSource):
         seed: int | None,
         lengths: Callable[[int], Sequence[int]],
     ) -> None:
-        super().__init__(loader, dataclasses.replace(sampling, ignore_eos=True), n=n, seed=seed)
+        super().__init__(loader, dataclasses.replace(sampling, stop_token_ids=(), stop=()), n=n, seed=seed)
         self.lengths = lengths
 
     def next_rollouts(self, policy: PolicyGroup, rewards: RewardManager, step: int) -> tuple[Rollouts, Grading]:

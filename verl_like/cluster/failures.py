@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from verl_like.cluster.rank_process import Outcome
@@ -21,6 +21,8 @@ _ECHO_MARKS = (
     "Timed out waiting",
 )
 
+_LOST = ("died", "node")  # kinds of a failure after which there is no process
+
 _VANISHED = (
     "it was killed (kill -9, or by the kernel for want of memory: see dmesg), crashed in native code, or called _exit"
 )
@@ -32,7 +34,7 @@ class Failure:
 
     rank: int
     method: str
-    kind: str  # the worker's exception class, or "died", or "transport"
+    kind: str  # the worker's exception class, or "died", "node" (the node's Ray is gone), "stopped", "transport"
     message: str
     traceback: str = ""
     log_tail: str = ""
@@ -56,6 +58,15 @@ class Failure:
     def of_transport(cls, rank: int, method: str, error: Exception) -> Failure:
         return cls(rank=rank, method=method, kind=type(error).__name__, message=str(error))
 
+    @classmethod
+    def of_stopped_process(cls, rank: int, method: str, pid: int) -> Failure:
+        return cls(rank=rank, method=method, kind="stopped", message=stopped_text(pid))
+
+    def on_lost_node(self, address: str, raylet_pid: int) -> Failure:
+        """The same death, told as that of the node's Ray, which takes all its workers with it."""
+        message = f"Ray's daemon on node {address} (raylet, process {raylet_pid}) is gone: {_VANISHED}"
+        return replace(self, kind="node", message=message)
+
     @property
     def is_echo(self) -> bool:
         """Whether this looks like the consequence of another rank's failure."""
@@ -65,12 +76,16 @@ class Failure:
         where = f"worker rank {self.rank} of {world_size}"
         if self.kind == "died":
             return f"{where}: its process died during {self.method}(): {self.message}"
+        if self.kind == "node":
+            return f"{where}: its node was lost during {self.method}(): {self.message}"
+        if self.kind == "stopped":
+            return f"{where} {self.message} during {self.method}()"
         return f"{where} failed in {self.method}(): {self.kind}: {self.message}"
 
 
 def likely_cause(failures: Sequence[Failure]) -> Failure:
     """The first failure that is not an echo; a dead process counts before an exception, the lowest rank of equals."""
-    first = min(failures, key=lambda failure: (failure.is_echo, failure.kind != "died"))
+    first = min(failures, key=lambda failure: (failure.is_echo, failure.kind not in _LOST))
     equals = [failure for failure in failures if (failure.kind, failure.message) == (first.kind, first.message)]
     return min(equals, key=lambda failure: failure.rank)
 
@@ -82,17 +97,22 @@ def raise_for(
     cause = likely_cause(failures)
     others = [failure for failure in failures if failure is not cause]
     lines = [cause.line(world_size), *(f"  also: {_first_line(other.line(world_size))}" for other in others)]
-    kind = WorkerDied if cause.kind == "died" else WorkerError
+    kind = WorkerDied if cause.kind in _LOST else WorkerError
     raise kind(
         "\n".join(lines),
         rank=cause.rank,
         ranks=[cause.rank, *(other.rank for other in others)],
         method=cause.method,
-        error_type="" if cause.kind == "died" else cause.kind,
+        error_type="" if cause.kind in _LOST else cause.kind,
         remote_traceback=cause.traceback,
         log_path=logs[cause.rank],
         log_tail=tails[cause.rank],
     )
+
+
+def stopped_text(pid: int) -> str:
+    """What to say of a process that is stopped."""
+    return f"was stopped (process {pid}: SIGSTOP or a debugger; kill -CONT {pid} lets it go on)"
 
 
 def _exit_detail(text: str) -> str:

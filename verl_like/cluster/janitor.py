@@ -59,7 +59,7 @@ def kill_processes(pids: Sequence[int]) -> None:
 
 
 def start_janitor(run_id: str, *, kill: bool, folders: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """Start a janitor for this process. End it with `terminate()` and `wait()` when all is cleaned up."""
+    """Start a janitor for this process. End it with `kill()` and `wait()` when all is cleaned up."""
     environment = {name: value for name, value in os.environ.items() if name != _RUN_ID_VARIABLE}
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), run_id, str(int(kill)), *folders]
     return subprocess.Popen(
@@ -73,6 +73,7 @@ def start_janitor(run_id: str, *, kill: bool, folders: Sequence[str] = ()) -> su
 
 
 def _main(parent_pid: int, run_id: str, kill: bool, folders: Sequence[str]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job, it asks the driver to stop
     while os.getppid() == parent_pid:
         time.sleep(_POLL_SECONDS)
     deadline = time.monotonic() + _GRACE_SECONDS

@@ -13,7 +13,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import shared_memory
 from types import FrameType
+from typing import Any
 
 from verl_like.cluster.janitor import cleanup_shm, kill_processes, processes_of_run
 
@@ -23,8 +25,10 @@ __all__ = [
     "cleanup_shm",
     "die_with_parent",
     "graceful_interrupt",
-    "ignore_interrupt",
     "kill_orphans",
+    "leave_signals_to_driver",
+    "name_shared_memory",
+    "sigterm_blocked",
 ]
 
 logger = logging.getLogger(__name__)
@@ -80,9 +84,36 @@ def graceful_interrupt() -> Iterator[StopFlag]:
             signal.signal(number, handler)
 
 
-def ignore_interrupt() -> None:
-    """Leave Ctrl-C to the driver (worker processes share its terminal)."""
+def leave_signals_to_driver() -> None:
+    """Live on after Ctrl-C (worker processes share the driver's terminal) and after a SIGTERM to all processes of a job
+    (Slurm, containers): the driver decides when they end, and they die with it. Call it in the main thread.
+
+    SIGTERM keeps its effect on the children: a program started from here has handlers no more, a fork is put right.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)  # system calls of native code go on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by `sigterm_blocked`, below Ray's daemons
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+@contextmanager
+def sigterm_blocked() -> Iterator[None]:
+    """Processes started in here, and all below them, are not ended by SIGTERM, unless they unblock it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def name_shared_memory(run_id: str) -> None:
+    """Put the run's id into the names that Python gives to shared memory (vLLM's message queues), else "psm_" and
+    chance: so `cleanup_shm` finds what a killed process left."""
+    prefix = f"/psm_{run_id}_"
+    module: Any = shared_memory
+    module._SHM_NAME_PREFIX = prefix
+    module._SHM_SAFE_NAME_LENGTH = len(prefix) + 8  # of which 8 are random; the limit of 14 is that of other systems
 
 
 def die_with_parent() -> None:

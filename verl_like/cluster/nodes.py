@@ -1,4 +1,4 @@
-"""Small jobs on the machine of a given rank: reading its log, asking a hanging process for its stacks."""
+"""Small jobs on the machine of a given rank: its log, the stacks of a hanging process, the state of a silent one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,24 @@ def log_tail(node_id: str, path: str) -> str:
 def stack_tail(node_id: str, pid: int, path: str) -> str:
     """Have a process write the stacks of its threads to its log, and return the end of that log."""
     return _on_node(node_id, _dump_stacks, pid, path)
+
+
+def process_state(node_id: str, pid: int) -> str:
+    """The kernel's letter for what a process does: R runs, S and D wait, T is stopped; "" for one that is gone, or a
+    zombie, and "?" where nothing can be learnt (no /proc, no answer)."""
+    letter = _on_node(node_id, _state_here, pid)
+    return letter if len(letter) <= 1 else "?"
+
+
+def _state_here(pid: int) -> str:
+    if not os.path.isdir("/proc/self"):
+        return "?"
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            letter = file.read().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+    return "" if letter in "ZX" else letter.upper()
 
 
 def _dump_stacks(pid: int, path: str) -> str:

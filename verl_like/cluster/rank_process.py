@@ -22,7 +22,7 @@ from typing import Any
 
 from verl_like.cluster.environment import free_port, omp_threads, process_environment
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
-from verl_like.cluster.lifecycle import die_with_parent, ignore_interrupt
+from verl_like.cluster.lifecycle import die_with_parent, leave_signals_to_driver, name_shared_memory
 from verl_like.cluster.worker_group import RankEnv, resolve_import_path
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class RankProcess:
 
     def describe(self) -> dict[str, Any]:
         """Facts about this process that the driver needs to choose rank environments."""
-        return {"pid": os.getpid(), "hostname": socket.gethostname()}
+        return {"pid": os.getpid(), "parent_pid": os.getppid(), "hostname": socket.gethostname()}
 
     def free_port(self) -> int:
         return free_port()
@@ -116,7 +116,7 @@ class RankProcess:
             return self._failed(error)
         finally:
             if self._janitor is not None:
-                self._janitor.terminate()
+                self._janitor.kill()
                 self._janitor.wait()
         return Outcome()
 
@@ -125,7 +125,8 @@ class RankProcess:
         self._rank_env = rank_env
         self._log_path = request.log_path
         die_with_parent()
-        ignore_interrupt()
+        leave_signals_to_driver()
+        name_shared_memory(rank_env.run_id)
         redirect_output(Path(request.log_path), f"{rank_env.rank} of {rank_env.world_size}, run {rank_env.run_id}")
         os.environ.update(process_environment(rank_env, cuda_devices=request.cuda_devices))
         os.environ["OMP_NUM_THREADS"] = str(omp_threads(rank_env.local_world_size, rank_env.device))

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_like.cluster.environment import LOOPBACK
-from verl_like.cluster.failures import Failure, raise_for
+from verl_like.cluster.failures import Failure, raise_for, stopped_text
 from verl_like.cluster.janitor import cleanup_shm, kill_processes
-from verl_like.cluster.nodes import log_tail, stack_tail
+from verl_like.cluster.nodes import log_tail, process_state, stack_tail
 from verl_like.cluster.rank_process import Outcome, RankProcess, StartRequest
 from verl_like.cluster.resources import Allocation
 from verl_like.cluster.worker_group import (
@@ -73,6 +73,7 @@ class _Rank:
     node_id: str
     address: str
     pid: int = 0
+    raylet_pid: int = 0
     gpus: tuple[str, ...] = ()
     log_path: str = ""
 
@@ -242,7 +243,7 @@ class RayWorkerGroup:
                     rank=self._ranks.index(rank),
                     method="start",
                 ) from error
-            rank.pid, rank.gpus = facts["pid"], facts["gpus"]
+            rank.pid, rank.raylet_pid, rank.gpus = facts["pid"], facts["parent_pid"], facts["gpus"]
         self._ranks.sort(key=lambda rank: (rank.node_rank, [(len(gpu), gpu) for gpu in rank.gpus]))
         for index, rank in enumerate(self._ranks):
             rank.log_path = str(log_dir / f"{name}_rank{index}.log")
@@ -308,6 +309,11 @@ class RayWorkerGroup:
                 if failure is not None and failure.rank not in reported:
                     failures.append(failure)
                     reported.add(failure.rank)
+        if all(failure.is_echo for failure in failures):  # they waited for somebody
+            silent = set(range(self.world_size)) - reported
+            method = failures[0].method
+            failures += [Failure.of_stopped_process(r, method, self._ranks[r].pid) for r in self._stopped_ranks(silent)]
+        failures = [self._of_node(failure) for failure in failures]
         logs = {f.rank: self._ranks[f.rank].log_path for f in failures}
         tails = {f.rank: f.log_tail or log_tail(self._ranks[f.rank].node_id, logs[f.rank]) for f in failures}
         self._kill()
@@ -317,15 +323,32 @@ class RayWorkerGroup:
             self.stopped_by = error
             raise
 
+    def _stopped_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """Those whose processes do not run: SIGSTOP, a debugger, a frozen container."""
+        chosen = [(index, self._ranks[index]) for index in sorted(ranks)]
+        return [index for index, rank in chosen if process_state(rank.node_id, rank.pid) == "T"]
+
+    def _of_node(self, failure: Failure) -> Failure:
+        """The failure, told as the node's where a process died with its raylet (seen on this machine alone; of another
+        one Ray's own message says so)."""
+        rank = self._ranks[failure.rank]
+        here = rank.node_id == ray.get_runtime_context().get_node_id()
+        if failure.kind != "died" or not here or process_state(rank.node_id, rank.raylet_pid) != "":
+            return failure
+        return failure.on_lost_node(rank.address, rank.raylet_pid)
+
     def _fail_late(self, target: RayPendingResult, timeout: float) -> None:
         late = sorted(target.waiting.values())
+        stopped = self._stopped_ranks(late)
+        late = [*stopped, *(rank for rank in late if rank not in stopped)]
         first = self._ranks[late[0]]
+        cause = "".join(f"; rank {rank} {stopped_text(self._ranks[rank].pid)}" for rank in stopped)
         tail = stack_tail(first.node_id, first.pid, first.log_path)
         setting = "trainer.worker_start_timeout" if target.method == "start" else "trainer.rpc_timeout"
         self._kill()
         self.stopped_by = WorkerTimeout(
             f"{target.method}() was not answered within {timeout:g} s ({setting}) by rank(s) "
-            f"{', '.join(map(str, late))} of {self.world_size}",
+            f"{', '.join(map(str, sorted(late)))} of {self.world_size}{cause}",
             rank=late[0],
             ranks=late,
             method=target.method,

@@ -129,6 +129,7 @@ VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     (r"trainer\.n_gpus_per_node", _null_is("auto")),
     (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),
     (r"data\.val_files", _null_is([])),
+    (r"actor_rollout_ref\.rollout\.(stop|bad_words)", _as_list),
     (r"data\.(train_files|val_files)|.+\.transformer_layer_cls_to_wrap|.+\.(save|load)_contents", _as_list),
 )
 

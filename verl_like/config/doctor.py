@@ -17,6 +17,7 @@ from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPT
 from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.rollout import distortions
 from verl_like.config.schema import keys
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -280,7 +281,7 @@ IDLE: tuple[Idle, ...] = (
         "trainer.device is cpu",
     ),
     Idle(
-        (f"{_ROLLOUT}.val_kwargs.temperature", f"{_ROLLOUT}.val_kwargs.top_p", f"{_ROLLOUT}.val_kwargs.top_k"),
+        tuple(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
         lambda c: not c.actor_rollout_ref.rollout.val_kwargs.do_sample,
         f"{_ROLLOUT}.val_kwargs.do_sample is false",
     ),
@@ -375,11 +376,11 @@ def risky(config: PPOConfig) -> list[str]:
         )
     rollout = config.actor_rollout_ref.rollout
     lines += risky_correction(config) + risky_baseline(config)
-    if two_policies(config) and (rollout.top_p < 1 or rollout.top_k > 0):
+    if two_policies(config) and distortions(rollout):
         lines.append(
-            f"{_ACTOR}.old_log_probs=rollout with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the "
-            "sampler's log-probs are those of the cut distribution, the trainer's of the whole one: ratios are not 1 "
-            f"before the first update; set top_p=1 and top_k=-1, or {_ACTOR}.old_log_probs=recompute"
+            f"{_ACTOR}.old_log_probs=rollout with {_ROLLOUT}.{', '.join(distortions(rollout))}: the sampler's "
+            "log-probs are those of the changed distribution, the trainer's of the model's own: ratios are not 1 "
+            f"before the first update; leave them at their defaults, or set {_ACTOR}.old_log_probs=recompute"
         )
     lines += two_decays(config) + uncorrected_updates(config) + aimless_kl(config) + risky_rewards(config)
     if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:

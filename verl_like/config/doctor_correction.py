@@ -4,6 +4,7 @@ from verl_like.config.batch_plan import uses_sampler_log_probs
 from verl_like.config.correction import corrects
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.rollout import distortions
 
 _SECTION = "algorithm.rollout_correction"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -38,20 +39,21 @@ def impossible_correction(config: PPOConfig) -> list[str]:
 def risky_correction(config: PPOConfig) -> list[str]:
     """Settings that work but are probably not meant."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.top_p == 1 and rollout.top_k <= 0:
+    changed = distortions(rollout)
+    if not changed:
         return []
     cause = (
-        f"with {_ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: the sampler's log-probs are those of the cut "
-        "distribution, the trainer's of the whole one: "
+        f"with {_ROLLOUT}.{', '.join(changed)}: the sampler's log-probs are those of the changed distribution, the "
+        "trainer's of the model's own, which is the one that is trained: "
     )
-    fix = "set top_p=1 and top_k=-1"
+    fix = "leave them at their defaults (top_p=1, top_k=-1)"
     lines = [
-        f"training/rollout_probs_diff_* and rollout_corr/* {cause}they show the cut (a mean of 0.02 is usual) even if "
-        f"the two engines agree to 1e-5, and cannot warn when they do not; {fix} (temperature stays free), or judge "
-        "the engines by weight_sync/probe_gap"
+        f"training/rollout_probs_diff_* and rollout_corr/* {cause}they show the change (a mean of 0.02 is usual) even "
+        f"if the two engines agree to 1e-5, and cannot warn when they do not; {fix}, or judge the engines by "
+        "weight_sync/probe_gap"
     ]
     if corrects(config.algorithm.rollout_correction):
-        lines.append(f"{_SECTION} {cause}every weight is below 1; {fix}")
+        lines.append(f"{_SECTION} {cause}of a cut distribution every weight is below 1; {fix}")
     return lines
 
 

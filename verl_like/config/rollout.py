@@ -19,6 +19,14 @@ class ValKwargsConfig(ConfigNode):
     """[probability] Nucleus size."""
     top_k: int = -1
     """[tokens] Sample among the k most probable; -1: all."""
+    min_p: float | None = None
+    """[share of the largest probability] Tokens below are dropped. Null: as in training."""
+    repetition_penalty: float | None = None
+    """Divides the logits of tokens seen. Null: as in training."""
+    presence_penalty: float | None = None
+    """[logit] Taken off tokens of the response. Null: as in training."""
+    frequency_penalty: float | None = None
+    """[logit] Taken off tokens of the response for each occurrence. Null: as in training."""
     n: int = 1
     """[responses] Responses per validation prompt."""
     do_sample: bool = False
@@ -34,6 +42,9 @@ def check_sampling(node: ConfigNode) -> None:
     above(node, 0, "top_p")
     between(node, 0, 1, "top_p")
     minus_one_or_positive(node, "top_k")
+    between(node, 0, 1, "min_p")
+    above(node, 0, "repetition_penalty")
+    between(node, -2, 2, "presence_penalty", "frequency_penalty")
     at_least(node, 1, "n")
 
 
@@ -124,8 +135,24 @@ class RolloutConfig(ConfigNode):
     """Sample; false: greedy."""
     use_fire_sampling: bool = False
     """First token at a high temperature."""
+    min_p: float = 0.0
+    """[share of the largest probability] Drop tokens less probable than that; 0: none."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in prompt and response are divided by it, negative ones multiplied; 1: off."""
+    presence_penalty: float = 0.0
+    """[logit] Taken off the logits of tokens that are in the response, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """[logit] Taken off the logits of tokens in the response, times their number there, -2 to 2."""
+    bad_words: list[str] = field(default_factory=list)
+    """Texts that are never completed, at the start of a word or inside."""
     ignore_eos: bool = False
     """Go on after the end-of-sequence token until response_length."""
+    min_tokens: int = 0
+    """[tokens] No end-of-sequence token, stop token or stop text ends a shorter response."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response; it keeps the token that completes one."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a response, besides the end-of-sequence tokens; also with ignore_eos."""
     prompt_length: int = 512
     """[tokens] Longest prompt; follows data.max_prompt_length."""
     response_length: int = 512
@@ -188,6 +215,7 @@ class RolloutConfig(ConfigNode):
 
     def check(self) -> None:
         check_sampling(self)
+        self._check_ends()
         above(self, 0, "temperature", "gpu_memory_utilization", "sync_probe_tolerance")
         between(self, 0, 1, "gpu_memory_utilization")
         at_least(self, 1, "prompt_length", "response_length", "tensor_model_parallel_size", "max_num_batched_tokens")
@@ -201,3 +229,25 @@ class RolloutConfig(ConfigNode):
         fits = self.max_model_len is None or self.max_model_len >= needed
         fix = f"must hold prompt_length + response_length = {needed}, or be null"
         require(fits, "max_model_len", self.max_model_len, fix)
+
+    def _check_ends(self) -> None:
+        between(self, 0, self.response_length, "min_tokens")
+        require(all(self.stop), "stop", self.stop, "an empty text would end every response; leave it out")
+        require(all(self.bad_words), "bad_words", self.bad_words, "an empty text rules out everything; leave it out")
+        require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids are 0 or more")
+
+
+def distortions(rollout: RolloutConfig) -> list[str]:
+    """Settings, as key=value, with which the sampler draws from another distribution than the trainer computes, which
+    knows the temperature alone. Cuts of the tail (top_p, top_k) come first."""
+    rows = (  # key, value, the value that changes nothing
+        ("top_p", rollout.top_p, 1),
+        ("top_k", rollout.top_k if rollout.top_k > 0 else -1, -1),
+        ("min_p", rollout.min_p, 0),
+        ("repetition_penalty", rollout.repetition_penalty, 1),
+        ("presence_penalty", rollout.presence_penalty, 0),
+        ("frequency_penalty", rollout.frequency_penalty, 0),
+        ("min_tokens", rollout.min_tokens, 0),
+        ("bad_words", rollout.bad_words, []),
+    )
+    return [f"{key}={value}" for key, value, neutral in rows if value != neutral]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -100,6 +101,7 @@ class FSDPEngine:
         if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
             self._activations = ActivationOffload(self.device)
         self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
+        self._seed, self._updates = seed, 0  # updates since the schedule's last step
         self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
         self._reference: FSDPEngine | None = None
         self._params_offloaded = self._optimizer_offloaded = False
@@ -263,11 +265,27 @@ class FSDPEngine:
         if self.optimizer is None:
             raise ValueError("this engine is forward only (it was built with optim=None)")
         with self._resident(optimizer=True):
-            with nullcontext({}) if self._expert_load is None else self._expert_load.counted() as load:
+            counted = nullcontext({}) if self._expert_load is None else self._expert_load.counted()
+            with self._own_noise(), counted as load:
                 metrics = self.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
             metrics += [load, self._step()]
             self.sharding.drop_gradients()
         return merge_metrics(metrics)
+
+    @contextmanager
+    def _own_noise(self) -> Iterator[None]:
+        """Dropout as a function of (seed, rank, step, update): the same after a resume, whoever else drew in between.
+
+        Ranks of a tensor group draw alike, because they hold the same activations.
+        """
+        assert self.schedule is not None
+        group = self.sharding.tensor_group
+        rank = self.process.rank if group is None else self.process.rank // group.size
+        place = f"{self._seed}/{self.kind}/{rank}/{self.schedule.steps_done}/{self._updates}"
+        self._updates += 1
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "little"))
+            yield
 
     def accumulate(
         self,
@@ -343,6 +361,7 @@ class FSDPEngine:
         """See TrainEngine.advance_schedule."""
         if self.schedule is not None:
             self.schedule.steps_done += 1
+        self._updates = 0
 
     def _step(self) -> dict[str, Metric]:
         """Clip and step, unless the gradient is not finite: then no rank changes a weight."""

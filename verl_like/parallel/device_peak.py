@@ -77,7 +77,8 @@ def _longest_match(names: Iterable[str], device_name: str) -> str | None:
 def measured_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     """The best of several large matrix products and copies, with the threads that torch uses in this process."""
     side = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(0)  # the global one is the trainer's
+    a, b = (torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2))
     product = torch.empty(side, side, device=device, dtype=dtype)
     source = torch.ones(1 << (30 if device.type == "cuda" else 25), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -15,12 +15,10 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -30,6 +28,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
+from verl_like.rewards.temp_folder import TempFolder, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class _Worker:
 
     def __init__(self, spec: ScorerSpec) -> None:
         ours, theirs = socket.socketpair()
-        self._temporary = tempfile.mkdtemp(prefix="verl_like_reward_")  # a killed process cannot tidy up itself
+        self._temporary = TempFolder()  # a killed process cannot tidy up itself
         with theirs:
             arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
             self.process = subprocess.Popen(
@@ -66,7 +65,7 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C does not reach it, and its own children can be killed with it
-                env={"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": self._temporary},
+                env={"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": self._temporary.path},
             )
         self.connection = Connection(ours.detach())
         with contextlib.suppress(OSError):  # it died at once: its closed pipe will tell
@@ -84,7 +83,7 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):  # it is gone, and left no children
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.remove()
 
 
 class WorkerPool:
@@ -162,6 +161,7 @@ class WorkerPool:
     def _run(self) -> None:
         reason: Exception = RuntimeError("the reward pool was closed")
         try:
+            remove_leftovers()
             self._workers = [_Worker(self._spec) for _ in range(self._num_workers)]
             while not self._closing:
                 self._assign()

@@ -32,6 +32,8 @@ def main(descriptor: int, parent_pid: int) -> None:
     """Entry point of the process. `descriptor` is this end of the pool's socket pair."""
     _die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business: it closes the pool
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # and so is a SIGTERM to all processes of a job,
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # but for children
     os.set_inheritable(descriptor, False)  # programs that a scorer starts must not keep the pipe open
     connection = Connection(descriptor)
     spec: ScorerSpec = connection.recv()

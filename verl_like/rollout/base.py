@@ -23,12 +23,20 @@ class BaseRolloutEngine:
     _loop: StepLoop
 
     def __init__(
-        self, *, dtype: torch.dtype, tokenizer_size: int, max_model_len: int, seed: int, keeps_adapters: bool = False
+        self,
+        *,
+        dtype: torch.dtype,
+        tokenizer_size: int,
+        max_model_len: int,
+        seed: int,
+        keeps_adapters: bool = False,
+        reads_text: bool = False,
     ) -> None:
         self.dtype = dtype
         self.tokenizer_size = tokenizer_size
         self.max_model_len = max_model_len
         self.keeps_adapters = keeps_adapters
+        self._reads_text = reads_text  # it has a tokenizer
         self._random = OwnRandomNumbers(seed)  # for requests without a seed
         self._version: int | None = None
         self._holds_weights = False
@@ -44,6 +52,11 @@ class BaseRolloutEngine:
             raise ValueError(
                 f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + max_tokens="
                 f"{request.sampling.max_tokens} does not fit rollout.max_model_len={self.max_model_len}"
+            )
+        if request.sampling.stop and not self._reads_text:
+            raise ValueError(
+                f"request {request.request_id}: stop={list(request.sampling.stop)} needs the tokenizer, which the "
+                "engine loads when rollout.stop is set"
             )
         return self._loop.submit(request)
 

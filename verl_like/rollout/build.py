@@ -31,11 +31,13 @@ def build_rollout_engine(
     max_model_len: int,
     seed: int,
     run_id: str,
+    tokenizer: str | None = None,
 ) -> RolloutEngine:
     """The engine that `rollout.name` asks for, unloaded. Collective: every rank of the worker group calls it.
 
     max_model_len: most tokens of prompt + response. tokenizer_size: ids from here on are never sampled. run_id: names
-    shared memory, different for every run on this machine.
+    shared memory, different for every run on this machine. tokenizer: folder or name, for the texts of rollout.stop
+    (None: the model's).
     Raises ValueError for an engine or a combination that is not there.
     """
     tp = rollout.tensor_model_parallel_size
@@ -58,6 +60,7 @@ def build_rollout_engine(
             max_model_len=max_model_len,
             seed=seed,
             run_id=run_id,
+            tokenizer=tokenizer or model.path,
         )
     if rollout.name == "hf":
         from verl_like.rollout.hf import HFRolloutEngine
@@ -71,5 +74,6 @@ def build_rollout_engine(
             tokenizer_size=tokenizer_size,
             max_model_len=max_model_len,
             seed=seed,
+            tokenizer=tokenizer or model.path,
         )
     raise ValueError(f"rollout.name={rollout.name!r} is not available yet: use 'vllm' or 'hf'")

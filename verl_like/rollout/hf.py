@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
@@ -19,12 +25,13 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models import lora
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import padded_attention
+from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.checksum import checksum, values_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.base import BaseRolloutEngine
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, FinishReason, GenerationRequest, WeightLoadError
-from verl_like.rollout.sampling import draw, filtered_log_probs
+from verl_like.rollout.sampling import completes_stop, draw, filtered_log_probs, shape_logits
 from verl_like.rollout.step_loop import StepLoop
 
 _SEED_MASK = 2**63 - 1
@@ -39,10 +46,13 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
-    def end(self) -> FinishReason | None:
+    def end(self, tokenizer: PreTrainedTokenizerBase | None) -> FinishReason | None:
         """Why the response is over after its last token, or None."""
         sampling = self.request.sampling
-        if not sampling.ignore_eos and self.token_ids[-1] in sampling.stop_token_ids:
+        if self.token_ids[-1] in sampling.stop_token_ids:
+            return "stop"
+        may_stop = tokenizer is not None and sampling.stop and len(self.token_ids) > sampling.min_tokens
+        if may_stop and completes_stop(tokenizer, self.token_ids, sampling.stop):
             return "stop"
         return "length" if len(self.token_ids) >= sampling.max_tokens else None
 
@@ -78,6 +88,7 @@ class HFRolloutEngine(BaseRolloutEngine):
         tokenizer_size: int,
         max_model_len: int,
         seed: int,
+        tokenizer: str,
     ) -> None:
         super().__init__(
             dtype=dtype,
@@ -85,6 +96,7 @@ class HFRolloutEngine(BaseRolloutEngine):
             max_model_len=max_model_len,
             seed=seed + process.rank,
             keeps_adapters=lora.adapters_apart(model),
+            reads_text=bool(rollout.stop),
         )
         if rollout.tensor_model_parallel_size > 1:
             raise ValueError(
@@ -93,6 +105,7 @@ class HFRolloutEngine(BaseRolloutEngine):
             )
         self._device = process.device
         self._max_num_seqs = rollout.max_num_seqs
+        self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if rollout.stop else None
         with preserve_rng():
             self._model: PreTrainedModel | None = _empty_model(
                 hf_config, dtype, process.device, model.trust_remote_code
@@ -166,7 +179,11 @@ class HFRolloutEngine(BaseRolloutEngine):
         temperature_b = torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device)
         top_k_b = torch.tensor([vocab if p.greedy or p.top_k < 1 else p.top_k for p in params], device=device)
         top_p_b = torch.tensor([1.0 if p.greedy else p.top_p for p in params], device=device)
-        log_probs_bV = filtered_log_probs(logits_bV, temperature_b, top_k_b, top_p_b)
+        min_p_b = torch.tensor([0.0 if p.greedy else p.min_p for p in params], device=device)
+        logits_bV = logits_bV.float()
+        for logits_V, row in zip(logits_bV, batch.rows, strict=True):
+            shape_logits(logits_V, row.request.sampling, row.request.prompt_ids, row.token_ids)
+        log_probs_bV = filtered_log_probs(logits_bV, temperature_b, top_k_b, top_p_b, min_p_b)
         uniform_b = torch.stack([row.uniform[len(row.token_ids)] for row in batch.rows]).to(device)
         token_b = torch.where(greedy_b, log_probs_bV.argmax(dim=-1), draw(log_probs_bV, uniform_b))
         chosen_b = log_probs_bV.gather(1, token_b[:, None])[:, 0]
@@ -179,7 +196,7 @@ class HFRolloutEngine(BaseRolloutEngine):
         """Take the rows that have ended out of the batch."""
         done, going = [], []
         for i, row in enumerate(batch.rows):
-            reason = row.end()
+            reason = row.end(self._tokenizer)
             if reason is None:
                 going.append(i)
             else:

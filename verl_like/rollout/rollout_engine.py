@@ -28,19 +28,35 @@ class WeightLoadError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are drawn. `do_sample` False or `temperature` 0 takes the most likely token."""
+    """How the tokens of one request are drawn. `do_sample` False or `temperature` 0 takes the most likely token.
+
+    Logits are changed in this order: bad words and, before `min_tokens`, the tokens that stop are ruled out; penalties;
+    temperature; min-p; top-k; top-p. Greedy choice is affected by the first two alone. Meanings are vLLM's.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1  # -1: off
+    min_p: float = 0.0  # share of the most likely token's probability below which a token is dropped
+    repetition_penalty: float = 1.0  # of tokens of prompt and response: divides positive logits, multiplies negative
+    presence_penalty: float = 0.0  # taken off the logit of each token of the response
+    frequency_penalty: float = 0.0  # the same, times its number of occurrences
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
     max_tokens: int
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()  # end tokens; the one that stops is part of the response
+    min_tokens: int = 0  # nothing but max_tokens ends a shorter response
+    stop_token_ids: tuple[int, ...] = ()  # the one that stops is part of the response
+    stop: tuple[str, ...] = ()  # texts that end a response; tokens are kept up to the one that completes it
     do_sample: bool = True
 
     @property
     def greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before the temperature."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return bool(self.bad_words) or self.min_tokens > 0 or penalties != (1, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

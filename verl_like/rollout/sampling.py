@@ -2,46 +2,112 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from verl_like.config import RolloutConfig
 from verl_like.rollout.rollout_engine import SamplingParams
 
 
-def train_sampling(rollout: RolloutConfig, eos_ids: tuple[int, ...]) -> SamplingParams:
-    """How training responses are drawn."""
-    return _sampling(rollout, eos_ids, rollout.temperature, rollout.top_p, rollout.top_k, do_sample=rollout.do_sample)
-
-
-def validation_sampling(rollout: RolloutConfig, eos_ids: tuple[int, ...]) -> SamplingParams:
-    """How validation responses are drawn: `rollout.val_kwargs`, else as in training."""
-    val = rollout.val_kwargs
-    return _sampling(rollout, eos_ids, val.temperature, val.top_p, val.top_k, do_sample=val.do_sample)
-
-
-def _sampling(
-    rollout: RolloutConfig, eos_ids: tuple[int, ...], temperature: float, top_p: float, top_k: int, *, do_sample: bool
+def train_sampling(
+    rollout: RolloutConfig, eos_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> SamplingParams:
+    """How training responses are drawn. tokenizer: for the tokens of rollout.bad_words, where there are any."""
     return SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k if top_k > 0 else -1,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        presence_penalty=rollout.presence_penalty,
+        frequency_penalty=rollout.frequency_penalty,
+        bad_words=bad_word_tokens(rollout.bad_words, tokenizer),
         max_tokens=rollout.response_length,
-        ignore_eos=rollout.ignore_eos,
-        stop_token_ids=eos_ids,
-        do_sample=do_sample,
+        min_tokens=rollout.min_tokens,
+        stop_token_ids=(*(() if rollout.ignore_eos else eos_ids), *rollout.stop_token_ids),
+        stop=tuple(rollout.stop),
+        do_sample=rollout.do_sample,
     )
 
 
-def filtered_log_probs(logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """Log-probs [B, V] float32 of the distribution that is sampled from: temperature, then top-k, then top-p.
+def validation_sampling(
+    rollout: RolloutConfig, eos_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
+) -> SamplingParams:
+    """How validation responses are drawn: `rollout.val_kwargs`, else as in training."""
+    val = rollout.val_kwargs
+    given = {
+        "min_p": val.min_p,
+        "repetition_penalty": val.repetition_penalty,
+        "presence_penalty": val.presence_penalty,
+        "frequency_penalty": val.frequency_penalty,
+    }
+    return dataclasses.replace(
+        train_sampling(rollout, eos_ids, tokenizer),
+        temperature=val.temperature,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        do_sample=val.do_sample,
+        **{name: value for name, value in given.items() if value is not None},
+    )
 
-    top_k_B int64, V or more is off; top_p_B 1.0 is off. Ties at the k-th place are all kept, as vLLM does; top-p keeps
-    the smallest set of most likely tokens whose probability reaches p, never none.
+
+def bad_word_tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that write a text, at the start of a word and inside one. ValueError without a tokenizer."""
+    if not words:
+        return ()
+    if tokenizer is None:
+        raise ValueError(f"rollout.bad_words={list(words)} cannot be used here: there is no tokenizer")
+    texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+    return tuple(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
+
+
+def completes_stop(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
+    """Whether the last token completes one of these texts. Reads as few tokens as can hold the longest of them: a
+    character is 4 tokens at most, and a few more stand before."""
+    tail = list(token_ids[-(4 * max(map(len, stop)) + 8) :])
+    text, before = (
+        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for ids in (tail, tail[:-1])
+    )
+    return any(text.count(each) > before.count(each) for each in stop)
+
+
+def shape_logits(logits_V: Tensor, params: SamplingParams, prompt_ids: Sequence[int], sampled: list[int]) -> None:
+    """Rule out bad words and too early ends, then take off penalties, in place: one row, in vLLM's order."""
+    if not params.shapes_logits:
+        return
+    vocab, device = len(logits_V), logits_V.device
+    ruled_out = [word[-1] for word in params.bad_words if list(word[:-1]) == sampled[len(sampled) + 1 - len(word) :]]
+    if len(sampled) < params.min_tokens:
+        ruled_out += params.stop_token_ids
+    logits_V[torch.tensor([i for i in ruled_out if i < vocab], dtype=torch.int64, device=device)] = -torch.inf
+    if params.repetition_penalty != 1:
+        seen = torch.tensor([i for i in {*prompt_ids, *sampled} if i < vocab], dtype=torch.int64, device=device)
+        old = logits_V[seen]
+        penalty = params.repetition_penalty
+        logits_V[seen] = torch.where(old > 0, old / penalty, old * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        count_V = torch.bincount(torch.tensor(sampled, dtype=torch.int64, device=device), minlength=vocab)
+        logits_V -= params.frequency_penalty * count_V + params.presence_penalty * (count_V > 0)
+
+
+def filtered_log_probs(
+    logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
+) -> Tensor:
+    """Log-probs [B, V] float32 of the distribution that is sampled from: temperature, min-p, top-k, then top-p.
+
+    top_k_B int64, V or more is off; top_p_B 1.0 and min_p_B 0.0 are off. Ties at the k-th place are all kept, as vLLM
+    does; top-p keeps the smallest set of most likely tokens whose probability reaches p, never none.
     """
     logits_BV = logits_BV.float() / temperature_B[:, None]
     vocab = logits_BV.shape[1]
+    if bool((min_p_B > 0).any()):
+        probs_BV = logits_BV.softmax(dim=-1)
+        logits_BV = logits_BV.masked_fill(probs_BV < min_p_B[:, None] * probs_BV.amax(dim=-1, keepdim=True), -torch.inf)
     if bool((top_k_B < vocab).any()) or bool((top_p_B < 1.0).any()):
         sorted_BV, order_BV = logits_BV.sort(dim=-1)
         kth_B1 = sorted_BV.gather(1, (vocab - top_k_B.clamp(1, vocab))[:, None])

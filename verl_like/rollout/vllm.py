@@ -50,6 +50,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         max_model_len: int,
         seed: int,
         run_id: str,
+        tokenizer: str,
     ) -> None:
         tp = rollout.tensor_model_parallel_size
         self._seed = request_seed(seed, 0, process.rank // tp, 0) % 2**31  # of this replica
@@ -59,11 +60,14 @@ class VLLMRolloutEngine(BaseRolloutEngine):
             max_model_len=max_model_len,
             seed=self._seed,
             keeps_adapters=adapters_apart(model),
+            reads_text=bool(rollout.stop),
         )
         compat.set_environment(process.device)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         self._asleep: set[str] = set()
-        kwargs = engine_arguments(rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode)
+        kwargs = engine_arguments(
+            rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode, tokenizer=tokenizer
+        )
         self._lora_request: Any = vllm_lora.request() if self.keeps_adapters else None
         with preserve_rng():
             self._llm: Any = compat.start(kwargs, device=process.device, run_id=run_id)
@@ -90,18 +94,11 @@ class VLLMRolloutEngine(BaseRolloutEngine):
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
-        sampling, seed = request.sampling, request.seed
+        seed = request.seed
         if seed is None and self._tp > 1:  # ranks of a replica draw the same numbers only from a seed
             seed = request_seed(self._seed, 1, next(self._unseeded), 0)
         try:
-            params = compat.sampling_params(
-                max_tokens=sampling.max_tokens,
-                temperature=0.0 if sampling.greedy else sampling.temperature,
-                top_p=1.0 if sampling.greedy else sampling.top_p,
-                top_k=-1 if sampling.greedy else sampling.top_k,
-                stop_token_ids=() if sampling.ignore_eos else sampling.stop_token_ids,
-                seed=None if sampling.greedy else seed,
-            )
+            params = compat.sampling_params(request.sampling, seed=seed)
             compat.add_request(self._llm, request.request_id, request.prompt_ids, params, self._lora_request)
         except compat.refusals() as error:
             raise ValueError(f"request {request.request_id}: {error}") from error
@@ -180,7 +177,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         return int(output.num_cached_tokens or 0)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        params = compat.sampling_params(max_tokens=1, score_prompt=True)
+        params = compat.scoring_params()
         for i, sequence in enumerate(sequences):
             compat.add_request(self._llm, f"score-{i}", list(sequence), params, self._lora_request)
         found = {output.request_id: output for output in self._drain()}
@@ -251,12 +248,19 @@ class VLLMRolloutEngine(BaseRolloutEngine):
 
 
 def engine_arguments(
-    rollout: RolloutConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int, seed: int, *, sleep_mode: bool
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    seed: int,
+    *,
+    sleep_mode: bool,
+    tokenizer: str = "",
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` goes on top as it is (null values are left out)."""
     kwargs: dict[str, Any] = {
         "model": os.path.expanduser(model.path),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not rollout.stop,  # texts that end a response are all that is read
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",  # sampling defaults and end tokens are ours, not the model folder's
         "load_format": "dummy",
@@ -274,6 +278,8 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "seed": seed,
     }
+    if rollout.stop:
+        kwargs["tokenizer"] = os.path.expanduser(tokenizer)
     if adapters_apart(model):
         kwargs |= vllm_lora.engine_options(model.lora_rank)
     if model.override_config:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl_like.rollout.rollout_engine import SamplingParams
+
 _engine_number = itertools.count()
 
 
@@ -46,7 +48,32 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
     if device.type == "cuda":
         # vLLM's own `current_stream` moves a thread that has not chosen a stream to a new one, in the midst of its work
         torch.cuda.set_stream(torch.cuda.current_stream(device))
+    else:
+        _draw_nothing_for_cut_prompts(llm)
     return llm
+
+
+def _draw_nothing_for_cut_prompts(llm: Any) -> None:
+    """Let a request's own generator rest in the steps that compute but a part of its prompt, on CPU.
+
+    vLLM samples for such a request too, throws the token away and winds the generator back by an offset, which CPU
+    generators do not have: it raises RuntimeError. With the generator out of reach meanwhile, the token thrown away is
+    drawn from the global one, and the noise stays a function of (seed, position). Source: vLLM 0.32,
+    GPUModelRunner._bookkeeping_sync and InputBatch.generators (row of the batch -> generator).
+    """
+    runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    sample_tokens = runner.sample_tokens
+
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        cut = set(runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist())
+        resting = {row: batch.generators.pop(row) for row in cut & batch.generators.keys()}
+        try:
+            return sample_tokens(*args, **kwargs)
+        finally:
+            batch.generators.update(resting)
+
+    runner.sample_tokens = sample
 
 
 def _do_not_compile_token_ranks() -> None:
@@ -79,34 +106,45 @@ def _executor_class(device: torch.device, run_id: str) -> type:
     return InProcessExecutor
 
 
-def sampling_params(
-    *,
-    max_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = -1,
-    stop_token_ids: tuple[int, ...] = (),
-    seed: int | None = None,
-    score_prompt: bool = False,
-) -> Any:
-    """vLLM's parameters of one request; the log-prob of the sampled (or, to score, each prompt) token and no other."""
+def sampling_params(sampling: SamplingParams, *, seed: int | None) -> Any:
+    """vLLM's parameters of one request; the log-prob of the sampled token and of no other."""
+    params = _params(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=1.0 if sampling.greedy else sampling.top_p,
+        top_k=-1 if sampling.greedy else sampling.top_k,
+        min_p=0.0 if sampling.greedy else sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        include_stop_str_in_output=True,  # nothing is cut off, text or token
+        seed=None if sampling.greedy else seed,
+        logprobs=0,
+    )
+    # Where vLLM puts the tokens of its own bad_words, which it takes as text
+    params._bad_words_token_ids = [list(word) for word in sampling.bad_words] or None
+    return params
+
+
+def scoring_params() -> Any:
+    """vLLM's parameters of a request for the log-prob of each prompt token, and of no other."""
+    return _params(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0)
+
+
+def _params(**options: Any) -> Any:
     from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop_token_ids=list(stop_token_ids),
         ignore_eos=True,  # the end tokens are stop_token_ids: vLLM's own idea of EOS plays no part
-        seed=seed,
-        logprobs=None if score_prompt else 0,
-        prompt_logprobs=0 if score_prompt else None,
         flat_logprobs=True,  # lists of numbers: no dict and no object for every token of every response
-        detokenize=False,
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **options,
     )
 
 

@@ -194,13 +194,13 @@ def assemble(
         plan=plan,
         total_steps=required(plan.total_training_steps),
         state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
-        source=build_source(config, plan, loader, inputs.eos_ids, seed),
+        source=build_source(config, plan, loader, inputs, seed),
         policy=PolicyGroup(group, plan, **policy, **shared),
         critic=CriticGroup(group, plan, **critic, **shared) if plan.needs_critic else None,
         rewards=rewards,
         validator=Validator(
             lambda: validation_batches(config, inputs.val),
-            validation_sampling(rollout, inputs.eos_ids),
+            validation_sampling(rollout, inputs.eos_ids, inputs.tokenizer),
             n=rollout.val_kwargs.n,
             seed=seed,
             on_samples=report.validation_samples,
@@ -256,11 +256,11 @@ def check_tensor_parallel(config: PPOConfig, hf_config: PretrainedConfig) -> Non
 
 
 def build_source(
-    config: PPOConfig, plan: BatchPlan, loader: PromptLoader, eos_ids: tuple[int, ...], seed: int | None
+    config: PPOConfig, plan: BatchPlan, loader: PromptLoader, inputs: Inputs, seed: int | None
 ) -> BatchSource:
     """Plain batches, or with algorithm.filter_groups those of dynamic sampling; remax adds its greedy responses."""
     rollout, rules = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    sampling = train_sampling(rollout, eos_ids)
+    sampling = train_sampling(rollout, inputs.eos_ids, inputs.tokenizer)
     if not rules.enable:
         source = PlainSource(loader, sampling, n=rollout.n, seed=seed)
     else:

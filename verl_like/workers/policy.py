@@ -112,6 +112,7 @@ class PolicyWorker:
             max_model_len=self.spec.max_model_len,
             seed=self.spec.config.trainer.seed,
             run_id=run_id,
+            tokenizer=self.spec.config.data.tokenizer,
         )
 
     def _enter_rollout(self) -> None:

@@ -108,7 +108,7 @@ def test_rollout_forces_the_drawn_lengths(tmp_path: Path, monkeypatch: pytest.Mo
     def requests_of(*arguments: Any) -> Any:
         requests = build(*arguments)
         seen.append([len(request.prompt_ids) for request in requests])
-        assert all(request.sampling.ignore_eos for request in requests)
+        assert all(request.sampling.stop_token_ids == () for request in requests)
         assert [request.sampling.max_tokens for request in requests] == RESPONSES
         return requests
 

@@ -76,6 +76,17 @@ def test_ctrl_c_saves_and_leaves(driver: Driver) -> None:
 
 
 @pytest.mark.slow
+def test_sigterm_to_all_processes_saves_and_leaves(driver: Driver) -> None:
+    """What Slurm and containers do: workers, Ray's daemons and janitors get it too."""
+    for pid in {driver.process.pid, *processes_of_run(driver.run_id)}:
+        os.kill(pid, signal.SIGTERM)
+    out, _ = driver.process.communicate(timeout=40)
+    assert "saved: [2, 3]" in out, driver.stderr()
+    assert driver.process.returncode == 0
+    driver.wait_until_clean(2)
+
+
+@pytest.mark.slow
 def test_second_ctrl_c_aborts(driver: Driver) -> None:
     os.kill(driver.process.pid, signal.SIGTERM)
     time.sleep(0.1)
@@ -85,6 +96,17 @@ def test_second_ctrl_c_aborts(driver: Driver) -> None:
         assert driver.process.returncode != 0
         assert "KeyboardInterrupt" in driver.stderr()
     driver.wait_until_clean(2)
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_raylet_is_told_as_such(driver: Driver) -> None:
+    raylet = int(Path(f"/proc/{driver.pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(raylet, signal.SIGKILL)
+    driver.process.communicate(timeout=60)
+    assert driver.process.returncode != 0
+    assert "its node was lost during sleep(): Ray's daemon on node" in driver.stderr()
+    assert f"(raylet, process {raylet})" in driver.stderr()
+    driver.wait_until_clean(20)
 
 
 def test_kill_9_of_the_driver(driver: Driver) -> None:

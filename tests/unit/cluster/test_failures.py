@@ -27,6 +27,21 @@ def test_dead_process_counts_before_an_exception() -> None:
     assert likely_cause([ERROR, DEAD]) is DEAD
 
 
+def test_a_stopped_process_is_the_cause_of_echoes() -> None:
+    stopped = Failure.of_stopped_process(3, "update", 77)
+    assert likely_cause([ECHO, stopped]) is stopped
+    with pytest.raises(WorkerError, match=r"rank 3 of 4 was stopped \(process 77: .* during update\(\)") as caught:
+        raise_for([ECHO, stopped], world_size=4, logs={3: ""}, tails={3: ""})
+    assert caught.value.error_type == "stopped"
+
+
+def test_death_with_the_nodes_ray_is_told_as_such() -> None:
+    lost = DEAD.on_lost_node("10.0.0.9", 55)
+    assert likely_cause([ERROR, lost]) is lost
+    with pytest.raises(WorkerDied, match=r"rank 2 of 4: its node was lost .* on node 10.0.0.9 \(raylet, process 55\)"):
+        raise_for([ECHO, lost], world_size=4, logs={2: ""}, tails={2: ""})
+
+
 def test_lowest_rank_of_equal_failures() -> None:
     again = _failure(0, "ValueError", "bad batch")
     assert likely_cause([ERROR, again]) is again

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.cluster.janitor import cleanup_shm, processes_of_run
-from verl_like.cluster.lifecycle import StopRequested, graceful_interrupt, kill_orphans
+from verl_like.cluster.janitor import cleanup_shm, processes_of_run, start_janitor
+from verl_like.cluster.lifecycle import StopRequested, graceful_interrupt, kill_orphans, sigterm_blocked
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE, new_run_id
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,6 +33,47 @@ def test_first_signal_sets_the_flag_second_aborts(number: signal.Signals) -> Non
             os.kill(os.getpid(), number)
             time.sleep(1)
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signal masks are inherited as on Linux")
+def test_sigterm_spares_a_worker_and_not_its_children() -> None:
+    script = """
+        import os, signal, subprocess
+        from verl_like.cluster.lifecycle import leave_signals_to_driver
+        print("up", flush=True)
+        input()  # SIGTERM comes here, while it is blocked
+        leave_signals_to_driver()
+        os.kill(os.getpid(), signal.SIGTERM)
+        child = subprocess.Popen(["sleep", "60"])
+        child.terminate()
+        reader, writer = os.pipe()
+        forked = os.fork()
+        if forked == 0:
+            os.write(writer, b"x")
+            signal.pause()
+        os.read(reader, 1)
+        os.kill(forked, signal.SIGTERM)
+        print(child.wait(), os.waitpid(forked, 0)[1], flush=True)
+    """
+    with sigterm_blocked():
+        worker = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    with worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "up\n"
+        worker.terminate()
+        out, _ = worker.communicate("\n", timeout=30)
+    assert (out, worker.returncode) == (f"{-signal.SIGTERM} {int(signal.SIGTERM)}\n", 0)
+
+
+def test_sigterm_spares_the_janitor() -> None:
+    janitor = start_janitor(new_run_id(), kill=False)
+    time.sleep(0.5)
+    janitor.terminate()
+    time.sleep(0.2)
+    assert janitor.poll() is None
+    janitor.kill()
+    janitor.wait()
 
 
 def test_run_ids_differ() -> None:

@@ -92,7 +92,11 @@ def test_all_problems_in_one_error():
             "transformer_layer_cls_to_wrap names the modules",
         ),
         ([f"{A}.checkpoint.save_contents=[hf_model]", "trainer.save_freq=5"], "a run cannot be resumed"),
-        ([f"{A}.old_log_probs=rollout", f"{R}.top_p=0.9"], "top_p=0.9, top_k=-1: the sampler's log-probs"),
+        ([f"{A}.old_log_probs=rollout", f"{R}.top_p=0.9"], "top_p=0.9: the sampler's log-probs"),
+        (
+            [f"{R}.repetition_penalty=1.2", f"{R}.min_p=0.1"],
+            f"{R}.min_p=0.1, repetition_penalty=1.2: the sampler's",
+        ),
         ([f"{F}.fsdp_config.param_offload=true"], "no KL term needs a reference"),
         (["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.use_kl_in_reward is false"),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=0.5"], "algorithm.kl_ctrl.type is fixed"),

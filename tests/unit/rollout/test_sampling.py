@@ -5,28 +5,67 @@ import torch
 
 from verl_like.config import RolloutConfig
 from verl_like.config.rollout import ValKwargsConfig
-from verl_like.rollout.sampling import draw, filtered_log_probs, train_sampling, validation_sampling
+from verl_like.rollout.sampling import completes_stop, draw, filtered_log_probs, train_sampling, validation_sampling
 
 
 def _filtered(
-    logits: list[float], temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+    logits: list[float], temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:
     top_k = len(logits) if top_k is None else top_k
-    args = torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p])
+    args = torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
     return filtered_log_probs(torch.tensor([logits]), *args)[0].exp()
 
 
 def test_config_to_sampling() -> None:
-    config = RolloutConfig(temperature=0.7, top_p=0.9, top_k=5, response_length=11, ignore_eos=True)
+    config = RolloutConfig(temperature=0.7, top_p=0.9, top_k=5, response_length=11, stop=["</s>"], stop_token_ids=[7])
     sampling = train_sampling(config, (1, 2))
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 5)
-    assert (sampling.max_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (11, True, (1, 2))
+    assert (sampling.max_tokens, sampling.stop, sampling.stop_token_ids) == (11, ("</s>",), (1, 2, 7))
+    assert train_sampling(RolloutConfig(ignore_eos=True, stop_token_ids=[7]), (1, 2)).stop_token_ids == (7,)
     assert not sampling.greedy
     assert validation_sampling(config, ()).greedy
     sampled = RolloutConfig(val_kwargs=ValKwargsConfig(temperature=0.5, do_sample=True, top_k=-1))
     assert not validation_sampling(sampled, ()).greedy
     assert validation_sampling(sampled, ()).temperature == 0.5
     assert train_sampling(RolloutConfig(do_sample=False), ()).greedy
+
+
+def test_validation_follows_training_where_it_has_no_value_of_its_own() -> None:
+    val = ValKwargsConfig(do_sample=True, min_p=0.0, presence_penalty=1.0)
+    config = RolloutConfig(min_p=0.1, repetition_penalty=1.2, presence_penalty=0.5, min_tokens=3, val_kwargs=val)
+    train, validation = train_sampling(config, ()), validation_sampling(config, ())
+    assert (train.min_p, train.repetition_penalty, train.presence_penalty, train.min_tokens) == (0.1, 1.2, 0.5, 3)
+    assert (validation.min_p, validation.presence_penalty) == (0.0, 1.0)
+    assert (validation.repetition_penalty, validation.min_tokens) == (1.2, 3)
+
+
+class LetterTokenizer:
+    """Letters are ids 1.., a space is 0."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [0 if letter == " " else ord(letter) - 96 for letter in text]
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        return "".join(" " if i == 0 else chr(i + 96) for i in ids)
+
+
+def test_bad_words_become_tokens_at_the_start_of_a_word_and_inside() -> None:
+    config = RolloutConfig(bad_words=["ab", " c"])
+    assert train_sampling(config, (), LetterTokenizer()).bad_words == ((1, 2), (0, 1, 2), (3,), (0, 3))
+    with pytest.raises(ValueError, match=r"bad_words=\['ab', ' c'\] cannot be used here"):
+        train_sampling(config, ())
+
+
+@pytest.mark.parametrize(
+    ("ids", "ends"), [([1, 2], True), ([9] * 50 + [1, 2], True), ([1, 2, 3], False), ([1], False), ([3] * 4, False)]
+)
+def test_the_token_that_completes_a_text_ends_a_response(ids: list[int], ends: bool) -> None:
+    assert completes_stop(LetterTokenizer(), ids, ("xyz", "ab")) == ends
+
+
+def test_min_p_keeps_what_is_likely_enough() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
+    assert torch.allclose(_filtered(logits, min_p=0.5), torch.tensor([0.625, 0.375, 0.0]))
 
 
 def test_hand_values() -> None:

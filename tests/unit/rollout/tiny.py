@@ -117,7 +117,9 @@ def build_for(
 ) -> RolloutEngine:
     """An engine over a model's folder."""
     return build_rollout_engine(
-        RolloutConfig(**{"name": name, "enforce_eager": True, "max_num_seqs": 8, **rollout}),
+        RolloutConfig(
+            **{"name": name, "enforce_eager": True, "max_num_seqs": 8, "max_num_batched_tokens": 64, **rollout}
+        ),
         model,
         process=process,
         hf_config=load_hf_config(model),
