@@ -224,6 +224,36 @@ class TestScores:
         assert grade("x = 1", truth)["score"] == 0.0
 
 
+class TestMemory:
+    """One group: a program that prints the answer under a wrong name, the right one, and thieves after each."""
+
+    STDIO_THIEF = """
+import sys
+frame = sys._getframe()
+while frame:
+    for value in frame.f_locals.values():
+        if isinstance(value, dict) and value.get("stdout"): print(value["stdout"]); raise SystemExit
+    frame = frame.f_back
+"""
+    CALL_THIEF = """
+import gc, json, sys
+def f(x):
+    frame, seen = sys._getframe(), gc.get_objects()
+    while frame:
+        seen += frame.f_locals.values()
+        frame = frame.f_back
+    return next((json.loads(o["result"]) for o in seen if type(o) is dict and o.get("result")), None)
+"""
+
+    def test_a_thief_gets_nothing_of_what_ran_before(self) -> None:
+        truth = {"inputs": ["7\n"], "outputs": ["49\n"]}
+        group = ["print('no')", self.STDIO_THIEF, "print(int(input()) ** 2)", self.STDIO_THIEF, self.STDIO_THIEF]
+        assert [grade(text, truth)["score"] for text in group] == [0.0, 0.0, 1.0, 0.0, 0.0]
+        truth = {"fn_name": "f", "inputs": [[7]], "outputs": [49]}
+        group = ["def f(x): return 0", self.CALL_THIEF, "def f(x): return x * x", self.CALL_THIEF, self.CALL_THIEF]
+        assert [grade(text, truth)["score"] for text in group] == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
 class TestThroughTheManager:
     def test_settings_reach_the_program(self) -> None:
         config = RewardModelConfig(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.rewards.sandbox import probe, seccomp, wire
+from verl_like.rewards.sandbox import cleaning, probe, seccomp, wire
 from verl_like.rewards.sandbox.client import Jail
 from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
 
@@ -287,6 +287,85 @@ class TestTests:
         tests = "def check(candidate):\n    assert candidate(helper(1)) == 2\n"
         code = "def helper(x): return 100\ndef f(x): return x"
         assert self.lines(jail, code, tests, setup)[0] == {"passed": True}
+
+
+# Finds "=hunter2hunter2" in its frames, in its objects, and in all memory around them, for which it feels with a system
+# call that refuses bad addresses. It knows the text as a pattern only, so it does not find itself.
+SECRET_TEXT = "=hunter2hunter2"
+THIEF = """
+import ctypes, gc, os, re, sys
+text, data = re.compile("=[h]unter2[h]unter2"), re.compile(b"=[h]unter2[h]unter2")
+found, frame = [], sys._getframe()
+while frame:
+    found += [frame.f_code.co_name for value in frame.f_locals.values() if text.search(str(value))]
+    frame = frame.f_back
+found += [type(o).__name__ for o in gc.get_objects() if text.search(str(o))]
+read_end, write_end = os.pipe()
+write, readable = ctypes.CDLL(None).write, 0
+for around in {id(o) >> 26 for o in (object, object(), found, bytearray(10**5), ctypes)}:
+    for page in range((around - 1) << 26, (around + 2) << 26, 4096):
+        if write(write_end, ctypes.c_void_p(page), 4096) == 4096:
+            readable += 1
+            found += ["page"] * len(data.findall(os.read(read_end, 4096)))
+seen = "pages" if readable > 100 else "blind"
+"""
+
+
+class TestMemoryOfOthers:
+    """A program starts as a copy of its parent: whatever that has read before is there to be found."""
+
+    def leave_behind(self, jail: Jail, mode: str) -> dict:
+        """A run whose input, output, result or tests hold the secret."""
+        if mode == "program":
+            return jail.run_program("print(input() * 3)", SECRET_TEXT)
+        if mode == "call":
+            return jail.call("def f(x): return x * 3", "f", [SECRET_TEXT])
+        return jail.test("def f(x): return x", f"assert f({SECRET_TEXT!r}) == {SECRET_TEXT!r}")
+
+    @pytest.mark.parametrize("mode", ["program", "call", "tests"])
+    def test_nothing_of_earlier_runs_is_in_the_memory_of_a_program(self, jail: Jail, mode: str) -> None:
+        assert self.leave_behind(jail, mode)["status"] == "ok"
+        assert run(jail, THIEF + "print(seen, found)")["stdout"] == "pages []\n"
+        called = jail.call(THIEF + "def f(): return seen, found", "f", [])
+        assert wire.decode(json.loads(called["result"])) == ("pages", [])
+
+    def test_the_thief_finds_what_is_there(self, jail: Jail) -> None:
+        kept = "kept = '2retnuh2retnuh='[::-1]\n"
+        assert "page" in run(jail, kept + THIEF + "print(seen, found)")["stdout"]
+
+    def test_the_code_under_test_holds_nothing_of_its_tests(self, jail: Jail) -> None:
+        tests = f"assert f(1) == ('pages', [])\nassert f(2) == {SECRET_TEXT!r}"
+        reply = jail.test(THIEF + "def f(x): return seen, found", tests)
+        assert [json.loads(line).get("passed") for line in reply["result"].splitlines()] == [True, False, None], reply
+
+
+# What is hard to delete -> program that leaves it.
+LITTER = {
+    "4,000 nested folders": "import os\nfor i in range(4000): os.mkdir('d'); os.chdir('d')",
+    "long names": "import os\nfor i in range(200): os.mkdir(chr(97 + i % 26) * 255); os.chdir(chr(97 + i % 26) * 255)",
+    "unreadable folders": "import os\nos.makedirs('a/b/c'); open('a/b/c/x', 'w').close()\n"
+    "for d in ('a/b/c', 'a/b', 'a', '.'): os.chmod(d, 0)",
+    "pipes, links and loops": "import os\nos.symlink('/', 'root'); os.symlink('loop', 'loop'); os.symlink('.', 'self')\n"
+    "open('x', 'w').close(); os.link('x', 'y'); os.mkdir('d'); os.symlink('..', 'd/up')",
+    "names that are no text": "import os\nos.mkdir(b'\\xff'); open(b'\\xff/\\n\\xfe', 'w').close()",
+}
+
+
+@pytest.mark.parametrize("name", LITTER)
+def test_whatever_is_left_behind_is_deleted(jail: Jail, name: str) -> None:
+    reply = run(jail, LITTER[name] + "\nprint('left')")
+    assert (reply["stdout"], reply["spent"]) == ("left\n", False), reply
+    assert run(jail, "import os; print(os.listdir('.'))")["stdout"] == "[]\n"
+
+
+def test_a_folder_is_emptied_from_outside_too(tmp_path: Path) -> None:
+    script = LITTER["4,000 nested folders"].replace("4000", "1100") + "\nos.chmod('.', 0)"
+    subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, check=True)
+    (tmp_path / "outside").mkdir()
+    with pytest.raises(TimeoutError):
+        cleaning.empty_folder(str(tmp_path), time.monotonic() - 1)
+    cleaning.empty_folder(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 class TestStartAndEnd:

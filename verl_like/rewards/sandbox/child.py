@@ -89,6 +89,13 @@ def _exit_status(body: Callable[[], None]) -> int:
     return status
 
 
+def _order(descriptor: int) -> dict[str, Any]:
+    """What this process is to do: the one message of a pipe."""
+    message = framing.receive(descriptor)
+    os.close(descriptor)
+    return message
+
+
 def _execute(code: str) -> dict[str, Any]:
     """Run a program's text as the main module; its names."""
     main = types.ModuleType("__main__")
@@ -98,10 +105,11 @@ def _execute(code: str) -> dict[str, Any]:
     return main.__dict__
 
 
-def run(request: dict[str, Any]) -> None:
-    """mode "program": the text alone. mode "call": then a function of it, whose result goes to descriptor 3."""
+def run() -> None:
+    """A program's text (read from descriptor 4); then, if one is named, a function of it: its result goes to 3."""
+    request = _order(4)
     names = _execute(request["code"])
-    if request["mode"] == "call":
+    if "function" in request:
         function = _function(names, request["function"])
         result = function(*[wire.decode(argument) for argument in request["arguments"]])
         with os.fdopen(3, "w") as file:
@@ -117,9 +125,9 @@ def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
     return names[name]
 
 
-def answer(request: dict[str, Any]) -> None:
-    """The code under test: define it, tell its names, then call what is asked for (descriptors 3 out, 4 in)."""
-    names = _execute(request["code"])
+def answer() -> None:
+    """The code under test (read from descriptor 5): its names, then calls of what is asked for (3 out, 4 in)."""
+    names = _execute(_order(5)["code"])
     handles = wire.Handles()
     framing.send(3, {"names": [name for name in names if isinstance(name, str)]})
     while (call := framing.receive(4)) is not None:
@@ -141,8 +149,7 @@ def _answer_one(names: dict[str, Any], handles: wire.Handles, call: dict[str, An
 
 def test() -> None:
     """The tests (read from descriptor 6) in a process without untrusted code. Reports on descriptor 5."""
-    request = framing.receive(6)
-    os.close(6)
+    request = _order(6)
     first = framing.receive(4)
     offered = first["names"] if isinstance(first, dict) else []
     with os.fdopen(5, "w") as report:

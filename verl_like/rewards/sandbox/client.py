@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,8 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verl_like.rewards.sandbox import framing
+from verl_like.rewards.sandbox import cleaning, framing
 from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
+
+logger = logging.getLogger(__name__)
 
 _BOOTSTRAP = (
     "import sys; sys.path.append(sys.argv[1]); from verl_like.rewards.sandbox import jail; sys.path.pop(); "
@@ -22,7 +24,6 @@ _BOOTSTRAP = (
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 _START_S = 20.0
 _GRACE_S = 5.0  # the supervisor ends a run at its time limit; silent for longer, the jail itself is stuck
-_REPLY_BYTES = 64 * 1024**2
 
 
 class Jail:
@@ -60,22 +61,17 @@ class Jail:
 
     def run_program(self, code: str, stdin: str, *, timeout: float | None = None) -> dict[str, Any]:
         """Run a whole program: status, exit_code, stdout, stderr, seconds."""
-        return self._run({"mode": "program", "code": code, "stdin": stdin, "timeout": timeout})
+        return self._run("program", timeout, {"code": code, "stdin": stdin})
 
     def call(self, code: str, function: str, arguments: list[Any], *, timeout: float | None = None) -> dict[str, Any]:
         """Run the code, then one function of it; its value (see `wire`) is in `result`."""
-        request = {"mode": "call", "code": code, "function": function, "arguments": arguments, "timeout": timeout}
-        return self._run(request)
+        return self._run("call", timeout, {"code": code, "function": function, "arguments": arguments})
 
     def test(
         self, code: str, tests: str, *, setup: str = "", entry: str = "", timeout: float | None = None
     ) -> dict[str, Any]:
         """Run assert statements, in a process of their own, against functions of `code`; report lines in `result`."""
-        request = {"mode": "tests", "code": code, "timeout": timeout}
-        reply = self._run(request, {"tests": tests, "setup": setup, "entry": entry})
-        if reply["status"] != "ok" or not reply["result"]:
-            self.close()  # who knows how much of the tests was read
-        return reply
+        return self._run("tests", timeout, {"code": code, "tests": tests, "setup": setup, "entry": entry})
 
     def close(self) -> None:
         """Kill everything inside. Safe to call twice."""
@@ -87,7 +83,18 @@ class Jail:
         self._process.stderr.close()
         os.close(self._requests)
         os.close(self._replies)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._delete_scratch()
+
+    def _delete_scratch(self) -> None:
+        """Without namespaces it is full of files, and a dying program may be adding some more."""
+        for _ in range(20):
+            try:
+                cleaning.empty_folder(self._scratch)
+                os.rmdir(self._scratch)
+                return
+            except OSError:
+                time.sleep(0.05)
+        logger.warning("the sandbox's folder %s could not be deleted", self._scratch)
 
     def __enter__(self) -> Jail:
         return self
@@ -101,18 +108,22 @@ class Jail:
     def closed(self) -> bool:
         return self._process.stderr is None or self._process.stderr.closed
 
-    def _run(self, *messages: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, mode: str, timeout: float | None, request: dict[str, Any]) -> dict[str, Any]:
+        """Two messages: the first, of which the program's memory may hold a copy, tells nothing but the kind of run."""
         self.wait_until_ready()
         try:
-            for message in messages:
-                framing.send(self._requests, message)
+            framing.send(self._requests, {"mode": mode, "timeout": timeout})
+            framing.send(self._requests, request)
         except BrokenPipeError:
             raise self._dead() from None
-        return self._receive(self.settings.timeout + _GRACE_S)
+        reply = self._receive(self.settings.timeout + _GRACE_S)
+        if reply["spent"]:
+            self.close()
+        return reply
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         try:
-            reply = framing.receive(self._replies, time.monotonic() + seconds, _REPLY_BYTES)
+            reply = framing.receive(self._replies, time.monotonic() + seconds, self.settings.reply_bytes)
         except TimeoutError:
             self.close()
             raise SandboxError(f"the sandbox did not answer within {seconds:g} s") from None

@@ -10,6 +10,7 @@ Numbers: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/uni
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 
@@ -71,6 +72,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOTTY, _ENOSYS = 1, 25, 38
 _LOAD, _JEQ, _JSET, _RETURN = 0x20, 0x15, 0x45, 0x06  # BPF: absolute word; jump if equal / any bit set; return
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data (arguments: low words, little endian)
+_OWN_PID = 0x7FFFFFFF  # stands for it in the template: no process has this number
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020080
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
@@ -87,11 +89,16 @@ def supported() -> bool:
 
 def build(*, own_pid: int, may_fork: bool) -> bytes:
     """The filter of one process. KeyError on a machine that `supported` denies."""
+    return _template(may_fork).replace(_op(_JEQ, _OWN_PID, 0, 1), _op(_JEQ, own_pid, 0, 1))
+
+
+@functools.cache  # the zygote makes it, for all programs
+def _template(may_fork: bool) -> bytes:
     arch, allowed, special = _MACHINES[os.uname().machine]
     program = [_op(_LOAD, _ARCH), _op(_JEQ, arch, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NUMBER)]
     for entry in allowed.split():
         program += [_op(_JEQ, int(entry.partition("=")[2]), 0, 1), _op(_RETURN, _ALLOW)]
-    pids = dict.fromkeys(("kill", "tgkill"), (own_pid,)) | {"prlimit64": (0, own_pid)}
+    pids = dict.fromkeys(("kill", "tgkill"), (_OWN_PID,)) | {"prlimit64": (0, _OWN_PID)}
     for name, accepted in pids.items():
         program += _on(special[name], _argument_is(0, accepted))
     program += _on(special["socketpair"], _argument_is(1, _STREAM_PAIRS))

@@ -26,6 +26,16 @@ class SandboxSettings:
     max_processes: int = 1  # 1: it can start threads, but no process
     python_path: Sequence[str] = field(default_factory=tuple)  # folders with packages it may import, read-only
 
+    @property
+    def report_bytes(self) -> int:
+        """Most that a run may give back besides its output: the result of a function, or reports of tests."""
+        return 16 * 1024**2
+
+    @property
+    def reply_bytes(self) -> int:
+        """Most that the reply about a run can have: in JSON, a byte may take six."""
+        return 6 * (2 * self.max_output_kb * 1024 + self.report_bytes) + 1024**2
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
