@@ -86,8 +86,8 @@ class RewardModelConfig(ConfigNode):
     """[sequences] Sequences of one forward."""
     max_length: int | None = None
     """[tokens] Texts are cut on the right at this length before they are scored. Null: never."""
-    use_dynamic_bsz: bool = True
-    """Cut micro-batches by tokens; follows the critic's."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens; follows the critic's. Null: by tokens, unless micro_batch_size_per_gpu is given."""
     forward_max_token_len_per_gpu: int = 32768
     """[tokens] Token budget of one forward; follows the critic's."""
     ulysses_sequence_parallel_size: int = 1
