@@ -280,9 +280,19 @@ def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
     return algorithm.adv_estimator in OPTIMAL_BASELINE_ESTIMATORS
 
 
-def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
-    """Whether the old log-probs are the rollout engine's own (two policies instead of three)."""
+def two_policies(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
+    """Whether the policy loss compares with the rollout engine's policy, not with the trainer's before the update."""
     return correction.bypass_mode or actor.old_log_probs == OldLogProbs.rollout
+
+
+def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
+    """Whether the old log-probs are the rollout engine's own.
+
+    With two policies they are, unless weights are divided by their mean over the batch: that mean is taken before the
+    update, of the trainer's log-probs.
+    """
+    by_batch = correction.rollout_is is not None and correction.rollout_is_batch_normalize
+    return two_policies(actor, correction) and not (correction.loss_type == "reinforce" and by_batch)
 
 
 def takes_own_log_probs(config: PPOConfig) -> bool:
@@ -302,11 +312,11 @@ def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
     if correction.bypass_mode and choice not in (OldLogProbs.auto, OldLogProbs.rollout):
         fix = "bypass_mode takes the sampler's; leave old_log_probs out"
         problems.append(f"algorithm.rollout_correction.bypass_mode=True with {key}={choice}: {fix}")
-    if uses_sampler_log_probs(actor, correction):
+    if two_policies(actor, correction):
         if needs_sum_pi_squared(config.algorithm):
             fix = "it needs the trainer's probabilities; leave bypass_mode and old_log_probs out"
             problems.append(f"algorithm.adv_estimator={config.algorithm.adv_estimator} with {key}=rollout: {fix}")
-        return str(OldLogProbs.rollout)
+        return str(OldLogProbs.rollout if uses_sampler_log_probs(actor, correction) else OldLogProbs.recompute)
     if choice == OldLogProbs.auto:
         return str(OldLogProbs.detach if updates == 1 and not needs else OldLogProbs.recompute)
     if choice == OldLogProbs.detach and updates > 1:

@@ -7,7 +7,6 @@ from verl_like.config.availability import not_available, without_effect
 from verl_like.config.batch_plan import in_use, needs_critic, needs_reference
 from verl_like.config.doctor_correction import (
     CORRECTION_IDLE,
-    impossible_correction,
     risky_baseline,
     risky_correction,
     two_policies,
@@ -50,7 +49,6 @@ def impossible(config: PPOConfig) -> list[str]:
         + _run(config)
         + impossible_rewards(config)
         + impossible_reward_model(config)
-        + impossible_correction(config)
     )
 
 
@@ -329,7 +327,7 @@ def _covers(patterns: tuple[str, ...], key: str) -> bool:
 def risky(config: PPOConfig) -> list[str]:
     """Settings that work but are probably not meant."""
     actor = config.actor_rollout_ref.actor
-    lines = _odd_budgets(config)
+    lines = _odd_budgets(config) + _greedy_validation(config)
     estimator = config.algorithm.adv_estimator
     compares = (*GROUP_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "gdpo", "gigpo")
     if estimator in compares and config.actor_rollout_ref.rollout.n == 1:
@@ -338,11 +336,6 @@ def risky(config: PPOConfig) -> list[str]:
             f"set {_ROLLOUT}.n to 2 or more"
         )
     rollout = config.actor_rollout_ref.rollout
-    if rollout.val_kwargs.n > 1 and not rollout.val_kwargs.do_sample:
-        lines.append(
-            f"{_ROLLOUT}.val_kwargs.n={rollout.val_kwargs.n} without sampling: all responses to a validation prompt "
-            f"will be equal; set {_ROLLOUT}.val_kwargs.do_sample=true and a temperature, or n=1"
-        )
     lines += risky_correction(config) + risky_baseline(config)
     if two_policies(config) and (rollout.top_p < 1 or rollout.top_k > 0):
         lines.append(
@@ -357,6 +350,16 @@ def risky(config: PPOConfig) -> list[str]:
             "resumed from such checkpoints"
         )
     return lines
+
+
+def _greedy_validation(config: PPOConfig) -> list[str]:
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    if val.do_sample or val.n == 1:
+        return []
+    return [
+        f"{_ROLLOUT}.val_kwargs.n={val.n} without sampling: all responses to a validation prompt will be equal; set "
+        f"{_ROLLOUT}.val_kwargs.do_sample=true and a temperature, or n=1"
+    ]
 
 
 def _odd_budgets(config: PPOConfig) -> list[str]:

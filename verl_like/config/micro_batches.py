@@ -124,10 +124,11 @@ def cuts(config: PPOConfig) -> dict[str, Cut]:
         ref.ulysses_sequence_parallel_size,
         update,
     )
-    return {"actor_micro": update, "log_prob_micro": log_prob, "ref_micro": reference} | _value_cuts(config)
+    return {"actor_micro": update, "log_prob_micro": log_prob, "ref_micro": reference} | _value_cuts(config, update)
 
 
-def _value_cuts(config: PPOConfig) -> dict[str, Cut]:
+def _value_cuts(config: PPOConfig, update: Cut) -> dict[str, Cut]:
+    """Critic and reward model, which takes the critic's size, or else the actor's."""
     critic, reward = config.critic, config.reward_model
     values = _cut(
         "critic.ppo_",
@@ -147,6 +148,7 @@ def _value_cuts(config: PPOConfig) -> dict[str, Cut]:
         (reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu),
         (reward.micro_batch_size_per_gpu, reward.micro_batch_size),
         reward.ulysses_sequence_parallel_size,
+        update if forward.deciding_key is None else forward,
     )
     return {"critic_micro": values, "critic_forward_micro": forward, "reward_micro": scores}
 
