@@ -62,13 +62,17 @@ def test_a_shifted_engine_is_seen_and_corrected(tmp_path: Path, tiny_model: Path
     (weighted,) = run(tmp_path, tiny_model, "weighted", **{f"{S}.rollout_is": "token"})
     normed = {f"{S}.rollout_is": "token", f"{S}.rollout_is_batch_normalize": True}
     (normalised,) = run(tmp_path, tiny_model, "normalised", **normed)
-    for record in (plain, weighted, normalised):
+    normed |= {f"{S}.bypass_mode": True, f"{S}.loss_type": "reinforce"}
+    (two_policies,) = run(tmp_path, tiny_model, "two_policies", **normed)
+    for record in (plain, weighted, normalised, two_policies):
         assert record["rollout_corr/kl"] == pytest.approx(SHIFT, abs=1e-4)
         assert record["rollout_corr/ppl_ratio"] == pytest.approx(math.exp(SHIFT), abs=1e-3)
     factor = math.exp(-SHIFT)
     assert weighted["rollout_corr/rollout_is_mean"] == pytest.approx(factor, abs=1e-4)
     assert weighted["actor/grad_norm"] == pytest.approx(factor * plain["actor/grad_norm"], rel=1e-3)
-    assert normalised["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-3)
+    for record in (normalised, two_policies):
+        assert record["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(factor, abs=1e-4)
+        assert record["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-3)
     with pytest.raises(ValueError, match=r"rejected all \d+ sampled tokens \(rollout_rs=seq_mean_k1"):
         run(tmp_path, tiny_model, "rejected", **{f"{S}.preset": "decoupled_geo_rs"})
 

@@ -103,9 +103,10 @@ class ActorConfig(ConfigNode):
     ppo_micro_batch_size: int | None = None
     """[sequences, all processes] Deprecated: divided by the data-parallel size. Use ppo_micro_batch_size_per_gpu."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward and backward on one process; read when use_dynamic_bsz is false."""
-    use_dynamic_bsz: bool = True
-    """Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by number of sequences."""
+    """[sequences] Sequences of one forward and backward on one process."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by number of sequences. Null: by tokens, unless a
+    micro-batch size is given."""
     ppo_max_token_len_per_gpu: int = 16384
     """[tokens] Token budget of one micro-batch on one process."""
     grad_clip: float = 1.0
@@ -197,9 +198,9 @@ class RefConfig(ConfigNode):
     log_prob_micro_batch_size: int | None = None
     """[sequences, all processes] Deprecated: divided by the data-parallel size. Use the per_gpu key."""
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward. Null: actor.ppo_micro_batch_size_per_gpu."""
-    log_prob_use_dynamic_bsz: bool = True
-    """Cut micro-batches by tokens; follows the actor's."""
+    """[sequences] Sequences of one forward. Null: the actor's, where micro-batches are not cut by tokens."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens; follows the actor's. Null: unless a size is given here, or else the actor's way."""
     log_prob_max_token_len_per_gpu: int = 16384
     """[tokens] Token budget of one forward; follows the actor's."""
     ulysses_sequence_parallel_size: int = 1

@@ -4,9 +4,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from verl_like.config.availability import newer_than_here
 from verl_like.config.correction_aliases import Change, correction_spellings
+from verl_like.config.reward import CustomRewardFunctionConfig
 
-__all__ = ["Change", "canonical"]
+__all__ = ["Change", "canonical", "renamed"]
 
 # Old key pattern -> new key. Applied in order, the first match wins; \1, \2 carry parts over.
 RENAMED: tuple[tuple[str, str], ...] = (
@@ -37,7 +39,11 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
     (r"trainer\.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
-    (r"global_profiler\.steps", "trainer.profile_steps"),
+    (r"actor_rollout_ref\.profiler\.(.+)", r"actor_rollout_ref.actor.profiler.\1"),
+    (r"(.+\.profiler)\.tool_config\.(?:nsys|torch|npu)\.discrete", r"\1.discrete"),
+    (r"global_profiler\.(steps|tool)", r"trainer.profile_\1"),
+    (r"global_profiler\.global_tool_config\.nsys\.discrete", "actor_rollout_ref.actor.profiler.discrete"),
+    (r"global_profiler\.global_tool_config\.nsys\.((?:controller|worker)_nsight_options.*)", r"trainer.\1"),
     (r"ray_kwargs\.timeline_json_file", "ray_init.timeline_json_file"),
     (r"ray_kwargs\.ray_init\.(.+)", r"ray_init.\1"),
     (r"ray_init\._temp_dir", "ray_init.temp_dir"),
@@ -51,20 +57,42 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"reward\.reward_model\.(enable|enable_resource_pool|n_gpus_per_node|nnodes)", r"reward_model.\1"),
 )
 
-# Keys of verl that say nothing here: dropped with a warning that says why.
+# Patterns of verl's keys that say nothing here: dropped with a warning that says why.
+_BY_FORWARD = (
+    "the reward model is a sequence classifier that scores in one forward pass (reward_model.micro_batch_size_per_gpu, "
+    "reward_model.model.fsdp_config); for a generative one see reward_model.judge"
+)
+_GRADED = "responses are graded as they end, with a reward model or without"
+_TRACES = "trainer.profile_tool records every step of trainer.profile_steps into <log_dir>/profile"
 DROPPED: dict[str, str] = {
-    "actor_rollout_ref.actor.rollout_n": "it follows actor_rollout_ref.rollout.n",
-    "actor_rollout_ref.ref.rollout_n": "it follows actor_rollout_ref.rollout.n",
-    "critic.rollout_n": "it follows actor_rollout_ref.rollout.n",
-    "trainer.use_legacy_worker_impl": "there is one worker implementation",
-    "actor_rollout_ref.nccl_timeout": "trainer.rpc_timeout bounds calls and collectives",
-    "actor_rollout_ref.actor.data_loader_seed": "trainer.seed seeds the shuffle of actor.shuffle",
-    "critic.data_loader_seed": "trainer.seed seeds the shuffle of critic.shuffle",
-    "critic.model.tokenizer_path": "the critic sees the policy's tokens",
-    "trainer.use_v1": "there is one trainer",
-    "actor_rollout_ref.actor.calculate_sum_pi_squared": "it is computed where algorithm.adv_estimator needs it",
-    "data.return_multi_modal_inputs": "inputs are not passed through the driver",
-    "actor_rollout_ref.rollout.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
+    r"(actor_rollout_ref\.(actor|ref)|critic)\.rollout_n": "it follows actor_rollout_ref.rollout.n",
+    r"trainer\.use_legacy_worker_impl": "there is one worker implementation",
+    r"actor_rollout_ref\.nccl_timeout": "trainer.rpc_timeout bounds calls and collectives",
+    r"actor_rollout_ref\.actor\.data_loader_seed": "trainer.seed seeds the shuffle of actor.shuffle",
+    r"critic\.data_loader_seed": "trainer.seed seeds the shuffle of critic.shuffle",
+    r"critic\.model\.tokenizer_path": "the critic sees the policy's tokens",
+    r"trainer\.use_v1": "there is one trainer",
+    r"actor_rollout_ref\.actor\.calculate_sum_pi_squared": "it is computed where algorithm.adv_estimator needs it",
+    r"data\.return_multi_modal_inputs": "inputs are not passed through the driver",
+    r"actor_rollout_ref\.rollout\.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
+    r".+\.fsdp_config\.use_orig_params": "weights always keep their own names and shapes",
+    r"(actor_rollout_ref\.ref|reward_model\.model)\.fsdp_config\.forward_only": "this model is never trained",
+    r"actor_rollout_ref\.rollout\.skip_tokenizer_init": "the engine is given token ids and needs no tokenizer",
+    r"actor_rollout_ref\.rollout\.trust_remote_code": "the engine follows actor_rollout_ref.model.trust_remote_code",
+    r"reward_model\.use_reward_loop": _GRADED,
+    r"(reward\.)?reward_model\.rollout(\..+)?": _BY_FORWARD,
+    r"actor_rollout_ref\.rollout\.profiler(\..+)?": "generation is in the actor's profile (actor.profiler)",
+    r".+\.profiler\.(tool|save_path|tool_config\..+)": _TRACES,
+    r"global_profiler\.(profile_continuous_steps|save_path)": _TRACES,
+}
+
+# Switches and sizes of verl that are accepted at the values at which they ask for what is done anyway.
+AT_REST: dict[str, tuple[Any, ...]] = {
+    r"actor_rollout_ref\.rollout\.(data|expert|pipeline_model)_parallel_size": (1,),
+    r"actor_rollout_ref\.rollout\.(nnodes|n_gpus_per_node)": (0,),
+    r".+\.optim\.optimizer_impl": ("torch.optim",),
+    r".+\.full_determinism": (False,),
+    r"reward_model\.reward_loop_(source|module_path|class_name)": ("register", None),
 }
 
 # Global sizes: still keys, divided by the data-parallel size in BatchPlan.
@@ -88,6 +116,7 @@ _LOAD_FORMATS = {
     "megatron": "dummy_dtensor",
     "hf": "dummy_hf",
 }
+_PROFILE_TOOLS = {"npu": "torch"}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _OPTIMIZERS = {"AdamW": "adamw", "AdamW8bit": "adamw_8bit"}
 _KL_KINDS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
@@ -112,6 +141,10 @@ def _null_is(replacement: Any) -> Callable[[Any], Any]:
     return lambda value: replacement if value is None else value
 
 
+def _processes(value: Any) -> Any:
+    return "auto" if value is None else int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 def _top_k(value: Any) -> Any:
     return -1 if value in (0, None) else value
 
@@ -120,13 +153,19 @@ def _top_k(value: Any) -> Any:
 VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     (r"actor_rollout_ref\.rollout\.load_format", _mapped(_LOAD_FORMATS)),
     (r"actor_rollout_ref\.rollout\.(val_kwargs\.)?top_k", _top_k),
-    (r"actor_rollout_ref\.rollout\.dtype|.+\.fsdp_config\.(model_dtype|dtype)", _mapped(_DTYPES)),
+    (
+        r"actor_rollout_ref\.rollout\.dtype|.+\.fsdp_config\.(model_dtype|dtype|mixed_precision\.(reduce|buffer)_dtype)",
+        _mapped(_DTYPES),
+    ),
     (r"actor_rollout_ref\.actor\.kl_loss_type|algorithm\.kl_penalty", _mapped(_KL_KINDS)),
     (r"algorithm\.adv_estimator", _mapped(_ESTIMATORS)),
     (r"actor_rollout_ref\.actor\.policy_loss\.loss_mode", _mapped(_LOSSES)),
     (r".+\.optim\.optimizer", _mapped(_OPTIMIZERS)),
     (r"trainer\.logger", _loggers),
-    (r"trainer\.n_gpus_per_node", _null_is("auto")),
+    (r"trainer\.n_gpus_per_node", _processes),
+    (r"trainer\.(save|test)_freq", lambda value: -1 if value is False else value),
+    (r"trainer\.profile_tool", _mapped(_PROFILE_TOOLS)),
+    (r"custom_reward_function\.name", _null_is(CustomRewardFunctionConfig().name)),
     (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),
     (r"data\.val_files", _null_is([])),
     (r"actor_rollout_ref\.rollout\.(stop|bad_words)", _as_list),
@@ -180,8 +219,9 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     result: list[Change] = []
     changes, warnings = correction_spellings(changes)
     for change in changes:
-        if change.key in DROPPED:
-            warnings.append(f"{change.key} has no effect: {DROPPED[change.key]}")
+        why = _dropped(change)
+        if why is not None:
+            warnings.append(f"{change.key} has no effect: {why}")
             continue
         expand = next((e for pattern, e in EXPANDED if re.fullmatch(pattern, change.key)), None)
         expanded = None if expand is None else expand(change)
@@ -190,7 +230,7 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
             meant = ", ".join(f"{new.key}={new.value}" for new in expanded)
             warnings.append(f"{change.key}={change.value} is another spelling of {meant}")
             continue
-        key = _renamed(change.key)
+        key = renamed(change.key)
         if key != change.key:
             warnings.append(f"{change.key} is another spelling of {key}; use {key}")
         if key in DEPRECATED and change.value is not None:
@@ -205,7 +245,20 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     return result, warnings
 
 
-def _renamed(key: str) -> str:
+def _dropped(change: Change) -> str | None:
+    """Why a setting is left out, or None."""
+    for pattern, why in DROPPED.items():
+        if re.fullmatch(pattern, change.key):
+            return why
+    newer = newer_than_here(change.key)
+    if newer is not None and (change.value is None or change.value is False) and renamed(change.key) == change.key:
+        return f"it is off, and not available yet ({newer})"
+    at_rest = any(re.fullmatch(pattern, change.key) and change.value in rest for pattern, rest in AT_REST.items())
+    return f"{change.value} is what is done anyway" if at_rest else None
+
+
+def renamed(key: str) -> str:
+    """Today's spelling of a key."""
     for pattern, replacement in RENAMED:
         match = re.fullmatch(pattern, key)
         if match:

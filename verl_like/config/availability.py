@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.schema import get_value, keys
+from verl_like.config.schema import find_key, get_value, keys
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
@@ -67,7 +67,6 @@ NOT_YET: list[NotYet] = [
         for section in _MODELS
         for name in ("dtype", "model_dtype")
     ],
-    *_off(f"{_MODEL}.use_shm", "critic.model.use_shm"),
     # Rollout
     NotYet("actor_rollout_ref.hybrid_engine", lambda v: not v, "set it to true: actor and rollout share processes"),
     NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),
@@ -85,14 +84,14 @@ NOT_YET: list[NotYet] = [
         f"{_ROLLOUT}.agent.custom_async_server.name",
         instead="leave it out: the engine is built in",
     ),
-    # Rewards
-    *_off("reward_model.model.use_shm"),
     # The run
     NotYet("trainer.default_hdfs_dir", _truthy, "copy trainer.default_local_dir yourself"),
     *_off("trainer.del_local_ckpt_after_load"),
 ]
 
+_LOADED_ONCE = "the weights are not copied to shared memory, but read where they are"
 NO_EFFECT: dict[str, str] = {
+    **{f"{model}.use_shm": _LOADED_ONCE for model in (_MODEL, "critic.model", "reward_model.model")},
     "reward_model.model.use_fused_kernels": "they belong to the language-model head, which a reward model has not",
     "data.dataloader_num_workers": "the driver tokenises the prompts of a batch itself",
     f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",
@@ -128,6 +127,7 @@ NEWER: dict[str, str] = {
     "actor_rollout_ref.rollout.disaggregation": "separate prefill and decode",
     "actor_rollout_ref.rollout.quantization": "quantised rollout",
     "critic.megatron": "Megatron training",
+    "actor_rollout_ref.actor.fsdp_config.qat": "quantisation-aware training",
     "data.datagen": "generated datasets",
     "distillation": "on-policy distillation",
     "global_profiler": "profiling",
@@ -174,7 +174,9 @@ def governed_keys(row: NotYet) -> list[str]:
 
 
 def newer_than_here(path: str) -> str | None:
-    """What an unknown key of newer verl is about, or None."""
+    """What an unknown key of newer verl is about; None for one that is known here, or nowhere."""
+    if find_key(path) is not None:
+        return None
     return next((what for prefix, what in NEWER.items() if path == prefix or path.startswith(prefix + ".")), None)
 
 

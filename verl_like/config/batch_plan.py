@@ -16,30 +16,13 @@ from verl_like.config.critic import CriticConfig
 from verl_like.config.enums import OPTIMAL_BASELINE_ESTIMATORS, OldLogProbs
 from verl_like.config.errors import raise_if_any
 from verl_like.config.loss_knobs import SELECTING_LOSSES
+from verl_like.config.micro_batches import MicroBatchRule, cuts
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.reward import RewardModelConfig
 from verl_like.config.row_groups import actor_group, critic_group, reference_group, unequal_groups
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchRule:
-    """How a process cuts its rows into micro-batches: a token budget, or a number of sequences."""
-
-    max_tokens: int | None = None
-    max_sequences: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.max_tokens is None) == (self.max_sequences is None):
-            raise ValueError(f"set exactly one of max_tokens={self.max_tokens}, max_sequences={self.max_sequences}")
-
-    def __str__(self) -> str:
-        if self.max_tokens is not None:
-            return f"{self.max_tokens:,} tokens"
-        return f"{self.max_sequences:,} sequences"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +98,7 @@ class BatchPlan:
         critic_updates = critic_mini * critic.ppo_epochs
         draw = _draw(problems, config, num_train_prompts)
         per_epoch, total = _lengths(problems, config, num_train_prompts)
-        rules = _micro_rules(problems, config, data_parallel, with_critic)
-        rules["reward_micro"] = _reward_rule(problems, config.reward_model, world_size)
+        rules = _micro_rules(problems, config, world_size, data_parallel)
         old_log_probs = _old_log_probs(problems, config, updates)
         raise_if_any(problems)
         actor_steps = None if total is None else max(0, total - config.trainer.critic_warmup) * updates
@@ -298,9 +280,19 @@ def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
     return algorithm.adv_estimator in OPTIMAL_BASELINE_ESTIMATORS
 
 
-def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
-    """Whether the old log-probs are the rollout engine's own (two policies instead of three)."""
+def two_policies(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
+    """Whether the policy loss compares with the rollout engine's policy, not with the trainer's before the update."""
     return correction.bypass_mode or actor.old_log_probs == OldLogProbs.rollout
+
+
+def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
+    """Whether the old log-probs are the rollout engine's own.
+
+    With two policies they are, unless weights are divided by their mean over the batch: that mean is taken before the
+    update, of the trainer's log-probs.
+    """
+    by_batch = correction.rollout_is is not None and correction.rollout_is_batch_normalize
+    return two_policies(actor, correction) and not (correction.loss_type == "reinforce" and by_batch)
 
 
 def takes_own_log_probs(config: PPOConfig) -> bool:
@@ -320,11 +312,11 @@ def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
     if correction.bypass_mode and choice not in (OldLogProbs.auto, OldLogProbs.rollout):
         fix = "bypass_mode takes the sampler's; leave old_log_probs out"
         problems.append(f"algorithm.rollout_correction.bypass_mode=True with {key}={choice}: {fix}")
-    if uses_sampler_log_probs(actor, correction):
+    if two_policies(actor, correction):
         if needs_sum_pi_squared(config.algorithm):
             fix = "it needs the trainer's probabilities; leave bypass_mode and old_log_probs out"
             problems.append(f"algorithm.adv_estimator={config.algorithm.adv_estimator} with {key}=rollout: {fix}")
-        return str(OldLogProbs.rollout)
+        return str(OldLogProbs.rollout if uses_sampler_log_probs(actor, correction) else OldLogProbs.recompute)
     if choice == OldLogProbs.auto:
         return str(OldLogProbs.detach if updates == 1 and not needs else OldLogProbs.recompute)
     if choice == OldLogProbs.detach and updates > 1:
@@ -351,125 +343,27 @@ def _driver_needs(config: PPOConfig) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _MicroKeys:
-    """The three settings of one pass, with the keys they come from."""
-
-    section: str
-    dynamic: bool
-    max_tokens: int
-    per_gpu: int | None
-    total: int | None  # deprecated: over all processes
-    per_gpu_key: str
-    total_key: str
-
-
-_PPO_NAMES = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
-_LOG_PROB_NAMES = ("log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size")
-_FORWARD_NAMES = ("forward_micro_batch_size_per_gpu", "forward_micro_batch_size")
-
-
 def _micro_rules(
-    problems: list[str], config: PPOConfig, data_parallel: int, with_critic: bool
+    problems: list[str], config: PPOConfig, world_size: int, data_parallel: int
 ) -> dict[str, MicroBatchRule]:
-    update, log_prob, reference = _policy_keys(config)
-    critic_update, critic_forward = _critic_keys(config.critic)
-    critic_problems = problems if with_critic else []
-    actor_rule = _rule(problems, update, data_parallel, None)
-    critic_rule = _rule(critic_problems, critic_update, data_parallel, None)
-    return {
-        "actor_micro": actor_rule,
-        "log_prob_micro": _rule(problems, log_prob, data_parallel, actor_rule),
-        "ref_micro": _rule(problems, reference, data_parallel, actor_rule),
-        "critic_micro": critic_rule,
-        "critic_forward_micro": _rule(critic_problems, critic_forward, data_parallel, critic_rule),
-    }
-
-
-def _policy_keys(config: PPOConfig) -> tuple[_MicroKeys, _MicroKeys, _MicroKeys]:
-    """The actor's update, the old log-probs and the reference."""
-    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
-    ulysses = actor.ulysses_sequence_parallel_size
-    update = _MicroKeys(
-        _ACTOR,
-        actor.use_dynamic_bsz,
-        actor.ppo_max_token_len_per_gpu * ulysses,
-        actor.ppo_micro_batch_size_per_gpu,
-        actor.ppo_micro_batch_size,
-        *_PPO_NAMES,
-    )
-    log_prob = _MicroKeys(
-        _ROLLOUT,
-        rollout.log_prob_use_dynamic_bsz,
-        rollout.log_prob_max_token_len_per_gpu * ulysses,
-        rollout.log_prob_micro_batch_size_per_gpu,
-        rollout.log_prob_micro_batch_size,
-        *_LOG_PROB_NAMES,
-    )
-    reference = _MicroKeys(
-        _REF,
-        ref.log_prob_use_dynamic_bsz,
-        ref.log_prob_max_token_len_per_gpu * ref.ulysses_sequence_parallel_size,
-        ref.log_prob_micro_batch_size_per_gpu,
-        ref.log_prob_micro_batch_size,
-        *_LOG_PROB_NAMES,
-    )
-    return update, log_prob, reference
-
-
-def _reward_rule(problems: list[str], reward: RewardModelConfig, world_size: int) -> MicroBatchRule:
-    """The reward model's forward pass, in the run's processes or in those of its own pool."""
-    ulysses = reward.ulysses_sequence_parallel_size
-    processes = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else world_size
+    """Rules of all passes. Only what the run has is checked; the reward model may have processes of its own."""
+    reward = config.reward_model
+    pool = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else world_size
     found = problems if reward.enable else []
-    keys = _MicroKeys(
-        "reward_model",
-        reward.use_dynamic_bsz,
-        reward.forward_max_token_len_per_gpu * ulysses,
-        reward.micro_batch_size_per_gpu,
-        reward.micro_batch_size,
-        "micro_batch_size_per_gpu",
-        "micro_batch_size",
-    )
-    share = _share(found, processes, "reward_model.ulysses_sequence_parallel_size", ulysses)
-    return _rule(found, keys, max(1, share), None)
+    share = _share(found, pool, "reward_model.ulysses_sequence_parallel_size", reward.ulysses_sequence_parallel_size)
+    rules = {}
+    for name, cut in cuts(config).items():
+        if name == "reward_micro":
+            rules[name] = cut.rule(found, max(1, share))
+        else:
+            rules[name] = cut.rule(problems if in_use(config, name) else [], data_parallel)
+    return rules
 
 
-def _critic_keys(critic: CriticConfig) -> tuple[_MicroKeys, _MicroKeys]:
-    """The critic's update and its forward pass."""
-    ulysses = critic.ulysses_sequence_parallel_size
-    update = _MicroKeys(
-        "critic",
-        critic.use_dynamic_bsz,
-        critic.ppo_max_token_len_per_gpu * ulysses,
-        critic.ppo_micro_batch_size_per_gpu,
-        critic.ppo_micro_batch_size,
-        *_PPO_NAMES,
-    )
-    forward = _MicroKeys(
-        "critic",
-        critic.use_dynamic_bsz,
-        critic.forward_max_token_len_per_gpu * ulysses,
-        critic.forward_micro_batch_size_per_gpu,
-        critic.forward_micro_batch_size,
-        *_FORWARD_NAMES,
-    )
-    return update, forward
-
-
-def _rule(problems: list[str], keys: _MicroKeys, data_parallel: int, fallback: MicroBatchRule | None) -> MicroBatchRule:
-    """Tokens with dynamic batches; else the size per process, the deprecated total, or the fallback's rule."""
-    if keys.dynamic:
-        return MicroBatchRule(max_tokens=keys.max_tokens)
-    if keys.per_gpu is not None:
-        return MicroBatchRule(max_sequences=keys.per_gpu)
-    if keys.total is not None:
-        if keys.total % data_parallel:
-            fix = f"must be a multiple of the data-parallel size {data_parallel}; better set {keys.per_gpu_key}"
-            problems.append(f"{keys.section}.{keys.total_key}={keys.total}: {fix}")
-        return MicroBatchRule(max_sequences=max(1, keys.total // data_parallel))
-    if fallback is not None:
-        return fallback
-    fix = f"set {keys.section}.{keys.per_gpu_key}, or {keys.section}.use_dynamic_bsz=true"
-    problems.append(f"{keys.section}.use_dynamic_bsz=False without a micro-batch size: {fix}")
-    return MicroBatchRule(max_sequences=1)
+def in_use(config: PPOConfig, name: str) -> bool:
+    """Whether this run has the pass with this name in `cuts`."""
+    if name in ("actor_micro", "log_prob_micro"):
+        return True
+    if name == "ref_micro":
+        return needs_reference(config)
+    return config.reward_model.enable if name == "reward_micro" else needs_critic(config.critic, config.algorithm)

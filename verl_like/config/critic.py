@@ -27,13 +27,13 @@ class CriticConfig(ConfigNode):
     ppo_micro_batch_size: int | None = None
     """[sequences, all processes] Deprecated: divided by the data-parallel size. Use ppo_micro_batch_size_per_gpu."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward and backward; read when use_dynamic_bsz is false."""
+    """[sequences] Sequences of one forward and backward."""
     forward_micro_batch_size: int | None = None
     """[sequences, all processes] Deprecated: divided by the data-parallel size. Use the per_gpu key."""
     forward_micro_batch_size_per_gpu: int | None = None
     """[sequences] Sequences of one forward of the values. Null: ppo_micro_batch_size_per_gpu."""
-    use_dynamic_bsz: bool = True
-    """Cut micro-batches by tokens; follows the actor's."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens; follows the actor's. Null: by tokens, unless a micro-batch size is given."""
     ppo_max_token_len_per_gpu: int = 32768
     """[tokens] Token budget of one forward and backward."""
     forward_max_token_len_per_gpu: int = 32768

@@ -1,10 +1,12 @@
 """Checks across sections: combinations that cannot work, and settings that can have no effect in this run."""
 
+import math
+from collections.abc import Mapping, Sequence
+
 from verl_like.config.availability import not_available, without_effect
-from verl_like.config.batch_plan import needs_critic, needs_reference
+from verl_like.config.batch_plan import in_use, needs_critic, needs_reference
 from verl_like.config.doctor_correction import (
     CORRECTION_IDLE,
-    impossible_correction,
     risky_baseline,
     risky_correction,
     two_policies,
@@ -16,6 +18,7 @@ from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle
+from verl_like.config.micro_batches import cuts
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.rollout import distortions
 from verl_like.config.schema import keys
@@ -23,16 +26,19 @@ from verl_like.config.schema import keys
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_MANY_TOKENS = 2**20  # no process holds the activations of so many
 
 
-def check(config: PPOConfig, set_keys: frozenset[str] = frozenset()) -> list[str]:
+def check(
+    config: PPOConfig, set_keys: frozenset[str] = frozenset(), followers: Mapping[str, Sequence[str]] = {}
+) -> list[str]:
     """Warnings about this configuration, one line each.
 
-    set_keys: dotted keys that the user set; only those are warned about. Raises ConfigError listing every combination
-    that cannot work and every feature that is not built.
+    set_keys: dotted keys that the user set; only those are warned about. followers: key -> keys that take its value.
+    Raises ConfigError listing every combination that cannot work and every feature that is not built.
     """
     raise_if_any(not_available(config) + impossible(config))
-    return without_effect(set_keys) + idle(config, set_keys) + risky(config)
+    return without_effect(set_keys) + idle(config, set_keys, followers) + risky(config)
 
 
 def impossible(config: PPOConfig) -> list[str]:
@@ -44,7 +50,6 @@ def impossible(config: PPOConfig) -> list[str]:
         + _run(config)
         + impossible_rewards(config)
         + impossible_reward_model(config)
-        + impossible_correction(config)
     )
 
 
@@ -82,19 +87,12 @@ def _roles(config: PPOConfig) -> list[str]:
 
 def _validation_sampling(config: PPOConfig) -> list[str]:
     val = config.actor_rollout_ref.rollout.val_kwargs
-    greedy = not val.do_sample or val.temperature == 0
-    problems = []
-    if val.do_sample and val.temperature == 0:
-        problems.append(
-            f"{_ROLLOUT}.val_kwargs.do_sample=True with temperature=0.0: sampling needs a temperature; "
-            f"set {_ROLLOUT}.val_kwargs.temperature above 0 or do_sample=false"
-        )
-    elif greedy and val.n > 1:
-        problems.append(
-            f"{_ROLLOUT}.val_kwargs.n={val.n} without sampling: all responses would be equal; "
-            f"set {_ROLLOUT}.val_kwargs.do_sample=true and a temperature, or n=1"
-        )
-    return problems
+    if not (val.do_sample and val.temperature == 0):
+        return []
+    return [
+        f"{_ROLLOUT}.val_kwargs.do_sample=True with temperature=0.0: sampling needs a temperature; "
+        f"set {_ROLLOUT}.val_kwargs.temperature above 0 or do_sample=false"
+    ]
 
 
 def _lengths(config: PPOConfig) -> list[str]:
@@ -170,56 +168,11 @@ _VLLM_ONLY = tuple(
 IDLE: tuple[Idle, ...] = (
     *CORRECTION_IDLE,
     Idle(
-        (f"{_ACTOR}.ppo_micro_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
-        lambda c: c.actor_rollout_ref.actor.use_dynamic_bsz,
-        f"{_ACTOR}.use_dynamic_bsz=true cuts by tokens (ppo_max_token_len_per_gpu)",
-    ),
-    Idle(
-        (f"{_ACTOR}.ppo_max_token_len_per_gpu",),
-        lambda c: not c.actor_rollout_ref.actor.use_dynamic_bsz,
-        f"{_ACTOR}.use_dynamic_bsz=false cuts by ppo_micro_batch_size_per_gpu",
-    ),
-    Idle(
-        (f"{_ROLLOUT}.log_prob_micro_batch_size", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
-        lambda c: c.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz,
-        f"{_ROLLOUT}.log_prob_use_dynamic_bsz=true cuts by tokens",
-    ),
-    Idle(
-        (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",),
-        lambda c: not c.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz,
-        f"{_ROLLOUT}.log_prob_use_dynamic_bsz=false cuts by sequences",
-    ),
-    Idle(
         (f"{_REF}.",),
         lambda c: not needs_reference(c),
         f"no KL term needs a reference ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)",
     ),
-    Idle(
-        (f"{_REF}.log_prob_micro_batch_size", f"{_REF}.log_prob_micro_batch_size_per_gpu"),
-        lambda c: c.actor_rollout_ref.ref.log_prob_use_dynamic_bsz and needs_reference(c),
-        f"{_REF}.log_prob_use_dynamic_bsz=true cuts by tokens",
-    ),
-    Idle(
-        (f"{_REF}.log_prob_max_token_len_per_gpu",),
-        lambda c: not c.actor_rollout_ref.ref.log_prob_use_dynamic_bsz and needs_reference(c),
-        f"{_REF}.log_prob_use_dynamic_bsz=false cuts by sequences",
-    ),
     Idle(("critic.",), _no_critic, "there is no critic (algorithm.adv_estimator is not gae)"),
-    Idle(
-        (
-            "critic.ppo_micro_batch_size",
-            "critic.ppo_micro_batch_size_per_gpu",
-            "critic.forward_micro_batch_size",
-            "critic.forward_micro_batch_size_per_gpu",
-        ),
-        lambda c: c.critic.use_dynamic_bsz and not _no_critic(c),
-        "critic.use_dynamic_bsz=true cuts by tokens (ppo_max_token_len_per_gpu)",
-    ),
-    Idle(
-        ("critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu"),
-        lambda c: not c.critic.use_dynamic_bsz and not _no_critic(c),
-        "critic.use_dynamic_bsz=false cuts by sequences",
-    ),
     Idle(
         (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
         lambda c: not c.actor_rollout_ref.actor.use_kl_loss,
@@ -345,14 +298,27 @@ IDLE: tuple[Idle, ...] = (
 )
 
 
-def idle(config: PPOConfig, set_keys: frozenset[str]) -> list[str]:
-    """One line for every key the user set that can have no effect in this run."""
-    lines = []
-    for row in IDLE:
-        touched = [key for key in keys() if key in set_keys and _covers(row.keys, key)]
-        if touched and row.when(config):
-            lines += [f"{key} has no effect in this run: {row.why}" for key in touched]
-    return lines
+def idle(config: PPOConfig, set_keys: frozenset[str], followers: Mapping[str, Sequence[str]] = {}) -> list[str]:
+    """One line for every key the user set that can have no effect in this run.
+
+    followers: key -> keys that take its value. What acts through one of them is not idle.
+    """
+    sizes, rows = _idle_sizes(config), [row for row in IDLE if row.when(config)]
+
+    def why(key: str) -> str | None:
+        return sizes.get(key) or next((row.why for row in rows if _covers(row.keys, key)), None)
+
+    def acts(key: str) -> bool:
+        return why(key) is None or any(acts(follower) for follower in followers.get(key, ()))
+
+    return [f"{key} has no effect in this run: {why(key)}" for key in keys() if key in set_keys and not acts(key)]
+
+
+def _idle_sizes(config: PPOConfig) -> dict[str, str]:
+    """Sizes of micro-batches that cut no pass of this run, and why; missing roles have rows of their own."""
+    used = [cut for name, cut in cuts(config).items() if in_use(config, name)]
+    deciding = {cut.deciding_key for cut in used}
+    return {key: why for cut in used for key, why in cut.idle_keys.items() if key not in deciding}
 
 
 def _covers(patterns: tuple[str, ...], key: str) -> bool:
@@ -361,12 +327,8 @@ def _covers(patterns: tuple[str, ...], key: str) -> bool:
 
 def risky(config: PPOConfig) -> list[str]:
     """Settings that work but are probably not meant."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    budgets = [(f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)]
-    if not _no_critic(config):
-        budgets.append(("critic.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu))
-    lines = []
+    actor = config.actor_rollout_ref.actor
+    lines = _odd_budgets(config) + _greedy_validation(config)
     estimator = config.algorithm.adv_estimator
     compares = (*GROUP_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "gdpo", "gigpo")
     if estimator in compares and config.actor_rollout_ref.rollout.n == 1:
@@ -388,9 +350,35 @@ def risky(config: PPOConfig) -> list[str]:
             f"{_ACTOR}.checkpoint.save_contents={actor.checkpoint.save_contents} leaves out model: a run cannot be "
             "resumed from such checkpoints"
         )
-    return lines + [
-        f"{key}={budget} is below data.max_prompt_length + data.max_response_length = {longest}: a longer sequence "
-        f"makes a micro-batch of its own and takes more memory than planned; set {key}={longest} or more"
-        for key, dynamic, budget in budgets
-        if dynamic and budget < longest
+    return lines
+
+
+def _greedy_validation(config: PPOConfig) -> list[str]:
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    if val.do_sample or val.n == 1:
+        return []
+    return [
+        f"{_ROLLOUT}.val_kwargs.n={val.n} without sampling: all responses to a validation prompt will be equal; set "
+        f"{_ROLLOUT}.val_kwargs.do_sample=true and a temperature, or n=1"
     ]
+
+
+def _odd_budgets(config: PPOConfig) -> list[str]:
+    """Token budgets that hold no sequence of full length, or more than there will ever be."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    whole = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * longest
+    budgets = {cut.budget_key: cut for name, cut in cuts(config).items() if cut.by_tokens and in_use(config, name)}
+    lines = []
+    for key, cut in budgets.items():
+        if key.endswith(".ppo_max_token_len_per_gpu") and cut.budget * cut.ulysses < longest:
+            lines.append(
+                f"{key}={cut.budget} is below data.max_prompt_length + data.max_response_length = {longest}: a longer "
+                "sequence makes a micro-batch of its own and takes more memory than planned; set "
+                f"{key}={math.ceil(longest / cut.ulysses)} or more"
+            )
+        elif cut.budget > max(whole, _MANY_TOKENS):
+            lines.append(
+                f"{key}={cut.budget} is more than a whole rollout batch can hold ({whole} tokens): nothing is cut, and "
+                "memory is not bounded; set it to what fits one process"
+            )
+    return lines

@@ -1,6 +1,6 @@
 """Checks of `algorithm.rollout_correction` against the rest of the configuration."""
 
-from verl_like.config.batch_plan import uses_sampler_log_probs
+from verl_like.config import batch_plan
 from verl_like.config.correction import corrects
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
@@ -11,8 +11,8 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def two_policies(config: PPOConfig) -> bool:
-    """Whether old log-probs are the sampler's (bypass mode)."""
-    return uses_sampler_log_probs(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
+    """Whether the loss compares with the sampler's policy (bypass mode)."""
+    return batch_plan.two_policies(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
 
 
 def is_reinforce(config: PPOConfig) -> bool:
@@ -23,17 +23,6 @@ def is_reinforce(config: PPOConfig) -> bool:
 def weights_idle(config: PPOConfig) -> bool:
     """With two policies the ratio of the PPO loss is the correction: further weights would count it twice."""
     return two_policies(config) and not is_reinforce(config)
-
-
-def impossible_correction(config: PPOConfig) -> list[str]:
-    """Combinations that cannot work."""
-    correction = config.algorithm.rollout_correction
-    if is_reinforce(config) and correction.rollout_is is not None and correction.rollout_is_batch_normalize:
-        return [
-            f"{_SECTION}.rollout_is_batch_normalize=True with bypass_mode and loss_type=reinforce: these weights are "
-            "those of a micro-batch at its update, and the whole batch's mean is not known then; set it to false"
-        ]
-    return []
 
 
 def risky_correction(config: PPOConfig) -> list[str]:

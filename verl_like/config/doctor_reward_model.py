@@ -66,16 +66,6 @@ REWARD_MODEL_IDLE: tuple[Idle, ...] = (
         "reward_model.enable_resource_pool is false: the reward model runs in the policy's processes",
     ),
     Idle(
-        ("reward_model.micro_batch_size", "reward_model.micro_batch_size_per_gpu"),
-        lambda c: c.reward_model.enable and c.reward_model.use_dynamic_bsz,
-        "reward_model.use_dynamic_bsz=true cuts by tokens (forward_max_token_len_per_gpu)",
-    ),
-    Idle(
-        ("reward_model.forward_max_token_len_per_gpu",),
-        lambda c: c.reward_model.enable and not c.reward_model.use_dynamic_bsz,
-        "reward_model.use_dynamic_bsz=false cuts by sequences",
-    ),
-    Idle(
         (
             *("reward_model.rule", "reward_model.rule_by_source", "reward_model.rule_kwargs"),
             *("reward_model.weights", "reward_model.judge.", "reward_model.reward_manager", "data.self_check_rows"),

@@ -35,7 +35,7 @@ class ModelConfig(ConfigNode):
     custom_chat_template: str | None = None
     """Chat template (Jinja text) that replaces the tokenizer's own."""
     use_shm: bool = False
-    """Copy the weights to shared memory before loading."""
+    """Copy the weights to shared memory before loading (verl): accepted, they are read where they are."""
     external_lib: str | None = None
     """Python package(s), separated by commas, imported first to register models with transformers."""
     override_config: dict[str, Any] = field(default_factory=dict)
@@ -78,8 +78,9 @@ class ModelConfig(ConfigNode):
     """Modules that get none: a pattern or a list of names."""
 
     def check(self) -> None:
-        at_least(self, 0, "lora_rank")
-        above(self, 0, "lora_alpha")
+        at_least(self, 0, "lora_rank", "lora_alpha")
+        if self.lora_rank > 0:
+            above(self, 0, "lora_alpha")
         for key in ("target_modules", "exclude_modules"):
             value = getattr(self, key)
             names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)

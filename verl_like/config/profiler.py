@@ -10,8 +10,11 @@ from verl_like.config.enums import CHECKPOINT_CONTENTS
 class ProfilerConfig(ConfigNode):
     """`*.profiler.*`."""
 
+    enable: bool = True
+    """Profile this role in the steps of trainer.profile_steps."""
     discrete: bool = False
-    """One trace per call of this role instead of one per step, if the other roles of the rank say so too."""
+    """One trace per call of this role instead of one per step, if the other roles that are profiled on the rank say so
+    too; follows the actor's."""
     all_ranks: bool = False
     """Profile every rank."""
     ranks: list[int] | None = None

@@ -49,7 +49,7 @@ class RewardNetworkConfig(ConfigNode):
     external_lib: str | None = None
     """Python package imported first; follows actor_rollout_ref.model.external_lib."""
     use_shm: bool = False
-    """Copy the weights to shared memory before loading."""
+    """Copy the weights to shared memory before loading (verl): accepted, they are read where they are."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     use_remove_padding: bool = True
@@ -83,11 +83,11 @@ class RewardModelConfig(ConfigNode):
     micro_batch_size: int | None = None
     """[sequences, all processes] Deprecated: divided by the data-parallel size. Use micro_batch_size_per_gpu."""
     micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward."""
+    """[sequences] Sequences of one forward. Null: the critic's, where micro-batches are not cut by tokens."""
     max_length: int | None = None
     """[tokens] Texts are cut on the right at this length before they are scored. Null: never."""
-    use_dynamic_bsz: bool = True
-    """Cut micro-batches by tokens; follows the critic's."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens; follows the critic's. Null: by tokens, unless micro_batch_size_per_gpu is given."""
     forward_max_token_len_per_gpu: int = 32768
     """[tokens] Token budget of one forward; follows the critic's."""
     ulysses_sequence_parallel_size: int = 1

@@ -190,9 +190,11 @@ class RolloutConfig(ConfigNode):
     log_prob_micro_batch_size: int | None = None
     """[sequences, all processes] Deprecated: divided by the data-parallel size. Use the per_gpu key."""
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward of the old log-probs. Null: actor.ppo_micro_batch_size_per_gpu."""
-    log_prob_use_dynamic_bsz: bool = True
-    """Cut the old log-probs' micro-batches by tokens; follows the actor's."""
+    """[sequences] Sequences of one forward of the old log-probs. Null: the actor's, where micro-batches are not cut by
+    tokens."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Cut the old log-probs' micro-batches by tokens; follows the actor's. Null: unless a size is given here, or else
+    the actor's way."""
     log_prob_max_token_len_per_gpu: int = 16384
     """[tokens] Token budget of one forward of the old log-probs; follows the actor's."""
     calculate_log_probs: bool = False

@@ -93,13 +93,22 @@ def _alias_table() -> str:
     ]
     lines += [f"| `{old}` | `{new}` |".replace("(?:", "(") for old, new in _escaped_renames()]
     lines += [f"| `{old}` | `{new}` (divided by the data-parallel size) |" for old, new in aliases.DEPRECATED.items()]
-    lines += [f"| `{old}` | dropped: {why} |" for old, why in aliases.DROPPED.items()]
+    lines += [f"| `{_cell(old)}` | dropped: {why} |" for old, why in aliases.DROPPED.items()]
+    lines += [f"| `{_cell(old)}` | dropped at {_values(rest)} |" for old, rest in aliases.AT_REST.items()]
     return "\n".join(lines) + "\n"
 
 
 def _escaped_renames() -> list[tuple[str, str]]:
-    """Patterns as table cells: a bar would end the cell."""
-    return [(old.replace("\\.", ".").replace("|", "\\|"), new) for old, new in aliases.RENAMED]
+    return [(_cell(old), new) for old, new in aliases.RENAMED]
+
+
+def _cell(pattern: str) -> str:
+    """A pattern as a table cell: a bar would end it."""
+    return pattern.replace("\\.", ".").replace("|", "\\|")
+
+
+def _values(values: tuple[Any, ...]) -> str:
+    return ", ".join(f"`{'null' if value is None else value}`" for value in values)
 
 
 def main(argv: list[str]) -> int:

@@ -116,15 +116,17 @@ class HybridWorker:
 
 
 def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:
-    """The recorder of this rank, with each role's own section."""
-    config = spec.config
+    """The recorder of this rank, with the section of each role that this run has."""
+    config, plan = spec.config, spec.plan
+    roles = {"actor": config.actor_rollout_ref.actor.profiler}
+    if plan.needs_reference:
+        roles["ref"] = config.actor_rollout_ref.ref.profiler
+    if plan.needs_critic:
+        roles["critic"] = config.critic.profiler
+    if plan.needs_reward_model and not config.reward_model.enable_resource_pool:
+        roles["reward"] = config.reward_model.profiler
     return WorkerProfiler(
-        {
-            "actor": config.actor_rollout_ref.actor.profiler,
-            "ref": config.actor_rollout_ref.ref.profiler,
-            "critic": config.critic.profiler,
-            "reward": config.reward_model.profiler,
-        },
+        roles,
         rank=process.rank,
         device=process.device,
         folder=Path(spec.profile_dir),

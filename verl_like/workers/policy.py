@@ -16,7 +16,7 @@ import torch
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.config import resolve_dtype
-from verl_like.config.batch_plan import needs_sum_pi_squared
+from verl_like.config.batch_plan import needs_sum_pi_squared, two_policies
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.train_engine import ENTROPY, LOG_PROBS, SUM_PI_SQUARED
 from verl_like.models.heads import dtype_of
@@ -44,11 +44,8 @@ class PolicyWorker:
         self.reference = self._build_reference() if builds_reference else None
         if self.reference is not None:
             self.actor.attach_reference(self.reference)
-        self.objective = PolicyObjective(
-            spec.config.actor_rollout_ref.actor,
-            spec.config.algorithm.rollout_correction,
-            two_policies=spec.plan.old_log_probs == "rollout",
-        )
+        actor, correction = spec.config.actor_rollout_ref.actor, spec.config.algorithm.rollout_correction
+        self.objective = PolicyObjective(actor, correction, two_policies=two_policies(actor, correction))
         self.rollout = self._build_rollout(run_id)
         self.weight_sync = WeightSync(
             self.actor,

@@ -89,5 +89,5 @@ class WorkerProfiler:
 
 
 def is_chosen(section: ProfilerConfig, rank: int) -> bool:
-    """all_ranks, the ranks that are listed, or rank 0 where nothing is said."""
-    return section.all_ranks or rank in (section.ranks if section.ranks is not None else (0,))
+    """all_ranks, the ranks that are listed, or rank 0 where nothing is said; none where the role is switched off."""
+    return section.enable and (section.all_ranks or rank in (section.ranks if section.ranks is not None else (0,)))

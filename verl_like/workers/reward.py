@@ -61,7 +61,6 @@ def network_config(section: RewardModelConfig) -> ModelConfig:
     return ModelConfig(
         path=model.path,
         external_lib=model.external_lib,
-        use_shm=model.use_shm,
         trust_remote_code=model.trust_remote_code,
         use_remove_padding=model.use_remove_padding,
     )

@@ -16,6 +16,7 @@ from verl_like.config import (
     PolicyLossConfig,
     PPOConfig,
     RefConfig,
+    RewardModelConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -162,6 +163,49 @@ def test_micro_sizes_by_count_fall_back_on_the_actors():
     plan = BatchPlan.build(built, 2)
     assert plan.actor_micro == plan.log_prob_micro == MicroBatchRule(max_sequences=4)
     assert plan.ref_micro == MicroBatchRule(max_sequences=16)
+
+
+SIZE, DYNAMIC = {"ppo_micro_batch_size_per_gpu": 4}, {"use_dynamic_bsz": True}
+SEQUENCES, BUDGET = MicroBatchRule(max_sequences=4), MicroBatchRule(max_tokens=16384)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"actor": BUDGET, "log_prob": BUDGET, "ref": BUDGET}),
+        ({"actor": SIZE}, {"actor": SEQUENCES, "log_prob": SEQUENCES, "ref": SEQUENCES}),
+        ({"actor": {"ppo_micro_batch_size": 8}}, {"actor": SEQUENCES, "log_prob": SEQUENCES}),
+        ({"actor": SIZE | DYNAMIC}, {"actor": BUDGET, "log_prob": BUDGET}),
+        ({"actor": SIZE | DYNAMIC, "rollout": LOG_BY_COUNT}, {"actor": BUDGET, "log_prob": SEQUENCES}),
+        ({"actor": SIZE, "rollout": {"log_prob_use_dynamic_bsz": True}}, {"actor": SEQUENCES, "log_prob": BUDGET}),
+        (
+            {"rollout": {"log_prob_micro_batch_size_per_gpu": 4}, "ref": {"log_prob_micro_batch_size": 8}},
+            {"actor": BUDGET, "log_prob": SEQUENCES, "ref": SEQUENCES},
+        ),
+        ({"critic": SIZE}, {"actor": BUDGET, "critic": SEQUENCES, "critic_forward": SEQUENCES}),
+        ({"critic": {"forward_micro_batch_size_per_gpu": 4}}, {"critic_forward": SEQUENCES}),
+    ],
+)  # fmt: skip
+def test_a_size_that_is_given_wins_over_the_default_of_cutting_by_tokens(settings, expected):
+    """...and use_dynamic_bsz, where it is given, over sizes; passes without a size of their own take the update's."""
+    settings = settings | {"critic": {"ppo_mini_batch_size": 16} | settings.get("critic", {})}
+    plan = BatchPlan.build(config(algorithm={"adv_estimator": "gae"}, **settings), 2)
+    rules = {"actor": plan.actor_micro, "log_prob": plan.log_prob_micro, "ref": plan.ref_micro,
+             "critic": plan.critic_micro, "critic_forward": plan.critic_forward_micro}  # fmt: skip
+    assert {name: rules[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("role", ["rollout", "ref"])
+def test_log_probs_by_count_need_a_size(role):
+    settings: dict[str, Any] = {role: LOG_BY_COUNT, "actor": {"use_kl_loss": True}}
+    with pytest.raises(ValueError, match=rf"{role}.log_prob_use_dynamic_bsz=False without a micro-batch size: set "):
+        BatchPlan.build(config(**settings), 2)
+
+
+def test_a_reward_model_with_a_size_counts_sequences():
+    built = config()
+    built.reward_model = RewardModelConfig(enable=True, micro_batch_size_per_gpu=4)
+    assert BatchPlan.build(built, 2).reward_micro == SEQUENCES
 
 
 def test_deprecated_global_micro_sizes_are_divided_by_the_data_parallel_size():

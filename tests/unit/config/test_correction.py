@@ -174,9 +174,12 @@ def test_presets_compose_quietly(name: str) -> None:
     assert compose_with_warnings([*GRPO, f"{S}.preset={name}"])[1] == []
 
 
-def test_a_whole_batch_mean_is_refused_where_it_is_not_known() -> None:
-    with pytest.raises(ValueError, match="rollout_is_batch_normalize=True with bypass_mode"):
-        compose([*GRPO, f"{S}.preset=bypass_pg_is", f"{S}.rollout_is_batch_normalize=true"])
+def test_a_whole_batch_mean_is_taken_before_the_update() -> None:
+    """verl's only example of it: bypass mode with reinforce. Its weights are those of a pass on the driver."""
+    normalised = [f"{S}.preset=bypass_pg_is", f"{S}.rollout_is_batch_normalize=true"]
+    assert compose_with_warnings([*GRPO, *normalised])[1] == []
+    assert plan(*normalised, updates=4) == plan(*normalised, f"{A}.old_log_probs=rollout") == "recompute"
+    assert plan(f"{S}.preset=bypass_ppo_clip", f"{S}.rollout_is_batch_normalize=true") == "rollout"
 
 
 def test_remax_alone_is_not_warned_about() -> None:

@@ -31,7 +31,6 @@ def test_the_default_configuration_is_quiet():
         ([f"{R}.do_sample=false", f"{R}.n=2"], f"{R}.do_sample=False with {R}.n=2"),
         ([f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2"], "the hf engine has no tensor parallelism"),
         ([f"{R}.val_kwargs.do_sample=true"], f"{R}.val_kwargs.do_sample=True with temperature=0.0"),
-        ([f"{R}.val_kwargs.n=4"], f"{R}.val_kwargs.n=4 without sampling"),
         ([f"{R}.response_length=100"], f"{R}.response_length=100 with data.max_response_length=512"),
         ([f"{R}.enable_chunked_prefill=false", f"{R}.max_num_batched_tokens=1000"], "must be at least max_model_len"),
         ([f"{A}.use_kl_loss=true", f"{A}.use_unbiased_kl=true", f"{A}.kl_loss_type=mse"], "use one of kl, k1, low"),
@@ -67,7 +66,14 @@ def test_all_problems_in_one_error():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([f"{A}.ppo_micro_batch_size_per_gpu=4"], f"{A}.use_dynamic_bsz=true cuts by tokens"),
+        (
+            [f"{A}.use_dynamic_bsz=true", f"{A}.ppo_micro_batch_size_per_gpu=4"],
+            f"{A}.ppo_micro_batch_size_per_gpu has no effect in this run: {A}.use_dynamic_bsz=true cuts by tokens",
+        ),
+        (
+            [f"{A}.ppo_micro_batch_size_per_gpu=4", f"{A}.ppo_max_token_len_per_gpu=9000"],
+            f"{A}.ppo_micro_batch_size_per_gpu cuts by sequences; for a token budget set {A}.use_dynamic_bsz=true",
+        ),
         ([f"{A}.kl_loss_coef=0.1"], f"{A}.use_kl_loss is false"),
         ([f"{A}.fsdp_config.param_offload=true", "trainer.device=cpu"], "everything is in host memory"),
         ([f"{A}.fsdp_config.grad_offload=true"], "gradients are freed after every optimizer step"),
@@ -112,9 +118,12 @@ def test_all_problems_in_one_error():
         ),
         ([f"{A}.policy_loss.kl_cov_ratio=0.1"], "does not read it (read by kl_cov)"),
         ([f"{A}.policy_loss.topr.negative_weight=0.5"], "does not read it (read by topr)"),
-        ([f"{A}.policy_loss.loss_mode=sapo", f"{A}.loss_agg_mode=token-sum"], "prescribes its aggregation"),
-        ([f"{R}.top_p=0.9"], "rollout_corr/* with actor_rollout_ref.rollout.top_p=0.9, top_k=-1: the sampler's"),
-        ([f"{R}.top_k=50"], "they show the cut"),
+        (
+            ["algorithm=grpo", f"{R}.n=2", f"{A}.policy_loss.loss_mode=sapo", f"{A}.loss_agg_mode=token-sum"],
+            "prescribes its aggregation",
+        ),
+        ([f"{R}.top_p=0.9"], "rollout_corr/* with actor_rollout_ref.rollout.top_p=0.9: the sampler's"),
+        ([f"{R}.top_k=50"], "they show the change"),
         ([f"{A}.ppo_mini_batch_size=1024", f"{A}.clip_ratio_high=0.28"], "all ratios are 1"),
         ([f"{A}.ppo_mini_batch_size=1024", f"{A}.ratio_skip_threshold=20"], "all ratios are 1"),
         ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=kl"], "has a gradient of mean 0"),
@@ -134,6 +143,8 @@ def test_all_problems_in_one_error():
         (["trainer.worker_nsight_options.kill=all"], "trainer.profile_steps with trainer.profile_tool=nsys uses it"),
         ([f"{A}.profiler.discrete=true"], "trainer.profile_steps names no step"),
         ([f"{A}.ppo_max_token_len_per_gpu=100"], "is below data.max_prompt_length + data.max_response_length = 1024"),
+        ([f"{A}.ppo_max_token_len_per_gpu=1000000000000"], "more than a whole rollout batch can hold (1048576 tokens)"),
+        ([f"{R}.val_kwargs.n=4"], f"{R}.val_kwargs.n=4 without sampling"),
     ],
 )
 def test_idle_and_risky_settings_are_warned_about(overrides, message):
@@ -159,6 +170,35 @@ def test_losses_without_a_ratio_are_for_one_update():
 @pytest.mark.parametrize("kind", ["kl+", "mse", "low_var_kl"])
 def test_kl_losses_with_a_direction_are_not_warned_about(kind):
     assert warnings_of(f"{A}.use_kl_loss=true", f"{A}.kl_loss_type={kind}") == []
+
+
+GRPO = ["algorithm=grpo", f"{R}.n=2"]
+REWARD = ["reward_model.enable=true", "reward_model.model.path=/rm"]
+SIZE = f"{A}.ppo_micro_batch_size_per_gpu=4"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [SIZE],
+        [*GRPO, *REWARD, "critic.use_dynamic_bsz=false", "reward_model.micro_batch_size_per_gpu=2"],
+        [*GRPO, *REWARD, "critic.ppo_max_token_len_per_gpu=9000"],
+        [*GRPO, *REWARD, "critic.forward_max_token_len_per_gpu=9000"],
+        [SIZE, f"{R}.log_prob_use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=9000"],
+        [f"{A}.policy_loss.loss_mode=gspo", f"{A}.loss_agg_mode=token-sum"],  # the critic's follows it
+        [f"{A}.use_dynamic_bsz=true", f"{R}.log_prob_use_dynamic_bsz=false", SIZE],
+        [f"{A}.ulysses_sequence_parallel_size=4", f"{A}.ppo_max_token_len_per_gpu=256"],
+    ],
+)  # fmt: skip
+def test_what_acts_through_another_key_is_not_warned_about(overrides):
+    """A key that follows (reward_model.use_dynamic_bsz), or a pass without a size of its own."""
+    assert warnings_of(*overrides) == []
+
+
+def test_a_follower_that_is_set_apart_carries_nothing():
+    overrides = [*GRPO, *REWARD, "critic.forward_max_token_len_per_gpu=9000"]
+    (line,) = warnings_of(*overrides, "reward_model.forward_max_token_len_per_gpu=8000")
+    assert line.startswith("critic.forward_max_token_len_per_gpu has no effect in this run: there is no critic")
 
 
 def test_maxrl_may_be_scaled():

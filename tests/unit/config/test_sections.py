@@ -91,7 +91,7 @@ def test_a_value_out_of_range_names_key_value_and_fix(build, message):
 def test_defaults_that_depart_from_verl():
     config = PPOConfig()
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    assert (actor.strategy, actor.use_dynamic_bsz, actor.clip_ratio_low) == ("fsdp2", True, None)
+    assert (actor.strategy, actor.use_dynamic_bsz, actor.clip_ratio_low) == ("fsdp2", None, None)
     assert (rollout.tensor_model_parallel_size, rollout.enforce_eager) == (1, False)
     assert (config.trainer.logger, config.trainer.n_gpus_per_node, config.trainer.device) == (
         ["console"], "auto", "auto")  # fmt: skip

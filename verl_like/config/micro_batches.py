@@ -1,0 +1,176 @@
+"""How each pass over the rows is cut into micro-batches: by a token budget or by a number of sequences, and which key
+decides.
+
+A size that the user gives wins over the default of cutting by tokens; `*use_dynamic_bsz`, where it is given, wins over
+sizes. Units as in batch_plan.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_like.config.ppo import PPOConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchRule:
+    """How a process cuts its rows into micro-batches: a token budget, or a number of sequences."""
+
+    max_tokens: int | None = None
+    max_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.max_tokens is None) == (self.max_sequences is None):
+            raise ValueError(f"set exactly one of max_tokens={self.max_tokens}, max_sequences={self.max_sequences}")
+
+    def __str__(self) -> str:
+        if self.max_tokens is not None:
+            return f"{self.max_tokens:,} tokens"
+        return f"{self.max_sequences:,} sequences"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One pass: its settings with the keys they come from, and the pass whose size it takes when it has none."""
+
+    dynamic_key: str
+    dynamic: bool | None
+    budget_key: str
+    budget: int  # [tokens of one process]
+    ulysses: int
+    per_gpu_key: str
+    per_gpu: int | None
+    total_key: str
+    total: int | None  # [sequences over all processes]; deprecated
+    fallback: Cut | None = None
+
+    @property
+    def by_tokens(self) -> bool:
+        if self.dynamic is not None:
+            return self.dynamic
+        return self._size_key is None and (self.fallback is None or self.fallback.by_tokens)
+
+    @property
+    def deciding_key(self) -> str | None:
+        """The key whose number cuts this pass; None where a size is missing."""
+        if self.by_tokens:
+            return self.budget_key
+        return None if self._sized is None else self._sized._size_key
+
+    def rule(self, problems: list[str], data_parallel: int) -> MicroBatchRule:
+        """What the engine is told; sizes that do not fit are appended to `problems`."""
+        if self.by_tokens:
+            return MicroBatchRule(max_tokens=self.budget * self.ulysses)
+        sized = self._sized
+        if sized is None:
+            if self.fallback is None or self.fallback.by_tokens:  # else the fallback says it
+                fix = f"set {self.per_gpu_key}, or {self.dynamic_key}=true"
+                problems.append(f"{self.dynamic_key}=False without a micro-batch size: {fix}")
+            return MicroBatchRule(max_sequences=1)
+        if sized.per_gpu is not None:
+            return MicroBatchRule(max_sequences=sized.per_gpu)
+        assert sized.total is not None
+        if sized.total % data_parallel and (sized is self or sized.by_tokens):  # else the fallback says it
+            fix = f"must be a multiple of the data-parallel size {data_parallel}; better set {sized.per_gpu_key}"
+            problems.append(f"{sized.total_key}={sized.total}: {fix}")
+        return MicroBatchRule(max_sequences=max(1, sized.total // data_parallel))
+
+    @property
+    def _size_key(self) -> str | None:
+        if self.per_gpu is not None:
+            return self.per_gpu_key
+        return None if self.total is None else self.total_key
+
+    @property
+    def _sized(self) -> Cut | None:
+        """The pass whose number of sequences counts: this one, or its fallback."""
+        if self._size_key is not None or self.fallback is None:
+            return self if self._size_key is not None else None
+        return self.fallback._sized
+
+    @property
+    def idle_keys(self) -> dict[str, str]:
+        """Keys of this pass that do not cut it, and why."""
+        idle = {self.budget_key, self.per_gpu_key, self.total_key} - {self.deciding_key}
+        if self.by_tokens:
+            why = f"{self.dynamic_key}=true cuts by tokens ({self.budget_key.rpartition('.')[2]})"
+        elif self.dynamic is None:
+            why = f"{self.deciding_key} cuts by sequences; for a token budget set {self.dynamic_key}=true"
+        else:
+            why = f"{self.dynamic_key}=false cuts by sequences"
+        return dict.fromkeys(sorted(idle), why)
+
+
+def cuts(config: PPOConfig) -> dict[str, Cut]:
+    """Every pass under the name of its rule in BatchPlan; those of roles that the run lacks as well."""
+    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    update = _cut(
+        "actor_rollout_ref.actor.ppo_",
+        (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+        (actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size),
+        actor.ulysses_sequence_parallel_size,
+    )
+    log_prob = _cut(
+        "actor_rollout_ref.rollout.log_prob_",
+        (rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu),
+        (rollout.log_prob_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size),
+        actor.ulysses_sequence_parallel_size,
+        update,
+    )
+    reference = _cut(
+        "actor_rollout_ref.ref.log_prob_",
+        (ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu),
+        (ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_micro_batch_size),
+        ref.ulysses_sequence_parallel_size,
+        update,
+    )
+    return {"actor_micro": update, "log_prob_micro": log_prob, "ref_micro": reference} | _value_cuts(config, update)
+
+
+def _value_cuts(config: PPOConfig, update: Cut) -> dict[str, Cut]:
+    """Critic and reward model, which takes the critic's size, or else the actor's."""
+    critic, reward = config.critic, config.reward_model
+    values = _cut(
+        "critic.ppo_",
+        (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu),
+        (critic.ppo_micro_batch_size_per_gpu, critic.ppo_micro_batch_size),
+        critic.ulysses_sequence_parallel_size,
+    )
+    forward = _cut(
+        "critic.forward_",
+        (critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu),
+        (critic.forward_micro_batch_size_per_gpu, critic.forward_micro_batch_size),
+        critic.ulysses_sequence_parallel_size,
+        values,
+    )
+    scores = _cut(
+        "reward_model.",
+        (reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu),
+        (reward.micro_batch_size_per_gpu, reward.micro_batch_size),
+        reward.ulysses_sequence_parallel_size,
+        update if forward.deciding_key is None else forward,
+    )
+    return {"critic_micro": values, "critic_forward_micro": forward, "reward_micro": scores}
+
+
+def _cut(
+    prefix: str,
+    by_tokens: tuple[bool | None, int],
+    by_count: tuple[int | None, int | None],
+    ulysses: int,
+    fallback: Cut | None = None,
+) -> Cut:
+    """by_tokens: switch and budget. by_count: sizes per process and over all. Their keys begin with `prefix`."""
+    section, _, name = prefix.rpartition(".")
+    return Cut(
+        dynamic_key=f"{prefix if name == 'log_prob_' else section + '.'}use_dynamic_bsz",
+        dynamic=by_tokens[0],
+        budget_key=f"{prefix}max_token_len_per_gpu" if name else f"{section}.forward_max_token_len_per_gpu",
+        budget=by_tokens[1],
+        ulysses=ulysses,
+        per_gpu_key=f"{prefix}micro_batch_size_per_gpu",
+        per_gpu=by_count[0],
+        total_key=f"{prefix}micro_batch_size",
+        total=by_count[1],
+        fallback=fallback,
+    )
