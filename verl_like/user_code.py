@@ -2,7 +2,7 @@
 
 A reference is text: `file.py:name`, `pkg://package.module:name` or `package.module:name`. It is the reference that
 travels between processes, never the object, so nothing of a user's has to be picklable; each process loads it for
-itself, once. A file must therefore lie under the same path on every machine of the run. Files beside it can be imported.
+itself, once. A file must therefore lie under the same path on every machine of the run. It may import files beside it.
 
 Modules of VERL_USE_EXTERNAL_MODULES (verl's variable: names separated by commas) and of *.model.external_lib are
 imported at the start of the driver and of every worker; names that they register count as known.

@@ -83,10 +83,20 @@ def insert_media(
         given = sum(handle.kind == kind for handle in media)
         if count != given:
             raise ValueError(
-                f"{place}: the prompt has {count} <{kind}> tags, but the row has {given} {kind}s: data.{kind}_key="
-                f"{column} must name their column, or be null where <{kind}> is plain text"
+                f"{place}: the prompt has {count} <{kind}> tags, but the row has {given} {kind}s "
+                f"(data.{kind}_key={column})"
             )
     return split
+
+
+def refuse_tags(messages: list[dict[str, Any]], missing: dict[str, str], place: str) -> None:
+    """ValueError for a tag whose pictures would be looked for in a column that the file does not have ({kind: name})."""
+    for kind, column in missing.items():
+        if any(_has_tag(message, [f"<{kind}>"]) for message in messages):
+            raise ValueError(
+                f"{place}: the prompt has <{kind}>, but the file has no column {column!r} (data.{kind}_key): set it to "
+                f"the column with the {kind}s, or to null where <{kind}> is plain text"
+            )
 
 
 def _has_tag(message: dict[str, Any], tags: list[str]) -> bool:

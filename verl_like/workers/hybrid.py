@@ -30,10 +30,8 @@ class HybridWorker:
             self.profiler = build_profiler(spec, self.process)
             # The rollout engine comes last: at its start gpu_memory_utilization of the device must be free.
             self.critic = CriticWorker(spec, self.process) if spec.plan.needs_critic else None
-            own_pool = spec.config.reward_model.enable_resource_pool
-            self.reward = (
-                build_reward_worker(spec, self.process) if spec.plan.needs_reward_model and not own_pool else None
-            )
+            scores = spec.plan.needs_reward_model and not spec.config.reward_model.enable_resource_pool
+            self.reward = build_reward_worker(spec, self.process) if scores else None
             self.policy = PolicyWorker(spec, self.process, env.run_id)
 
     def sync_weights(self, version: int) -> SyncReport | None:

@@ -263,7 +263,7 @@ def test_images_are_carried_as_handles(tmp_path: Path) -> None:
     assert [(handle.kind, handle.number) for handle in got.media] == [("image", 0), ("image", 1)]
     wrong = PromptDataset(DataConfig(image_key="pictures"), full, AnyTokenizer(), split="train")
     assert wrong.num_media() == 0
-    with pytest.raises(ValueError, match=r"2 <image> tags, but the row has 0 images: data\.image_key=pictures must"):
+    with pytest.raises(ValueError, match=r"has <image>, but the file has no column 'pictures' \(data\.image_key\)"):
         wrong.check_rows()
     plain = PromptDataset(DataConfig(image_key=None), full, AnyTokenizer(), split="train")
     plain.check_rows()
