@@ -90,7 +90,7 @@ def insert_media(
 
 
 def refuse_tags(messages: list[dict[str, Any]], missing: dict[str, str], place: str) -> None:
-    """ValueError for a tag whose pictures would be looked for in a column that the file does not have ({kind: name})."""
+    """ValueError for a tag whose kind has a column ({kind: name}) that the file does not have."""
     for kind, column in missing.items():
         if any(_has_tag(message, [f"<{kind}>"]) for message in messages):
             raise ValueError(
