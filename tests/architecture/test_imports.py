@@ -11,7 +11,7 @@ import pytest
 
 from tests.architecture.source import ROOT, Source, package_sources, parse
 
-BASE = {"batch", "config"}
+BASE = {"batch", "config", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
 SERVICES = {"cluster", "observe", "data", "rewards", "workers"}
@@ -19,7 +19,8 @@ TRAINER_LEVEL = ROLE_LEVEL | SERVICES
 # package -> packages of ours that it may import (itself is always allowed)
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
-    "config": set(),
+    "user_code": set(),
+    "config": {"user_code"},
     "batch": {"config"},
     "algorithms": BASE,
     "models": BASE | {"parallel"},
@@ -38,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": TRAINER_LEVEL | {"trainer"},
 }
 # what a package may use beyond the standard library, where that is restricted
-THIRD_PARTY: dict[str, set[str]] = {"config": set(), "batch": {"torch"}, "algorithms": {"torch"}}
+THIRD_PARTY: dict[str, set[str]] = {"user_code": set(), "config": set(), "batch": {"torch"}, "algorithms": {"torch"}}
 # external package -> where it may be imported: folders end with a slash
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("verl_like/cluster/",),

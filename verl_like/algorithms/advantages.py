@@ -54,7 +54,7 @@ class AdvantageOutputs:
 
 
 AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], AdvantageOutputs]
-ADVANTAGES: Registry[AdvantageFunction] = Registry("algorithm.adv_estimator")
+ADVANTAGES: Registry[AdvantageFunction] = Registry("algorithm.adv_estimator", arguments=("inputs", "algorithm"))
 register_advantage = ADVANTAGES.register
 
 

@@ -18,12 +18,14 @@ from torch import Tensor
 from verl_like.algorithms.masked import masked_mean
 from verl_like.algorithms.registry import Registry
 from verl_like.config import KLControlConfig, KLControlType
+from verl_like.config.enums import KL_MENU
 
 FULL_KL_KIND = "full"
 EXPONENT_LIMIT = 20.0  # exp(20) = 4.9e8: nothing above it carries information, and nothing overflows
 K3_LIMIT = 10.0
 
-KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry("algorithm.kl_penalty / actor.kl_loss_type")
+KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry(KL_MENU, arguments=("difference",))
+register_kl = KL_ESTIMATORS.register
 
 
 @KL_ESTIMATORS.register("kl", "k1")

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from verl_like.config.base import ConfigNode, above, at_least, between, one_of, require
+from verl_like.config.base import ConfigNode, above, at_least, between, on_menu, one_of, require
 from verl_like.config.enums import (
+    KL_MENU,
     LOSS_AGG_MODES,
     LOSS_MODES,
     KLKind,
@@ -56,7 +57,7 @@ class PolicyLossConfig(ConfigNode):
 
     loss_mode: str = "vanilla"
     """Policy loss: vanilla (PPO's clipped one), gspo, gspo_token, luspo, geo_mean, clip_cov, kl_cov, cispo, topr,
-    vespo, dppo_tv, dppo_kl, sapo, dro, kimi, gpg, policy_gradient."""
+    vespo, dppo_tv, dppo_kl, sapo, dro, kimi, gpg, policy_gradient; or a function of your own, file.py:name."""
     clip_cov_ratio: float = 0.0002
     """[share of tokens] clip_cov: tokens of a mini-batch whose gradient is detached, at least one; 0: none."""
     clip_cov_lb: float = 1.0
@@ -83,7 +84,7 @@ class PolicyLossConfig(ConfigNode):
     """Options of topr."""
 
     def check(self) -> None:
-        one_of(self, "loss_mode", LOSS_MODES)
+        on_menu(self, "loss_mode", LOSS_MODES, "actor_rollout_ref.actor.policy_loss.loss_mode")
         above(self, 0, "dro_beta", "kimi_tau")
         at_least(self, 0, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
         lb, ub = self.clip_cov_lb, self.clip_cov_ub
@@ -134,9 +135,9 @@ class ActorConfig(ConfigNode):
     """Add a KL term against the reference model to the loss."""
     kl_loss_coef: float = 0.001
     """Weight of that KL term."""
-    kl_loss_type: KLKind = KLKind.low_var_kl
+    kl_loss_type: str = "low_var_kl"
     """Estimator of that KL term: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary); with +
-    its value and the gradient of k2."""
+    its value and the gradient of k2; or a function of your own, file.py:name."""
     use_unbiased_kl: bool = False
     """Multiply that KL term by the probability ratio: value and gradient then hold for off-policy rows too. With
     kl (k1) and low_var_kl (k3) only."""
@@ -186,6 +187,7 @@ class ActorConfig(ConfigNode):
         above(self, 1, "clip_ratio_c")
         if self.loss_agg_mode is not None:
             one_of(self, "loss_agg_mode", LOSS_AGG_MODES)
+        on_menu(self, "kl_loss_type", tuple(KLKind), KL_MENU)
         not_both(self, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
 
 

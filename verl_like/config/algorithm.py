@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from verl_like.config.base import ConfigNode, above, at_least, between, one_of, require
+from verl_like.config.base import ConfigNode, above, at_least, between, on_menu, require
 from verl_like.config.correction import RolloutCorrectionConfig
-from verl_like.config.enums import ADV_ESTIMATORS, KLControlType, KLKind
+from verl_like.config.enums import ADV_ESTIMATORS, KL_MENU, KLControlType, KLKind
 from verl_like.config.shaping import AgentRewardNormConfig, PFPPOConfig, RewardNormConfig, RewardScalingConfig
 
 
@@ -72,7 +72,7 @@ class AlgorithmConfig(ConfigNode):
     adv_estimator: str = "gae"
     """Advantage estimator: gae (with a critic), reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo,
     dr_grpo, grpo_passk, rloo, opo, gpg, maxrl, lite_ppo, remax, optimal_token_baseline, tir_optimal_token_baseline,
-    gdpo (several rewards), gigpo, step_reinforce (multi-turn)."""
+    gdpo (several rewards), gigpo, step_reinforce (multi-turn); or a function of your own, file.py:name."""
     gamma: float = 1.0
     """Discount of future rewards, per token."""
     lam: float = 1.0
@@ -90,8 +90,9 @@ class AlgorithmConfig(ConfigNode):
     """Weights of gigpo."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference from the token rewards."""
-    kl_penalty: KLKind = KLKind.kl
-    """Estimator of that penalty: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary)."""
+    kl_penalty: str = "kl"
+    """Estimator of that penalty: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary); or a
+    function of your own, file.py:name."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     """Coefficient of that penalty."""
     reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
@@ -120,6 +121,7 @@ class AlgorithmConfig(ConfigNode):
     """Weights and rejections against the mismatch of trainer and rollout engine."""
 
     def check(self) -> None:
-        one_of(self, "adv_estimator", ADV_ESTIMATORS)
+        on_menu(self, "adv_estimator", ADV_ESTIMATORS, "algorithm.adv_estimator")
+        on_menu(self, "kl_penalty", tuple(KLKind), KL_MENU)
         between(self, 0, 1, "gamma", "lam", "step_reward_gamma")
         at_least(self, 0, "reward_clip", "token_reward_clip", "advantage_clip")

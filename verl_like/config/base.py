@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from verl_like.user_code import FORMS, is_reference, registered_names
+
 
 @dataclass(kw_only=True, slots=True)
 class ConfigNode:
@@ -66,6 +68,24 @@ def one_of(node: ConfigNode, key: str, choices: tuple[str, ...]) -> None:
     close = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     require(value in choices, key, value, f"{hint}choose one of {', '.join(choices)}")
+
+
+def on_menu(node: ConfigNode, key: str, choices: tuple[str, ...], menu: str) -> None:
+    """The field holds one of these names, one that imported code registered under `menu`, or a reference to code."""
+    value = str(getattr(node, key))
+    if is_reference(value) or value in registered_names(menu):
+        return
+    names = (*choices, *sorted(registered_names(menu) - set(choices)))
+    close = difflib.get_close_matches(value, names, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    fix = f"{hint}choose one of {', '.join(names)}, or name code of your own: {FORMS} (docs/extending.md)"
+    require(value in names, key, value, fix)
+
+
+def reference_or_none(node: ConfigNode, key: str) -> None:
+    """The field is None or names code of the user's own."""
+    value = getattr(node, key)
+    require(value is None or is_reference(value), key, value, f"name a class of your own: {FORMS}")
 
 
 def minus_one_or_positive(node: ConfigNode, *keys: str) -> None:

@@ -12,9 +12,12 @@ class CustomClassConfig(ConfigNode):
     """A class of the user's, loaded from a file."""
 
     path: str | None = None
-    """Python file that holds the class. Null: the built-in one."""
+    """Python file that holds the class, or pkg://module, or with the class's name file.py:Name. Null: the built-in
+    one."""
     name: str | None = None
     """Name of the class in that file."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of its constructor."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,9 +25,12 @@ class SamplerConfig(ConfigNode):
     """A sampler of the user's (curriculum)."""
 
     class_path: str | None = None
-    """Python file that holds the sampler class. Null: the built-in resumable sampler."""
+    """Python file that holds the sampler class, or pkg://module, or with the class's name file.py:Name. Null: the
+    built-in resumable sampler."""
     class_name: str | None = None
     """Name of the sampler class in that file."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of its constructor."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,16 +101,19 @@ class DataConfig(ConfigNode):
     """[processes] Processes that measure prompt lengths for the filter."""
     truncation: Truncation = Truncation.error
     """What to do with a prompt that is too long: error, left (keep the end), right (keep the start), middle."""
-    image_key: str = "images"
-    """Column with images."""
-    video_key: str = "videos"
-    """Column with videos."""
+    image_key: str | None = "images"
+    """Column with images, one for each <image> in the prompt. Null: none, and <image> in a prompt is plain text."""
+    video_key: str | None = "videos"
+    """Column with videos, one for each <video> in the prompt. Null: none, and <video> in a prompt is plain text."""
     trust_remote_code: bool = False
     """Run Python code that comes with the tokenizer."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     """A dataset class of the user's."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     """A sampler class of the user's."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Keys of your own for your data set or sampler, which finds them as config.<name>; +data.<name>=value on the
+    command line sets one."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the tokenizer's apply_chat_template, for instance enable_thinking."""
     chat_template: str = "native"

@@ -12,12 +12,13 @@ from verl_like.config.doctor_correction import (
     two_policies,
 )
 from verl_like.config.doctor_losses import LOSS_IDLE, aimless_kl, impossible_losses, two_decays, uncorrected_updates
+from verl_like.config.doctor_paths import impossible_paths
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, risky_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, other_estimator
 from verl_like.config.micro_batches import cuts
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.rollout import distortions
@@ -46,6 +47,7 @@ def impossible(config: PPOConfig) -> list[str]:
     return (
         _roles(config)
         + impossible_losses(config.actor_rollout_ref.actor)
+        + impossible_paths(config)
         + _lengths(config)
         + _run(config)
         + impossible_rewards(config)
@@ -190,7 +192,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         ("algorithm.gamma",),
-        lambda c: c.algorithm.adv_estimator not in (*DISCOUNTING_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "remax"),
+        lambda c: other_estimator(c, *DISCOUNTING_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "remax"),
         "algorithm.adv_estimator gives all tokens of a response one advantage",
     ),
     Idle(
@@ -198,10 +200,10 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.algorithm.adv_estimator in (*OPTIMAL_BASELINE_ESTIMATORS, "remax"),
         "algorithm.adv_estimator takes undiscounted returns",
     ),
-    Idle(("algorithm.lam",), lambda c: c.algorithm.adv_estimator != "gae", "algorithm.adv_estimator is not gae"),
+    Idle(("algorithm.lam",), lambda c: other_estimator(c, "gae"), "algorithm.adv_estimator is not gae"),
     Idle(
         ("algorithm.norm_adv_by_std_in_grpo",),
-        lambda c: c.algorithm.adv_estimator not in ("grpo", "grpo_passk", "gdpo", "gigpo"),
+        lambda c: other_estimator(c, "grpo", "grpo_passk", "gdpo", "gigpo"),
         "algorithm.adv_estimator is not grpo, grpo_passk, gdpo or gigpo",
     ),
     *LOSS_IDLE,
@@ -249,7 +251,21 @@ IDLE: tuple[Idle, ...] = (
         "data.filter_overlong_prompts is false",
     ),
     Idle(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle is false"),
-    Idle(("data.sampler.class_name",), lambda c: c.data.sampler.class_path is None, "data.sampler.class_path is null"),
+    Idle(
+        ("data.sampler.class_name", "data.sampler.kwargs"),
+        lambda c: c.data.sampler.class_path is None,
+        "data.sampler.class_path is null",
+    ),
+    Idle(
+        ("data.custom_cls.name", "data.custom_cls.kwargs"),
+        lambda c: c.data.custom_cls.path is None,
+        "data.custom_cls.path is null",
+    ),
+    Idle(
+        ("data.extra",),
+        lambda c: c.data.custom_cls.path is None and c.data.sampler.class_path is None,
+        "no class of your own reads it (data.custom_cls.path, data.sampler.class_path)",
+    ),
     Idle(
         ("data.domain_weights", "data.shuffle"),
         lambda c: c.data.sampler.class_path is not None,

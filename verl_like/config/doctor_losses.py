@@ -3,6 +3,7 @@
 from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import needs_critic, takes_own_log_probs
 from verl_like.config.doctor_correction import is_reinforce
+from verl_like.config.enums import LOSS_MODES
 from verl_like.config.idle import Idle
 from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, UNBIASED_KL_KINDS
 from verl_like.config.ppo import PPOConfig
@@ -74,7 +75,7 @@ def _loss(config: PPOConfig) -> str:
 def _read_by(key: str, losses: tuple[str, ...]) -> Idle:
     """A knob that only some losses read."""
     why = f"{_ACTOR}.policy_loss.loss_mode does not read it (read by {', '.join(losses)})"
-    return Idle((f"{_ACTOR}.{key}",), lambda c: _loss(c) not in losses, why)
+    return Idle((f"{_ACTOR}.{key}",), lambda c: _loss(c) in LOSS_MODES and _loss(c) not in losses, why)
 
 
 def _at_ratio_one(key: str) -> Idle:

@@ -40,6 +40,7 @@ def _pool_size(config: PPOConfig) -> int:
 
 _SETTINGS = (
     "model.",
+    "worker_class",
     "strategy",
     "enable_resource_pool",
     "nnodes",

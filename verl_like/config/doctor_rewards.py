@@ -3,7 +3,7 @@
 import math
 
 from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, other_estimator
 from verl_like.config.ppo import PPOConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -213,10 +213,10 @@ REWARD_IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         ("algorithm.step_reward_gamma",),
-        lambda c: c.algorithm.adv_estimator not in STEP_ESTIMATORS,
+        lambda c: other_estimator(c, *STEP_ESTIMATORS),
         "algorithm.adv_estimator is not gigpo or step_reinforce",
     ),
-    Idle(("algorithm.gigpo.",), lambda c: c.algorithm.adv_estimator != "gigpo", "algorithm.adv_estimator is not gigpo"),
+    Idle(("algorithm.gigpo.",), lambda c: other_estimator(c, "gigpo"), "algorithm.adv_estimator is not gigpo"),
     Idle(
         ("reward_model.reward_kwargs",),
         lambda c: c.reward_model.reward_manager in REWARD_MANAGERS,

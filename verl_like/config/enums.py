@@ -237,6 +237,7 @@ LOSS_MODES = (
     "gpg",
     "policy_gradient",
 )
+KL_MENU = "algorithm.kl_penalty / actor.kl_loss_type"
 LOSS_AGG_MODES = (
     "token-mean",
     "token-sum",

@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.actor import not_both
-from verl_like.config.base import ConfigNode, above, at_least, require
+from verl_like.config.base import ConfigNode, above, at_least, reference_or_none, require
 from verl_like.config.enums import REWARD_MANAGERS, Strategy
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.profiler import ProfilerConfig
 from verl_like.config.reward_execution import JudgeConfig, SandboxConfig, SandboxFusionConfig
 from verl_like.config.shaping import LengthRewardConfig, OverlongBufferConfig
+from verl_like.user_code import FORMS, is_reference
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,6 +81,9 @@ class RewardModelConfig(ConfigNode):
     """Sharding backend."""
     model: RewardNetworkConfig = field(default_factory=RewardNetworkConfig)
     """The reward model."""
+    worker_class: str | None = None
+    """A class of your own, file.py:Name, that scores texts in the worker processes in place of the built-in one. Null:
+    the built-in one."""
     micro_batch_size: int | None = None
     """[sequences, all processes] Deprecated: divided by the data-parallel size. Use micro_batch_size_per_gpu."""
     micro_batch_size_per_gpu: int | None = None
@@ -104,9 +108,10 @@ class RewardModelConfig(ConfigNode):
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """A language model as judge."""
     rule: str | None = None
-    """Built-in grader of every row, by name ([rewards](rewards.md)). Null: by data_source."""
+    """Grader of every row: a built-in one by name ([rewards](rewards.md)), or your own, file.py:name. Null: by
+    data_source."""
     rule_by_source: dict[str, Any] = field(default_factory=dict)
-    """Built-in graders by data_source: {name or pattern with *: grader}. Comes before `rule`."""
+    """Graders by data_source: {name or pattern with *: grader}. Comes before `rule`."""
     rule_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of `rule`; under a grader's name, a dictionary with options of that grader."""
     launch_reward_fn_async: bool = False
@@ -127,10 +132,11 @@ class RewardModelConfig(ConfigNode):
 
     def check(self) -> None:
         at_least(self, 1, "micro_batch_size", "micro_batch_size_per_gpu", "max_length")
+        reference_or_none(self, "worker_class")
         at_least(self, 1, "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size")
         at_least(self, 0, "n_gpus_per_node", "nnodes")
         manager = self.reward_manager
-        known = manager in REWARD_MANAGERS or ":" in manager.removeprefix("pkg://")
-        fix = f"choose one of {', '.join(REWARD_MANAGERS)}, or a class of your own as file.py:Name or pkg://module:Name"
+        known = manager in REWARD_MANAGERS or is_reference(manager)
+        fix = f"choose one of {', '.join(REWARD_MANAGERS)}, or a class of your own: {FORMS}"
         require(known, "reward_manager", manager, fix)
         not_both(self, "micro_batch_size", "micro_batch_size_per_gpu")

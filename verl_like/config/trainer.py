@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, require
+from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, reference_or_none, require
 from verl_like.config.enums import LOGGERS, Device, Launcher, ProfileTool, ResumeMode
+from verl_like.user_code import FORMS, is_reference
 
 _CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
 _WORKER_NSIGHT = {**_CONTROLLER_NSIGHT, "capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}
@@ -28,6 +29,8 @@ class TrainerConfig(ConfigNode):
     """[nodes] Machines."""
     n_gpus_per_node: int | str = "auto"
     """[processes] Worker processes per machine; auto: its GPUs, or 1 on CPU."""
+    trainer_class: str | None = None
+    """A class of your own, file.py:Name, derived from verl_like.trainer.ppo.PPOTrainer. Null: that one."""
     rpc_timeout: float = 3600.0
     """[s] Longest single call to a worker."""
     worker_start_timeout: float = 600.0
@@ -65,7 +68,8 @@ class TrainerConfig(ConfigNode):
     max_critic_ckpt_to_keep: int | None = None
     """[checkpoints] Newest critic checkpoints to keep. Null: all."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Trackers: console, tensorboard, wandb. Metrics always go to a jsonl file as well."""
+    """Trackers: console, tensorboard, wandb, or classes of your own, file.py:Name. Metrics always go to a jsonl file as
+    well."""
     log_dir: str | None = None
     """Folder of logs and metrics. Null: default_local_dir."""
     log_val_generations: int = 0
@@ -99,8 +103,10 @@ class TrainerConfig(ConfigNode):
             options = getattr(self, key)
             wrong = sorted(set(options) - set(known))
             require(not wrong, key, options, f"unknown {wrong}; choose from {', '.join(known)}")
-        unknown = sorted(set(self.logger) - set(LOGGERS))
-        require(not unknown, "logger", self.logger, f"unknown {unknown}; choose from {', '.join(LOGGERS)}")
+        unknown = sorted(name for name in self.logger if name not in LOGGERS and not is_reference(name))
+        fix = f"unknown {unknown}; choose from {', '.join(LOGGERS)}, or name a class of your own: {FORMS}"
+        require(not unknown, "logger", self.logger, fix)
+        reference_or_none(self, "trainer_class")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,8 +20,9 @@ from torch import Tensor
 from verl_like.batch import Rollouts, Scores
 from verl_like.config import DataConfig
 from verl_like.data.dataset import Dataset, PromptDataset
-from verl_like.data.foreign import ForeignDataset, as_attributes, load_class
+from verl_like.data.foreign import ForeignDataset, as_attributes
 from verl_like.data.sampler import Sampler, check_identity
+from verl_like.user_code import check_call, load_class
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +104,10 @@ class CustomSampler(Sampler):
 
     def __init__(self, data: DataConfig, dataset: Dataset) -> None:
         super().__init__()
-        keys = {"section": "data.sampler", "path_key": "class_path", "name_key": "class_name"}
+        keys = {"path_key": "data.sampler.class_path", "name_key": "data.sampler.class_name"}
         cls = load_class(str(data.sampler.class_path), data.sampler.class_name, **keys)
         view = dataset.rows if isinstance(dataset, ForeignDataset) else RowView(dataset)  # pyright: ignore
-        self._sampler = _construct(cls, {"data_source": view, "data_config": as_attributes(data)})
+        self._sampler = _construct(cls, view, as_attributes(data), data.sampler.kwargs)
         self._num_rows, self._identity = len(dataset), dataset.identity()
         self._resumes = hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict")
         self._update = getattr(self._sampler, "update", None)
@@ -170,15 +171,14 @@ class CustomSampler(Sampler):
         self._load_drawn(state)
 
 
-def _construct(cls: type, arguments: dict[str, Any]) -> Any:
-    try:
-        inspect.signature(cls).bind(**arguments)
-    except TypeError:
-        arguments = {"data_source": arguments["data_source"]}
-        try:
-            inspect.signature(cls).bind(**arguments)
-        except TypeError as error:
-            raise ValueError(
-                f"data.sampler.class_name={cls.__name__}: it must take data_source and data_config: {error}"
-            ) from error
-    return cls(**arguments)
+def _construct(cls: type, data_source: Any, data_config: Any, kwargs: dict[str, Any]) -> Any:
+    """An object of the class: with data_config, unless it takes data_source alone, as torch's own samplers do."""
+    takes_config = "data_config" in inspect.signature(cls).parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(cls).parameters.values()
+    )
+    arguments = {"data_source": data_source, **({"data_config": data_config} if takes_config else {}), **kwargs}
+    check_call(cls, f"data.sampler={cls.__name__}", keywords=arguments)
+    sampler = cls(**arguments)
+    if not hasattr(sampler, "__iter__"):
+        raise ValueError(f"data.sampler={cls.__name__} has no __iter__: it must give dataset positions, as torch's do")
+    return sampler

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
+import itertools
 import logging
 from array import array
 from bisect import bisect_right
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 
-from verl_like.batch import MediaHandle, PromptRow
+from verl_like.batch import PromptRow
 from verl_like.config import DataConfig
 from verl_like.data.chat import Conversation, PromptEncoder, encode_all, truncate
-from verl_like.data.media import MediaColumn, handles, insert_media, media_columns
+from verl_like.data.media import MediaColumn, handles, insert_media, media_columns, refuse_tags
 from verl_like.data.reading import (
     DataFile,
     Files,
@@ -31,6 +32,7 @@ from verl_like.data.templates import find_system_prompt, find_template
 logger = logging.getLogger(__name__)
 
 _SPLITS = ("train", "val")
+_LONGEST = 1000  # rows that `check_rows` tokenises
 
 
 class Dataset(Protocol):
@@ -56,6 +58,10 @@ class Dataset(Protocol):
         """Rows with images or videos."""
         ...
 
+    def check_rows(self) -> None:
+        """ValueError for a row that cannot be used, as far as that can be found quickly: before processes start."""
+        ...
+
 
 class PromptDataset:
     """The prompts of `files`, in file order, after data.*_max_samples and data.filter_overlong_prompts.
@@ -76,9 +82,11 @@ class PromptDataset:
         self.encoder = make_encoder(data, tokenizer)
         self.system_prompt = find_system_prompt(data.system_prompt)
         self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
-        names = {"image": data.image_key, "video": data.video_key}
-        self._media: list[list[MediaColumn]] = [media_columns(file.path, file.rows, names) for file in self.files]
-        self._ends = list(accumulate(len(file.rows) for file in self.files))
+        self._media_keys = {kind: key for kind, key in (("image", data.image_key), ("video", data.video_key)) if key}
+        self._media: list[list[MediaColumn]] = [
+            media_columns(file.path, file.rows, self._media_keys) for file in self.files
+        ]
+        self._ends = list(itertools.accumulate(len(file.rows) for file in self.files))
         self._tokens: dict[int, array[int]] = {}  # by position in the files
         self._sources: dict[int, list[str]] = {}  # by number of the file
         max_samples = data.train_max_samples if split == "train" else data.val_max_samples
@@ -111,7 +119,9 @@ class PromptDataset:
         file, place = self.files[number], self._place(position)
         row = file.rows.row(offset)
         media = handles(file.path, self._media[number], offset)
-        messages = self._with_media(self.messages(row, place), media, place)
+        messages = self.messages(row, place)
+        refuse_tags(messages, {k: c for k, c in self._media_keys.items() if c not in file.rows.columns}, place)
+        messages = insert_media(messages, media, self._media_keys, place) if media else messages
         tools = None if self.data.tools_key is None else tools_of(row, self.data.tools_key, place)
         return PromptRow(
             index=position,
@@ -160,6 +170,21 @@ class PromptDataset:
         kept = hashlib.blake2b(np.ascontiguousarray(self._kept).tobytes(), digest_size=16).hexdigest()
         return {"files": [file.identity() for file in self.files], "rows": len(self), "kept": kept}
 
+    def check_rows(self) -> None:
+        """See Dataset: the first row, the first whose text has <image> or <video>, and with data.truncation=error (and
+        no filter, which has seen all) those with the longest texts."""
+        tags = [f"<{kind}>" for kind in self._media_keys]
+        lengths, tagged = [], []  # by position in the files
+        for cell in (cell for file in self.files for cell in file.rows.column(prompt_column(self.data)[0])):
+            text = str(cell)
+            lengths.append(len(text))
+            tagged.append(any(tag in text for tag in tags))
+        chosen = {0, *itertools.islice((i for i, position in enumerate(self._kept) if tagged[position]), 1)}
+        if self.data.truncation == "error" and not self.data.filter_overlong_prompts:
+            chosen |= set(heapq.nlargest(_LONGEST, range(len(self)), key=lambda i: lengths[self._kept[i]]))
+        for index in sorted(chosen):
+            self[index]
+
     def num_media(self) -> int:
         """See Dataset."""
         return sum(
@@ -176,9 +201,6 @@ class PromptDataset:
             values = rows.column(self.data.reward_fn_key) if known else [None] * len(rows)
             self._sources[number] = [default if value is None else str(value) for value in values]
         return self._sources[number]
-
-    def _with_media(self, messages: list[dict[str, Any]], media: list[MediaHandle], place: str) -> list[dict[str, Any]]:
-        return insert_media(messages, media, place) if media else messages
 
     def _extra_info(self, row: dict[str, Any], conversation: Conversation, place: str) -> dict[str, Any]:
         """The row's extra_info and what data.return_* and data.prompt_id_key add to it, under verl's names."""

@@ -8,13 +8,7 @@ data_source, reward_model, ability, extra_info, index.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib
-import importlib.util
-import inspect
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
 from verl_like.batch import PromptRow
@@ -23,56 +17,24 @@ from verl_like.data.chat import truncate
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder, source_of
 from verl_like.data.reading import Files, dictionary_of, flat, ground_truth_of, prompt_column, style_of, to_messages
 from verl_like.data.storage import localize
+from verl_like.user_code import check_call, load_class
 
 logger = logging.getLogger(__name__)
-
-_MODULE_PREFIX = "pkg://"
-
-
-def load_class(path: str, name: str | None, *, section: str, path_key: str, name_key: str) -> type:
-    """The class `name` of a Python file or of `pkg://module`. ValueError names the keys, `section`.`path_key` say."""
-    if name is None:
-        raise ValueError(f"{section}.{name_key} is not set: name the class in {path}")
-    module = _load_module(path, f"{section}.{path_key}")
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
-        classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
-        raise ValueError(
-            f"{section}.{name_key}={name}: {path} must define it as a class (it has: {', '.join(classes) or 'none'})"
-        )
-    return found
-
-
-def _load_module(path: str, key: str) -> Any:
-    if path.startswith(_MODULE_PREFIX):
-        try:
-            return importlib.import_module(path.removeprefix(_MODULE_PREFIX))
-        except ImportError as error:
-            raise ValueError(f"{key}={path}: {error}") from error
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise ValueError(f"{key}={path}: there is no such file ({file})")
-    name = f"custom_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{key}={path} is not a Python file (.py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # pickling looks the module up by name
-    spec.loader.exec_module(module)
-    return module
 
 
 def build_custom(data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int) -> Dataset:
     """The class of data.custom_cls, constructed as PromptDataset is, or as verl does and wrapped."""
-    keys = {"section": "data.custom_cls", "path_key": "path", "name_key": "name"}
+    keys = {"path_key": "data.custom_cls.path", "name_key": "data.custom_cls.name"}
     cls = load_class(str(data.custom_cls.path), data.custom_cls.name, **keys)
     if issubclass(cls, PromptDataset):
-        return cls(data, files, tokenizer, split=split, seed=seed)
+        keywords = {"split": split, "seed": seed, **data.custom_cls.kwargs}
+        check_call(cls, f"data.custom_cls={cls.__name__}", "data", "files", "tokenizer", keywords=keywords)
+        return cls(data, files, tokenizer, **keywords)
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(cls, name)]
     if missing:
         raise ValueError(
-            f"data.custom_cls.name={data.custom_cls.name}: {data.custom_cls.path} must define it as a class derived "
-            f"from verl_like.data.dataset.PromptDataset, or as a torch data set; it has no {', '.join(missing)}"
+            f"data.custom_cls: {data.custom_cls.path} must define {cls.__name__} as a class derived from "
+            f"verl_like.data.dataset.PromptDataset, or as a torch data set; it has no {', '.join(missing)}"
         )
     return ForeignDataset(cls, data, files, tokenizer, split=split)
 
@@ -88,7 +50,10 @@ class AttributeDict(dict[str, Any]):
 
 
 def as_attributes(node: Any) -> Any:
-    """Configuration dataclasses as AttributeDicts, all the way down."""
+    """Configuration dataclasses as AttributeDicts, all the way down; keys of data.extra stand beside ours."""
+    if isinstance(node, DataConfig):
+        ours = {f.name: as_attributes(getattr(node, f.name)) for f in dataclasses.fields(node)}
+        return AttributeDict({key: as_attributes(value) for key, value in node.extra.items()} | ours)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return AttributeDict({f.name: as_attributes(getattr(node, f.name)) for f in dataclasses.fields(node)})
     if isinstance(node, dict):
@@ -109,14 +74,9 @@ class ForeignDataset:
             "tokenizer": tokenizer,
             "processor": None,
             "config": as_attributes(data),
+            **data.custom_cls.kwargs,
         }
-        try:
-            inspect.signature(cls).bind(**arguments)
-        except TypeError as error:
-            raise ValueError(
-                f"data.custom_cls.name={cls.__name__}: it must take {', '.join(arguments)}, as verl's data sets do: "
-                f"{error}"
-            ) from error
+        check_call(cls, f"data.custom_cls={cls.__name__}", keywords=arguments)
         self.rows = cls(**arguments)
         if len(self.rows) == 0:
             raise ValueError(f"data.custom_cls.name={cls.__name__}: the data set of data.{split}_files has no rows")
@@ -164,6 +124,10 @@ class ForeignDataset:
         """See Dataset: the class, its size and the names and sizes of its files."""
         files = [{"name": path.name, "bytes": path.stat().st_size} for path in self.paths if path.is_file()]
         return {"class": type(self.rows).__name__, "rows": len(self), "foreign_files": files}
+
+    def check_rows(self) -> None:
+        """See Dataset: the first row; the others are the class's own business."""
+        self[0]
 
     def num_media(self) -> int:
         """See Dataset: verl's data sets put pixels into multi_modal_data."""

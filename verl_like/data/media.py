@@ -67,28 +67,43 @@ def _parquet_cell(file: pq.ParquetFile, column: str, row: int) -> Any:
     raise IndexError(f"row {row} is beyond the end of the file")
 
 
-def insert_media(messages: list[dict[str, Any]], media: list[MediaHandle], place: str) -> list[dict[str, Any]]:
+def insert_media(
+    messages: list[dict[str, Any]], media: list[MediaHandle], columns: dict[str, str], place: str
+) -> list[dict[str, Any]]:
     """Messages whose <image> and <video> tags became content parts ({"type": "image"}), as chat templates want them.
 
-    ValueError unless there are as many tags as images and videos.
+    columns: {kind: column} of the kinds that have one; the tags of another kind are plain text. ValueError unless there
+    are as many tags as images and videos.
     """
-    split = [{**m, "content": _parts(m["content"])} if _has_tag(m) else m for m in messages]
-    for kind in ("image", "video"):
-        tags = sum(part["type"] == kind for m in split if isinstance(m.get("content"), list) for part in m["content"])
+    tags = [f"<{kind}>" for kind in columns]
+    split = [{**m, "content": _parts(m["content"], tags)} if _has_tag(m, tags) else m for m in messages]
+    for kind, column in columns.items():
+        parts = [part for m in split if isinstance(m.get("content"), list) for part in m["content"]]
+        count = sum(part.get("type") == kind for part in parts)
         given = sum(handle.kind == kind for handle in media)
-        if tags != given:
-            raise ValueError(f"{place}: the prompt has {tags} <{kind}> tags, but the row has {given} {kind}s")
+        if count != given:
+            raise ValueError(
+                f"{place}: the prompt has {count} <{kind}> tags, but the row has {given} {kind}s "
+                f"(data.{kind}_key={column})"
+            )
     return split
 
 
-def _has_tag(message: dict[str, Any]) -> bool:
+def refuse_tags(messages: list[dict[str, Any]], missing: dict[str, str], place: str) -> None:
+    """ValueError for a tag whose kind has a column ({kind: name}) that the file does not have."""
+    for kind, column in missing.items():
+        if any(_has_tag(message, [f"<{kind}>"]) for message in messages):
+            raise ValueError(
+                f"{place}: the prompt has <{kind}>, but the file has no column {column!r} (data.{kind}_key): set it to "
+                f"the column with the {kind}s, or to null where <{kind}> is plain text"
+            )
+
+
+def _has_tag(message: dict[str, Any], tags: list[str]) -> bool:
     content = message.get("content")
-    return isinstance(content, str) and _TAGS.search(content) is not None
+    return isinstance(content, str) and any(tag in content for tag in tags)
 
 
-def _parts(text: str) -> list[dict[str, str]]:
-    return [
-        {"type": piece[1:-1]} if _TAGS.fullmatch(piece) else {"type": "text", "text": piece}
-        for piece in _TAGS.split(text)
-        if piece
-    ]
+def _parts(text: str, tags: list[str]) -> list[dict[str, str]]:
+    pieces = [piece for piece in _TAGS.split(text) if piece]
+    return [{"type": piece[1:-1]} if piece in tags else {"type": "text", "text": piece} for piece in pieces]

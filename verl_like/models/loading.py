@@ -7,7 +7,6 @@ given, with a warning. That is how small test models and from-scratch experiment
 from __future__ import annotations
 
 import difflib
-import importlib
 import logging
 import os
 from pathlib import Path
@@ -30,6 +29,7 @@ from verl_like.models.heads import (
 from verl_like.models.lean_model import Functions, put_in
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
+from verl_like.user_code import import_modules
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig, ModelConfig
@@ -39,20 +39,33 @@ log = logging.getLogger(__name__)
 Kind = Literal["policy", "value"]
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model folder, with a pad token (the end token where none is set)."""
-    tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(path), trust_remote_code=trust_remote_code)
+def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "actor_rollout_ref.model.path") -> Any:
+    """The tokenizer of a model folder, with a pad token (the end token where none is set).
+
+    ValueError, naming `key`, where there is none.
+    """
+    fix = "save the model's tokenizer in the folder (tokenizer.save_pretrained), or name another: data.tokenizer"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{key}={path}: its tokenizer cannot be loaded ({error}); {fix}") from error
+    if not tokenizer("a b c 1 2 3")["input_ids"]:  # what transformers makes of a folder without tokenizer files
+        raise ValueError(f"{key}={path} holds no tokenizer: every text becomes 0 tokens; {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_hf_config(model: ModelConfig) -> PretrainedConfig:
-    """The model's Hugging Face config with `override_config` applied; unknown names in it are a ValueError."""
-    for package in (model.external_lib or "").split(","):
-        if package.strip():
-            importlib.import_module(package.strip())
-    config = AutoConfig.from_pretrained(os.path.expanduser(model.path), trust_remote_code=model.trust_remote_code)
+def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedConfig:
+    """The model's Hugging Face config with `override_config` applied; unknown names in it are a ValueError.
+
+    key: what messages call the model's path.
+    """
+    import_modules(model.external_lib, "model.external_lib")
+    try:
+        config = AutoConfig.from_pretrained(os.path.expanduser(model.path), trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{key}={model.path}: its config.json cannot be used: {error}") from error
     for key, value in model.override_config.items():
         if key not in config:
             close = difflib.get_close_matches(key, config.to_dict(), n=1)

@@ -1,4 +1,5 @@
-"""Where metrics go: `trainer.logger` picks console, tensorboard, wandb; a jsonl file is always written."""
+"""Where metrics go: `trainer.logger` picks console, tensorboard, wandb or a class of the user's own; a jsonl file is
+always written."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
 from verl_like.observe.metrics import scalar
 from verl_like.observe.samples import Sample, to_json
+from verl_like.user_code import check_call, is_reference, load
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ def build_trackers(
     if "wandb" in names:
         names_of_run = (trainer.project_name, trainer.experiment_name)
         trackers.append(WandbTracker(*names_of_run, resolved_config, folder, resumed=resumed_at is not None))
+    for name in filter(is_reference, names):
+        trackers.append(OwnTracker(name, resolved_config, folder, resumed_at))
     return Trackers(trackers)
 
 
@@ -84,7 +88,9 @@ def check_trackers(trainer: TrainerConfig) -> list[str]:
     Starts nothing, so that a run can ask before its processes start.
     """
     names = list(dict.fromkeys(trainer.logger))
-    unknown = [name for name in names if name not in LOGGERS]
+    for name in filter(is_reference, names):
+        OwnTracker.load(name)
+    unknown = [name for name in names if name not in LOGGERS and not is_reference(name)]
     if unknown:
         raise ValueError(
             f"trainer.logger={names}: {', '.join(unknown)} not available yet. "
@@ -343,6 +349,39 @@ class WandbTracker:
 
     def finish(self) -> None:
         self._run.finish()
+
+
+class OwnTracker:
+    """A tracker class of the user's, named by reference: built as cls(config=, folder=, resumed_at=), see
+    docs/extending.md. It needs log(step, metrics); log_samples(step, samples) and finish() are called if it has them.
+    """
+
+    def __init__(
+        self, reference: str, resolved_config: Mapping[str, Any], folder: Path, resumed_at: int | None
+    ) -> None:
+        self.name = reference
+        self._tracker = self.load(reference)(config=dict(resolved_config), folder=folder, resumed_at=resumed_at)
+
+    @staticmethod
+    def load(reference: str) -> type:
+        """The class. ValueError unless it can be built so and has a `log`."""
+        found = load(reference, "trainer.logger")
+        if not isinstance(found, type) or not callable(getattr(found, "log", None)):
+            raise ValueError(f"trainer.logger={reference} must be a class with log(step, metrics)")
+        check_call(found, f"trainer.logger={reference}", keywords=dict.fromkeys(("config", "folder", "resumed_at")))
+        check_call(found.log, f"trainer.logger={reference}", "self", "step", "metrics")
+        return found
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(step, metrics)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        if hasattr(self._tracker, "log_samples"):
+            self._tracker.log_samples(step, samples)
+
+    def finish(self) -> None:
+        if hasattr(self._tracker, "finish"):
+            self._tracker.finish()
 
 
 _PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # what a tracker imports

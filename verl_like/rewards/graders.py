@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from verl_like.user_code import FORMS, is_reference, load
+
 Grader = Callable[..., Any]
 
 _NO_OPTIONS: Mapping[str, Any] = {}  # never written to
@@ -141,11 +143,12 @@ def choose(
     by_source = dict(by_source or {})
     named = {"reward_model.rule": rule} | {f"reward_model.rule_by_source.{s}": name for s, name in by_source.items()}
     for key, name in named.items():
-        if name is not None and name not in GRADERS:
-            raise ValueError(f"{key}={name}: there is no such grader; choose one of {', '.join(GRADERS)}")
+        if name is not None and not is_grader(name):
+            known = ", ".join(GRADERS)
+            raise ValueError(f"{key}={name}: there is no such grader; choose one of {known}, or your own: {FORMS}")
     options: dict[str, dict[str, Any]] = {}
     for key, value in (rule_kwargs or {}).items():
-        if key in GRADERS and isinstance(value, Mapping):
+        if is_grader(key) and isinstance(value, Mapping):
             options.setdefault(key, {}).update(value)
         elif rule is not None:
             options.setdefault(rule, {})[key] = value
@@ -155,13 +158,21 @@ def choose(
                 f"reward_model.rule_kwargs.<grader>.{key} (graders: {', '.join(GRADERS)})"
             )
     for name, chosen in options.items():
-        _check_options(name, chosen)
+        if name in GRADERS:  # those of users' graders are checked where these are loaded, in the reward workers
+            _check_options(name, chosen)
     return GraderChoice(rule=rule, by_source=by_source, options=options)
+
+
+def is_grader(name: str) -> bool:
+    """Whether it is the name of a built-in grader, or a reference to one of the user's own."""
+    return name in GRADERS or is_reference(name)
 
 
 @functools.cache
 def grader_by_name(name: str) -> Grader:
-    """The grader of that name. ValueError naming the known ones if there is none."""
+    """The grader of that name or reference. ValueError naming the known ones if there is none."""
+    if is_reference(name):
+        return load(name, "reward_model.rule")
     if name not in GRADERS:
         raise ValueError(f"there is no grader {name!r}; choose one of {', '.join(GRADERS)}")
     entry = GRADERS[name]

@@ -21,11 +21,11 @@ from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
 from verl_like.rewards.grading import Grading, Scorer
 from verl_like.rewards.judge import Judge
-from verl_like.rewards.loading import resolve_path
 from verl_like.rewards.model_score import ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
 from verl_like.rewards.pool import WorkerPool
 from verl_like.rewards.reward_call import ScorerSpec
+from verl_like.user_code import is_reference, resolve_path
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +71,25 @@ class RewardManager:
     def _spec(self, custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig) -> ScorerSpec:
         own = self._manager not in REWARD_MANAGERS
         return ScorerSpec(
-            path=None if custom.path is None else resolve_path(custom.path),
+            path=None if custom.path is None else resolve_path(custom.path, "custom_reward_function.path"),
             name=custom.name,
             kwargs=dict(custom.reward_kwargs) if self._custom else {},
             options=self._execution.add_to(self._choice.options),
             choice=self._choice,
             manager=self._manager if own else None,
             manager_kwargs=dict(reward_model.reward_kwargs) if own else {},
+            own_graders=self._own_graders(reward_model),
             batch=self._manager == "batch",
             timeout=float(custom.timeout),
             memory_limit_mb=custom.memory_limit_mb,
         )
+
+    def _own_graders(self, reward_model: RewardModelConfig) -> dict[str, str]:
+        """Graders that the configuration names by reference, by the key that does."""
+        named = {"reward_model.rule": reward_model.rule or ""}
+        named |= {f"reward_model.rule_by_source.{source}": name for source, name in self._choice.by_source.items()}
+        named |= {f"reward_model.weights.*.{name}": name for name in self._weights.names()}
+        return {key: name for key, name in named.items() if is_reference(name)}
 
     def use_model(self, model: ModelScore) -> None:
         """Score with a reward model too, once its workers are there (reward_model.enable)."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from verl_like.rewards.graders import GRADERS
+from verl_like.rewards.graders import GRADERS, is_grader
 from verl_like.rewards.reward_call import RewardOutcome
+from verl_like.user_code import FORMS
 
 CUSTOM, JUDGE = "custom", "judge"
 
@@ -55,9 +56,9 @@ def _parts(source: str, parts: Any, *, has_custom: bool, has_judge: bool) -> tup
             raise ValueError(f"{key}.{name}: custom_reward_function.path is not set")
         if name == JUDGE and not has_judge:
             raise ValueError(f"{key}.{name}: reward_model.judge.url is not set")
-        if name not in (CUSTOM, JUDGE, *GRADERS):
+        if name not in (CUSTOM, JUDGE) and not is_grader(name):
             known = ", ".join((CUSTOM, JUDGE, *GRADERS))
-            raise ValueError(f"{key}.{name}: there is no such part; choose one of {known}")
+            raise ValueError(f"{key}.{name}: there is no such part; choose one of {known}, or your own: {FORMS}")
     return tuple(Part(name, float(weight)) for name, weight in parts.items())
 
 

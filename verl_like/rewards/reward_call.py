@@ -22,6 +22,7 @@ class ScorerSpec:
     choice: GraderChoice = field(default_factory=GraderChoice)  # which built-in grader a manager's compute_score takes
     manager: str | None = None  # a class around the function: file.py:Name or pkg://module:Name
     manager_kwargs: dict[str, Any] = field(default_factory=dict)
+    own_graders: dict[str, str] = field(default_factory=dict)  # graders named by reference: config key -> file.py:name
     batch: bool = False  # the function takes lists of a whole batch
     concurrency: int = 64  # rows that an `async def` scorer handles at a time in one worker
     timeout: float = 60.0  # seconds per call

@@ -23,6 +23,7 @@ from typing import Any
 from verl_like.rewards import graders
 from verl_like.rewards.loading import is_async, load_scorer, own_arguments
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, ScorerSpec
+from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
 
 _TRACEBACK_CHARS = 2000
 _TEXT_CHARS = 500
@@ -39,6 +40,7 @@ def main(descriptor: int, parent_pid: int) -> None:
     spec: ScorerSpec = connection.recv()
     _limit_memory(spec)
     try:
+        import_modules(external_modules(), EXTERNAL_MODULES)
         scorer = load_scorer(spec)
     except ValueError as error:
         connection.send(("load_error", str(error)))

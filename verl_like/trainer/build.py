@@ -18,7 +18,7 @@ from verl_like.batch import Prompts
 from verl_like.checkpoint.layout import resolve_resume, step_of
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerGroup
-from verl_like.config import DataConfig, PPOConfig
+from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
 from verl_like.config.batch_plan import BatchPlan, needs_critic, needs_reference
 from verl_like.config.errors import ConfigError
 from verl_like.config.row_groups import actor_group, critic_group, reference_group
@@ -35,9 +35,10 @@ from verl_like.models.loading import (
     load_tokenizer,
     shares_prompts,
 )
+from verl_like.models.location import check_locations
 from verl_like.models.tensor_plan import check_model
 from verl_like.observe.progress import build_progress
-from verl_like.observe.trackers import build_trackers, check_trackers
+from verl_like.observe.trackers import build_trackers
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import ModelScore
 from verl_like.rollout.sampling import train_sampling, validation_sampling
@@ -45,6 +46,7 @@ from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource
 from verl_like.trainer.greedy_baseline import GreedyBaselineSource
+from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.reward_check import self_check
@@ -53,6 +55,7 @@ from verl_like.trainer.source import BatchSource, PlainSource
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
+from verl_like.user_code import external_modules
 from verl_like.workers.reward import network_config
 from verl_like.workers.spec import WorkerSpec
 
@@ -79,6 +82,7 @@ class Inputs:
     train: Dataset
     val: Dataset | None
     eos_ids: tuple[int, ...]
+    reward_tokenizers: tuple[Any, Any] | None  # of the policy's texts and of the reward model, where these differ
 
 
 @contextmanager
@@ -91,10 +95,11 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
     with ExitStack() as stack:
         with input_errors():
             device, ranks_per_node = resolve_world(config)
-            check_trackers(config.trainer)
             world_size = config.trainer.nnodes * ranks_per_node
+            check_own_code(config)
             inputs = load_inputs(config)
             plan = BatchPlan.build(config, world_size, len(inputs.train))
+            loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
             logger.info("%d process(es) on %s; %s", world_size, device, plan.table())
             costs = ModelCosts.of(config, plan)
             spec = WorkerSpec(
@@ -103,6 +108,7 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
                 tokenizer_size=len(inputs.tokenizer),
                 max_model_len=max_model_len(config, inputs.hf_config),
                 profile_dir=str(profile_dir(config)),
+                external_modules=external_modules(),
             )
             rewards = stack.enter_context(
                 RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
@@ -122,16 +128,12 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
         speed = SpeedReport.of(config, plan, costs, peaks, device)
         report = build_reporter(config, plan, inputs, group.world_size, speed)
         stack.callback(report.close)
-        yield assemble(config, plan, inputs, costs, rewards, group, report, stop)
+        yield assemble(config, plan, inputs, loader, costs, rewards, group, report, stop)
 
 
 def model_score(config: PPOConfig, inputs: Inputs, scorer: RewardModelGroup) -> ModelScore:
     """The reward model's side of the scores, with its own tokenizer where input_tokenizer says that texts differ."""
-    model = config.reward_model.model
-    policy_tokenizer, own_tokenizer = inputs.tokenizer, None
-    if model.input_tokenizer is not None:
-        policy_tokenizer = load_tokenizer(model.input_tokenizer, model.trust_remote_code)
-        own_tokenizer = load_tokenizer(str(model.path), model.trust_remote_code)
+    policy_tokenizer, own_tokenizer = inputs.reward_tokenizers or (inputs.tokenizer, None)
     return ModelScore(
         config.reward_model, scorer.scores, policy_tokenizer=policy_tokenizer, own_tokenizer=own_tokenizer
     )
@@ -176,6 +178,7 @@ def assemble(
     config: PPOConfig,
     plan: BatchPlan,
     inputs: Inputs,
+    loader: PromptLoader,
     costs: ModelCosts,
     rewards: RewardManager,
     group: WorkerGroup,
@@ -184,12 +187,11 @@ def assemble(
 ) -> PPOTrainer:
     """Put the driver's parts around a worker group."""
     settings, rollout = config.trainer, config.actor_rollout_ref.rollout
-    loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
     seed = settings.seed if rollout.seed_per_request else None
     shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
     policy = {"cost": costs.actor, "share_prompts": shares_prompts(config.actor_rollout_ref.model)}
     critic = {"cost": costs.critic, "share_prompts": shares_prompts(config.critic.model)}
-    return PPOTrainer(
+    return trainer_class(config)(
         config=config,
         plan=plan,
         total_steps=required(plan.total_training_steps),
@@ -215,10 +217,15 @@ def assemble(
 def load_inputs(config: PPOConfig) -> Inputs:
     """Tokenizer, model configuration and datasets, checked against each other."""
     model, data = config.actor_rollout_ref.model, with_system_prompt(config)
-    tokenizer = load_tokenizer(data.tokenizer or model.path, model.trust_remote_code or data.trust_remote_code)
+    check_locations(config)
+    key = "data.tokenizer" if data.tokenizer else "actor_rollout_ref.model.path"
+    trust = model.trust_remote_code or data.trust_remote_code
+    tokenizer = load_tokenizer(data.tokenizer or model.path, trust, key)
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
-    hf_config = load_hf_config(model)
+    hf_config = load_hf_config(model, "actor_rollout_ref.model.path")
+    if needs_critic(config.critic, config.algorithm):
+        load_hf_config(config.critic.model, "critic.model.path")
     for section in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
         check_ulysses(model, hf_config, section.ulysses_sequence_parallel_size)
     check_tensor_parallel(config, hf_config)
@@ -228,19 +235,35 @@ def load_inputs(config: PPOConfig) -> Inputs:
             f"actor_rollout_ref.model.path={model.path}: its vocabulary has {vocab_size} ids, but the tokenizer "
             f"({data.tokenizer or model.path}) knows {len(tokenizer)}; set data.tokenizer to the model's own tokenizer"
         )
-    if config.reward_model.enable:
-        network = network_config(config.reward_model)
-        network_hf = load_hf_config(network)
-        check_score_head(network, network_hf, "reward_model.model.path")
-        check_ulysses(network, network_hf, config.reward_model.ulysses_sequence_parallel_size)
+    reward_tokenizers = load_reward_model(config.reward_model) if config.reward_model.enable else None
     seed = config.trainer.seed
     train = build_dataset(data, data.train_files, tokenizer, split="train", seed=seed)
     val = build_dataset(data, data.val_files, tokenizer, split="val", seed=seed) if data.val_files else None
     for split, dataset in (("train", train), ("val", val)):
-        refuse_media(dataset, f"data.{split}_files", hf_config)
+        if dataset is not None:
+            refuse_media(dataset, f"data.{split}_files", hf_config)
+            dataset.check_rows()
     return Inputs(
-        tokenizer=tokenizer, hf_config=hf_config, train=train, val=val, eos_ids=end_token_ids(tokenizer, hf_config)
+        tokenizer=tokenizer,
+        hf_config=hf_config,
+        train=train,
+        val=val,
+        eos_ids=end_token_ids(tokenizer, hf_config),
+        reward_tokenizers=reward_tokenizers,
     )
+
+
+def load_reward_model(section: RewardModelConfig) -> tuple[Any, Any] | None:
+    """Check the reward model; the two tokenizers of reward_model.model.input_tokenizer, None without it."""
+    network, model, key = network_config(section), section.model, "reward_model.model.path"
+    network_hf = load_hf_config(network, key)
+    if section.worker_class is None:
+        check_score_head(network, network_hf, key)
+    check_ulysses(network, network_hf, section.ulysses_sequence_parallel_size)
+    if model.input_tokenizer is None:
+        return None
+    policy = load_tokenizer(model.input_tokenizer, model.trust_remote_code, "reward_model.model.input_tokenizer")
+    return policy, load_tokenizer(network.path, model.trust_remote_code, key)
 
 
 def check_tensor_parallel(config: PPOConfig, hf_config: PretrainedConfig) -> None:
@@ -283,15 +306,15 @@ def with_system_prompt(config: PPOConfig) -> DataConfig:
     return dataclasses.replace(data, system_prompt=rule)
 
 
-def refuse_media(dataset: Dataset | None, key: str, hf_config: PretrainedConfig) -> None:
+def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> None:
     """ValueError for rows with images or videos: they are read and carried, but no model is trained on them yet."""
-    if dataset is None or not dataset.num_media():
+    if not dataset.num_media():
         return
     multimodal = hasattr(hf_config, "vision_config")
     what = "is a vision-language model, whose training is not available yet" if multimodal else "reads text only"
     raise ValueError(
         f"{key}: {dataset.num_media()} rows have images or videos (data.image_key, data.video_key), but the model "
-        f"(model_type {hf_config.model_type}) {what}. Leave such rows out, or name empty columns in the two keys"
+        f"(model_type {hf_config.model_type}) {what}. Leave such rows out"
     )
 
 

@@ -35,6 +35,8 @@ from verl_like.config.availability import newer_than_here
 from verl_like.config.doctor import check
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.schema import find_key, from_dict, get_value, keys, sections, suggest
+from verl_like.trainer.helper_sections import inline_all, is_helper, own_data_keys
+from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class Settings:
     groups: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
+    helpers: dict[str, Any] = dataclasses.field(default_factory=dict)  # sections of YAML that others refer to
+    added: set[str] = dataclasses.field(default_factory=set)  # keys written with +
 
 
 def compose(overrides: Sequence[str] = (), yaml_files: Sequence[str | Path] = ()) -> PPOConfig:
@@ -127,12 +131,26 @@ def compose_tree(
         _read_yaml(Path(file), settings)
     for text in overrides:
         _read_override(text, settings)
-    changes, warnings = canonical(_leaves(settings.changes))
+    inlined, problems = inline_all(_leaves(settings.changes), settings.helpers)
+    settings.problems += problems
+    changes, warnings = canonical(_leaves(inlined))
+    changes = own_data_keys(changes, settings.added)
     settings.problems += [problem for change in changes if (problem := _unknown(change))]
     raise_if_any(settings.problems)
     tree = _base(settings.groups)
     raise_if_any([problem for change in changes if (problem := _apply(tree, change))])
+    _import_users_modules(tree)
     return tree, changes, settings.warnings + warnings
+
+
+def _import_users_modules(tree: DictConfig) -> None:
+    """Modules that may register names, before the names in the configuration are checked."""
+    key = "actor_rollout_ref.model.external_lib"
+    try:
+        import_modules(external_modules(), EXTERNAL_MODULES)
+        import_modules(OmegaConf.select(tree, key), key)
+    except UserCodeError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def to_config(tree: DictConfig) -> PPOConfig:
@@ -236,6 +254,8 @@ def _read_yaml(path: Path, settings: Settings) -> None:
     if not isinstance(tree, dict):
         raise ConfigError([f"config file {path} must hold keys, not a {type(tree).__name__}"])
     tree.pop("hydra", None)
+    text = path.read_text()
+    settings.helpers |= {str(name): tree.pop(name) for name in list(tree) if is_helper(str(name), tree[name], text)}
     defaults = tree.pop("defaults", [])
     assert isinstance(defaults, list)
     own = [Change(str(name), value) for name, value in tree.items()]
@@ -271,6 +291,7 @@ def _read_override(text: str, settings: Settings) -> None:
         settings.groups.append(_group_override(key, override.package, str(override.value())))
     else:
         settings.changes.append(Change(key, _text(override.value())))
+        settings.added |= {key} if override.is_add() else set()
 
 
 @lru_cache(maxsize=4096)

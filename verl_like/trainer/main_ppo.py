@@ -7,13 +7,20 @@ spawned import this file again.
 from __future__ import annotations
 
 import os
+import sys
 
 from verl_like.config import PPOConfig
 from verl_like.trainer.compose import run_main
 
 
 def train(config: PPOConfig) -> None:
-    """Run the checked configuration."""
+    """Run the checked configuration. A model that is not there ends the program before torch is imported."""
+    from verl_like.models.location import check_locations
+
+    try:
+        check_locations(config)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     from verl_like.trainer.run import run
 
     run(config)

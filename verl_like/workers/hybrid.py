@@ -5,7 +5,6 @@ The driver calls these methods by name on all ranks at once (`WorkerGroup.call`)
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +18,8 @@ from verl_like.workers.critic import CriticWorker
 from verl_like.workers.policy import PolicyWorker
 from verl_like.workers.process import joined
 from verl_like.workers.profiling import WorkerProfiler
-from verl_like.workers.reward import RewardWorker
+from verl_like.workers.reward import build_reward_worker
 from verl_like.workers.spec import WorkerSpec
-
-logger = logging.getLogger(__name__)
 
 
 class HybridWorker:
@@ -31,11 +28,10 @@ class HybridWorker:
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
         with joined(spec, env) as self.process:
             self.profiler = build_profiler(spec, self.process)
-            _import_external(spec.config.actor_rollout_ref.model.external_lib)
             # The rollout engine comes last: at its start gpu_memory_utilization of the device must be free.
             self.critic = CriticWorker(spec, self.process) if spec.plan.needs_critic else None
-            own_pool = spec.config.reward_model.enable_resource_pool
-            self.reward = RewardWorker(spec, self.process) if spec.plan.needs_reward_model and not own_pool else None
+            scores = spec.plan.needs_reward_model and not spec.config.reward_model.enable_resource_pool
+            self.reward = build_reward_worker(spec, self.process) if scores else None
             self.policy = PolicyWorker(spec, self.process, env.run_id)
 
     def sync_weights(self, version: int) -> SyncReport | None:
@@ -132,12 +128,3 @@ def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:
         folder=Path(spec.profile_dir),
         tool=config.trainer.profile_tool,
     )
-
-
-def _import_external(names: str | list[str] | None) -> None:
-    """Import the user's packages that register models with transformers (model.external_lib)."""
-    import importlib
-
-    for name in [names] if isinstance(names, str) else names or []:
-        logger.info("importing external_lib %s", name)
-        importlib.import_module(name)

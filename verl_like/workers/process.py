@@ -7,12 +7,14 @@ from contextlib import contextmanager
 
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.user_code import EXTERNAL_MODULES, import_modules
 from verl_like.workers.spec import WorkerSpec
 
 
 @contextmanager
 def joined(spec: WorkerSpec, env: RankEnv) -> Iterator[ProcessInfo]:
-    """The process group of the pool, for the constructor of a worker: it is left again when that fails.
+    """The process group of the pool, for the constructor of a worker: it is left again when that fails. The user's own
+    modules are imported in it.
 
     In the driver's own process (trainer.launcher=local) another group may follow.
     """
@@ -27,6 +29,8 @@ def joined(spec: WorkerSpec, env: RankEnv) -> Iterator[ProcessInfo]:
         timeout_s=spec.config.trainer.rpc_timeout,
     )
     try:
+        import_modules(spec.external_modules, EXTERNAL_MODULES)
+        import_modules(spec.config.actor_rollout_ref.model.external_lib, "actor_rollout_ref.model.external_lib")
         yield process
     except BaseException:
         shutdown_distributed()

@@ -7,6 +7,7 @@ from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import ModelConfig, RewardModelConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.user_code import check_call, load
 from verl_like.workers.process import joined
 from verl_like.workers.spec import WorkerSpec
 
@@ -45,13 +46,30 @@ class RewardPoolWorker:
 
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
         with joined(spec, env) as process:
-            self.reward = RewardWorker(spec, process)
+            self.reward = build_reward_worker(spec, process)
 
     def reward_scores(self, batch: Sequences) -> Evaluated:
         return self.reward.scores(batch)
 
     def shutdown(self) -> None:
         shutdown_distributed()
+
+
+def reward_worker_class(section: RewardModelConfig) -> type[RewardWorker]:
+    """RewardWorker, or the class that reward_model.worker_class names. ValueError if that cannot do its work."""
+    if section.worker_class is None:
+        return RewardWorker
+    key = f"reward_model.worker_class={section.worker_class}"
+    found = load(section.worker_class, "reward_model.worker_class")
+    if not isinstance(found, type) or not callable(getattr(found, "scores", None)):
+        raise ValueError(f"{key} must be a class with scores(batch) -> Evaluated, as {__name__}.RewardWorker has it")
+    check_call(found, key, "spec", "process")
+    return found
+
+
+def build_reward_worker(spec: WorkerSpec, process: ProcessInfo) -> RewardWorker:
+    """The scorer of this rank."""
+    return reward_worker_class(spec.config.reward_model)(spec, process)
 
 
 def network_config(section: RewardModelConfig) -> ModelConfig:

@@ -15,3 +15,4 @@ class WorkerSpec:
     tokenizer_size: int  # ids from here on are padding of the vocabulary: masked out of every softmax
     max_model_len: int  # tokens, prompt plus response
     profile_dir: str  # where the traces of trainer.profile_steps go
+    external_modules: str = ""  # the driver's VERL_USE_EXTERNAL_MODULES

@@ -255,7 +255,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(override, line):
 
 def test_governed_keys_exclude_the_switch():
     row = NotYet("data.sampler.class_path", bool, "leave it out", ("data.sampler.",))
-    assert governed_keys(row) == ["data.sampler.class_name"]
+    assert governed_keys(row) == ["data.sampler.class_name", "data.sampler.kwargs"]
 
 
 def test_defaults_are_available():

@@ -17,8 +17,8 @@ from verl_like.config import CustomClassConfig, DataConfig
 from verl_like.config.data import SamplerConfig
 from verl_like.data.curriculum import CustomSampler, scored_batch
 from verl_like.data.dataset import Dataset, build_dataset
-from verl_like.data.foreign import load_class
 from verl_like.data.loader import PromptLoader
+from verl_like.user_code import load_class
 
 SAMPLERS = """
 import torch
@@ -179,7 +179,7 @@ def test_what_a_curriculum_gets() -> None:
 def test_what_cannot_be_used_is_named(tmp_path: Path, dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"data\.sampler\.class_name=Absent: .*\(it has: Backwards, Easiest"):
         sampler(tmp_path, dataset, "Absent")
-    with pytest.raises(ValueError, match=r"class_name=Odd: it must take data_source and data_config"):
+    with pytest.raises(ValueError, match=r"data\.sampler=Odd: Odd\(.*\) cannot be called as Odd\(data_source="):
         sampler(tmp_path, dataset, "Odd")
     with pytest.raises(ValueError, match=r"gave the position 99, but the data set has 6 rows"):
         sampler(tmp_path, dataset, "Wild").draw(1)
@@ -188,7 +188,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, dataset: Dataset, caplog: 
     with caplog.at_level(logging.WARNING, "verl_like"):
         sampler(tmp_path, dataset, "Forgetful")
     assert "draws as if it had learned nothing" in caplog.text
-    keys: dict[str, Any] = {"section": "data.sampler", "path_key": "class_path", "name_key": "class_name"}
+    keys: dict[str, Any] = {"path_key": "data.sampler.class_path", "name_key": "data.sampler.class_name"}
     with pytest.raises(ValueError, match=r"data\.sampler\.class_path=pkg://no\.such"):
         load_class("pkg://no.such", "X", **keys)
     assert load_class("pkg://torch.utils.data", "Sampler", **keys) is torch.utils.data.Sampler
@@ -226,7 +226,7 @@ def test_where_a_torch_data_sets_tokens_come_from(tmp_path: Path) -> None:
         build(tmp_path, "Ids")[0]
     with pytest.raises(ValueError, match=r"Bare of data\.train_files, row 1 has no prompt: it needs raw_prompt_ids"):
         build(tmp_path, "Bare")[1]
-    with pytest.raises(ValueError, match=r"custom_cls\.name=Wrong: it must take data_files, tokenizer"):
+    with pytest.raises(ValueError, match=r"data\.custom_cls=Wrong: Wrong\(.*cannot be called as Wrong\(data_files="):
         build(tmp_path, "Wrong")
     with pytest.raises(ValueError, match=r"or as a torch data set; it has no __len__, __getitem__"):
         build(tmp_path, "NoDataset")

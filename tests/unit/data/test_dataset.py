@@ -261,7 +261,13 @@ def test_images_are_carried_as_handles(tmp_path: Path) -> None:
     ]
     assert [load(handle) for handle in got.media] == pixels
     assert [(handle.kind, handle.number) for handle in got.media] == [("image", 0), ("image", 1)]
-    assert PromptDataset(DataConfig(image_key="pictures"), full, AnyTokenizer(), split="train").num_media() == 0
+    wrong = PromptDataset(DataConfig(image_key="pictures"), full, AnyTokenizer(), split="train")
+    assert wrong.num_media() == 0
+    with pytest.raises(ValueError, match=r"has <image>, but the file has no column 'pictures' \(data\.image_key\)"):
+        wrong.check_rows()
+    plain = PromptDataset(DataConfig(image_key=None), full, AnyTokenizer(), split="train")
+    plain.check_rows()
+    assert plain[1][1].messages == [{"role": "user", "content": "a <image> and <image>?"}]
 
 
 def test_media_in_json_and_tags_that_do_not_match(tmp_path: Path) -> None:
@@ -301,8 +307,13 @@ def test_custom_class(tmp_path: Path) -> None:
         return build_dataset(data, files, CharTokenizer(), split="train")
 
     assert texts(build(str(tmp_path / "mine.py"), "Polite")) == ["system:please|user:x|assistant:"]
-    for name, message in [("Other", "must define it as a class"), ("Absent", "must define"), (None, "is not set")]:
-        with pytest.raises(ValueError, match=rf"data\.custom_cls\.name.*{message}"):
+    assert texts(build(f"{tmp_path}/mine.py:Polite", None)) == ["system:please|user:x|assistant:"]
+    for name, message in [
+        ("Other", r"must define Other as a class derived"),
+        ("Polit", r"custom_cls\.name=Polit: .*no such name 'Polit' \(it has: Polite, Other\)\. Did you mean 'Polite'"),
+        (None, r"custom_cls\.name is not set"),
+    ]:
+        with pytest.raises(ValueError, match=message):
             build(str(tmp_path / "mine.py"), name)
     with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*no such file"):
         build(str(tmp_path / "absent.py"), "Polite")

@@ -212,7 +212,7 @@ def test_a_batch_of_512_rows_through_one_worker() -> None:
 @pytest.mark.parametrize(
     ("source", "custom", "message"),
     [
-        ("x = 1", {}, r"custom_reward_function\.name=compute_score: .*has no such function"),
+        ("x = 1", {}, r"custom_reward_function\.name=compute_score: .*has no such name 'compute_score'"),
         ("compute_score = 3", {}, r"custom_reward_function\.name=compute_score: .*int, which cannot be called"),
         ("def compute_score(a): return 1", {}, r"(?s)defines compute_score\(a\), which cannot be called as"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -51,7 +52,14 @@ class PolicyLoss:
     one_weight_per_row: bool = False
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
+def _own_loss(found: Any) -> PolicyLoss:
+    """An entry of users' own code: a PolicyLoss, or a function, of which nothing is known and all is computed."""
+    return found if isinstance(found, PolicyLoss) else PolicyLoss(function=found, pulls_without_advantage=True)
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "actor_rollout_ref.actor.policy_loss.loss_mode", arguments=("batch", "actor"), entry_of=_own_loss
+)
 
 
 def register_policy_loss(

@@ -1,0 +1,195 @@
+"""The one loader of users' code: whatever a configuration names by path, in whatever process needs it.
+
+A reference is text: `file.py:name`, `pkg://package.module:name` or `package.module:name`. It is the reference that
+travels between processes, never the object, so nothing of a user's has to be picklable; each process loads it for
+itself, once. A file must therefore lie under the same path on every machine of the run. It may import files beside it.
+
+Modules of VERL_USE_EXTERNAL_MODULES (verl's variable: names separated by commas) and of *.model.external_lib are
+imported at the start of the driver and of every worker; names that they register count as known.
+
+Standard library only: reward workers and the configuration's checks use it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import re
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
+FORMS = "file.py:name or pkg://module:name"
+_MODULE_PREFIX = "pkg://"
+_REFERENCE = re.compile(r"(?:.*\.py|pkg://[A-Za-z_][\w.]*|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_registered: dict[str, set[str]] = {}
+
+
+class UserCodeError(ValueError):
+    """Code of the user's cannot be used: no such file or name, a failing import, a wrong signature."""
+
+
+def is_reference(text: str) -> bool:
+    """Whether a value names code by path, and not an entry of a menu."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def note_registered(menu: str, name: str) -> None:
+    """Remember a name that code registered under a menu, so that the configuration's check knows it."""
+    _registered.setdefault(menu, set()).add(name)
+
+
+def registered_names(menu: str) -> set[str]:
+    """Names registered under a menu in this process; empty where the menu's module was not imported yet."""
+    return _registered.get(menu, set())
+
+
+def import_modules(names: str | None, key: str) -> None:
+    """Import modules separated by commas, each by its name or as a file.py. UserCodeError names `key`."""
+    for name in (names or "").split(","):
+        if name.strip():
+            load_module(name.strip(), key)
+
+
+def external_modules() -> str:
+    """What VERL_USE_EXTERNAL_MODULES holds in this process."""
+    return os.environ.get(EXTERNAL_MODULES, "")
+
+
+def load(reference: str, key: str) -> Any:
+    """The object that a reference names. UserCodeError says what is wrong with it and names `key`."""
+    path, _, name = reference.rpartition(":")
+    if not is_reference(reference):
+        raise UserCodeError(f"{key}={reference!r}: write {FORMS}")
+    return find(load_module(path, key), name, f"{key}={reference}")
+
+
+def load_pair(path: str, name: str | None, *, path_key: str, name_key: str) -> Any:
+    """The object that two keys name, path and name; or the first alone, as a reference."""
+    if name is None:
+        if not is_reference(path):
+            raise UserCodeError(f"{name_key} is not set: name what {path} holds, or write {path_key}={path}:name")
+        return load(path, path_key)
+    return find(load_module(path, path_key), name, f"{name_key}={name}")
+
+
+def load_class(path: str, name: str | None, *, path_key: str, name_key: str) -> type:
+    """As `load_pair`, of a class."""
+    found = load_pair(path, name, path_key=path_key, name_key=name_key)
+    if not isinstance(found, type):
+        raise UserCodeError(f"{path_key}={path}: {name or path} is a {type(found).__name__}, not a class")
+    return found
+
+
+def find(module: ModuleType, name: str, setting: str) -> Any:
+    """A name of a module. UserCodeError suggests the nearest one; `setting` is "key=value" for its message."""
+    if hasattr(module, name):
+        return getattr(module, name)
+    own = [
+        n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
+    ]
+    near = difflib.get_close_matches(name, own, n=1)
+    hint = f". Did you mean {near[0]!r}?" if near else ""
+    where = module.__dict__.get("__file__", module.__name__)
+    raise UserCodeError(f"{setting}: {where} has no such name {name!r} (it has: {', '.join(own) or 'none'}){hint}")
+
+
+def check_call(function: Any, setting: str, *arguments: str, keywords: Mapping[str, Any] | None = None) -> None:
+    """UserCodeError unless `function` can be called with these positional arguments and keywords."""
+    if not callable(function):
+        raise UserCodeError(f"{setting} is a {type(function).__name__}, which cannot be called")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some compiled functions do not tell
+        return
+    try:
+        signature.bind(*arguments, **(keywords or {}))
+    except TypeError as error:
+        call = ", ".join([*arguments, *(f"{name}=" for name in keywords or {})])
+        name = getattr(function, "__name__", "it")
+        raise UserCodeError(
+            f"{setting}: {name}{signature} cannot be called as {name}({call}): {error}. Change its arguments"
+        ) from error
+
+
+def resolve_path(path: str, key: str) -> str:
+    """An absolute file path; `pkg://module` and module names as they are. UserCodeError if there is no such file."""
+    if path.startswith(_MODULE_PREFIX) or not (path.endswith(".py") or "/" in path):
+        return path
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise UserCodeError(
+            f"{key}={path}: there is no such file ({file}) on {socket.gethostname()}; files of your own must lie under "
+            "the same path on every machine of the run"
+        )
+    return str(file)
+
+
+def load_module(path: str, key: str) -> ModuleType:
+    """The module in a file, or of that name (`pkg://` may stand before it); imported once in a process.
+
+    UserCodeError shows the line of the user's code that failed.
+    """
+    path = resolve_path(path, key)
+    try:
+        if os.path.isabs(path):
+            return _load_file(Path(path))
+        if os.getcwd() not in sys.path:  # a module beside the command line, also where `python -m` did not start it
+            sys.path.append(os.getcwd())
+        return importlib.import_module(path.removeprefix(_MODULE_PREFIX))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything, SystemExit included
+        raise UserCodeError(f"{key}={path} could not be imported:\n{_users_traceback(error)}") from error
+
+
+def _load_file(file: Path) -> ModuleType:
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__dict__.get("__file__") == str(file):
+            return module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # helpers beside the file can be imported
+    importlib.invalidate_caches()
+    if _is_importable_as(file.stem, file):  # then other processes that share sys.path can unpickle what it defines
+        return importlib.import_module(file.stem)
+    name = f"{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file (.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look the module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _is_importable_as(name: str, file: Path) -> bool:
+    """Whether `import name` gives this file, and the name belongs to nobody else."""
+    if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
+        return False
+    spec = importlib.machinery.PathFinder.find_spec(name)
+    return spec is not None and spec.origin == str(file)
+
+
+def _users_traceback(error: BaseException) -> str:
+    """The traceback from the first frame that is not the import machinery's."""
+    frame = error.__traceback__
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if file != __file__ and "importlib" not in file:
+            break
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame, limit=-4)).rstrip()
