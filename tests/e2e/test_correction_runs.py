@@ -77,13 +77,40 @@ def test_a_shifted_engine_is_seen_and_corrected(tmp_path: Path, tiny_model: Path
         run(tmp_path, tiny_model, "rejected", **{f"{S}.preset": "decoupled_geo_rs"})
 
 
+def test_rejected_rows_go_through_actor_and_critic(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four prompts all responses but the first's are rejected: rows of the first mini-batch, all of the second."""
+    honest = roles.assemble_rollouts
+
+    def assemble(*arguments: Any) -> Rollouts:
+        rollouts = honest(*arguments)
+        assert rollouts.rollout_log_probs_BR is not None
+        off_BR = rollouts.response_mask_BR & (rollouts.group_B > rollouts.group_B.min())[:, None]
+        return rollouts.replace(rollout_log_probs_BR=rollouts.rollout_log_probs_BR + SHIFT * off_BR)
+
+    monkeypatch.setattr(roles, "assemble_rollouts", assemble)
+    settings = {
+        f"{S}.rollout_rs": "seq_mean_k1",
+        f"{S}.rollout_rs_threshold": 1.1,
+        f"{A}.loss_agg_mode": "seq-mean-token-mean",
+        f"{A}.ppo_mini_batch_size": 2,
+        "algorithm.adv_estimator": "gae",
+    }
+    (record,) = run(tmp_path, tiny_model, **settings)
+    assert record["rollout_corr/rollout_rs_seq_dropped_fraction"] == 0.75
+    assert record["actor/empty_minibatches"] == record["critic/empty_minibatches"] == 1
+    assert record["actor/grad_norm"] > 0 and record["critic/vf_loss"] > 0
+
+
 @pytest.mark.parametrize("preset", ["bypass_ppo_clip_k3_rs", "bypass_pg_is"])
 def test_bypass_mode_runs_no_pass_of_its_own(tmp_path: Path, tiny_model: Path, preset: str) -> None:
-    """Two updates a step: the first sees the sampler's policy, the second one that has moved."""
+    """Two updates a step: the engines are compared at the first, on the policy that sampled; the second has moved."""
     settings = {f"{S}.preset": preset, f"{A}.ppo_mini_batch_size": 2, "trainer.total_training_steps": 2}
     for record in run(tmp_path, tiny_model, **settings):
         assert "timing_s/old_log_prob" not in record
-        assert record["rollout_corr/k3_kl"] > 1e-7 and record["actor/ppo_kl"] != 0
+        assert abs(record["rollout_corr/kl"]) < 1e-5 and record["training/rollout_probs_diff_max"] < 1e-4
+        assert abs(record["actor/ppo_kl"]) > 1e-4
         assert record["actor/grad_norm"] > 0
         assert ("rollout_corr/rollout_is_mean" in record) == (preset == "bypass_pg_is")
         assert "rollout_corr/rollout_rs_masked_fraction" in record
