@@ -14,7 +14,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     bench.add_commands(commands.add_parser("bench", help="measure the trainer on fixed shapes"))
     selfcheck.add_arguments(
-        commands.add_parser("selfcheck", help="show that gradients do not depend on how a batch is cut")
+        commands.add_parser(
+            "selfcheck", help="show that loss and gradient are right on your model, however a batch is cut"
+        )
     )
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `verl-like selfcheck`."""
-    parser.add_argument("--rows", type=int, default=10, help="random rows of the mini-batch")
+    parser.add_argument("--rows", type=int, default=12, help="random rows of the mini-batch")
     parser.add_argument("--ranks", type=int, default=2, help="processes of the data-parallel check; 1: leave it out")
-    parser.add_argument("overrides", nargs="*", help="keys of main_ppo, as for the run itself")
+    parser.add_argument(
+        "overrides", nargs="*", help="keys of main_ppo, as for the run itself; without model.path a tiny model is made"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the table; exit status 1 when something depends on how the batch was cut."""
+    """Print the table; exit status 1 when something differs from the plain model, or depends on how a batch is cut."""
+    from verl_like.config import ModelConfig
     from verl_like.trainer.compose import compose
-    from verl_like.trainer.gradient_check import SelfCheck, table
+    from verl_like.trainer.gradient_check.check import SelfCheck
+    from verl_like.trainer.gradient_check.report import table
+    from verl_like.trainer.gradient_check.tiny import DESCRIPTION, write_tiny_model
 
-    findings = SelfCheck(config=compose(arguments.overrides), num_rows=arguments.rows).run(ranks=arguments.ranks)
-    print(table(findings))
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose(arguments.overrides)
+        model = config.actor_rollout_ref.model.path
+        if model == ModelConfig().path and not Path(model).expanduser().exists():
+            model = f"none given (actor_rollout_ref.model.path); {DESCRIPTION}"
+            config = compose([*arguments.overrides, f"actor_rollout_ref.model.path={write_tiny_model(Path(folder))}"])
+        findings, notes = SelfCheck(config=config, num_rows=arguments.rows).run(ranks=arguments.ranks)
+    print("\n".join([f"model: {model}", *notes, table(findings)]))
     if not all(finding.passed for finding in findings):
         sys.exit(1)

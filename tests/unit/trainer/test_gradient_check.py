@@ -1,31 +1,60 @@
-"""The self-check passes on a sound trainer, and finds each of the faults that trainers of this kind have had."""
+"""The self-check passes on a sound trainer, and finds each of the faults that trainers of this kind have had.
+
+Faults are planted into the running code. The yardstick's answers, and an engine, are made once for each configuration.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.unit.engine import tiny
 from tests.unit.models import zoo
+from verl_like.algorithms import corrections, objectives
 from verl_like.algorithms.masked import masked_mean, masked_var
 from verl_like.algorithms.minibatch import denominators_of
-from verl_like.algorithms.objectives import PolicyObjective
+from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Experience
-from verl_like.cli.main import main
-from verl_like.config import PPOConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.models import families, packing
+from verl_like.models import attention, families, packing
+from verl_like.models.heads import ValueModel
 from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.trainer import roles
 from verl_like.trainer.compose import compose
-from verl_like.trainer.gradient_check import SelfCheck, table
+from verl_like.trainer.gradient_check import driver
+from verl_like.trainer.gradient_check.check import SelfCheck
+from verl_like.trainer.gradient_check.report import Finding, table
+from verl_like.trainer.gradient_check.tiny import write_tiny_model
+from verl_like.trainer.gradient_check.work import Case, Work
 
-SETTINGS = ["data.train_files=x.parquet", "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.adv_estimator=grpo"]
+ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+ROWS_ALONE = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.train_files=x.parquet"]
+BY_ROW = [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"]
+IS_AND_RS = [
+    f"{CORRECTION}.rollout_is=token",
+    f"{CORRECTION}.rollout_rs=token_k1",
+    f"{CORRECTION}.rollout_rs_threshold=2.0",
+]
+CONFIGS: dict[str, list[str]] = {
+    "by token": [*ROWS_ALONE, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.5", f"{ACTOR}.entropy_coeff=0.1"],
+    "by row": [*ROWS_ALONE, *BY_ROW, f"{ACTOR}.mask_truncated=True", *IS_AND_RS],
+    "two policies": [
+        *ROWS_ALONE,
+        *IS_AND_RS[:1],
+        f"{CORRECTION}.bypass_mode=True",
+        f"{CORRECTION}.loss_type=reinforce",
+    ],
+    "one update": [*ROWS_ALONE, *IS_AND_RS[:1], f"{ACTOR}.ppo_mini_batch_size=1024"],
+    "critic": ["actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=gae", "data.train_files=x.parquet"],
+}
+LONG = "plain model: a row of 600 tokens: "
 
 
 @pytest.fixture(scope="module")
@@ -34,56 +63,364 @@ def process() -> Iterator[ProcessInfo]:
     shutdown_distributed()
 
 
-@pytest.fixture
-def config(tiny_model: Path) -> PPOConfig:
-    return compose([*SETTINGS, "actor_rollout_ref.rollout.n=2", f"actor_rollout_ref.model.path={tiny_model}"])
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Sliding window of 256 tokens, RoPE scaling; attention in blocks of 64 tokens."""
+    return write_tiny_model(tmp_path_factory.mktemp("selfcheck"))
 
 
-class MeanOfMeans(PolicyObjective):
+class Prepared:
+    """The check of one configuration, with its yardstick and engines kept from fault to fault."""
+
+    def __init__(self, settings: list[str], model: str, process: ProcessInfo) -> None:
+        self.check = SelfCheck(config=compose([*settings, f"actor_rollout_ref.model.path={model}"]), num_rows=8)
+        self.process, self.work = process, self.check.prepare()
+        self.engine = self.check.policy(process, self.work, packed=True)
+        self.critic = None if self.work.critic is None else self.check.critic(process)
+
+    def failures(self) -> set[str]:
+        """Lines that find a difference, with the driver's part done again; those about cuts are left out."""
+        config, found = self.check.settings(), []
+        for case in self.work.policy:
+            shares = {1: driver.shares_of(config, case.material, case.old, ranks=1)}
+            found += self.lines(self.engine, dataclasses.replace(case, shares=shares))
+        if self.critic is not None and self.work.critic is not None:
+            case = self.work.critic
+            shares = {1: driver.shares_of(config, case.material, case.old, ranks=1, critic=True)}
+            found += self.lines(self.critic, dataclasses.replace(case, shares=shares))
+        return {finding.name for finding in found if not finding.passed}
+
+    def lines(self, engine: FSDPEngine, case: Case) -> list[Finding]:
+        return self.check.against_plain(engine, case, self.check.measure(engine, case, case.shares[1][0]))
+
+
+@pytest.fixture(scope="module")
+def prepared(process: ProcessInfo, model: str) -> Callable[[str], Prepared]:
+    kept: dict[str, Prepared] = {}
+
+    def prepare(name: str) -> Prepared:
+        if name not in kept:
+            kept[name] = Prepared(CONFIGS[name], model, process)
+        return kept[name]
+
+    return prepare
+
+
+def test_a_sound_trainer_passes_each_configuration(prepared: Callable[[str], Prepared]) -> None:
+    assert {name: prepared(name).failures() for name in CONFIGS} == {name: set() for name in CONFIGS}
+
+
+# ---- faults
+
+
+def objective(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any], kind: Any = PolicyObjective) -> None:
+    """change(call, outputs, experience, denominators) takes the place of the objective."""
+    call = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, *given: change(lambda *others: call(self, *others), *given))
+
+
+def scaled(monkeypatch: pytest.MonkeyPatch, factor: float, kind: Any = PolicyObjective) -> None:
+    def change(call: Any, *given: Any) -> Any:
+        loss, metrics = call(*given)
+        return factor * loss, metrics
+
+    objective(monkeypatch, change, kind)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Experience, Denominators], Denominators]) -> None:
+    monkeypatch.setattr(roles, "denominators_of", lambda rows, most: change(rows, denominators_of(rows, most)))
+
+
+def masked(monkeypatch: pytest.MonkeyPatch, change: Callable[[Experience], Tensor]) -> None:
+    """The driver's mask of what is trained on."""
+    put_together = driver.put_together
+
+    def other(*given: Any) -> Experience:
+        rows = put_together(*given)
+        return rows.replace(response_mask_BR=change(rows))
+
+    monkeypatch.setattr(driver, "put_together", other)
+
+
+def inside(rows: Experience) -> Tensor:
+    return torch.arange(rows.response_ids_BR.shape[1])[None, :] < rows.response_length_B[:, None]
+
+
+def without_last(rows: Experience) -> Tensor:
+    last_B1 = rows.response_length_B[:, None] - 1
+    return rows.response_mask_BR & (torch.arange(rows.response_ids_BR.shape[1])[None, :] != last_B1)
+
+
+def engine_without_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = packing.response_positions
+
+    def other(batch: Any, **options: Any) -> Tensor:
+        return wanted(batch, **options) & without_last(batch)
+
+    monkeypatch.setattr(packing, "response_positions", other)
+
+
+def positions(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    pack = packing.pack
+
+    def other(*given: Any, **options: Any) -> Any:
+        inputs = pack(*given, **options)
+        return dataclasses.replace(inputs, position_ids=change(inputs.position_ids))
+
+    monkeypatch.setattr(packing, "pack", other)
+
+
+def narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = attention._attend
+
+    def other(*given: Any) -> Tensor:
+        q, k, v, segments, scaling, dropout, window, softcap = given
+        return attend(q, k, v, segments, scaling, dropout, window and window - 1, softcap)
+
+    monkeypatch.setattr(attention, "_attend", other)
+
+
+def corrected(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    correct = corrections.correct
+    for module in (corrections, objectives):
+        monkeypatch.setattr(module, "correct", lambda *given, **options: change(correct(*given, **options)))
+
+
+def heavier(found: Any) -> Any:
+    return found if found.weights_BR is None else dataclasses.replace(found, weights_BR=1.1 * found.weights_BR)
+
+
+def never_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bypass mode with reinforce falls back to the PPO clip without a word."""
+    start = PolicyObjective.__init__
+
+    def other(self: PolicyObjective, actor: Any, correction: Any = None, *, two_policies: bool = False) -> None:
+        start(self, actor, correction)
+
+    monkeypatch.setattr(PolicyObjective, "__init__", other)
+
+
+def wrong_reference(call: Any, outputs: Any, experience: Experience, denominators: Denominators) -> Any:
+    return call(outputs, experience.replace(ref_log_probs_BR=experience.old_log_probs_BR), denominators)
+
+
+def zero_rows_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without an advantage leave the denominators."""
+
+    def change(rows: Experience, found: Denominators) -> Denominators:
+        empty = int((rows.advantages_BR == 0).all(dim=1).sum())
+        return dataclasses.replace(found, num_sequences=found.num_sequences - empty)
+
+    counted(monkeypatch, change)
+
+
+def first_set_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PolicyObjective, "without_gradient", lambda self, rows: torch.arange(len(rows)) == 0)
+
+
+def truncated_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = "verl_like.algorithms.preparation._left_out"
+    monkeypatch.setattr(none, lambda rows, actor: torch.zeros(len(rows), dtype=torch.bool))
+
+
+def rejected_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrected(monkeypatch, lambda found: dataclasses.replace(found, keep_BR=torch.ones_like(found.keep_BR)))
+
+
+def late_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of the state after each token."""
+    forward = ValueModel.forward
+
+    def other(self: ValueModel, inputs: Any, *given: Any) -> dict[str, Tensor]:
+        last = inputs.input_ids.numel() - 1
+        return forward(self, dataclasses.replace(inputs, select_N=(inputs.select_N + 1).clamp(max=last)), *given)
+
+    monkeypatch.setattr(ValueModel, "forward", other)
+
+
+def unclipped_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = objectives.clipped_value_loss
+    monkeypatch.setattr(objectives, "clipped_value_loss", lambda v, old, returns, clip: loss(v, old, returns, 1e9))
+
+
+def without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = FSDPEngine._answers
+
+    def other(self: FSDPEngine, rows: Any, want: Any, temperature: float, *rest: Any) -> Any:
+        return answers(self, rows, want, 1.0, *rest)
+
+    monkeypatch.setattr(FSDPEngine, "_answers", other)
+
+
+VALUE, GRADIENT, LOG_PROBS = "plain model: loss", "plain model: gradient", "plain model: log-probs"
+BOTH = {VALUE, GRADIENT}
+OWN = {f"plain model: old log-probs of the update itself: {name}" for name in ("loss", "gradient")}
+CRITIC = {f"plain model: critic: {name}" for name in ("loss", "gradient")}
+# fault -> configuration, how it is planted, lines of the table that must find it (docs/engine.md shows this list)
+FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], set[str]]] = {
+    "loss x2": ("by token", lambda m: scaled(m, 2.0), BOTH),
+    "sign flipped": ("by token", lambda m: scaled(m, -1.0), BOTH),
+    "N_tok counts padding": (
+        "by token",
+        lambda m: counted(m, lambda r, d: dataclasses.replace(d, num_tokens=r.response_mask_BR.numel())),
+        BOTH,
+    ),
+    "N_seq x2": (
+        "by row",
+        lambda m: counted(m, lambda r, d: dataclasses.replace(d, num_sequences=2 * d.num_sequences)),
+        BOTH,
+    ),
+    "last token left out by the driver": ("by token", lambda m: masked(m, without_last), BOTH),
+    "last token left out by the engine": ("by token", engine_without_last, {*BOTH, LOG_PROBS}),
+    "response mask ignored": ("by token", lambda m: masked(m, inside), BOTH),
+    "temperature left out": ("by token", without_temperature, {*BOTH, LOG_PROBS}),
+    "reference and old log-probs exchanged": ("by token", lambda m: objective(m, wrong_reference), BOTH),
+    "positions above 300": (
+        "by token",
+        lambda m: positions(m, lambda p: torch.where(p > 300, p + 40, p)),
+        {LONG + "log-probs", LONG + "gradient", LONG + "loss"},
+    ),
+    "sliding window one short": ("by token", narrow_window, {LONG + "log-probs", LONG + "gradient"}),
+    "importance weights x1.1 on the driver": ("by row", lambda m: corrected(m, heavier), BOTH),
+    "rejected tokens trained on": ("by row", rejected_kept, BOTH),
+    "importance weights x1.1 in the update": ("one update", lambda m: corrected(m, heavier), OWN),
+    "importance weights x1.1 with two policies": ("two policies", lambda m: corrected(m, heavier), BOTH),
+    "PPO clip in place of reinforce": ("two policies", never_two, BOTH),
+    "rows without advantage uncounted": ("by row", zero_rows_uncounted, BOTH),
+    "a row set apart that has a gradient": ("by row", first_set_apart, {GRADIENT}),
+    "truncated rows trained on": ("by row", truncated_kept, BOTH),
+    "critic's loss x2": ("critic", lambda m: scaled(m, 2.0, ValueObjective), CRITIC),
+    "critic's value clip left out": ("critic", unclipped_values, CRITIC),
+    "values of the state after the token": ("critic", late_values, {*CRITIC, "plain model: critic: values"}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(
+    fault: str, prepared: Callable[[str], Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configuration, plant, lines = FAULTS[fault]
+    check = prepared(configuration)
+    plant(monkeypatch)
+    found = check.failures()
+    assert lines <= found, found
+    if fault in ("positions above 300", "sliding window one short"):
+        assert all(line.startswith(LONG) for line in found)
+
+
+@pytest.mark.parametrize("configuration", ["by row", "one update", "two policies"])
+def test_a_correction_that_raises_ends_the_check(
+    configuration: str, prepared: Callable[[str], Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(found: Any) -> Any:
+        raise RuntimeError("no correction")
+
+    check = prepared(configuration)
+    corrected(monkeypatch, broken)
+    with pytest.raises(RuntimeError, match="no correction"):
+        check.failures()
+
+
+def test_rope_scaling_left_out_is_found(prepared: Callable[[str], Prepared], process: ProcessInfo) -> None:
+    sound = prepared("by token")
+    plain = "{rope_parameters: {rope_type: default, rope_theta: 10000.0}}"
+    path = sound.check.config.actor_rollout_ref.model.path
+    override = f"actor_rollout_ref.model.override_config={plain}"
+    other = SelfCheck(config=compose([*CONFIGS["by token"], f"actor_rollout_ref.model.path={path}", override]))
+    engine = other.policy(process, sound.work, packed=True)
+    found = {f.name for f in sound.lines(engine, sound.work.policy[1]) if not f.passed}
+    assert LONG + "gradient" in found
+
+
+# ---- cuts
+
+
+def all_failures(check: SelfCheck, process: ProcessInfo, work: Work) -> set[str]:
+    return {finding.name for finding in check.alone(process, work)[0] if not finding.passed}
+
+
+def mean_of_means(call: Any, outputs: Any, experience: Experience, denominators: Denominators) -> Any:
     """Divides by what the micro-batch holds."""
-
-    def __call__(self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators) -> Any:
-        return super().__call__(outputs, experience, denominators_of(experience, denominators.max_response_length))
+    return call(outputs, experience, denominators_of(experience, denominators.max_response_length))
 
 
-class WhitenedInside(PolicyObjective):
+def whitened_inside(call: Any, outputs: Any, experience: Experience, denominators: Denominators) -> Any:
     """Normalises advantages over the micro-batch."""
-
-    def __call__(self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators) -> Any:
-        advantages, mask = experience.advantages_BR, experience.response_mask_BR
-        white = (advantages - masked_mean(advantages, mask)) / (masked_var(advantages, mask).sqrt() + 1e-6)
-        return super().__call__(outputs, experience.replace(advantages_BR=white), denominators)
+    advantages, mask = experience.advantages_BR, experience.response_mask_BR
+    white = (advantages - masked_mean(advantages, mask)) / (masked_var(advantages, mask).sqrt() + 1e-6)
+    return call(outputs, experience.replace(advantages_BR=white), denominators)
 
 
-def local_counts(whole: Experience, mine: Experience, max_response_length: int) -> Denominators:
-    """Each rank divides by its own rows: a mean of means over the ranks."""
-    return denominators_of(mine, max_response_length)
+def one_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that sees all of a packed micro-batch; the engine's own check at its start is switched off."""
+    pack = packing.pack
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        inputs = pack(*args, **kwargs)
+        segments = packing.Segments([inputs.input_ids.shape[1]], inputs.input_ids.device)
+        return dataclasses.replace(inputs, segments=segments)
+
+    monkeypatch.setattr("verl_like.engine.packing_check.check_packing", lambda *args: None)
+    monkeypatch.setattr(packing, "pack", other)
 
 
-def failures(check: SelfCheck, process: ProcessInfo) -> set[str]:
-    return {finding.name for finding in check.findings(check.on_rank(process)) if not finding.passed}
+@pytest.mark.parametrize(
+    "plant",
+    [lambda m: objective(m, mean_of_means), lambda m: objective(m, whitened_inside), one_segment],
+    ids=["mean of means", "statistic of the micro-batch", "leaked segment"],
+)
+def test_what_depends_on_the_cut_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    prepared: Callable[[str], Prepared],
+    process: ProcessInfo,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sound = prepared("by token")
+    plant(monkeypatch)
+    found = all_failures(sound.check, process, sound.work)
+    assert {"micro-batches of a few rows", "micro-batches of one row"} <= found
+
+
+def test_a_mean_of_means_over_ranks_is_found(
+    prepared: Callable[[str], Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank divides by its own rows: one rank is right, two are not."""
+
+    def append(self: Any, per_share: Any, rows: Experience, rules: Any) -> None:
+        shares = self.balance.shares(rows, self.group.world_size)
+        for minibatches, part in zip(per_share, roles.split_rows(rows, shares), strict=True):
+            minibatches.append((part, denominators_of(part, rules.max_response_length)))
+
+    sound = prepared("by token")
+    main = sound.work.policy[0]
+    first = sound.check.measure(sound.engine, main, main.shares[1][0])
+    monkeypatch.setattr(roles.RoleGroup, "_append_minibatch", append)
+    shares = driver.shares_of(sound.check.settings(), main.material, main.old, ranks=2)
+    case = dataclasses.replace(main, shares=main.shares | {2: shares})
+    findings = sound.check.in_processes(2, dataclasses.replace(sound.work, policy=[case]), first)
+    failed = [finding.name for finding in findings if not finding.passed]
+    assert failed == ["2 processes: rows shared out", "2 processes: gradients reduced once"]
+    assert len(findings) == 3  # where the first rank has all rows, it counts all of them
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        [],
-        ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.entropy_coeff=0.1"],
-        ["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "actor_rollout_ref.actor.loss_agg_mode=token-sum"],
-        ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.kl_loss_type=full"],
-        ["actor_rollout_ref.model.use_remove_padding=False", "actor_rollout_ref.actor.sample_weight.length=True"],
-        ["actor_rollout_ref.actor.strategy=fsdp"],
+        [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.entropy_coeff=0.1"],
+        [f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.loss_agg_mode=token-sum"],
+        ["actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.use_kl_loss=True"],
+        ["actor_rollout_ref.model.use_remove_padding=False", f"{ACTOR}.sample_weight.length=True"],
+        [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.ratio_skip_threshold=1.02", f"{ACTOR}.sft_loss_coef=0.1"],
     ],
-    ids=["plain", "gspo", "kl_cov", "lora", "padded", "fsdp1"],
+    ids=["gspo", "kl_cov", "lora", "padded", "fsdp1"],
 )
-def test_a_sound_trainer_passes(process: ProcessInfo, tiny_model: Path, settings: list[str]) -> None:
+def test_a_sound_trainer_passes_however_it_is_cut(process: ProcessInfo, tiny_model: Path, settings: list[str]) -> None:
     model = f"actor_rollout_ref.model.path={tiny_model}"
-    check = SelfCheck(config=compose([*SETTINGS, "actor_rollout_ref.rollout.n=2", model, *settings]), num_rows=6)
-    findings = check.findings(check.on_rank(process))
-    assert all(finding.passed for finding in findings) and len(findings) == 5
-    assert (
-        0 < max(finding.difference for finding in findings) < 1e-5
-    )  # rounding, not a comparison of a thing with itself
+    check = SelfCheck(config=compose([*ROWS_ALONE, model, *settings]), num_rows=6)
+    findings, _ = check.alone(process, check.prepare())
+    assert all(finding.passed for finding in findings), table(findings)
+    assert len(findings) == 10  # three lines of two mini-batches against the plain model, four cuts
+    assert max(finding.difference for finding in findings) > 0  # not a comparison of a thing with itself
 
 
 @pytest.mark.parametrize(
@@ -96,66 +433,15 @@ def test_experts_and_layers_with_state_pass(
     tokenizer = load_tokenizer(str(tiny_model))
     folder = zoo.folder(tmp_path, name, vocab_size=len(tokenizer), initializer_range=0.05)
     tokenizer.save_pretrained(folder)
-    settings = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.n=2"]
+    settings = [f"actor_rollout_ref.model.path={folder}"]
     settings.append(f"actor_rollout_ref.model.use_remove_padding={families.FAMILIES[name].packed}")
-    check = SelfCheck(config=compose([*SETTINGS, *settings]), num_rows=6)
-    findings = check.findings(check.on_rank(process))
+    check = SelfCheck(config=compose([*ROWS_ALONE, *settings]), num_rows=6)
+    findings, _ = check.alone(process, check.prepare())
     assert way in {finding.name for finding in findings}
     assert all(finding.passed for finding in findings), table(findings)
 
 
-def test_mean_of_micro_batch_means_is_found(process: ProcessInfo, config: PPOConfig) -> None:
-    found = failures(SelfCheck(config=config, make_loss=MeanOfMeans), process)
-    assert {"micro-batches of a few rows", "micro-batches of one row"} <= found
-
-
-def test_a_statistic_of_the_micro_batch_is_found(process: ProcessInfo, config: PPOConfig) -> None:
-    found = failures(SelfCheck(config=config, make_loss=WhitenedInside), process)
-    assert {"micro-batches of a few rows", "micro-batches of one row"} <= found
-
-
-def test_a_leaked_segment_is_found(process: ProcessInfo, config: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that sees all of a packed micro-batch; the engine's own check at its start is switched off."""
-    pack = packing.pack
-
-    def one_segment(*args: Any, **kwargs: Any) -> Any:
-        inputs = pack(*args, **kwargs)
-        segments = packing.Segments([inputs.input_ids.shape[1]], inputs.input_ids.device)
-        return dataclasses.replace(inputs, segments=segments)
-
-    monkeypatch.setattr("verl_like.engine.packing_check.check_packing", lambda *args: None)
-    monkeypatch.setattr(packing, "pack", one_segment)
-    found = failures(SelfCheck(config=config), process)
-    assert {"micro-batches of one row", "padded rows, full logits", "log-probs of a plain forward pass"} <= found
-
-
-def test_a_missing_temperature_is_found(
-    process: ProcessInfo, config: PPOConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = FSDPEngine._answers
-
-    def without(self: FSDPEngine, rows: Any, want: Any, temperature: float, *rest: Any) -> Any:
-        return answers(self, rows, want, 1.0, *rest)
-
-    monkeypatch.setattr(FSDPEngine, "_answers", without)
-    assert failures(SelfCheck(config=config), process) == {"log-probs of a plain forward pass"}
-
-
-def test_a_mean_of_means_over_ranks_is_found(config: PPOConfig) -> None:
-    """One rank is right; two are not."""
-    names = {f.name for f in SelfCheck(config=config, count=local_counts, num_rows=7).run() if not f.passed}
-    assert names and all(name.startswith("2 processes: ") for name in names)
-
-
-def test_the_command_prints_the_largest_difference(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["selfcheck", "--rows", "5", *SETTINGS, f"actor_rollout_ref.model.path={tiny_model}"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("largest relative difference") and lines[-1].endswith("passed")
-    assert sum(line.endswith("ok") for line in lines) == 8
-
-
 def test_a_difference_is_named_and_fails() -> None:
-    from verl_like.trainer.gradient_check import Finding
-
     text = table([Finding(name="a", difference=1e-7), Finding(name="b", difference=0.5)])
     assert "b" in text.splitlines()[1] and "DIFFERENT" in text.splitlines()[1] and text.endswith("FAILED")
+    assert not Finding(name="c", difference=float("nan")).passed

@@ -1,0 +1,46 @@
+"""`verl-like selfcheck` from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl_like.algorithms.objectives import PolicyObjective
+from verl_like.cli.main import main
+
+
+def test_without_keys_a_tiny_model_is_made_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A critic is in it (the default estimator is gae), and two processes."""
+    main(["selfcheck"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("model: none given (actor_rollout_ref.model.path); a tiny Qwen2")
+    assert lines[1] == "longest row: 600 tokens; the sliding window has 256"
+    assert lines[-1].startswith("largest relative difference") and lines[-1].endswith("passed")
+    passed = [line for line in lines if line.endswith("ok")]
+    assert len(passed) == 16 and sum("critic" in line for line in passed) == 3
+    assert sum(line.startswith("2 processes") for line in passed) == 3
+
+
+def test_a_difference_ends_with_status_1(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = PolicyObjective.__call__
+
+    def doubled(*given: object) -> object:
+        value, metrics = loss(*given)  # pyright: ignore[reportArgumentType]
+        return 2 * value, metrics
+
+    monkeypatch.setattr(PolicyObjective, "__call__", doubled)
+    keys = [f"actor_rollout_ref.model.path={tiny_model}", "algorithm.adv_estimator=grpo"]
+    with pytest.raises(SystemExit, match="1"):
+        main(["selfcheck", "--rows", "6", "--ranks", "1", *keys])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"model: {tiny_model}" and "256 tokens; the model has no more positions" in lines[1]
+    assert {line.split("  ")[0] for line in lines if line.endswith("DIFFERENT")} == {
+        "plain model: loss",
+        "plain model: gradient",
+        "plain model: a row of 256 tokens: loss",
+        "plain model: a row of 256 tokens: gradient",
+    }
+    assert lines[-1].endswith("FAILED")

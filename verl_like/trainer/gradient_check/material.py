@@ -1,0 +1,111 @@
+"""The rows of the check: what a loop holds before an update, random, with log-probs near those of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
+
+# How far the sampler is from the trainer, by row: within any bound, near, far enough for every cap and clip.
+MISMATCH = (2e-4, 0.05, 0.6)
+_PERIOD = 6  # of the rows that a loop treats in its own way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """Scored rollouts with everything that an objective may read. Nothing here is masked yet."""
+
+    rollouts: Rollouts  # with rollout_log_probs_BR
+    scores: Scores
+    advantages_BR: Tensor
+    returns_BR: Tensor
+    old_log_probs_BR: Tensor
+    ref_log_probs_BR: Tensor
+    values_BR: Tensor  # zeros where the run has no critic
+
+
+def short_lengths(count: int) -> list[tuple[int, int]]:
+    """(prompt, response) of `count` rows of 5 to 40 tokens; two rows to a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(2, 12, (count,), generator=generator).tolist()
+    responses = torch.randint(3, 29, (count,), generator=generator).tolist()
+    return [(prompts[row - row % 2], responses[row]) for row in range(count)]
+
+
+def long_lengths(longest: int) -> list[tuple[int, int]]:
+    """A row of `longest` tokens, one of about half that which shares its prompt, and a short one."""
+    prompt = longest // 4
+    return [(prompt, longest - prompt), (prompt, longest // 5 + 7), (9, 20)]
+
+
+def random_rollouts(lengths: Sequence[tuple[int, int]], vocab_size: int, *, difficulty_key: str) -> Rollouts:
+    """Rows without log-probs; in every third one part of the response was not sampled (tool text).
+
+    Of six rows the second hit its length limit.
+    """
+    generator = torch.Generator().manual_seed(len(lengths))
+
+    def tokens(size: int) -> list[int]:
+        return torch.randint(vocab_size, (size,), generator=generator).tolist()
+
+    prompts = [tokens(prompt) for prompt, _ in lengths]
+    prompts = [prompts[row - row % 2] for row in range(len(lengths))]
+    response_ids_BR = pad_rows([tokens(response) for _, response in lengths], side="right", dtype=torch.int32)
+    response_length_B = torch.tensor([response for _, response in lengths])
+    mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]
+    mask_BR[::3, 1:3] = False
+    difficulty = torch.rand(len(lengths), generator=generator).tolist()
+    return Rollouts(
+        prompt_ids_BP=pad_rows(prompts, side="left", dtype=torch.int32),
+        prompt_length_B=torch.tensor([len(prompt) for prompt in prompts]),
+        response_ids_BR=response_ids_BR,
+        response_length_B=response_length_B,
+        response_mask_BR=mask_BR,
+        group_B=torch.arange(len(lengths)) // 2,
+        weight_version_BR=torch.zeros_like(response_ids_BR),
+        finish_reasons=["length" if row % _PERIOD == 1 else "stop" for row in range(len(lengths))],
+        rows=[
+            PromptRow(index=row, data_source="selfcheck", messages=[], extra_info={difficulty_key: difficulty[row]})
+            for row in range(len(lengths))
+        ],
+    )
+
+
+def material(rollouts: Rollouts, log_probs_BR: Tensor, values_BR: Tensor, *, unknown: bool) -> Material:
+    """Old, reference and sampler's log-probs around those of the model: ratios away from 1, and two policies.
+
+    Of six rows the fifth has no advantage, and the sixth is not trained on though it stays in the batch.
+    unknown: one token of the fourth row has no log-prob of the sampler's.
+    """
+    generator = torch.Generator().manual_seed(1)
+    count, mask_BR = len(rollouts), rollouts.response_mask_BR
+
+    def noise() -> Tensor:
+        return torch.randn(log_probs_BR.shape, generator=generator)
+
+    old_BR = (log_probs_BR + 0.2 * noise()) * mask_BR
+    gap_B1 = torch.tensor([MISMATCH[row % len(MISMATCH)] for row in range(count)])[:, None]
+    sampler_BR = (old_BR + gap_B1 * noise()) * mask_BR
+    if unknown and count > 3:
+        sampler_BR[3, 0] = float("nan")
+    place = torch.arange(count) % _PERIOD
+    advantages_BR = noise() * (place != 4)[:, None]
+    return Material(
+        rollouts=rollouts.replace(rollout_log_probs_BR=sampler_BR),
+        scores=Scores(
+            score_B=torch.rand(count, generator=generator).round(),
+            valid_B=torch.ones(count, dtype=torch.bool),
+            extras=[{} for _ in range(count)],
+            failures=[None] * count,
+            trained_B=place != 5,
+        ),
+        advantages_BR=advantages_BR,
+        returns_BR=noise(),
+        old_log_probs_BR=old_BR,
+        ref_log_probs_BR=(log_probs_BR + 0.3 * noise()) * mask_BR,
+        values_BR=(values_BR + 0.4 * noise()) * mask_BR,
+    )

@@ -1,0 +1,28 @@
+"""What the check found, as lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOLERANCE = 1e-4  # of the gradient's size; float32 rounding of other matrix shapes stays well below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One way of computing something, and how far it is from its yardstick."""
+
+    name: str
+    difference: float
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= TOLERANCE
+
+
+def table(findings: list[Finding]) -> str:
+    """One line a finding, the largest difference at the end."""
+    width = max(len(finding.name) for finding in findings)
+    lines = [f"{f.name:<{width}}  {f.difference:9.1e}  {'ok' if f.passed else 'DIFFERENT'}" for f in findings]
+    largest = max(finding.difference for finding in findings)
+    verdict = "passed" if all(finding.passed for finding in findings) else "FAILED"
+    return "\n".join([*lines, f"largest relative difference {largest:.1e} (limit {TOLERANCE:.0e}): {verdict}"])
