@@ -3,26 +3,29 @@
     <default_local_dir>/
       latest_checkpointed_iteration.txt     number of the newest complete checkpoint; written last, atomically
       global_step_20/
-        actor/    model/ optimizer/ extra/ [huggingface/]      written by TrainEngine.save
+        actor/    model/ optimizer/ extra/ huggingface/        written by TrainEngine.save
         critic/   the same, where there is a critic
+        config.yaml                          the run's resolved configuration
         trainer_state.json                   step, sampler, KL coefficient: whatever the driver needs to go on
+        checksums.json                       size and CRC-32 of every file
 
-A crash while saving leaves a folder that the file does not name: it is ignored, and overwritten when its step comes.
+A checkpoint is written under another name and renamed when it is whole (`prepare_step_dir`, `commit`); what a kill
+leaves between two of these steps is finished or removed by `recover` when the next run starts. So there is no moment in
+which a whole checkpoint that was there cannot be found, not even when one of the same step is written again.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from verl_like.config import TrainerConfig
+from verl_like.checkpoint.checksums import CHECKSUMS_FILE
+from verl_like.checkpoint.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,9 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 STATE_FILE = "trainer_state.json"
 ACTOR, CRITIC = "actor", "critic"
 _STEP_DIR = re.compile(r"global_step_(\d+)")
+_SAVING, _REPLACED, _DELETED = ".saving", ".replaced", ".deleted"  # behind the name of a folder that is none (any more)
+
+FindFaults = Callable[[Path], list[str]]
 
 
 def step_dir(root: str | Path, step: int) -> Path:
@@ -46,60 +52,100 @@ def step_of(path: str | Path) -> int:
 
 
 def prepare_step_dir(root: str | Path, step: int) -> Path:
-    """An empty folder for the checkpoint of `step`. What an earlier run left there goes, its completeness first: a
-    crash while saving must not leave a mixture of two checkpoints that looks whole."""
-    path, marker = step_dir(root, step), Path(root) / LATEST_FILE
+    """An empty folder to write the checkpoint of `step` into; an older one of that step stays until `commit`."""
+    path = _renamed(step_dir(root, step), _SAVING)
     if path.is_dir():
-        if marker.exists() and marker.read_text().strip() == str(step):
-            marker.unlink()
-        (path / STATE_FILE).unlink(missing_ok=True)
         shutil.rmtree(path)
     path.mkdir(parents=True)
     return path
 
 
-def write_latest(root: str | Path, step: int) -> None:
-    """Declare the checkpoint of `step` complete: call it after everything else was written."""
-    _write_atomically(Path(root) / LATEST_FILE, str(step))
-
-
-def find_latest(root: str | Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None when it has none. Raises ValueError when its folder is gone."""
-    marker = Path(root) / LATEST_FILE
-    if not marker.exists():
-        return None
-    path = step_dir(root, int(marker.read_text()))
-    if not path.is_dir():
-        raise ValueError(
-            f"{marker} names step {step_of(path)}, but {path} does not exist: put the folder back, correct the file, "
-            "or set trainer.resume_mode=disable"
-        )
+def commit(written: str | Path) -> Path:
+    """Give a folder of `prepare_step_dir`, now whole, its name, and declare it the newest checkpoint."""
+    written = Path(written)
+    path = written.with_name(written.name.removesuffix(_SAVING))
+    replaced = _renamed(path, _REPLACED)
+    if path.is_dir():
+        path.rename(replaced)
+    written.rename(path)
+    write_atomically(path.parent / LATEST_FILE, str(step_of(path)))
+    if replaced.is_dir():
+        shutil.rmtree(replaced)
     return path
 
 
-def resolve_resume(trainer: TrainerConfig) -> Path | None:
-    """The checkpoint this run starts from, or None for a fresh start; ValueError when the one asked for is missing."""
-    mode = str(trainer.resume_mode)
-    if mode == "disable":
+def recover(root: str | Path) -> None:
+    """Finish or undo what a killed run left half done: renames of `commit`, unfinished saves and deletions."""
+    root = Path(root)
+    if not root.is_dir():
+        return
+    for path in root.glob(f"global_step_*{_SAVING}"):  # before the replaced ones: a whole new one takes the name
+        final = path.with_name(path.name.removesuffix(_SAVING))
+        if (path / CHECKSUMS_FILE).exists() and not final.exists():
+            path.rename(final)
+            log.warning("%s was written whole before its run was killed: it is kept", final)
+        else:
+            shutil.rmtree(path)
+    for path in root.glob(f"global_step_*{_REPLACED}"):
+        final = path.with_name(path.name.removesuffix(_REPLACED))
+        if final.exists():
+            shutil.rmtree(path)
+        else:
+            path.rename(final)
+    for path in [*root.glob(f"global_step_*{_DELETED}"), *root.glob(f"global_step_*/*{_DELETED}")]:
+        shutil.rmtree(path)
+    for path in root.glob(f".{LATEST_FILE}.*"):
+        path.unlink()
+
+
+def find_latest(root: str | Path, find_faults: FindFaults = lambda path: []) -> Path | None:
+    """The newest whole checkpoint of a run, or None when it has none.
+
+    That is the one which the marker file names. Where there is no such file, where it cannot be read, or where its
+    checkpoint is faulty, the newest whole one (before it) counts, and a warning says so. Raises ValueError when there
+    are checkpoints, but none is whole. find_faults: what is wrong with a complete checkpoint's files.
+    """
+    root, marker = Path(root), Path(root) / LATEST_FILE
+    if not root.is_dir():
         return None
-    if mode == "auto":
-        return find_latest(Path(trainer.default_local_dir).expanduser())
-    if not trainer.resume_from_path:
-        raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<folder>/global_step_<number>")
-    path = Path(trainer.resume_from_path).expanduser()
-    step_of(path)
-    if not (path / STATE_FILE).exists():
+    text = marker.read_text(errors="replace").strip() if marker.exists() else None
+    marked = int(text) if text is not None and text.isdecimal() else None
+    folders = _step_dirs(root)
+    named = [] if marked is None else [step_dir(root, marked)]
+    older = [path for path in reversed(folders) if marked is None or step_of(path) < marked]
+    faults: list[str] = []
+    if marked is None and (folders or text is not None):
+        faults.append(f"{marker} is missing" if text is None else f"{marker} holds {text!r}, not a step")
+    for path in [*named, *older]:
+        found = _incomplete(path) or find_faults(path)
+        if not found:
+            if faults:
+                log.warning("%s. Resuming from %s, the newest whole checkpoint", "; ".join(faults), path)
+            return path
+        faults += found
+    if marked is not None or any(not _incomplete(path) for path in folders):
         raise ValueError(
-            f"trainer.resume_from_path={str(path)!r} holds no {STATE_FILE}: it is not a complete checkpoint"
+            f"no checkpoint in trainer.default_local_dir={str(root)!r} is whole: {'; '.join(faults)}. Put the files "
+            "back, or start afresh: trainer.resume_mode=disable, or another trainer.default_local_dir"
         )
-    return path
+    if faults:
+        log.warning("%s: no whole checkpoint in %s, the run starts at step 0", "; ".join(faults), root)
+    return None
+
+
+def check_checkpoint(path: str | Path, find_faults: FindFaults = lambda path: []) -> Path:
+    """The folder that trainer.resume_from_path names. ValueError unless it is a whole checkpoint."""
+    folder = Path(path).expanduser()
+    step_of(folder)
+    faults = _incomplete(folder) or find_faults(folder)
+    if faults:
+        raise ValueError(f"trainer.resume_from_path={str(path)!r} is not a whole checkpoint: {'; '.join(faults)}")
+    return folder
 
 
 def write_trainer_state(path: str | Path, state: Mapping[str, Any]) -> None:
     """Write the driver's state (JSON values only) into a checkpoint folder."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_atomically(folder / STATE_FILE, json.dumps(state, indent=2, allow_nan=False))
+    write_atomically(Path(path) / STATE_FILE, json.dumps(state, indent=2, allow_nan=False))
 
 
 def read_trainer_state(path: str | Path) -> dict[str, Any]:
@@ -107,37 +153,40 @@ def read_trainer_state(path: str | Path) -> dict[str, Any]:
     return json.loads((Path(path) / STATE_FILE).read_text())
 
 
-def rotate(root: str | Path, keep_actor: int | None, keep_critic: int | None) -> list[Path]:
+def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None) -> list[Path]:
     """Delete the oldest actor and critic folders beyond the numbers to keep (None keeps all); what was deleted.
 
-    A step's folder goes when neither is left in it. The newest complete checkpoint is never touched; a folder that a
-    crash left incomplete does not count among those to keep.
+    A step's folder goes when neither is left in it. `latest`, the newest complete checkpoint, is never touched; one
+    that a crash left incomplete does not count among those to keep.
     """
-    latest = find_latest(root)
-    if latest is None:
-        return []
-    done = sorted((p for p in Path(root).iterdir() if _STEP_DIR.fullmatch(p.name)), key=step_of)
-    done = [path for path in done if step_of(path) <= step_of(latest) and (path / STATE_FILE).exists()]
+    done = [path for path in _step_dirs(latest.parent) if step_of(path) <= step_of(latest) and not _incomplete(path)]
+    kept = {path: {role for role in (ACTOR, CRITIC) if (path / role).is_dir()} for path in done}
     deleted = []
     for role, keep in ((ACTOR, keep_actor), (CRITIC, keep_critic)):
-        holders = [path for path in done if (path / role).is_dir()]
+        holders = [path for path in done if role in kept[path]]
         for path in holders[: -max(1, keep)] if keep is not None else []:
-            shutil.rmtree(path / role)
+            kept[path].discard(role)
             deleted.append(path / role)
-    for path in done:
-        if path != latest and not any((path / role).is_dir() for role in (ACTOR, CRITIC)):
-            shutil.rmtree(path)
-            deleted.append(path)
+    empty = [path for path in done if path != latest and not kept[path]]
+    deleted = [*(path for path in deleted if path.parent not in empty), *empty]
     for path in deleted:
+        gone = _renamed(path, _DELETED)  # first: a folder that is half deleted must not look like a checkpoint
+        path.rename(gone)
+        shutil.rmtree(gone)
         log.info("deleted old checkpoint %s", path)
     return deleted
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _step_dirs(root: Path) -> list[Path]:
+    """The folders named global_step_<number>, oldest step first."""
+    return sorted((path for path in root.iterdir() if _STEP_DIR.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def _incomplete(path: Path) -> list[str]:
+    if not path.is_dir():
+        return [f"{path} does not exist"]
+    return [] if (path / STATE_FILE).exists() else [f"{path} holds no {STATE_FILE}: it was not written to its end"]
+
+
+def _renamed(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)

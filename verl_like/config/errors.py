@@ -15,6 +15,10 @@ class ConfigError(ValueError):
         super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
 
 
+class RunStopped(RuntimeError):
+    """The run cannot go on for a reason that its user can act on: the message says all, a traceback adds nothing."""
+
+
 def raise_if_any(problems: Sequence[str]) -> None:
     """Raise ConfigError unless the list is empty."""
     if problems:

@@ -67,6 +67,9 @@ class TrainerConfig(ConfigNode):
     """[checkpoints] Newest actor checkpoints to keep. Null: all."""
     max_critic_ckpt_to_keep: int | None = None
     """[checkpoints] Newest critic checkpoints to keep. Null: all."""
+    max_skipped_updates: int = 10
+    """[optimizer steps] End the run after a step with which so many in a row of one role were skipped, because their
+    gradients were not finite; -1: never."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, tensorboard, wandb, or classes of your own, file.py:Name. Metrics always go to a jsonl file as
     well."""
@@ -92,7 +95,7 @@ class TrainerConfig(ConfigNode):
         at_least(self, 0, "seed", "critic_warmup", "log_val_generations")
         at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
         above(self, 0, "rpc_timeout", "worker_start_timeout")
-        minus_one_or_positive(self, "save_freq", "test_freq")
+        minus_one_or_positive(self, "save_freq", "test_freq", "max_skipped_updates")
         per_node = self.n_gpus_per_node
         legal = per_node == "auto" if isinstance(per_node, str) else per_node >= 1
         require(legal, "n_gpus_per_node", per_node, "must be auto or at least 1")

@@ -449,17 +449,24 @@ class FSDPEngine:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> None:
+    def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> list[str]:
         """See TrainEngine.save. Folders: model and optimizer (torch.distributed.checkpoint), extra, huggingface."""
         folder = Path(path)
         with self._resident(optimizer="optimizer" in contents):  # states are made beside their parameters
-            self._save_parts(self._parts(folder, contents), background=background)
+            parts = self._parts(folder, contents)
+            names, refused = state.not_finite(self._saved_tensors(parts), self.device)
+            if refused:
+                return names
+            self._save_parts(parts, background=background)
             if "model" in contents:
                 self._save_adapter(folder / "adapter")
         if "extra" in contents:
             state.save_extra(folder / "extra", self.process.rank, self._counters())
         if "hf_model" in contents:
             self.export_hf(str(folder / "huggingface"))
+        elif self.process.rank == 0:
+            state.write_config(self.model.hf, folder / "huggingface", dtype_of(self._fsdp.model_dtype))
+        return []
 
     def load(self, path: str, *, contents: Sequence[str]) -> None:
         """See TrainEngine.load. Raises ValueError when the checkpoint lacks a part that is asked for."""
@@ -486,6 +493,13 @@ class FSDPEngine:
         if self.optimizer is not None and "optimizer" in contents:
             parts.append((self.sharding.optimizer_state(self.optimizer), folder / "optimizer"))
         return parts
+
+    def _saved_tensors(self, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
+        """What must be finite before a checkpoint of these parts is written: always the weights, in any form."""
+        if not any(folder.name == "model" for _, folder in parts):
+            yield from self._model_state().items()
+        for tensors, _ in parts:
+            yield from tensors.items()
 
     def _save_parts(self, parts: list[Part], *, background: bool) -> None:
         if background:

@@ -1,6 +1,7 @@
 """An engine on disk: sharded tensors through torch.distributed.checkpoint, counters and RNG per rank, HF export.
 
-Sharded parts are keyed by parameter name, so that they load on another number of ranks.
+Sharded parts are keyed by parameter name, so that they load on another number of ranks. Each rank reads the files
+that it wrote again, for their checksums.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedModel
 
+from verl_like.checkpoint.checksums import note
+from verl_like.parallel.sharding import local_tensor
+
 log = logging.getLogger(__name__)
 
 
@@ -31,19 +35,40 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGr
         dcp.save(tensors, checkpoint_id=str(folder), process_group=group)
     except CheckpointException as error:  # a BaseException: it would pass by whoever reports errors of a rank
         raise RuntimeError(f"writing {folder} failed: {error}") from error
+    rank = dist.get_rank(group)
+    own = list(folder.glob(f"__{rank}_*"))  # as torch.distributed.checkpoint's FileSystemWriter names them
+    note(folder, [*own, folder / ".metadata"] if rank == 0 else own, rank)
 
 
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill the shards given from a folder that any number of ranks wrote (collective)."""
     _require(folder)
-    with torch.no_grad():
-        dcp.load(tensors, checkpoint_id=str(folder))
+    try:
+        with torch.no_grad():
+            dcp.load(tensors, checkpoint_id=str(folder))
+    except CheckpointException as error:
+        raise RuntimeError(f"reading {folder} failed: {error}") from error
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[list[str], bool]:
+    """Names of the tensors with NaN or infinite numbers in this rank's shard; whether any rank has one (collective).
+
+    device: where the ranks' process group takes its messages from.
+    """
+    shards = [(name, local_tensor(tensor)) for name, tensor in tensors]
+    checks = [(name, torch.isfinite(shard).all()) for name, shard in shards if shard.is_floating_point()]
+    names = [name for name, finite in checks if not bool(finite)]
+    count = torch.tensor(len(names), device=device)
+    dist.all_reduce(count)
+    return names, bool(count)
 
 
 def save_extra(folder: Path, rank: int, counters: dict[str, int]) -> None:
     """Counters and this rank's random state."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"counters": counters, "rng": _rng_state()}, folder / f"rank_{rank}.pt")
+    own = folder / f"rank_{rank}.pt"
+    torch.save({"counters": counters, "rng": _rng_state()}, own)
+    note(folder, [own], rank)
     dist.barrier()
 
 
@@ -65,9 +90,9 @@ def export_hf(
     """Write what `from_pretrained` reads; every rank must drain `weights`, rank 0 writes (collective)."""
     collected = {name: tensor.cpu().contiguous() for name, tensor in weights if rank == 0}
     if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        write_config(hf, folder, dtype)
         _write_safetensors(collected, folder)
-        _write_config(hf, folder, dtype)
+        note(folder, folder.glob("*.safetensors"), rank)
     dist.barrier()
 
 
@@ -81,7 +106,9 @@ def export_adapter(weights: Iterator[tuple[str, Tensor]], config: dict[str, Any]
     dist.barrier()
 
 
-def _write_config(hf: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+def write_config(hf: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model's config.json; one rank does."""
+    folder.mkdir(parents=True, exist_ok=True)
     config = hf.config.__class__.from_dict(hf.config.to_dict())
     name = type(hf).__name__.removeprefix("FSDP")
     has_value_head = "score" in dict(hf.named_children())

@@ -108,9 +108,11 @@ class TrainEngine(Protocol):
         """Undo `offload`."""
         ...
 
-    def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> None:
+    def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> list[str]:
         """Write a checkpoint; contents out of "model", "optimizer", "extra" (schedule, RNG), "hf_model".
 
+        Returns the names of weights and optimizer states that hold NaN or infinite numbers on this rank: where any rank
+        has one, nothing is written.
         background: the shards of "model" and "optimizer" are copied now and written while training goes on; the
         checkpoint is whole when `saved` says so on every rank.
         """

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def build_trackers(
     """
     folder = Path(log_dir).expanduser()
     names = check_trackers(trainer)
-    trackers: list[Tracker] = [JsonlTracker(folder, new_run=resumed_at is None)]
+    trackers: list[Tracker] = [JsonlTracker(folder, new_run=resumed_at is None, last_step=resumed_at)]
     if "console" in names:
         trackers.append(ConsoleTracker())
     if "tensorboard" in names:
@@ -171,13 +172,14 @@ class JsonlTracker:
     """One JSON object a line: {"step", "time" (seconds since 1970), "data": {name: number or null}}.
 
     Each line is written at once, so a run that is killed loses nothing but the line it was writing. A resumed run
-    continues the file; if it repeats steps, the later line counts (`read_metrics`). A new run in an old folder begins
-    a file of its own: the old one becomes metrics.jsonl.1, .2, ...
+    continues the file after `last_step`, the step of its checkpoint: where later lines have to go, because their steps
+    are done again, the whole old file is kept as metrics.jsonl.1, .2, ... A new run in an old folder begins a file of
+    its own, and the old one becomes such a file.
     """
 
     name = "jsonl"
 
-    def __init__(self, folder: Path, *, new_run: bool = False) -> None:
+    def __init__(self, folder: Path, *, new_run: bool = False, last_step: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
         self._samples_path = folder / "val_generations.jsonl"
@@ -185,6 +187,8 @@ class JsonlTracker:
             if new_run:
                 _set_aside(path)
             _cut_unfinished_line(path)
+            if last_step is not None:
+                _cut_steps_after(last_step, path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         record = {"step": step, "time": round(time.time(), 3), "data": dict(metrics)}
@@ -205,9 +209,27 @@ def _append(path: Path, text: str) -> None:
 def _set_aside(path: Path) -> None:
     """Give a file of an earlier run the first free number, so that two runs do not mix."""
     if path.exists():
-        free = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
-        path.rename(path.with_name(f"{path.name}.{free}"))
-        logger.info("%s of an earlier run is now %s.%d", path, path.name, free)
+        aside = _free_name(path)
+        path.rename(aside)
+        logger.info("%s of an earlier run is now %s", path, aside.name)
+
+
+def _cut_steps_after(last_step: int, path: Path) -> None:
+    """Remove the lines of steps that a resumed run does again; the whole file is kept under the first free number."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if json.loads(line)["step"] <= last_step]
+    if len(kept) == len(lines):
+        return
+    aside, shortened = _free_name(path), path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.copy2(path, aside)
+    shortened.write_text("".join(kept), encoding="utf-8")
+    shortened.replace(path)
+    logger.info("%s ends at step %d now, from where the run goes on; it is kept as %s", path, last_step, aside.name)
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _cut_unfinished_line(path: Path) -> None:

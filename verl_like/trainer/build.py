@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import KLController
 from verl_like.batch import Prompts
-from verl_like.checkpoint.layout import resolve_resume, step_of
+from verl_like.checkpoint.files import require_writable
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerGroup
 from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
@@ -49,6 +49,7 @@ from verl_like.trainer.greedy_baseline import GreedyBaselineSource
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
+from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import self_check
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
 from verl_like.trainer.source import BatchSource, PlainSource
@@ -86,11 +87,13 @@ class Inputs:
 
 
 @contextmanager
-def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTrainer]:
+def build_trainer(
+    config: PPOConfig, connect_workers: Any, confirm_folder: Callable[[], None] = lambda: None
+) -> Iterator[PPOTrainer]:
     """A trainer whose processes live as long as the context.
 
     connect_workers(config, spec, device, ranks_per_node) is a context manager that gives the WorkerGroups: see
-    `trainer.run`, the one place that knows whether that is Ray.
+    `trainer.run`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`.
     """
     with ExitStack() as stack:
         with input_errors():
@@ -101,6 +104,8 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
             plan = BatchPlan.build(config, world_size, len(inputs.train))
             loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
             logger.info("%d process(es) on %s; %s", world_size, device, plan.table())
+            resume = find_resume(config, with_critic=plan.needs_critic)
+            checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
             costs = ModelCosts.of(config, plan)
             spec = WorkerSpec(
                 config=config,
@@ -126,9 +131,9 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
         stop = stack.enter_context(graceful_interrupt())
         peaks = group.call_all("device_peak").wait(timeout=config.trainer.rpc_timeout)
         speed = SpeedReport.of(config, plan, costs, peaks, device)
-        report = build_reporter(config, plan, inputs, group.world_size, speed)
+        report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
         stack.callback(report.close)
-        yield assemble(config, plan, inputs, loader, costs, rewards, group, report, stop)
+        yield assemble(config, plan, inputs, loader, costs, rewards, group, report, stop, checkpoints)
 
 
 def model_score(config: PPOConfig, inputs: Inputs, scorer: RewardModelGroup) -> ModelScore:
@@ -150,12 +155,10 @@ def input_errors() -> Iterator[None]:
 
 
 def build_reporter(
-    config: PPOConfig, plan: BatchPlan, inputs: Inputs, num_devices: int, speed: SpeedReport
+    config: PPOConfig, plan: BatchPlan, inputs: Inputs, num_devices: int, speed: SpeedReport, resumed_at: int | None
 ) -> Reporter:
-    """Trackers, live display and sample files of the run."""
+    """Trackers, live display and sample files of the run. resumed_at: the step of the checkpoint it starts from."""
     settings = config.trainer
-    checkpoint = resolve_resume(settings)
-    resumed_at = None if checkpoint is None else step_of(checkpoint)
     progress = build_progress(
         enabled="console" in settings.logger,
         total_steps=plan.total_training_steps,
@@ -184,6 +187,7 @@ def assemble(
     group: WorkerGroup,
     report: Reporter,
     stop: StopFlag,
+    checkpoints: Checkpoints,
 ) -> PPOTrainer:
     """Put the driver's parts around a worker group."""
     settings, rollout = config.trainer, config.actor_rollout_ref.rollout
@@ -207,7 +211,7 @@ def assemble(
             seed=seed,
             on_samples=report.validation_samples,
         ),
-        checkpoints=Checkpoints(settings, inputs.tokenizer),
+        checkpoints=checkpoints,
         report=report,
         stop=stop,
         on_scores=loader.feedback,
@@ -393,6 +397,19 @@ def required(steps: int | None) -> int:
     """A length that the plan knows because it was built with the size of the training set."""
     assert steps is not None
     return steps
+
+
+def check_output_folders(config: PPOConfig) -> None:
+    """ValueError, naming the key, for a folder of the run's output that cannot be made or written."""
+    trainer = config.trainer
+    for key, folder in (
+        ("trainer.default_local_dir", trainer.default_local_dir),
+        ("trainer.log_dir", trainer.log_dir),
+        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
+        ("trainer.validation_data_dir", trainer.validation_data_dir),
+    ):
+        if folder is not None:
+            require_writable(key, folder)
 
 
 def log_dir(config: PPOConfig) -> Path:

@@ -1,27 +1,39 @@
 """When to save, what belongs to a checkpoint, and how a run takes it up again.
 
-A checkpoint is `global_step_N/` with the actor, the critic and the loop's own state (step, KL coefficient, sampler).
-The file `latest_checkpointed_iteration.txt` is written last: a crash while saving leaves the previous one valid.
+A checkpoint is written in two parts: `write` puts the actor, the critic and their configuration into a folder that is
+not a checkpoint yet; `complete` adds the loop's own state and the checksums and declares it the newest. Between the two
+lie the weight sync and the step's report, so that a step that counts as saved is in the metrics too.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from verl_like.checkpoint.checksums import collect
 from verl_like.checkpoint.layout import (
+    ACTOR,
+    CRITIC,
+    commit,
     prepare_step_dir,
     read_trainer_state,
-    resolve_resume,
     rotate,
     step_of,
-    write_latest,
     write_trainer_state,
 )
+from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import TrainerConfig
+from verl_like.config.errors import ConfigError, RunStopped
+from verl_like.trainer.compose import save_resolved
+from verl_like.trainer.resume import CONFIG_FILE
 
 if TYPE_CHECKING:
     from verl_like.trainer.ppo import PPOTrainer
@@ -29,80 +41,141 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Checkpoints:
-    """Saves and restores a `PPOTrainer` under trainer.default_local_dir."""
+class NotFinite(RunStopped):
+    """A model or its optimizer holds NaN or infinite numbers: it is not written."""
 
-    def __init__(self, trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config, self.tokenizer = trainer, tokenizer
+
+class Checkpoints:
+    """Saves and restores a `PPOTrainer` under trainer.default_local_dir.
+
+    resume: the checkpoint to start from (`resume.find_resume`). confirm: called before anything is written; raises when
+    the folder is another run's meanwhile (checkpoint/lock.py).
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        resume: Path | None = None,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self.tokenizer, self.resume, self.confirm = trainer, tokenizer, resume, confirm
         self.root = Path(trainer.default_local_dir).expanduser()
         self._saved_step: int | None = None
         self._incomplete: tuple[Path, dict[str, Any]] | None = None  # written but not declared complete
+        self._boundary: dict[str, Any] | None = None  # the loop's state that belongs to the weights; None: in an update
+
+    @property
+    def resume_step(self) -> int | None:
+        """The last finished step of the run that is taken up; None for a fresh start."""
+        return None if self.resume is None else step_of(self.resume)
 
     def restore(self, run: PPOTrainer) -> None:
-        """Load the checkpoint that trainer.resume_mode names, if there is one."""
-        path = resolve_resume(self.config)
-        if path is None:
-            return
-        _require_weights(run, path)
-        logger.info("resuming from %s", path)
-        saved = read_trainer_state(path)
-        run.policy.load(str(path / "actor"))
-        if run.critic is not None:
-            run.critic.load(str(path / "critic"))
-        run.source.load_state_dict(saved["source"])
-        run.state = run.state.load_state_dict(saved["state"])
-        self._saved_step = run.state.step
-        if run.state.step >= run.total_steps:
-            logger.warning(
-                "%s is at step %d of %d: nothing is left to train. Raise trainer.total_training_steps, "
-                "or start afresh: trainer.resume_mode=disable, or another trainer.default_local_dir",
-                *(path, run.state.step, run.total_steps),
-            )
+        """Load the checkpoint to start from, if there is one. ConfigError when the run's data do not fit it."""
+        if self.resume is not None:
+            saved = read_trainer_state(self.resume)
+            try:
+                run.source.load_state_dict(saved["source"])
+            except ValueError as error:
+                raise ConfigError([f"{self.resume}: {error}"]) from error
+            run.state = run.state.load_state_dict(saved["state"])
+            run.policy.load(str(self.resume / ACTOR))
+            if run.critic is not None:
+                run.critic.load(str(self.resume / CRITIC))
+            self._saved_step = run.state.step
+            if run.state.step >= run.total_steps:
+                logger.warning(
+                    "%s is at step %d of %d: nothing is left to train. Raise trainer.total_training_steps, "
+                    "or start afresh: trainer.resume_mode=disable, or another trainer.default_local_dir",
+                    *(self.resume, run.state.step, run.total_steps),
+                )
+        self.step_ended(run)
+
+    def update_begins(self) -> None:
+        """From here to `step_ended` the weights belong to no step: nothing can be saved."""
+        self._boundary = None
+
+    def step_ended(self, run: PPOTrainer) -> None:
+        """The weights are those of `run.state.step` until the next update, whatever the loop draws meanwhile."""
+        self._boundary = copy.deepcopy({"state": run.state.state_dict(), "source": run.source.state_dict()})
+
+    @contextmanager
+    def saved_on_error(self, run: PPOTrainer) -> Iterator[None]:
+        """An error of the driver loses no finished step: they are saved, as for an interrupt, before it goes on."""
+        try:
+            yield
+        except NotFinite:
+            raise
+        except Exception as error:
+            logger.error("the run fails after step %d: %s", run.state.step, error)
+            self._save_after_error(run)
+            raise
 
     def save_unless_saved(self, run: PPOTrainer) -> None:
         """For an interrupted run: nothing is lost, nothing is written twice."""
-        if run.state.step > 0 and self._saved_step != run.state.step:
-            self.save(run)
-
-    def save(self, run: PPOTrainer) -> None:
-        """Write one whole checkpoint, then mark it as the latest, then drop old ones."""
+        assert self._boundary is not None
+        if self._boundary["state"]["step"] not in (0, self._saved_step):
+            self.write(run)
         self.complete(run, wait=True)
-        path = prepare_step_dir(self.root, run.state.step)
-        run.policy.save(str(path / "actor"))
+
+    def write(self, run: PPOTrainer) -> None:
+        """Write models and configuration of the finished step. NotFinite, naming tensors, when they are spoilt."""
+        self.complete(run, wait=True)
+        assert self._boundary is not None
+        state, step = self._boundary, self._boundary["state"]["step"]
+        self.confirm()
+        path = prepare_step_dir(self.root, step)
+        self._require_finite(run, ACTOR, run.policy.save(str(path / ACTOR)), path)
         if run.critic is not None:
-            run.critic.save(str(path / "critic"))
-        if (path / "actor" / "huggingface").is_dir():
-            self.tokenizer.save_pretrained(path / "actor" / "huggingface")
-        self._saved_step = run.state.step
-        self._incomplete = (path, {"state": run.state.state_dict(), "source": run.source.state_dict()})
-        if not self._in_background(run):
-            self.complete(run, wait=True)
+            self._require_finite(run, CRITIC, run.critic.save(str(path / CRITIC)), path)
+        self.tokenizer.save_pretrained(path / ACTOR / "huggingface")
+        save_resolved(run.config, path / CONFIG_FILE)
+        self._saved_step, self._incomplete = step, (path, state)
 
     def complete(self, run: PPOTrainer, *, wait: bool) -> None:
-        """Declare the checkpoint under way complete once all its files are written (checkpoint.async_save); `wait` for
-        them. Until then the one before stays the newest."""
-        if self._incomplete is None or not run.policy.saved(wait=wait):
+        """Declare what was written a checkpoint, and drop old ones, once all its files are there.
+
+        wait: for those that are written in the background (checkpoint.async_save). Until then the one before stays the
+        newest.
+        """
+        if self._incomplete is None or (self._in_background(run) and not run.policy.saved(wait=wait)):
             return
-        (path, state), self._incomplete = self._incomplete, None
-        write_trainer_state(path, state)
-        write_latest(self.root, step_of(path))
-        rotate(self.root, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep)
+        written, state = self._incomplete
+        self.confirm()
+        write_trainer_state(written, state)
+        collect(written)
+        path = commit(written)
+        self._incomplete = None
+        rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep)
         logger.info("saved checkpoint %s", path)
+
+    def _save_after_error(self, run: PPOTrainer) -> None:
+        """As for an interrupt, if the weights are those of a finished step; no error of its own hides the first."""
+        if self._boundary is None:
+            logger.error("it failed in the middle of an update: the weights belong to no step and are not saved")
+            return
+        for what in (run.report_step, partial(self.save_unless_saved, run)):
+            try:
+                what()
+            except (GroupStopped, RunStopped) as second:
+                logger.error("nothing more can be saved: %s", str(second).splitlines()[0])
+            except Exception:
+                logger.exception("saving failed too; the error that ends the run follows")
+
+    def _require_finite(self, run: PPOTrainer, role: str, names: list[str], written: Path) -> None:
+        if names:
+            step = step_of(written.stem)
+            if not self._in_background(run):
+                shutil.rmtree(written)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise NotFinite(
+                f"step {step}: the {role} holds NaN or infinite numbers in {', '.join(names[:5])}{more}. Nothing of it "
+                f"is saved; the checkpoints in trainer.default_local_dir={self.config.default_local_dir!r} stay as "
+                f"they are: resume from the newest with a lower {role} learning rate or gradient clip"
+            )
 
     @staticmethod
     def _in_background(run: PPOTrainer) -> bool:
         actor, critic = run.config.actor_rollout_ref.actor.checkpoint, run.config.critic.checkpoint
         return actor.async_save or (run.critic is not None and critic.async_save)
-
-
-def _require_weights(run: PPOTrainer, path: Path) -> None:
-    """ValueError when load_contents would leave the weights out: the step count would go on with untrained ones."""
-    sections = [("actor_rollout_ref.actor", run.config.actor_rollout_ref.actor.checkpoint)]
-    if run.critic is not None:
-        sections.append(("critic", run.config.critic.checkpoint))
-    for section, checkpoint in sections:
-        if "model" not in checkpoint.load_contents:
-            raise ValueError(
-                f"{section}.checkpoint.load_contents={checkpoint.load_contents} leaves out the weights of {path}: add "
-                "model to save_contents and load_contents, or set trainer.resume_mode=disable"
-            )

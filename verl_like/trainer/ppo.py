@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 from verl_like.algorithms.experience import make_experience
 from verl_like.algorithms.mismatch import finish as finish_mismatch
@@ -18,6 +19,7 @@ from verl_like.batch import Evaluated, Experience, Rollouts, Scores
 from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import ActorConfig, CriticConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.errors import RunStopped
 from verl_like.observe.timing import StepClock
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.checkpoints import Checkpoints
@@ -48,40 +50,47 @@ class PPOTrainer:
     stop: StopFlag
     on_scores: Callable[[Rollouts, Scores], None] = lambda rollouts, scores: None  # a curriculum learns from them
     clock: StepClock = field(default_factory=StepClock)  # of the step that runs; replaced at each step
+    unreported: Callable[[], None] | None = field(default=None, init=False)  # of a finished step, with its metrics
 
     def fit(self) -> None:
         """Generate -> score -> evaluate -> credit -> update -> sync, once per step. Data only moves downwards."""
         self.checkpoints.restore(self)
         self.sync_weights()
         self.validate_before_training()
-        while not self.done():
-            step, clock = self.begin_step()
-            with self.profiled(step), clock("step"):
-                with clock("gen"):
-                    rollouts, grading = self.source.next_rollouts(self.policy, self.rewards, step)
-                if not self.config.reward_model.launch_reward_fn_async:
+        with self.checkpoints.saved_on_error(self):
+            while not self.done():
+                step, clock = self.begin_step()
+                with self.profiled(step), clock("step"):
+                    with clock("gen"):
+                        rollouts, grading = self.source.next_rollouts(self.policy, self.rewards, step)
+                    if not self.config.reward_model.launch_reward_fn_async:
+                        with clock("reward"):
+                            grading.wait()
+                    evaluated = self.evaluate(rollouts)
                     with clock("reward"):
-                        grading.wait()
-                evaluated = self.evaluate(rollouts)
-                with clock("reward"):
-                    scores = grading.result()
-                self.on_scores(rollouts, scores)
-                with clock("adv"):
-                    experience, metrics = self.make_experience(rollouts, scores, evaluated)
-                metrics |= self.source.metrics()
-                if self.critic is not None:
-                    with clock("update_critic"):
-                        metrics |= self.update_critic(experience, step)
-                actor_updates = step > self.config.trainer.critic_warmup
-                if actor_updates:
-                    with clock("update_actor"):
-                        metrics |= self.update_actor(experience, step)
-                self.state = self.state.advance(metrics, num_sequences=len(rollouts), actor_updated=actor_updates)
-                self.save_if_due()
-                with clock("update_weights"):
-                    metrics |= self.sync_weights()
-                metrics |= self.validate_if_due()
-            self.report.step(step, rollouts, scores, metrics | self.rewards.metrics(scores, rollouts.rows), clock)
+                        scores = grading.result()
+                    self.on_scores(rollouts, scores)
+                    with clock("adv"):
+                        experience, metrics = self.make_experience(rollouts, scores, evaluated)
+                    metrics |= self.source.metrics() | self.rewards.metrics(scores, rollouts.rows)
+                    self.checkpoints.update_begins()
+                    if self.critic is not None:
+                        with clock("update_critic"):
+                            metrics |= self.update_critic(experience, step)
+                    actor_updates = step > self.config.trainer.critic_warmup
+                    if actor_updates:
+                        with clock("update_actor"):
+                            metrics |= self.update_actor(experience, step)
+                    self.state = self.state.advance(metrics, num_sequences=len(rollouts), actor_updated=actor_updates)
+                    self.checkpoints.step_ended(self)
+                    self.unreported = partial(self.report.step, step, rollouts, scores, metrics, clock)
+                    self.save_if_due()
+                    with clock("update_weights"):
+                        metrics |= self.sync_weights()
+                    metrics |= self.validate_if_due()
+                self.report_step()
+                self.checkpoints.complete(self, wait=False)
+                self.stop_when_nothing_is_learnt()
         self.finish()
 
     def done(self) -> bool:
@@ -183,11 +192,16 @@ class PPOTrainer:
         return metrics
 
     def save_if_due(self) -> None:
-        """Every trainer.save_freq steps, and after the last one."""
-        self.checkpoints.complete(self, wait=False)
+        """Every trainer.save_freq steps, and after the last one; complete once the step is reported."""
         if self._due(self.config.trainer.save_freq):
             with self.clock("save_checkpoint"):
-                self.checkpoints.save(self)
+                self.checkpoints.write(self)
+
+    def report_step(self) -> None:
+        """Hand out the finished step's metrics, once: before its checkpoint is complete, or when the driver fails."""
+        report, self.unreported = self.unreported, None
+        if report is not None:
+            report()
 
     def validate_before_training(self) -> None:
         """trainer.val_before_train; also what a run with trainer.val_only consists of."""
@@ -214,6 +228,18 @@ class PPOTrainer:
             logger.warning("stopping after step %d, as asked", self.state.step)
             self.checkpoints.save_unless_saved(self)
         self.checkpoints.complete(self, wait=True)
+
+    def stop_when_nothing_is_learnt(self) -> None:
+        """RunStopped after trainer.max_skipped_updates optimizer steps in a row whose gradient was not finite."""
+        limit = self.config.trainer.max_skipped_updates
+        for role, group in (("actor", self.policy), ("critic", self.critic)):
+            if group is not None and 0 < limit <= group.num_skipped_in_a_row:
+                raise RunStopped(
+                    f"step {self.state.step}: the last {group.num_skipped_in_a_row} updates of the {role} were skipped "
+                    f"because their gradients were not finite (trainer.max_skipped_updates={limit}): nothing is learnt "
+                    f"any more. Look at {role}/grad_norm, the rewards and the learning rate of the steps before; "
+                    "trainer.max_skipped_updates=-1 goes on all the same"
+                )
 
 
 def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl_like.batch import PromptRow, Rollouts, Scores
 from verl_like.config import TrainerConfig
+from verl_like.config.errors import RunStopped
 from verl_like.observe.domains import domain_metrics
 from verl_like.observe.metrics import (
     perf_metrics,
@@ -70,16 +72,17 @@ class Reporter:
             **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.num_devices),
             **self.speed.metrics(rollouts, clock.seconds, metrics),
         }
-        self.trackers.log(step, everything)
+        self._log(step, everything)
         self.progress.step_finished(step, everything)
         self.speed.log(clock.seconds, everything)
         if self.trainer.rollout_data_dir:
             samples = make_samples(rollouts, scores, self.tokenizer, step)
-            dump_samples(self.trainer.rollout_data_dir, step, samples)
+            with writing("trainer.rollout_data_dir", self.trainer.rollout_data_dir):
+                dump_samples(self.trainer.rollout_data_dir, step, samples)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a validation outside a step (before training, or trainer.val_only)."""
-        self.trackers.log(step, dict(metrics))
+        self._log(step, metrics)
         self.progress.step_finished(step, metrics)
 
     def validation_samples(self, step: int, batches: Sequence[tuple[Rollouts, Scores]]) -> None:
@@ -92,17 +95,33 @@ class Reporter:
         ]
         if self.trainer.validation_data_dir:
             folder = Path(self.trainer.validation_data_dir)
-            dump_samples(folder, step, samples)
             rows = [row for rollouts, _ in batches for row in rollouts.rows]
-            for name, chosen in by_validation_set(samples, rows).items():
-                dump_samples(folder / name, step, chosen)
+            with writing("trainer.validation_data_dir", folder):
+                dump_samples(folder, step, samples)
+                for name, chosen in by_validation_set(samples, rows).items():
+                    dump_samples(folder / name, step, chosen)
         if wanted > 0:
             self.trackers.log_samples(step, pick_samples(samples, wanted))
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        key = "trainer.default_local_dir" if self.trainer.log_dir is None else "trainer.log_dir"
+        with writing(key, self.trainer.log_dir or self.trainer.default_local_dir):
+            self.trackers.log(step, metrics)
 
     def close(self) -> None:
         """Close the display and the trackers; everything logged so far is kept."""
         self.progress.close()
         self.trackers.finish()
+
+
+@contextmanager
+def writing(key: str, folder: str | Path) -> Iterator[None]:
+    """What goes wrong with the run's own files inside ends the run with a message that names their key."""
+    try:
+        yield
+    except OSError as error:
+        gone = "" if Path(folder).expanduser().is_dir() else "; the folder was removed while the run was writing to it"
+        raise RunStopped(f"{key}={str(folder)!r}: {error}{gone}") from error
 
 
 def by_validation_set(samples: Sequence[Sample], rows: Sequence[PromptRow]) -> dict[str, list[Sample]]:

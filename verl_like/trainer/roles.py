@@ -70,6 +70,7 @@ class RoleGroup:
         share_prompts: rows with the same prompt cost less on the same rank.
         """
         self.group, self.plan, self.timeout_s = group, plan, timeout_s
+        self.num_skipped_in_a_row = 0  # optimizer steps, up to the newest, whose gradient was not finite
         self.balance = RowBalance(even=balance, cost=cost, share_prompts=share_prompts)
 
     def ranks_per_row(self) -> int:
@@ -94,8 +95,11 @@ class RoleGroup:
             else:
                 num_empty += 1
         steps_by_rank = self.wait(self.group.call(method, _repeated(shares, copies)))
-        first, *later = [merge_metrics(parts) for parts in zip(*steps_by_rank, strict=True)] or [{}]
-        metrics = average_steps([first, *(without_gap(metrics) for metrics in later)])
+        steps = [merge_metrics(parts) for parts in zip(*steps_by_rank, strict=True)]
+        for metrics in steps:
+            skipped = "skipped_steps" in metrics and metrics["skipped_steps"].value > 0
+            self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
+        metrics = average_steps([*steps[:1], *(without_gap(metrics) for metrics in steps[1:])])
         return metrics | {"empty_minibatches": float(num_empty)} if num_empty else metrics
 
     def _minibatches(self, experience: Experience, rules: UpdateRules, step: int) -> Iterator[Experience]:
@@ -121,6 +125,10 @@ class RoleGroup:
         shares = self.balance.shares(rows, self.group.world_size // self.ranks_per_row(), forward_only_B)
         for minibatches, part in zip(per_share, split_rows(rows, shares), strict=True):
             minibatches.append((part, denominators))
+
+    def save_role(self, method: str, path: str) -> list[str]:
+        """Write a role's checkpoint; or the names of its tensors that are not finite, and nothing is written."""
+        return sorted({name for names in self.wait(self.group.call_all(method, path)) for name in names})
 
     def wait(self, pending: PendingResult) -> list[Any]:
         return pending.wait(timeout=self.timeout_s)
@@ -192,8 +200,8 @@ class PolicyGroup(RoleGroup):
         yield
         self.wait(self.group.call_all("stop_profile"))
 
-    def save(self, path: str) -> None:
-        self.wait(self.group.call_all("save_actor", path))
+    def save(self, path: str) -> list[str]:
+        return self.save_role("save_actor", path)
 
     def load(self, path: str) -> None:
         self.wait(self.group.call_all("load_actor", path))
@@ -212,8 +220,8 @@ class CriticGroup(RoleGroup):
     def values(self, rollouts: Rollouts) -> Evaluated:
         return self.evaluate("values", rollouts)
 
-    def save(self, path: str) -> None:
-        self.wait(self.group.call_all("save_critic", path))
+    def save(self, path: str) -> list[str]:
+        return self.save_role("save_critic", path)
 
     def load(self, path: str) -> None:
         self.wait(self.group.call_all("load_critic", path))

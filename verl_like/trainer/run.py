@@ -6,16 +6,19 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
+from verl_like.checkpoint.lock import held
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
-from verl_like.config.errors import ConfigError
+from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.trainer.build import (
     REWARD_WORKER,
     WORKER,
     WorkerGroups,
     build_trainer,
+    check_output_folders,
     input_errors,
     log_dir,
     profile_dir,
@@ -29,31 +32,40 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: PPOConfig) -> None:
-    """Build everything, fit, take everything down again."""
-    folder = log_dir(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    setup_driver_logging(folder)
-    save_resolved(config, folder / "config.yaml")
+    """Build everything, fit, take everything down again; trainer.default_local_dir is this run's alone meanwhile."""
+    folder, run_id = log_dir(config), new_run_id()
     try:
+        with input_errors():
+            check_output_folders(config)
+        setup_driver_logging(folder)
         with input_errors():
             check_nsight(config, resolve_world(config)[0])
         restart_under_nsight(config, profile_dir(config))
-        with build_trainer(config, worker_groups) as trainer:
+        with ExitStack() as stack:
+            lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))
+            save_resolved(config, folder / "config.yaml")
+            groups = partial(worker_groups, run_id=run_id)
+            trainer = stack.enter_context(build_trainer(config, groups, lock.confirm))
             trainer.fit()
-    except ConfigError as error:  # what only the files or the number of processes could show to be wrong
+    except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
+        logger.debug("the run ends", exc_info=True)
         sys.exit(f"error: {error}")
 
 
 @contextmanager
-def worker_groups(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int) -> Iterator[WorkerGroups]:
-    """The workers of trainer.launcher, stopped at the end of the context."""
+def worker_groups(
+    config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int, run_id: str | None = None
+) -> Iterator[WorkerGroups]:
+    """The workers of trainer.launcher, stopped at the end of the context; run_id: None makes one up."""
     start = _local_groups if str(config.trainer.launcher) == "local" else _ray_groups
-    with start(config, spec, device, ranks_per_node) as groups:
+    with start(config, spec, device, ranks_per_node, run_id or new_run_id()) as groups:
         yield groups
 
 
 @contextmanager
-def _local_groups(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int) -> Iterator[WorkerGroups]:
+def _local_groups(
+    config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int, run_id: str
+) -> Iterator[WorkerGroups]:
     from verl_like.cluster.local import LocalWorkerGroup
 
     if config.trainer.nnodes * ranks_per_node != 1:
@@ -61,12 +73,14 @@ def _local_groups(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_no
             f"trainer.launcher=local runs one rank in this process, but trainer.nnodes={config.trainer.nnodes} x "
             f"trainer.n_gpus_per_node={ranks_per_node} asks for more; set both to 1 or trainer.launcher=ray"
         )
-    with _stopped_after(LocalWorkerGroup(WORKER, spec, device=device)) as group:
+    with _stopped_after(LocalWorkerGroup(WORKER, spec, device=device, run_id=run_id)) as group:
         yield WorkerGroups(policy=group, reward=group)
 
 
 @contextmanager
-def _ray_groups(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int) -> Iterator[WorkerGroups]:
+def _ray_groups(
+    config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int, run_id: str
+) -> Iterator[WorkerGroups]:
     from verl_like.cluster.launch import connect
     from verl_like.cluster.ray_group import RayWorkerGroup
     from verl_like.cluster.resources import allocate
@@ -79,7 +93,7 @@ def _ray_groups(config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node
         min_cpus=ranks_per_node + 1 + (reward.n_gpus_per_node if own_pool else 0),
         temp_dir=ray_init.temp_dir,
         timeline_json_file=ray_init.timeline_json_file,
-        run_id=new_run_id(),
+        run_id=run_id,
         extra={"runtime_env": dict(ray_init.runtime_env)} if ray_init.runtime_env else None,
     ) as session:
 

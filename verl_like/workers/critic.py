@@ -44,9 +44,10 @@ class CriticWorker:
         self.engine.advance_schedule()
         return steps
 
-    def save(self, path: str) -> None:
+    def save(self, path: str) -> list[str]:
+        """Write the critic's checkpoint, or name the tensors that are not finite (TrainEngine.save)."""
         checkpoint = self.spec.config.critic.checkpoint
-        self.engine.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
+        return self.engine.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
 
     def saved(self, wait: bool) -> bool:
         return self.engine.saved(wait=wait)

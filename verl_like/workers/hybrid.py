@@ -79,8 +79,8 @@ class HybridWorker:
     def stop_profile(self) -> None:
         self.profiler.stop()
 
-    def save_actor(self, path: str) -> None:
-        self.policy.save(path)
+    def save_actor(self, path: str) -> list[str]:
+        return self.policy.save(path)
 
     def saved_all(self, wait: bool) -> bool:
         """Whether no role of this rank writes a checkpoint in the background; `wait`: until it is so."""
@@ -90,8 +90,8 @@ class HybridWorker:
     def load_actor(self, path: str) -> None:
         self.policy.load(path)
 
-    def save_critic(self, path: str) -> None:
-        self._critic().save(path)
+    def save_critic(self, path: str) -> list[str]:
+        return self._critic().save(path)
 
     def load_critic(self, path: str) -> None:
         self._critic().load(path)

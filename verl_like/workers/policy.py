@@ -197,11 +197,11 @@ class PolicyWorker:
         memory = {name: Metric(value=value, reduction="max") for name, value in memory_metrics().items()}
         return [*steps[:-1], steps[-1] | memory] if steps else []
 
-    def save(self, path: str) -> None:
-        """Write the actor's checkpoint; a collective of all ranks."""
+    def save(self, path: str) -> list[str]:
+        """Write the actor's checkpoint, unless it holds tensors that are not finite: their names (TrainEngine.save)."""
         self.enter_train()
         checkpoint = self.spec.config.actor_rollout_ref.actor.checkpoint
-        self.actor.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
+        return self.actor.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
 
     def saved(self, wait: bool) -> bool:
         """Whether no checkpoint is being written in the background; `wait`: until it is so."""

@@ -60,6 +60,9 @@ def update(process: ProcessInfo, path: str, save_to: str | None = None) -> dict[
     if save_to is not None:
         engine.save(save_to, contents=["model", "optimizer", "extra", "hf_model"])
         result["weights_later"] = one_more_step(process, engine)
+        if process.rank == process.world_size - 1:  # one number, on one rank
+            next(iter(engine.sharding.model_state().values())).to_local().view(-1)[0] = float("nan")
+        result["spoilt"] = engine.save(f"{save_to}/spoilt", contents=["model", "optimizer", "extra"])
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,25 @@ def test_checkpoint_of_two_ranks_loads_on_one(
     assert_same(weights(engine), two[0]["update"]["weights"], 0.0)
     assert engine.schedule is not None and engine.schedule.steps_done == 3
     assert_same(scenarios.one_more_step(process, engine), two[0]["update"]["weights_later"], 1e-5)
+
+
+def test_each_rank_notes_the_files_it_wrote(saved: Path, two: list[dict[str, Any]]) -> None:
+    noted = {
+        f"{part}/{name}": rank
+        for part in (*ALL, "huggingface")
+        for rank in (0, 1)
+        if (notes := saved / part / f".checksums_{rank}.json").exists()
+        for name in json.loads(notes.read_text())
+    }
+    expected = {f"{part}/__{rank}_0.distcp": rank for part in ("model", "optimizer") for rank in (0, 1)}
+    expected |= {"model/.metadata": 0, "optimizer/.metadata": 0, "huggingface/model.safetensors": 0}
+    assert noted == expected | {f"extra/rank_{rank}.pt": rank for rank in (0, 1)}
+
+
+def test_one_spoilt_number_on_one_rank_stops_the_save_of_all(saved: Path, two: list[dict[str, Any]]) -> None:
+    assert [len(result["update"]["spoilt"]) for result in two] == [0, 1]
+    assert "embed_tokens" in two[1]["update"]["spoilt"][0]
+    assert not (saved / "spoilt").exists()
 
 
 def test_exported_folder_starts_an_engine(process: ProcessInfo, saved: Path, two: list[dict[str, Any]]) -> None:

@@ -73,6 +73,21 @@ def test_resume_continues_the_file_and_mends_a_line_that_was_cut_off(tmp_path: P
     assert read_metrics(path) == {1: {"x": 1.0}, 2: {"x": 2.0}, 3: {"x": 30.0}, 4: {"x": 40.0}}
 
 
+def test_steps_that_a_resumed_run_does_again_are_in_the_file_once(tmp_path: Path) -> None:
+    """The file as the killed run left it is kept under a number."""
+    first = JsonlTracker(tmp_path)
+    for step in (1, 2, 3):
+        first.log(step, {"x": float(step)})
+        first.log_samples(step, [{"input": str(step), "output": "", "gts": "", "score": 0.0, "step": step}])
+    for _ in range(2):  # the second time there is nothing to cut
+        resumed = JsonlTracker(tmp_path, last_step=2)
+    resumed.log(3, {"x": 30.0})
+    assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [record["step"] for record in lines(tmp_path / "val_generations.jsonl")] == [1, 2]
+    assert read_metrics(tmp_path / "metrics.jsonl.1")[3] == {"x": 3.0}
+    assert not (tmp_path / "metrics.jsonl.2").exists()
+
+
 def test_a_new_run_sets_the_files_of_an_old_one_aside(tmp_path: Path) -> None:
     for value in (1.0, 2.0, 3.0):
         build_trackers(TrainerConfig(logger=[]), {}, tmp_path, resumed_at=None).log(1, {"x": value})

@@ -1,0 +1,179 @@
+"""What a run takes up again: found, checked and compared with the present configuration before any process starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_like.checkpoint.checksums import find_faults
+from verl_like.checkpoint.layout import ACTOR, CRITIC, check_checkpoint, find_latest, recover
+from verl_like.config import CheckpointConfig, ModelConfig, OptimConfig, PPOConfig
+from verl_like.config.errors import raise_if_any
+from verl_like.config.schema import keys
+from verl_like.trainer.compose import to_dict
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+_OF_THE_RESUME = {"trainer.resume_mode", "trainer.resume_from_path"}  # differ by nature
+_PARTS = ("model", "optimizer", "extra")  # of load_contents, what a resume reads; each is a folder
+_AFRESH = "or start afresh: trainer.resume_mode=disable, or another trainer.default_local_dir"
+
+
+def find_resume(config: PPOConfig, *, with_critic: bool) -> Path | None:
+    """The checkpoint that trainer.resume_mode asks for, its files compared with their checksums; None: a fresh start.
+
+    Says which keys changed since it was saved. ValueError when it cannot be found, is damaged, or does not fit.
+    """
+    settings = config.trainer
+    root = Path(settings.default_local_dir).expanduser()
+    recover(root)
+    check = partial(_faults, roles=_roles(config, with_critic=with_critic))
+    mode = str(settings.resume_mode)
+    if mode == "disable":
+        return None
+    if mode == "resume_path" and not settings.resume_from_path:
+        raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<folder>/global_step_<number>")
+    by_path = settings.resume_from_path if mode == "resume_path" else None
+    path = find_latest(root, check) if by_path is None else check_checkpoint(by_path, check)
+    if path is not None:
+        saved = saved_config(path)
+        raise_if_any(misfits(path, saved, config, with_critic=with_critic))
+        _report(path, saved, config, with_critic=with_critic)
+    return path
+
+
+def misfits(path: Path, saved: dict[str, Any], config: PPOConfig, *, with_critic: bool) -> list[str]:
+    """Why a checkpoint cannot be loaded into the models of this configuration: key, value and fix of each reason."""
+    problems = []
+    if with_critic and not (path / CRITIC).is_dir():
+        problems.append(
+            f"this run trains a critic (critic.enable={config.critic.enable}, algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator}), but {path} holds none: go on with critic.enable=null and "
+            f"algorithm.adv_estimator={_at(saved, 'algorithm.adv_estimator', 'grpo')}, {_AFRESH}"
+        )
+    for role in _roles(config, with_critic=with_critic):
+        if (path / role.name).is_dir():
+            problems += _role_misfits(path, role, saved)
+    return problems
+
+
+def _role_misfits(path: Path, role: _Role, saved: dict[str, Any]) -> list[str]:
+    problems, contents = [], role.checkpoint.load_contents
+    key = f"{role.section}.checkpoint.load_contents={contents}"
+    if "model" not in contents:
+        problems.append(
+            f"{key} leaves out the weights of {path}: add model to save_contents and load_contents, {_AFRESH}"
+        )
+    absent = [part for part in _PARTS if part in contents and not (path / role.name / part).is_dir()]
+    if absent:
+        problems.append(f"{key}, but {path / role.name} was saved without {', '.join(absent)}: leave that out")
+    optimizer = f"{role.section}.optim.optimizer"
+    then = _at(saved, optimizer, str(role.optim.optimizer))
+    if then != str(role.optim.optimizer) and "optimizer" in contents:
+        problems.append(
+            f"{optimizer}={role.optim.optimizer}, but {path} holds the states of {then}: set it back to {then}, or "
+            f"leave them out: {role.section}.checkpoint.load_contents=[model,extra]"
+        )
+    return problems if absent else problems + _lora_misfits(path, role, saved)
+
+
+def _lora_misfits(path: Path, role: _Role, saved: dict[str, Any]) -> list[str]:
+    """Adapters that were added, removed or are shaped otherwise; their rank is in the adapter's own file."""
+    adapter, rank = path / role.name / "adapter" / "adapter_config.json", role.model.lora_rank
+    then = json.loads(adapter.read_text())["r"] if adapter.exists() else 0
+    if then != rank:
+        holds = f"adapters of rank {then}" if then else "no adapters"
+        return [f"{role.model_key}.lora_rank={rank}, but {path} holds {holds}: set lora_rank={then} again, {_AFRESH}"]
+    now = {"target_modules": role.model.target_modules, "exclude_modules": role.model.exclude_modules}
+    return [
+        f"{role.model_key}.{name}={value}, but {path} was saved with {before}: set it again, {_AFRESH}"
+        for name, value in now.items()
+        if rank and (before := _at(saved, f"{role.model_key}.{name}", value)) != value
+    ]
+
+
+def changed_keys(saved: dict[str, Any], config: PPOConfig) -> list[str]:
+    """A line `key: then -> now` for every key that differs; one that was not saved yet had its default."""
+    defaults, now, lines = to_dict(PPOConfig()), to_dict(config), []
+    for key in keys():
+        before, after = _at(saved, key, _at(defaults, key, None)), _at(now, key, None)
+        if before != after and key not in _OF_THE_RESUME:
+            lines.append(f"{key}: {before} -> {after}")
+    return lines
+
+
+def saved_config(path: Path) -> dict[str, Any]:
+    """The configuration a checkpoint was saved under; empty where an older version wrote none."""
+    file = path / CONFIG_FILE
+    tree = OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {}
+    assert isinstance(tree, dict)
+    return {str(name): value for name, value in tree.items()}
+
+
+def _report(path: Path, saved: dict[str, Any], config: PPOConfig, *, with_critic: bool) -> None:
+    logger.info("resuming from %s", path)
+    if not saved:
+        logger.warning("%s was written without its configuration: which keys changed since is not known", path)
+    elif lines := changed_keys(saved, config):
+        logger.warning(
+            "%d key(s) changed since %s was saved; the present values are used:\n  %s",
+            *(len(lines), path, "\n  ".join(lines)),
+        )
+    if (path / CRITIC).is_dir() and not with_critic:
+        logger.warning("the critic in %s is left out: this run trains none (algorithm.adv_estimator)", path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Role:
+    """What is said of one trained model in the configuration."""
+
+    name: str  # its folder in a checkpoint
+    section: str
+    model_key: str
+    model: ModelConfig
+    optim: OptimConfig
+    checkpoint: CheckpointConfig
+
+
+def _roles(config: PPOConfig, *, with_critic: bool) -> list[_Role]:
+    policy, critic = config.actor_rollout_ref, config.critic
+    roles = [
+        _Role(
+            name=ACTOR,
+            section="actor_rollout_ref.actor",
+            model_key="actor_rollout_ref.model",
+            model=policy.model,
+            optim=policy.actor.optim,
+            checkpoint=policy.actor.checkpoint,
+        )
+    ]
+    if with_critic:
+        shared = {"name": CRITIC, "section": "critic", "model_key": "critic.model"}
+        roles.append(_Role(**shared, model=critic.model, optim=critic.optim, checkpoint=critic.checkpoint))
+    return roles
+
+
+def _faults(path: Path, roles: Sequence[_Role]) -> list[str]:
+    """Files that are missing or damaged among those that this run reads."""
+    if not (path / ACTOR).is_dir():
+        return [f"{path / ACTOR} is missing"]
+    parts = [f"{role.name}/{part}" for role in roles for part in _PARTS if part in role.checkpoint.load_contents]
+    return find_faults(path, parts)
+
+
+def _at(tree: dict[str, Any], key: str, default: Any) -> Any:
+    """The value at a dotted path, or the default where the path ends early."""
+    value: Any = tree
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return default
+        value = value[part]
+    return value
