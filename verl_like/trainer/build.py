@@ -47,7 +47,7 @@ from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource
 from verl_like.trainer.greedy_baseline import GreedyBaselineSource
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.reward_check import self_check
+from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
 from verl_like.trainer.source import BatchSource, PlainSource
 from verl_like.trainer.speed import ModelCosts, SpeedReport
@@ -110,6 +110,7 @@ def build_trainer(config: PPOConfig, connect_workers: Any) -> Iterator[PPOTraine
             styles = [style for dataset in (inputs.train, inputs.val) if dataset for style in dataset.reward_styles()]
             rewards.check_rows(styles)
             rewards.warn_of_unknown_sources(source for source, _ in styles)
+            try_out(inputs.train, rewards)
             if config.data.self_check_rows and rewards.rule_grades:
                 self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
         groups = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
