@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.actor import not_both
-from verl_like.config.base import ConfigNode, above, at_least, reference_or_none, require
+from verl_like.config.base import ConfigNode, above, at_least, between, reference_or_none, require
 from verl_like.config.enums import REWARD_MANAGERS, Strategy
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.profiler import ProfilerConfig
@@ -105,6 +105,9 @@ class RewardModelConfig(ConfigNode):
     grader, custom (custom_reward_function) or judge."""
     failure_penalty: float | None = None
     """Score of a row whose reward could not be computed. Null: the row is left out of training."""
+    max_failure_fraction: float = 0.5
+    """[share] A batch of which more rows failed stops the run, unless failure_penalty scores them. 1: only one without
+    any score does."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """A language model as judge."""
     rule: str | None = None
@@ -135,6 +138,10 @@ class RewardModelConfig(ConfigNode):
         reference_or_none(self, "worker_class")
         at_least(self, 1, "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size")
         at_least(self, 0, "n_gpus_per_node", "nnodes")
+        between(self, 0, 1, "max_failure_fraction")
+        penalty = self.failure_penalty
+        fix = "a score is finite, also as a 32-bit float"
+        require(penalty is None or abs(penalty) < 3.4e38, "failure_penalty", penalty, fix)
         manager = self.reward_manager
         known = manager in REWARD_MANAGERS or is_reference(manager)
         fix = f"choose one of {', '.join(REWARD_MANAGERS)}, or a class of your own: {FORMS}"

@@ -10,11 +10,12 @@ from typing import Any
 
 from verl_like.rewards.code_cases import AssertTests, CallTest, StdioTest, same_output, same_value
 from verl_like.rewards.code_runner import TestResult
-from verl_like.rewards.sandbox import wire
+from verl_like.rewards.sandbox import probe, wire
 from verl_like.rewards.sandbox.client import Jail
 from verl_like.rewards.sandbox.settings import SandboxSettings
 
 _RESPONSES_PER_JAIL = 200
+_LEVEL_KEY = "reward_model.sandbox.min_level (in a direct call: compute_score's sandbox={'min_level': ...})"
 _SHOWN_CHARS = 300
 
 
@@ -30,9 +31,13 @@ class LocalRunner:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None) -> LocalRunner:
-        """This process's runner with these settings (SandboxSettings' fields)."""
+        """This process's runner with these settings (SandboxSettings' fields).
+
+        SandboxError if this machine's sandbox is weaker than min_level: found out here, as nobody else may have.
+        """
         wanted = SandboxSettings(**(settings or {}))
         if cls._current is None or cls._current.settings != wanted:
+            probe.require(wanted, key=_LEVEL_KEY)
             if cls._current is not None:
                 cls._current.close()
             cls._current = cls(wanted)

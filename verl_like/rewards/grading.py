@@ -17,7 +17,7 @@ import torch
 from verl_like.batch import PromptRow, RewardFailure, Scores
 from verl_like.rewards.model_score import Answer, ModelScore, without_rule
 from verl_like.rewards.parts import Part, combine
-from verl_like.rewards.reward_call import RewardCall, RewardOutcome
+from verl_like.rewards.reward_call import RewardCall, RewardOutcome, is_finite_reward
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Response(Protocol):
 
 
 class RewardError(RuntimeError):
-    """No row of a batch, or of a whole validation, could be scored."""
+    """No row of a batch or of a whole validation could be scored, or too few."""
 
 
 class Grading:
@@ -67,13 +67,20 @@ class Grading:
         prompt_ids: Sequence[Sequence[int]] = (),
         together: bool = False,
         failure_penalty: float | None = None,
+        max_failure_fraction: float = 1.0,
+        graded_by: str = "",
     ) -> None:
-        """together: all rows in one call of `submit`, when the last has come. failure_penalty: score of failed rows."""
+        """together: all rows in one call of `submit`, when the last has come. failure_penalty: score of failed rows.
+
+        max_failure_fraction: more failed rows are a RewardError, which names `graded_by`.
+        """
         self._rows, self._step, self._may_all_fail = rows, step, may_all_fail
         self._model, self._prompt_ids = model, prompt_ids
         self._rule = model is None or model.needs_rule
         self._responses: dict[int, Sequence[int]] = {}
         self._decode, self._together, self._failure_penalty = decode, together, failure_penalty
+        self._most = max_failure_fraction if failure_penalty is None else 1.0
+        self._graded_by = graded_by
         self._scorers = [tuple(scorers_of(row)) for row in rows] if self._rule else []
         self._calls: dict[int, RewardCall] = {}
         self._futures: dict[int, list[Future[RewardOutcome]]] = {}
@@ -113,8 +120,8 @@ class Grading:
     def result(self) -> Scores:
         """Scores in row order. Rows that failed have score NaN, valid_B false and a RewardFailure; they are logged.
 
-        Raises RewardError if every row failed, unless this is one batch of several (`may_all_fail`): `require_any` is
-        then due.
+        Raises RewardError if every row failed, or more than max_failure_fraction, unless this is one batch of several
+        (`may_all_fail`): `require_enough` is then due.
         """
         if self._scores is None:
             if missing := len(self._rows) - len(self._responses):
@@ -123,7 +130,7 @@ class Grading:
             self._scores = scores if self._model is None else self._model.add_to(scores, self._answers())
             self._report(self._scores)
             if not self._may_all_fail:
-                require_any([self._scores], step=self._step)
+                require_enough([self._scores], step=self._step, most=self._most, graded_by=self._graded_by)
         return self._scores
 
     def _by_rule(self) -> Scores:
@@ -177,6 +184,7 @@ def to_scores(
     outcomes: Sequence[RewardOutcome], data_sources: Sequence[str], *, failure_penalty: float | None = None
 ) -> Scores:
     """Outcomes of a batch, in order, as the struct that training uses. failure_penalty: see Grading."""
+    outcomes = [_finite(outcome) for outcome in outcomes]
     failures = [
         None
         if outcome.kind is None
@@ -194,15 +202,29 @@ def to_scores(
     )
 
 
-def require_any(batches: Sequence[Scores], *, step: int) -> None:
-    """RewardError, with the first failure, if there are rows and the reward of every one of them failed."""
+def _finite(outcome: RewardOutcome) -> RewardOutcome:
+    """A weighted sum may be too large for the tensor where its parts were not."""
+    if outcome.score is None or is_finite_reward(outcome.score):
+        return outcome
+    message = f"score is {outcome.score:g}: it must be finite, also as a 32-bit float"
+    return dataclasses.replace(outcome, score=None, kind="bad_value", message=message)
+
+
+def require_enough(batches: Sequence[Scores], *, step: int, most: float = 1.0, graded_by: str = "") -> None:
+    """RewardError, with the first failures, if every row failed, or more than the share `most` of them."""
+    total = sum(len(scores) for scores in batches)
     failures = [failure for scores in batches for failure in scores.failures if failure is not None]
-    if failures and len(failures) == sum(len(scores) for scores in batches):
-        first = failures[0]
-        raise RewardError(
-            f"step {step}: the reward of every response ({len(failures)}) failed ({_kinds(failures)}). The first, row "
-            f"{first.row} of data_source {first.data_source}: {first.kind}: {first.message}"
+    if not failures or (len(failures) < total and len(failures) <= most * total):
+        return
+    if len(failures) == total:
+        what = f"the reward of every response ({total}) failed ({_kinds(failures)})"
+    else:
+        what = (
+            f"{len(failures)} of {total} rewards failed ({_kinds(failures)}), more than "
+            f"reward_model.max_failure_fraction={most:g}; to train on such rows, set reward_model.failure_penalty"
         )
+    shown = [f"row {f.row} of data_source {f.data_source}: {f.kind}: {f.message}" for f in failures[:_LOGGED_FAILURES]]
+    raise RewardError("\n  ".join([f"step {step}: {what}. Graded by {graded_by}. The first:", *shown]))
 
 
 def _kinds(failures: Sequence[RewardFailure]) -> str:

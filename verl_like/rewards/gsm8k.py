@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
+from numbers import Real
 from typing import Any
 
 CLIP_CHARS = 300  # the answer stands at the end: looking only there keeps the regular expressions cheap
@@ -42,12 +43,31 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, Any]:
-    """`score` for the right answer, `format_score` for a wrong one in the right form, 0 without an answer."""
+    """`score` for the right answer, `format_score` for a wrong one in the right form, 0 without an answer.
+
+    ground_truth: a number, as such or as text, or a text that ends in `#### number`, as GSM8K's own answers do.
+    ValueError for anything else: that is a failed reward, as no response could be right.
+    """
+    reference = _reference(ground_truth)
     answer = extract_answer(solution_str, method)
     if answer is None:
         return {"score": 0.0, "pred": ""}
-    right = _same_number(answer, _normalise(str(ground_truth)))
+    right = _same_number(answer, reference)
     return {"score": score if right else format_score, "pred": answer}
+
+
+def _reference(ground_truth: Any) -> str:
+    text = str(ground_truth) if isinstance(ground_truth, Real) and not isinstance(ground_truth, bool) else ground_truth
+    number = _normalise(text.rpartition("####")[2]) if isinstance(text, str) else ""
+    try:
+        if Decimal(number).is_finite():
+            return number
+    except InvalidOperation:
+        pass
+    raise ValueError(
+        f"gsm8k: ground_truth must be a number, or a text that ends in '#### number', not {ground_truth!r:.200}; "
+        "choose another grader with reward_model.rule or rule_by_source, or mend the data"
+    )
 
 
 def _normalise(number: str) -> str:

@@ -19,12 +19,12 @@ from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModel
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import Grading, Scorer
+from verl_like.rewards.grading import Grading, Scorer, question_of
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
 from verl_like.rewards.pool import WorkerPool
-from verl_like.rewards.reward_call import ScorerSpec
+from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, ScorerSpec
 from verl_like.user_code import is_reference, resolve_path
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ class RewardManager:
         self._custom = custom.path is not None
         self._manager = reward_model.reward_manager
         self._failure_penalty = reward_model.failure_penalty
+        self._max_failure_fraction = reward_model.max_failure_fraction
+        self.graded_by = _graded_by(custom, reward_model)
         has_judge = reward_model.judge.url is not None
         self._weights = Weights(reward_model.weights, has_custom=self._custom, has_judge=has_judge)
         num_workers = _num_workers(custom, self._manager)
@@ -109,6 +111,34 @@ class RewardManager:
         if any(name in graders.GRADERS and graders.GRADERS[name].runs_programs for name in graders_used):
             self._execution.require()
 
+    def try_out(self, row: PromptRow, responses: Sequence[str]) -> None:
+        """Call the user's function with responses to a row, before training. RewardFunctionError if it gives no reward
+        for any of them (None, text, a dict without "score"); what it raises is logged.
+        """
+        if not self.rule_grades:
+            return
+        scorers = [s for s in self._scorers_of(row) if s.grader is None and s.part.name != JUDGE]
+        if not scorers:
+            return
+        calls = [
+            RewardCall(
+                data_source=row.data_source,
+                solution_str=response,
+                ground_truth=row.ground_truth,
+                extra_info=row.extra_info,
+                question=question_of(row),
+            )
+            for response in responses
+        ]
+        outcomes = [future.result() for future in scorers[0].submit(calls)]
+        failed = [f"response {r[:60]!r}: {o.message}" for r, o in zip(responses, outcomes, strict=True) if o.kind]
+        if failed:
+            what = f"{self.graded_by}: tried with row {row.index} of data_source {row.data_source}"
+            text = "\n  ".join([f"{what}, {len(failed)} of {len(calls)} calls failed:", *failed])
+            if all(outcome.kind == "bad_value" for outcome in outcomes):
+                raise RewardFunctionError(text)
+            logger.warning("%s", text)
+
     def warn_of_unknown_sources(self, data_sources: Iterable[str]) -> None:
         """Log names in reward_model.weights and rule_by_source that fit none: a misspelt one changes rewards silently.
 
@@ -155,6 +185,8 @@ class RewardManager:
             prompt_ids=prompt_ids,
             together=self._manager == "batch",
             failure_penalty=self._failure_penalty,
+            max_failure_fraction=self._max_failure_fraction,
+            graded_by=self.graded_by,
         )
 
     def _scorers_of(self, row: PromptRow) -> list[Scorer]:
@@ -236,6 +268,15 @@ def _num_workers(custom: CustomRewardFunctionConfig, manager: str) -> int:
     if manager == "prime" and custom.num_workers == 1:
         return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     return custom.num_workers
+
+
+def _graded_by(custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig) -> str:
+    """Whose scores these are, for messages."""
+    if reward_model.reward_manager not in REWARD_MANAGERS:
+        return f"reward_model.reward_manager={reward_model.reward_manager}"
+    if custom.path is not None:
+        return f"custom_reward_function.path={custom.path}, name={custom.name}"
+    return "the built-in graders" if reward_model.judge.url is None else f"the judge {reward_model.judge.url}"
 
 
 def _check_supported(custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from verl_like.batch import PromptRow, RewardFailure, Scores
 from verl_like.config import RewardModelConfig
+from verl_like.rewards.reward_call import is_finite_reward
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # texts as tokens -> one number each
 
@@ -62,11 +63,11 @@ class ModelScore:
         for row, (value, rule) in enumerate(zip(values, scores.score_B.tolist(), strict=True)):
             parts = {"model_score": value} | ({"rule_score": rule} if self.needs_rule else {})
             extras.append({**scores.extras[row], **parts})
-            if failures[row] is None and not math.isfinite(value):
-                source = answers[row].row.data_source
-                message = f"the reward model's score is {value}"
-                failures[row] = RewardFailure(row=row, data_source=source, kind="bad_value", message=message)
             weighted = self._config.model_weight * value + (self._config.rule_weight * rule if self.needs_rule else 0.0)
+            if failures[row] is None and not is_finite_reward(weighted):
+                source = answers[row].row.data_source
+                message = f"the reward model's score is {value}, weighted {weighted}"
+                failures[row] = RewardFailure(row=row, data_source=source, kind="bad_value", message=message)
             joined.append(weighted if failures[row] is None else failed)
         return Scores(
             score_B=torch.tensor(joined, dtype=torch.float32),

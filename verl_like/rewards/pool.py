@@ -6,7 +6,8 @@
                                       and starts another in its place
 
 A call that hangs, or takes its process down, costs itself only: the calls that were waiting behind it in the same batch
-go back to the queue. Workers are fresh interpreters (`python -c`), never forks; they die with this process.
+go back to the queue. Workers are fresh interpreters (`python -c`), never forks of this process. They die with it, and
+so does what they started (`keeper.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -24,9 +26,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from verl_like.rewards import keeper
+from verl_like.rewards.channel import BrokenChannelError, Channel
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
 from verl_like.rewards.temp_folder import TempFolder, remove_leftovers
 
@@ -34,32 +37,38 @@ logger = logging.getLogger(__name__)
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from verl_like.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "from verl_like.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
 )
 _MAX_BATCH = 32  # calls per message: few enough that a slow function still spreads over the workers
 _ASYNC_GRACE_S = 2.0  # an async worker times its calls out itself; silent for longer, its event loop is stuck
 _MAX_FAILED_STARTS = 3
+_MAX_MEMORY_TRIES = 3
+_KILL_S = 10.0  # a keeper that is not done by then is killed itself
 
 
 class _Call:
-    """A submitted call and its future. `alone`: sent in a message of its own, to find out which call kills workers."""
+    """A submitted call and its future.
 
-    __slots__ = ("alone", "call", "future", "group")
+    alone: sent in a message of its own, to find out which call kills workers. tries: how often it ran out of memory.
+    """
+
+    __slots__ = ("alone", "call", "future", "group", "tries")
 
     def __init__(self, call: RewardCall, group: object) -> None:
         self.call, self.group = call, group  # calls of one group were submitted together
         self.future: Future[RewardOutcome] = Future()
         self.alone = False
+        self.tries = 0
 
 
 class _Worker:
-    """One process, its pipe, and the calls it was sent and has not answered, in order."""
+    """One process with its keeper, its channel, and the calls it was sent and has not answered, in order."""
 
     def __init__(self, spec: ScorerSpec) -> None:
         ours, theirs = socket.socketpair()
         self._temporary = TempFolder()  # a killed process cannot tidy up itself
         with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
+            arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path), self._temporary.path]
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, *arguments],
                 pass_fds=[theirs.fileno()],
@@ -67,20 +76,29 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C does not reach it, and its own children can be killed with it
                 env={"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": self._temporary.path},
             )
-        self.connection = Connection(ours.detach())
-        with contextlib.suppress(OSError):  # it died at once: its closed pipe will tell
-            self.connection.send(spec)
+        self.channel = Channel(ours)
+        with contextlib.suppress(OSError):  # it died at once: its closed channel will tell
+            self.channel.post(spec)
         self.ready = False
         self.is_async = False
         self.pending: dict[int, _Call] = {}
+        self.answered = 0
         self.since = time.monotonic()  # when the process started, was sent calls, or answered last
 
+    def end(self) -> None:
+        """Tell the keeper to kill the process and all that it started; `kill` waits for that."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(keeper.END)
+
     def kill(self) -> None:
-        """Kill the process and its children. Safe to call twice."""
-        if self.connection.closed:
+        """Kill the process and all that it started. Safe to call twice."""
+        if self.channel.closed:
             return
-        self.connection.close()
-        with contextlib.suppress(ProcessLookupError):  # it is gone, and left no children
+        self.channel.close()
+        self.end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_KILL_S)
+        with contextlib.suppress(ProcessLookupError):  # what a keeper that was itself killed has left
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._temporary.remove()
@@ -165,7 +183,7 @@ class WorkerPool:
             self._workers = [_Worker(self._spec) for _ in range(self._num_workers)]
             while not self._closing:
                 self._assign()
-                self._receive(wait([self._wake_receiver, *(w.connection for w in self._workers)], self._patience()))
+                self._exchange()
                 self._expire()
         except Exception as error:
             reason = error
@@ -180,6 +198,8 @@ class WorkerPool:
             waiting = [*self._queue, *(item for worker in self._workers for item in worker.pending.values())]
             self._queue.clear()
             self._lock.notify_all()
+        for worker in self._workers:
+            worker.end()  # all at once
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -236,7 +256,7 @@ class WorkerPool:
             self._next_id += 1
         worker.since = time.monotonic()
         try:
-            worker.connection.send(message)
+            worker.channel.post(message)
         except OSError:
             # It died while idle, so these calls are not to blame.
             worker.pending.clear()
@@ -244,29 +264,70 @@ class WorkerPool:
                 self._queue.extendleft(reversed(batch))
             self._replace(worker)
 
-    def _receive(self, readable: Sequence[Any]) -> None:
-        for source in readable:
-            if source is self._wake_receiver:
-                self._wake_receiver.recv(4096)
-        for worker in [w for w in self._workers if w.connection in readable]:
+    def _exchange(self) -> None:
+        """Wait until something happens; read what the workers wrote, and write what they have room for."""
+        poll = select.poll()
+        poll.register(self._wake_receiver, select.POLLIN)
+        for worker in self._workers:
+            poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.unsent else 0))
+        patience = self._patience()
+        ready = dict(poll.poll(None if patience is None else 1000 * patience + 1))
+        if self._wake_receiver.fileno() in ready:
+            self._wake_receiver.recv(4096)
+        for worker in [w for w in self._workers if w.channel.fileno() in ready]:
             try:
-                while worker.connection.poll(0):
-                    self._handle(worker, worker.connection.recv())
+                for message in worker.channel.arrived():
+                    self._handle(worker, message)
+                    if worker.channel.closed:  # it was replaced
+                        break
+                else:
+                    worker.channel.flush()
+            except BrokenChannelError as error:
+                self._discard(worker, f"did not keep to its channel to the trainer, and was killed: {error}")
             except (EOFError, OSError):
                 self._lost(worker)
 
-    def _handle(self, worker: _Worker, message: tuple[Any, ...]) -> None:
-        worker.since = time.monotonic()
-        if message[0] == "result":
-            item = worker.pending.pop(message[1])
-            self._resolve(item, message[2])
-        elif message[0] == "ready":
-            worker.ready, worker.is_async = True, message[1]
-            self._failed_starts = 0
-            if not self._started.done() and all(w.ready for w in self._workers):
-                self._started.set_result(None)
+    def _handle(self, worker: _Worker, message: Any) -> None:
+        match message:
+            case ("result", int(number), RewardOutcome() as outcome) if number in worker.pending:
+                worker.since = time.monotonic()
+                item = worker.pending.pop(number)
+                if outcome.kind == "memory":
+                    self._out_of_memory(worker, item, outcome)
+                else:
+                    worker.answered += 1
+                    self._resolve(item, outcome)
+            case ("ready", bool(is_async)):
+                worker.since = time.monotonic()
+                worker.ready, worker.is_async = True, is_async
+                self._failed_starts = 0
+                if not self._started.done() and all(w.ready for w in self._workers):
+                    self._started.set_result(None)
+            case ("load_error", str(text)):
+                raise RewardFunctionError(text)
+            case _:
+                raise BrokenChannelError(f"it sent {message!r:.80}")
+
+    def _out_of_memory(self, worker: _Worker, item: _Call, outcome: RewardOutcome) -> None:
+        """Replace the worker: its memory may be full of what earlier calls left, and then no call is to blame.
+
+        The call is tried again, unless the process was new, and had nothing else to do; or this was often enough.
+        """
+        others = list(worker.pending.values())
+        worker.pending.clear()
+        together = [item, *others] if self._spec.batch else [item]
+        item.tries += 1
+        if (worker.answered == 0 and (not worker.is_async or not others)) or item.tries >= _MAX_MEMORY_TRIES:
+            for each in together:
+                self._resolve(each, outcome)
+            requeued = [each for each in others if each not in together]
         else:
-            raise RewardFunctionError(message[1])
+            item.alone = not self._spec.batch
+            requeued = [item, *others]
+        with self._lock:
+            self._queue.extendleft(reversed(requeued))
+        logger.info("a reward worker reached custom_reward_function.memory_limit_mb and is replaced")
+        self._replace(worker)
 
     def _patience(self) -> float | None:
         """Seconds until the next time limit runs out, or None if nothing is running."""
@@ -302,7 +363,10 @@ class WorkerPool:
                     f"custom_reward_function.path={self._spec.path}: {self._failed_starts} reward workers in a row "
                     f"ended before they were ready ({status})"
                 )
-        self._blame(worker, "crash", f"the reward worker {status}", time.monotonic() - worker.since)
+        self._discard(worker, status)
+
+    def _discard(self, worker: _Worker, what: str) -> None:
+        self._blame(worker, "crash", f"the reward worker {what}", time.monotonic() - worker.since)
         self._replace(worker)
 
     def _blame(self, worker: _Worker, kind: str, message: str, seconds: float) -> None:

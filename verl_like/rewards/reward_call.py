@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +55,14 @@ class RewardOutcome:
     kind: str | None = None
     message: str = ""
     seconds: float = 0.0  # time inside the reward function
+
+
+def is_finite_reward(value: float) -> bool:
+    """Whether a number is finite as the 32-bit float that training uses."""
+    try:
+        return math.isfinite(struct.unpack("f", struct.pack("f", value))[0])
+    except (OverflowError, struct.error):  # an int may be too large for any float
+        return False
 
 
 class RewardFunctionError(ValueError):

@@ -9,35 +9,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import os
-import signal
-import sys
-import threading
+import socket
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
-from verl_like.rewards import graders
+from verl_like.rewards import graders, keeper
+from verl_like.rewards.channel import Channel
 from verl_like.rewards.loading import is_async, load_scorer, own_arguments
-from verl_like.rewards.reward_call import RewardCall, RewardOutcome, ScorerSpec
+from verl_like.rewards.reward_call import RewardCall, RewardOutcome, ScorerSpec, is_finite_reward
 from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
 
 _TRACEBACK_CHARS = 2000
 _TEXT_CHARS = 500
+_SHOWN_CHARS = 200
+_EXTRA_CHARS = 65536  # of a text beside the score
+_INT_BITS = 1000  # what has more is no float, and would break statistics
 
 
-def main(descriptor: int, parent_pid: int) -> None:
-    """Entry point of the process. `descriptor` is this end of the pool's socket pair."""
-    _die_with(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business: it closes the pool
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # and so is a SIGTERM to all processes of a job,
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # but for children
-    os.set_inheritable(descriptor, False)  # programs that a scorer starts must not keep the pipe open
-    connection = Connection(descriptor)
-    spec: ScorerSpec = connection.recv()
+def main(descriptor: int, parent_pid: int, temporary: str) -> None:
+    """Entry point of the process. `descriptor` is this end of the pool's socket pair; `temporary`, a folder of ours."""
+    keeper.keep(parent_pid, descriptor, temporary)
+    os.set_inheritable(descriptor, False)  # programs that a scorer starts must not keep the channel open
+    connection = Channel(socket.socket(fileno=descriptor))
+    spec: ScorerSpec = connection.receive()
     _limit_memory(spec)
     try:
         import_modules(external_modules(), EXTERNAL_MODULES)
@@ -46,11 +45,11 @@ def main(descriptor: int, parent_pid: int) -> None:
         connection.send(("load_error", str(error)))
         return
     connection.send(("ready", is_async(scorer)))
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the pool is gone
+    with contextlib.suppress(EOFError, ConnectionError):  # the pool is gone
         if is_async(scorer) and not spec.batch:
             asyncio.run(_serve_concurrently(connection, scorer, spec))
         while True:
-            _score_batch(connection, scorer, spec, connection.recv())
+            _score_batch(connection, scorer, spec, connection.receive())
 
 
 def _limit_memory(spec: ScorerSpec) -> None:
@@ -62,7 +61,7 @@ def _limit_memory(spec: ScorerSpec) -> None:
 
 
 def _score_batch(
-    connection: Connection, scorer: Callable[..., Any], spec: ScorerSpec, calls: list[tuple[int, RewardCall]]
+    connection: Channel, scorer: Callable[..., Any], spec: ScorerSpec, calls: list[tuple[int, RewardCall]]
 ) -> None:
     if spec.batch:
         outcomes = score_together(scorer, [call for _, call in calls], own_arguments(spec))
@@ -116,7 +115,7 @@ def score_one(scorer: Callable[..., Any], call: RewardCall, kwargs: dict[str, An
         return _exception_outcome(error, start)
 
 
-async def _serve_concurrently(connection: Connection, scorer: Callable[..., Any], spec: ScorerSpec) -> None:
+async def _serve_concurrently(connection: Channel, scorer: Callable[..., Any], spec: ScorerSpec) -> None:
     """Rows as they come, all in one event loop: for scorers that wait for a service."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
@@ -124,8 +123,8 @@ async def _serve_concurrently(connection: Connection, scorer: Callable[..., Any]
 
     def receive() -> None:
         try:
-            calls = connection.recv()
-        except (EOFError, ConnectionResetError):
+            calls = connection.receive()
+        except (EOFError, ConnectionError):
             gone.set()
             return
         for call_id, call in calls:
@@ -139,7 +138,7 @@ async def _serve_concurrently(connection: Connection, scorer: Callable[..., Any]
 
 
 async def _score_async(
-    connection: Connection, scorer: Callable[..., Any], spec: ScorerSpec, call_id: int, call: RewardCall
+    connection: Channel, scorer: Callable[..., Any], spec: ScorerSpec, call_id: int, call: RewardCall
 ) -> None:
     start = time.perf_counter()
     limit = asyncio.timeout(spec.timeout)  # counts from when this call starts: others may block the loop before
@@ -162,18 +161,30 @@ async def _score_async(
 
 def to_outcome(value: Any, seconds: float = 0.0) -> RewardOutcome:
     """Check a reward function's return value: a finite number, or a dict with one under "score"."""
+    try:
+        return _checked(value, seconds)
+    except Exception as error:  # the value's own __str__ or __float__, lists inside themselves, ...
+        why = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARS]}"
+        return _bad_value(f"the returned {type(value).__name__} cannot be read: {why}", seconds)
+
+
+def _checked(value: Any, seconds: float) -> RewardOutcome:
     extras: dict[str, Any] = {}
     if isinstance(value, dict):
         if "score" not in value:
             return _bad_value(f'the returned dict has no "score" (keys: {sorted(map(str, value))})', seconds)
         extras = {str(key): _plain(item) for key, item in value.items() if key != "score"}
         value = value["score"]
-    value = _plain(value)
-    if not isinstance(value, int | float):  # bool is an int
-        return _bad_value(f"score must be a number, not {value!r} ({type(value).__name__})", seconds)
-    if not math.isfinite(value):
-        return _bad_value(f"score is {value}", seconds)
-    return RewardOutcome(score=float(value), extras=extras, seconds=seconds)
+    number = _plain(value)
+    if not isinstance(number, int | float):  # bool is an int
+        return _bad_value(f"score must be a number, not {_short(value)} ({type(value).__name__})", seconds)
+    if not is_finite_reward(number):
+        return _bad_value(f"score is {_short(number)}: it must be finite, also as a 32-bit float", seconds)
+    return RewardOutcome(score=float(number), extras=extras, seconds=seconds)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:_SHOWN_CHARS]
 
 
 def _bad_value(message: str, seconds: float) -> RewardOutcome:
@@ -191,10 +202,11 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # an enum member may be a str
-    for kind in (int, float):
-        if isinstance(value, kind):
-            return kind(value)  # numpy.float64 is a float
+        return str.__str__(value)[:_EXTRA_CHARS]  # an enum member may be a str
+    if isinstance(value, int):
+        return int(value) if value.bit_length() < _INT_BITS else f"a number of {value.bit_length()} bits"
+    if isinstance(value, float | Decimal | Fraction):
+        return float(value)  # numpy.float64 is a float
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -221,22 +233,3 @@ def _run(awaitable: Any) -> Any:
         return await awaitable
 
     return asyncio.run(wait())
-
-
-def _die_with(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when the trainer dies, even while a scorer hangs in C code."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it died before the call above
-            os._exit(1)
-    else:
-        threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
-
-
-def _watch(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(1.0)
-    os._exit(1)

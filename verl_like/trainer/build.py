@@ -50,7 +50,7 @@ from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import find_resume
-from verl_like.trainer.reward_check import self_check
+from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
 from verl_like.trainer.source import BatchSource, PlainSource
 from verl_like.trainer.speed import ModelCosts, SpeedReport
@@ -121,6 +121,7 @@ def build_trainer(
             styles = [style for dataset in (inputs.train, inputs.val) if dataset for style in dataset.reward_styles()]
             rewards.check_rows(styles)
             rewards.warn_of_unknown_sources(source for source, _ in styles)
+            try_out(inputs.train, rewards)
             if config.data.self_check_rows and rewards.rule_grades:
                 self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
         groups = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))

@@ -19,6 +19,7 @@ import torch
 from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 from verl_like.data.dataset import Dataset
 from verl_like.rewards.grading import RewardError
+from verl_like.rewards.manager import RewardManager
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,15 @@ def self_check(dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_sourc
             "custom_reward_function.path, or set data.self_check_rows=0"
         )
     return reports
+
+
+def try_out(dataset: Dataset, rewards: RewardManager) -> None:
+    """Have a reward function of the user's grade the first row's reference answer, and a wrong one.
+
+    RewardFunctionError if what it returns is no reward, both times.
+    """
+    row = dataset[0][1]
+    rewards.try_out(row, [*reference_answers(row)[:1], _WRONG])
 
 
 def _chosen(domains: Sequence[str], rows_per_source: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from verl_like.batch import Prompts, Rollouts, Scores
 from verl_like.observe.validation import validation_metrics
-from verl_like.rewards.grading import Grading, require_any
+from verl_like.rewards.grading import Grading, require_enough
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.trainer.roles import PolicyGroup
@@ -48,6 +48,6 @@ class Validator:
             )
             batches.append((rollouts, grading))
         answered = [(rollouts, grading.result()) for rollouts, grading in batches]
-        require_any([scores for _, scores in answered], step=step)
+        require_enough([scores for _, scores in answered], step=step, graded_by=rewards.graded_by)
         self.on_samples(step, answered)
         return validation_metrics(answered)

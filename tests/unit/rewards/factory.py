@@ -56,6 +56,7 @@ def make_rollouts(
     )
 
 
-def make_manager(path: Path | None = None, **custom: Any) -> RewardManager:
+def make_manager(path: Path | None = None, max_failure_fraction: float = 1.0, **custom: Any) -> RewardManager:
     config = CustomRewardFunctionConfig(path=None if path is None else str(path), **custom)
-    return RewardManager(config, RewardModelConfig(), DataConfig(), CharTokenizer())
+    reward_model = RewardModelConfig(max_failure_fraction=max_failure_fraction)
+    return RewardManager(config, reward_model, DataConfig(), CharTokenizer())

@@ -18,6 +18,8 @@ from verl_like.rewards import code, code_cases
 from verl_like.rewards.code_cases import AssertTests, CallTest, StdioTest, same_output, same_value
 from verl_like.rewards.code_local import LocalRunner
 from verl_like.rewards.manager import RewardManager
+from verl_like.rewards.sandbox import probe
+from verl_like.rewards.sandbox.settings import SandboxError
 
 SHARED = Path(os.environ.get("VERL_LIKE_SHARED_DATA", "../shared/data"))
 SANDBOX = {"min_level": "limits", "timeout": 2.0, "total_timeout": 6.0}
@@ -252,6 +254,18 @@ def f(x):
         truth = {"fn_name": "f", "inputs": [[7]], "outputs": [49]}
         group = ["def f(x): return 0", self.CALL_THIEF, "def f(x): return x * x", self.CALL_THIEF, self.CALL_THIEF]
         assert [grade(text, truth)["score"] for text in group] == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_weak_sandbox_is_refused_in_a_direct_call_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalRunner, "_current", None)
+    escapes = {"read files": "possible"}
+    monkeypatch.setattr(probe, "assess", lambda settings: probe.Assessment("filtered", ("seccomp",), escapes))
+    truth = {"inputs": ["1"], "outputs": ["1"]}
+    for sandbox in (None, {"timeout": 1.0}):
+        with pytest.raises(SandboxError, match=r"'min_level'.*isolated, but the sandbox reaches only level filtered"):
+            code.compute_score("apps", fenced("print(1)"), truth, {}, sandbox=sandbox)
+    accepted = code.compute_score("apps", fenced("print(1)"), truth, {}, sandbox={"min_level": "filtered"})
+    assert accepted["score"] == 1.0
 
 
 class TestThroughTheManager:

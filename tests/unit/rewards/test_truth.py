@@ -33,3 +33,25 @@ def test_what_is_no_ground_truth_fails_the_row(grader: str, truth: Any) -> None:
     for response in ("nothing", CASES[grader][1]):
         with pytest.raises(ValueError, match=r"ground_truth must be a dictionary|the row has no"):
             compute_score("any", response, truth, {}, grader=grader)
+
+
+@pytest.mark.parametrize("grader", ["gsm8k", "gsm8k_flexible", "arithmetic"])
+@pytest.mark.parametrize("truth", [None, "", " ", [], ["72"], {"answer": "72"}, True])
+def test_a_ground_truth_that_no_answer_can_equal_fails_the_row(grader: str, truth: Any) -> None:
+    for response in ("#### 72", "nothing"):
+        with pytest.raises(ValueError, match="ground_truth must be"):
+            compute_score("any", response, truth, {}, grader=grader)
+
+
+@pytest.mark.parametrize("truth", ["72", 72, 72.0, "$72", "7x = 5, so\n#### 72", "#### 72.", "#### 1 so #### 72"])
+def test_gsm8k_takes_its_own_raw_answers(truth: Any) -> None:
+    assert compute_score("gsm8k", "it is\n#### 72", truth)["score"] == 1.0
+    assert compute_score("gsm8k", "it is\n#### 71", truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "truth", ["seventy-two", "72 apples", "it is 72", "####", "#### ?", "nan", "inf", float("nan")]
+)
+def test_gsm8k_does_not_guess(truth: Any) -> None:
+    with pytest.raises(ValueError, match=r"ends in '#### number'.*reward_model\.rule"):
+        compute_score("gsm8k", "#### 72", truth)

@@ -6,6 +6,7 @@ produces output, or plain data, which is compared elsewhere.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import fcntl
 import gc
@@ -23,6 +24,7 @@ from verl_like.rewards.sandbox import framing, kernel, seccomp, testing, wire
 from verl_like.rewards.sandbox.settings import SandboxSettings
 
 _STACK_BYTES = 64 * 1024**2  # contest programs recurse deeply
+_MAIN = types.ModuleType("__main__")  # of the program
 _ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -38,6 +40,7 @@ def become(settings: SandboxSettings, descriptors: dict[int, int], body: Callabl
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
         gc.enable()
+        atexit._clear()
         if seccomp.supported():
             kernel.install_filter(seccomp.build(own_pid=os.getpid(), may_fork=settings.max_processes > 1))
         status = _exit_status(body)
@@ -81,12 +84,26 @@ def _exit_status(body: Callable[[], None]) -> int:
     except BaseException:
         traceback.print_exc()
         status = 1
-    for stream in (sys.stdout, sys.stderr):
+    return status if _finish() else status or 1
+
+
+def _finish() -> bool:
+    """What an interpreter does at its end: exit functions, files that are only forgotten. Whether all was written."""
+    atexit._run_exitfuncs()
+    written = _flush()
+    vars(_MAIN).clear()
+    return _flush() and written
+
+
+def _flush() -> bool:
+    written = True
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
-            stream.flush()
-        except (OSError, ValueError):  # the program closed it
-            status = status or 1
-    return status
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+        except Exception:  # the program closed what is below it
+            written = False
+    return written
 
 
 def _order(descriptor: int) -> dict[str, Any]:
@@ -98,11 +115,10 @@ def _order(descriptor: int) -> dict[str, Any]:
 
 def _execute(code: str) -> dict[str, Any]:
     """Run a program's text as the main module; its names."""
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = _MAIN
     sys.argv = ["solution.py"]
-    exec(compile(code, "solution.py", "exec"), main.__dict__)
-    return main.__dict__
+    exec(compile(code, "solution.py", "exec"), vars(_MAIN))
+    return vars(_MAIN)
 
 
 def run() -> None:

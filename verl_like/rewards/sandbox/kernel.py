@@ -39,9 +39,9 @@ def prctl(option: int, argument: int = 0) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(argument), zero, zero, zero), f"prctl({option})")
 
 
-def die_with_parent() -> None:
-    """SIGKILL when the parent ends. A change of user clears it: call it after that."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """This signal when the parent ends. A change of user clears it: call it after that."""
+    prctl(_PR_SET_PDEATHSIG, number)
 
 
 def set_dumpable(dumpable: bool) -> None:

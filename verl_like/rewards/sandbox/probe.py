@@ -98,8 +98,7 @@ def require(settings: SandboxSettings, key: str = "reward_model.sandbox.min_leve
         raise SandboxError(
             f"{key}={settings.min_level}, but the sandbox reaches only {found.summary()}. Give the process user "
             "namespaces (in a container: a seccomp profile that allows unshare), a kernel with Landlock (5.13 or "
-            f"later), or accept less with {key}={found.level if found.level in LEVELS else LEVELS[0]}; see "
-            "docs/security.md"
+            f"later), or accept less: {found.level if found.level in LEVELS else LEVELS[0]}; see docs/security.md"
         )
     return found
 

@@ -20,7 +20,7 @@ _X86_64 = (
     "select=23 sched_yield=24 mremap=25 msync=26 mincore=27 madvise=28 dup=32 dup2=33 pause=34 nanosleep=35 "
     "getitimer=36 alarm=37 setitimer=38 getpid=39 sendfile=40 sendto=44 recvfrom=45 sendmsg=46 recvmsg=47 "
     "shutdown=48 getsockname=51 getpeername=52 setsockopt=54 getsockopt=55 exit=60 wait4=61 uname=63 "
-    "fcntl=72 flock=73 fsync=74 fdatasync=75 truncate=76 ftruncate=77 getdents=78 getcwd=79 chdir=80 fchdir=81 "
+    "flock=73 fsync=74 fdatasync=75 truncate=76 ftruncate=77 getdents=78 getcwd=79 chdir=80 fchdir=81 "
     "rename=82 mkdir=83 rmdir=84 creat=85 link=86 unlink=87 symlink=88 readlink=89 chmod=90 fchmod=91 umask=95 "
     "gettimeofday=96 getrlimit=97 getrusage=98 sysinfo=99 times=100 getuid=102 getgid=104 geteuid=107 getegid=108 "
     "getppid=110 getpgrp=111 getgroups=115 getresuid=118 getresgid=120 getpgid=121 getsid=124 rt_sigpending=127 "
@@ -36,7 +36,7 @@ _X86_64 = (
     "close_range=436 faccessat2=439 epoll_pwait2=441 futex_waitv=449"
 )
 _AARCH64 = (
-    "getcwd=17 eventfd2=19 epoll_create1=20 epoll_ctl=21 epoll_pwait=22 dup=23 dup3=24 fcntl=25 flock=32 mkdirat=34 "
+    "getcwd=17 eventfd2=19 epoll_create1=20 epoll_ctl=21 epoll_pwait=22 dup=23 dup3=24 flock=32 mkdirat=34 "
     "unlinkat=35 symlinkat=36 linkat=37 renameat=38 statfs=43 fstatfs=44 truncate=45 ftruncate=46 fallocate=47 "
     "faccessat=48 chdir=49 fchdir=50 fchmod=52 fchmodat=53 openat=56 close=57 pipe2=59 getdents64=61 lseek=62 read=63 "
     "write=64 readv=65 writev=66 pread64=67 pwrite64=68 preadv=69 pwritev=70 sendfile=71 pselect6=72 ppoll=73 "
@@ -59,13 +59,13 @@ _MACHINES = {
         0xC000003E,
         _X86_64,
         {"ioctl": 16, "clone": 56, "kill": 62, "prctl": 157, "tkill": 200, "tgkill": 234, "prlimit64": 302}
-        | {"fork": 57, "vfork": 58, "execve": 59, "clone3": 435, "socketpair": 53},
+        | {"fork": 57, "vfork": 58, "execve": 59, "clone3": 435, "socketpair": 53, "fcntl": 72},
     ),
     "aarch64": (
         0xC00000B7,
         _AARCH64,
         {"ioctl": 29, "tkill": 130, "kill": 129, "tgkill": 131, "prctl": 167, "clone": 220, "prlimit64": 261}
-        | {"execve": 221, "clone3": 435, "socketpair": 199},
+        | {"execve": 221, "clone3": 435, "socketpair": 199, "fcntl": 25},
     ),
 }
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -78,6 +78,9 @@ _CLONE_NAMESPACES = 0x7E020080
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# Duplicates, flags, locks, pipe sizes and seals. Not F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY: with these the kernel
+# sends any signal to any process of the same user when something happens to a file.
+_HARMLESS_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034)
 # SOCK_STREAM, also with SOCK_CLOEXEC and SOCK_NONBLOCK: an end of such a pair cannot send to any other address
 _STREAM_PAIRS = tuple(1 | cloexec | nonblock for cloexec in (0, 0x80000) for nonblock in (0, 0x800))
 
@@ -103,6 +106,7 @@ def _template(may_fork: bool) -> bytes:
         program += _on(special[name], _argument_is(0, accepted))
     program += _on(special["socketpair"], _argument_is(1, _STREAM_PAIRS))
     program += _on(special["prctl"], _argument_is(0, (_PR_SET_NAME, _PR_GET_NAME)))
+    program += _on(special["fcntl"], _argument_is(1, _HARMLESS_FCNTLS))
     program += _on(special["ioctl"], _argument_is(1, _HARMLESS_IOCTLS, otherwise=_ENOTTY))
     program += _on(special["clone3"], [_op(_RETURN, _ERRNO | _ENOSYS)])  # the C library then uses clone
     program += _on(special["clone"], _clone(may_fork))
