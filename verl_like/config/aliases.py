@@ -8,7 +8,7 @@ from verl_like.config.availability import newer_than_here
 from verl_like.config.correction_aliases import Change, correction_spellings
 from verl_like.config.reward import CustomRewardFunctionConfig
 
-__all__ = ["Change", "canonical", "renamed"]
+__all__ = ["Change", "canonical", "renamed", "rest_of"]
 
 # Old key pattern -> new key. Applied in order, the first match wins; \1, \2 carry parts over.
 RENAMED: tuple[tuple[str, str], ...] = (
@@ -73,6 +73,7 @@ DROPPED: dict[str, str] = {
     r"critic\.model\.tokenizer_path": "the critic sees the policy's tokens",
     r"trainer\.use_v1": "there is one trainer",
     r"actor_rollout_ref\.actor\.calculate_sum_pi_squared": "it is computed where algorithm.adv_estimator needs it",
+    r"actor_rollout_ref\.actor\.calculate_entropy": "the entropy is always computed and reported",
     r"data\.return_multi_modal_inputs": "inputs are not passed through the driver",
     r"actor_rollout_ref\.rollout\.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
     r".+\.fsdp_config\.use_orig_params": "weights always keep their own names and shapes",
@@ -91,7 +92,9 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r"actor_rollout_ref\.rollout\.(data|expert|pipeline_model)_parallel_size": (1,),
     r"actor_rollout_ref\.rollout\.(nnodes|n_gpus_per_node)": (0,),
     r".+\.optim\.optimizer_impl": ("torch.optim",),
+    r".+\.optim\.override_optimizer_config": (None,),
     r".+\.full_determinism": (False,),
+    r"reward\.reward_manager\.source": ("register",),
     r"reward_model\.reward_loop_(source|module_path|class_name)": ("register", None),
 }
 
@@ -253,8 +256,12 @@ def _dropped(change: Change) -> str | None:
     newer = newer_than_here(change.key)
     if newer is not None and (change.value is None or change.value is False) and renamed(change.key) == change.key:
         return f"it is off, and not available yet ({newer})"
-    at_rest = any(re.fullmatch(pattern, change.key) and change.value in rest for pattern, rest in AT_REST.items())
-    return f"{change.value} is what is done anyway" if at_rest else None
+    return f"{change.value} is what is done anyway" if change.value in rest_of(change.key) else None
+
+
+def rest_of(key: str) -> tuple[Any, ...]:
+    """The values at which an unbuilt key of verl's is accepted; none for other keys."""
+    return next((rest for pattern, rest in AT_REST.items() if re.fullmatch(pattern, key)), ())
 
 
 def renamed(key: str) -> str:

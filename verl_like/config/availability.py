@@ -127,14 +127,19 @@ NEWER: dict[str, str] = {
     "actor_rollout_ref.rollout.disaggregation": "separate prefill and decode",
     "actor_rollout_ref.rollout.quantization": "quantised rollout",
     "critic.megatron": "Megatron training",
-    "actor_rollout_ref.actor.fsdp_config.qat": "quantisation-aware training",
     "data.datagen": "generated datasets",
     "distillation": "on-policy distillation",
+    "env": "environments of agents",
     "global_profiler": "profiling",
     "skip": "record and replay of rollouts",
     "trainer.npu_profile": "profiling",
     "trainer.v1": "asynchronous trainers",
     "transfer_queue": "the transfer queue",
+    "critic.model.mtp": "multi-token prediction",
+    "critic.model.tiled_mlp": "tiled MLP",
+    "critic.model.lora": "more options of LoRA",
+    **{f"{section}.qat": "quantisation-aware training" for section in _MODELS},
+    **{f"{section}.turbo_config": "another sharding backend" for section in _MODELS},
 }
 
 

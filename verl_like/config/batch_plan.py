@@ -66,6 +66,7 @@ class BatchPlan:
     total_training_steps: int | None
     optimizer_steps_total: int | None
     critic_optimizer_steps_total: int | None
+    warnings: tuple[str, ...]  # what a user would miss at the end of this run
 
     @classmethod
     def build(cls, config: PPOConfig, world_size: int, num_train_prompts: int | None = None) -> "BatchPlan":
@@ -134,6 +135,7 @@ class BatchPlan:
             total_training_steps=total,
             optimizer_steps_total=actor_steps,
             critic_optimizer_steps_total=None if total is None else total * critic_updates,
+            warnings=_missing(config),
             **rules,
         )
 
@@ -190,7 +192,8 @@ class BatchPlan:
         """The plan as aligned text, for the start of a run."""
         rows = self.rows()
         width = max(len(name) for name, _ in rows)
-        return "\n".join(["batch plan", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+        lines = [f"  {name:<{width}}  {value}" for name, value in rows]
+        return "\n".join(["batch plan", *lines, *(f"  WARNING: {warning}" for warning in self.warnings)])
 
     @staticmethod
     def _updates(mini_batches: int, prompts: int, sequences: int, updates: int) -> str:
@@ -210,6 +213,27 @@ _OLD_LOG_PROBS_TEXT = {
     "rollout": "the sampler's own",
     "detach": "first forward of the update, detached (one update per step)",
 }
+
+
+def _missing(config: PPOConfig) -> tuple[str, ...]:
+    """Results that a run of these settings does not leave behind."""
+    trainer, warnings = config.trainer, []
+    if trainer.val_only:
+        return ()
+    if trainer.save_freq < 1:
+        warnings.append(
+            f"nothing will be saved (trainer.save_freq={trainer.save_freq}): the trained weights are lost at the end; "
+            "set trainer.save_freq=20, or another number of steps"
+        )
+    if not config.data.val_files:
+        warnings.append("the policy is never validated (data.val_files is empty); set data.val_files")
+    elif trainer.test_freq < 1:
+        when = "before the first step only" if trainer.val_before_train else "never"
+        warnings.append(
+            f"the policy is validated {when} (trainer.test_freq={trainer.test_freq}); set trainer.test_freq=5, or "
+            "another number of steps"
+        )
+    return tuple(warnings)
 
 
 def needs_reference(config: PPOConfig) -> bool:

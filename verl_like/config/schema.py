@@ -12,6 +12,7 @@ from typing import Any, get_origin
 
 from verl_like.config.base import ConfigNode
 from verl_like.config.errors import raise_if_any
+from verl_like.config.foreign_names import foreign_hint
 from verl_like.config.ppo import PPOConfig
 
 
@@ -92,27 +93,78 @@ def find_key(path: str) -> Key | None:
 
 
 def suggest(path: str) -> str:
-    """The known key nearest to a misspelt one, as text for an error message; empty when nothing is near."""
-    nearest = _nearest(path)
+    """What a user may have meant by an unknown key, as text for an error message.
+
+    The nearest known key, or what a name of ROLL's or Colossal-RL's is called here; silence is better than a key that
+    has only a word like `enable` in common.
+    """
+    section, _, name = path.rpartition(".")
+    whole = _ending(path) if section else None
+    foreign = None if whole else _foreign(path.split("."))
+    if foreign is not None:
+        return f"; {foreign}"
+    nearest = whole or (_misspelt(path) if section else None) or _nearest(section, name)
     return f"; did you mean {nearest}?" if nearest else "; docs/configuration.md lists all keys"
 
 
-def _nearest(path: str) -> str | None:
-    """Tried in order: the beginning was left out, a typo, a key of a subsection, part of a name, a key elsewhere."""
-    known = [*keys(), *sections()]
-    section, _, name = path.rpartition(".")
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+def _foreign(parts: list[str]) -> str | None:
+    """The answer to a name of another project; inside our own sections only to a telling one."""
+    ours = len(parts) > 1 and parts[0] in sections() and not any(part.endswith("_args") for part in parts)
+    hint = foreign_hint(parts[-1])
+    return None if ours and ("_" not in parts[-1] or len(parts) > 3 or "no counterpart" in (hint or "")) else hint
+
+
+def _ending(path: str) -> str | None:
+    """The known key whose beginning was left out."""
+    return next((key for key in (*keys(), *sections()) if key.endswith("." + path)), None)
+
+
+def _misspelt(path: str) -> str | None:
+    """The known key that is near in each of its parts."""
+    parts = path.split(".")
+    near = [
+        (sum(ratios), key)
+        for key in (*keys(), *sections())
+        if len(known := key.split(".")) == len(parts) and min(ratios := list(map(_likeness, parts, known))) >= 0.75
+    ]
+    return max(near)[1] if near else None
+
+
+def _likeness(typed: str, known: str) -> float:
+    return difflib.SequenceMatcher(None, typed.lower(), known).ratio()
+
+
+# Names that say nothing without their section.
+_GENERIC = (
+    "enable",
+    "kind",
+    "method",
+    "mode",
+    "model",
+    "name",
+    "path",
+    "range",
+    "rule",
+    "seed",
+    "source",
+    "std",
+    "type",
+)
+
+
+def _nearest(section: str, name: str) -> str | None:
+    """Tried in order: the beginning was left out, a key of a subsection, part of a name, a key elsewhere."""
+    siblings = {key.rpartition(".")[2]: key for key in (*keys(), *sections()) if key.rpartition(".")[0] == section}
     same_name = [key for key in keys() if key.rpartition(".")[2] == name]
-    found = (
-        [key for key in known if key.endswith("." + path)]
-        or [siblings[near] for near in difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7)]
-        or [key for key in same_name if key.startswith(section + ".")]
-        or [siblings[longer] for longer in siblings if len(name) > 3 and name in longer]
-        or same_name
-    )
-    if not found and section not in sections():  # the section is misspelt: inside a known one only its own keys count
-        found = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    return found[0] if found else None
+    below = [key for key in same_name if key.startswith(section + ".")]
+    if not section:
+        return _ending(name) or next(iter(difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)), None)
+    if len(below) == 1:
+        return below[0]
+    longer = [key for known, key in siblings.items() if len(name) > 3 and name in known]
+    if name in _GENERIC:
+        return None
+    return longer[0] if longer else same_name[0] if len(same_name) == 1 else None
 
 
 def get_value(config: PPOConfig, path: str) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -30,10 +30,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_like.config import PPOConfig
-from verl_like.config.aliases import Change, canonical
+from verl_like.config.aliases import Change, canonical, renamed, rest_of
 from verl_like.config.availability import newer_than_here
+from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.doctor import check
 from verl_like.config.errors import ConfigError, raise_if_any
+from verl_like.config.foreign_names import foreign_hint
 from verl_like.config.schema import find_key, from_dict, get_value, keys, sections, suggest
 from verl_like.trainer.helper_sections import inline_all, is_helper, own_data_keys
 from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
@@ -129,12 +131,14 @@ def compose_tree(
     settings = Settings()
     for file in yaml_files:
         _read_yaml(Path(file), settings)
+    in_files = len(settings.changes)
     for text in overrides:
         _read_override(text, settings)
+    settings.warnings += _given_twice(_leaves(settings.changes[in_files:]))
     inlined, problems = inline_all(_leaves(settings.changes), settings.helpers)
     settings.problems += problems
     changes, warnings = canonical(_leaves(inlined))
-    changes = own_data_keys(changes, settings.added)
+    changes = [_fitted(change, settings) for change in own_data_keys(changes, settings.added)]
     settings.problems += [problem for change in changes if (problem := _unknown(change))]
     raise_if_any(settings.problems)
     tree = _base(settings.groups)
@@ -185,16 +189,27 @@ def run_main(run: Callable[[PPOConfig], None], argv: Sequence[str] | None = None
     try:
         files = _user_files(arguments)
         if arguments.cfg:
-            tree, _, warnings = compose_tree(arguments.overrides, files)
-            to_config(tree)
-            for warning in warnings:
-                logger.warning("config: %s", warning)
-            sys.stdout.write(OmegaConf.to_yaml(tree, resolve=arguments.resolve))
+            _show(arguments, files)
             return
         config = compose(arguments.overrides, files)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     run(config)
+
+
+def _show(arguments: argparse.Namespace, files: list[Path]) -> None:
+    """Print the configuration, then say what is wrong with it, as far as that is known without model and data."""
+    tree, changes, warnings = compose_tree(arguments.overrides, files)
+    try:
+        sys.stdout.write(OmegaConf.to_yaml(tree, resolve=arguments.resolve))
+    except OmegaConfBaseException as error:
+        raise ConfigError([str(error).splitlines()[0]]) from error
+    config = to_config(tree)
+    for warning in warnings + _checked(config, changes):
+        logger.warning("config: %s", warning)
+    per_node = config.trainer.n_gpus_per_node
+    if not isinstance(per_node, str):
+        BatchPlan.build(config, config.trainer.nnodes * per_node)
 
 
 def _plain(value: Any) -> Any:
@@ -218,7 +233,10 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration and stop")
     parser.add_argument("--resolve", action="store_true", help="with --cfg: show values instead of interpolations")
     parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_intermixed_args(list(argv))
+    arguments, unknown = parser.parse_known_intermixed_args(list(argv))
+    flags = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
+    if unknown:
+        parser.error("; ".join(foreign_hint(flag) or f"unknown option {flag}" for flag in flags or unknown))
     if arguments.multirun:
         parser.error("--multirun is not supported: start one run per setting")
     return arguments
@@ -230,8 +248,9 @@ def _user_files(arguments: argparse.Namespace) -> list[Path]:
         return []
     if name is None:
         raise ConfigError([f"--config-path={arguments.config_path}: give --config-name too"])
-    if name.removesuffix(".yaml") == CONFIG_NAME and arguments.config_path is None:
-        return []
+    folder = Path(arguments.config_path or "config")
+    if name.removesuffix(".yaml") == CONFIG_NAME and folder.name == "config" and not (folder / name).is_file():
+        return []  # verl's own entry config, in the folder where its scripts name it
     return [_yaml_path(Path(arguments.config_path or "."), name)]
 
 
@@ -273,6 +292,12 @@ def _read_yaml(path: Path, settings: Settings) -> None:
 
 
 def _read_override(text: str, settings: Settings) -> None:
+    if not text.strip():
+        settings.problems.append(
+            "an argument is blank: in a shell script a backslash with a space after it ends the command, and the lines "
+            "below are not read; remove the space"
+        )
+        return
     try:
         override = _parsed(text)
     except HydraException:
@@ -337,6 +362,35 @@ def _leaves(changes: list[Change]) -> list[Change]:
     return flat
 
 
+def _given_twice(changes: list[Change]) -> list[str]:
+    """Keys that the command line sets to several values; dictionaries are merged."""
+    given: dict[str, list[Any]] = {}
+    for change in changes:
+        if not isinstance(change.value, dict):
+            given.setdefault(renamed(change.key), []).append(change.value)
+    return [
+        f"{key} is given {len(values)} times ({', '.join(map(str, values))}): the last one counts"
+        for key, values in given.items()
+        if any(value != values[0] for value in values)
+    ]
+
+
+def _fitted(change: Change, settings: Settings) -> Change:
+    """The value in the form that its key has: 1e3 as an integer, nothing (an unset shell variable) as false."""
+    key, value = find_key(change.key), change.value
+    kinds = () if key is None else get_args(key.type) or (key.type,)
+    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+        return Change(change.key, int(value))
+    if value != "" or not {bool, int, float} & set(kinds):
+        return change
+    empty = f"{change.key}= is empty (a shell variable that is not set?)"
+    if bool in kinds:
+        settings.warnings.append(f"{empty}: it counts as false")
+        return Change(change.key, False)
+    settings.problems.append(f"{empty}: give it a value, or leave it out")
+    return Change(change.key, key.default if key else None)
+
+
 def _unknown(change: Change) -> str | None:
     if find_key(change.key) is not None:
         return None
@@ -345,6 +399,8 @@ def _unknown(change: Change) -> str | None:
     newer = newer_than_here(change.key)
     if newer is not None:
         return f"{change.key}: not available yet ({newer})"
+    if rest_of(change.key):
+        return f"{change.key}={change.value}: not available yet; set it to {rest_of(change.key)[0]}, or leave it out"
     return f"unknown key {change.key}{suggest(change.key)}"
 
 

@@ -270,6 +270,25 @@ def test_table_shows_what_a_user_asks_for():
     assert widths == {2}
 
 
+@pytest.mark.parametrize(
+    ("trainer", "val_files", "found"),
+    [
+        ({}, ["v"], ["nothing will be saved (trainer.save_freq=-1)", "validated before the first step only"]),
+        ({"save_freq": 5, "val_before_train": False}, ["v"], ["validated never (trainer.test_freq=-1)"]),
+        ({"save_freq": 5, "test_freq": 5}, [], ["never validated (data.val_files is empty)"]),
+        ({"save_freq": 5, "test_freq": 5}, ["v"], []),
+        ({"val_only": True}, ["v"], []),
+    ],
+)
+def test_a_run_that_leaves_nothing_behind_is_warned_about(trainer, val_files, found):
+    built = config(trainer=trainer)
+    built.data.val_files = val_files
+    plan = BatchPlan.build(built, 1)
+    assert len(plan.warnings) == len(found)
+    for warning, part in zip(plan.warnings, found, strict=True):
+        assert part in warning and f"  WARNING: {warning}" in plan.table().splitlines()
+
+
 def test_plan_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         BatchPlan.build(config(), 1).world_size = 3  # pyright: ignore
