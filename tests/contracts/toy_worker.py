@@ -114,9 +114,13 @@ class ToyWorker:
     def touch_shm(self) -> str:
         path = Path("/dev/shm") / f"toy_{self.env.run_id}_{self.env.rank}"
         path.write_text("x")
-        unnamed = SharedMemory(create=True, size=16)
-        resource_tracker.unregister(f"/{unnamed.name}", "shared_memory")  # as if its tracker was killed too
         return str(path)
+
+    def leave_shared_memory(self) -> str:
+        """As vLLM's message queues do; nobody tracks it, as if the tracker was killed too."""
+        memory = SharedMemory(create=True, size=16)
+        resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+        return memory.name
 
     def shutdown(self) -> None:
         if "marker" in self.spec:

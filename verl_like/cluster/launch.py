@@ -57,7 +57,7 @@ class RaySession:
             if self.timeline_json_file:
                 _write_timeline(self.timeline_json_file)
         finally:
-            if self.owned:
+            if self.owned and ray.is_initialized():
                 _kill_at_shutdown()
             if not self._leave_connected:
                 ray.shutdown()

@@ -17,7 +17,8 @@ def main(log_dir: str) -> None:
         allocation = allocate(1, 2, may_grow=False, timeout=30)
         group = RayWorkerGroup(WORKER, {}, allocation=allocation, run_id=session.run_id, log_dir=log_dir)
         try:
-            group.call_all("touch_shm").wait(30)
+            names = group.call_all("leave_shared_memory").wait(30)
+            assert all(session.run_id in name for name in names)
             print("run", session.run_id, *group.pids, flush=True)
             while not flag.requested:
                 group.call_all("sleep", 0.5).wait(30)  # a signal in here must not end the call

@@ -304,6 +304,14 @@ def test_an_idle_worker_that_dies_is_replaced(tmp_path: Path) -> None:
         assert manager.score(make_rollouts(["5"] * 4), step=1).score_B.tolist() == [1.0] * 4
 
 
+def test_sigterm_to_all_processes_is_left_to_the_trainer() -> None:
+    with make_manager() as manager:
+        pids = manager.worker_pids()
+        os.kill(pids[0], signal.SIGTERM)
+        assert manager.score(make_rollouts(["5"]), step=1).score_B.tolist() == [1.0]
+        assert manager.worker_pids() == pids
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="uses the parent-death signal of Linux")
 def test_workers_die_with_a_killed_trainer(tmp_path: Path) -> None:
     path = write(tmp_path, BAD_ROWS)
