@@ -99,11 +99,11 @@ def suggest(path: str) -> str:
     has only a word like `enable` in common.
     """
     section, _, name = path.rpartition(".")
-    whole = _ending(path) if section else None
+    whole = _ending(path) or _misspelt(path) if section else None
     foreign = None if whole else _foreign(path.split("."))
     if foreign is not None:
         return f"; {foreign}"
-    nearest = whole or (_misspelt(path) if section else None) or _nearest(section, name)
+    nearest = whole or _nearest(section, name)
     return f"; did you mean {nearest}?" if nearest else "; docs/configuration.md lists all keys"
 
 
