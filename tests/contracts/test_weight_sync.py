@@ -162,6 +162,18 @@ def test_an_engine_that_loads_wrongly_is_caught_by_checksums(
     assert rollout.weight_version is None
 
 
+def test_an_optimizer_whose_steps_change_nothing_is_caught(rollout: RolloutEngine, process: ProcessInfo) -> None:
+    """Planted: trainer and stream agree on old weights."""
+    engine = FakeTrainEngine(tiny_model(seed=3))
+    sync = _sync(engine, rollout, process)
+    assert sync.sync(1, optimizer_moved=True).num_changed is None
+    assert sync.sync(2).num_changed == 0  # nobody says that something should have
+    with pytest.raises(WeightSyncError, match=f"none of {len(engine.weight_names())} tensors has changed"):
+        sync.sync(3, optimizer_moved=True)
+    engine.model.get_parameter(K).data[0, 0] += 1e-6
+    assert sync.sync(4, optimizer_moved=True).num_changed == 1
+
+
 def test_without_the_probe_names_are_still_accounted_for(rollout: RolloutEngine, process: ProcessInfo) -> None:
     engine = FakeTrainEngine(tiny_model(seed=3))
     sync = _sync(engine, rollout, process, sync_probe=False)
