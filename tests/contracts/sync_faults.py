@@ -84,7 +84,8 @@ class Plant:
         self._noise = torch.Generator().manual_seed(0)
 
     def case(self, fault: str, side: str, lr: float, *, here: bool = True) -> Caught:
-        """A fault in every tensor, before it is rounded, after an optimizer step. here: on this rank (False: only other ranks plant it)."""
+        """A fault in every tensor, before it is rounded, after an optimizer step. here: False where only other ranks
+        plant it."""
         old, new = self._stepped(lr)
         spoilt = {name: tensor.to(self.rollout.dtype) for name, tensor in FAULTS[fault](new, old).items()}
         new = {name: tensor.to(self.rollout.dtype) for name, tensor in new.items()}
