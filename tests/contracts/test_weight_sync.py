@@ -174,6 +174,18 @@ def test_an_optimizer_whose_steps_change_nothing_is_caught(rollout: RolloutEngin
     assert sync.sync(4, optimizer_moved=True).num_changed == 1
 
 
+def test_steps_lost_to_rounding_are_said(
+    process: ProcessInfo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, rollout = FakeTrainEngine(tiny_model(seed=3)), build("hf", tmp_path, process, dtype="bfloat16")
+    sync = _sync(engine, rollout, process)
+    sync.sync(1)
+    engine.model.get_parameter(K).data.mul_(1 + 1e-7)
+    assert sync.sync(2, optimizer_moved=True).num_changed == 0
+    assert "no weight has changed in torch.bfloat16" in caplog.text
+    rollout.shutdown()
+
+
 def test_without_the_probe_names_are_still_accounted_for(rollout: RolloutEngine, process: ProcessInfo) -> None:
     engine = FakeTrainEngine(tiny_model(seed=3))
     sync = _sync(engine, rollout, process, sync_probe=False)
