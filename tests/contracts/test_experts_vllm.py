@@ -14,6 +14,7 @@ from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models import families
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 MIXTURES = [name for name, row in families.FAMILIES.items() if families.VLLM in row.tested and "experts" in row.kind]
@@ -38,24 +39,23 @@ def test_every_sync_reaches_the_kernels(
     sync = WeightSync(engine, rollout, RolloutConfig(), process)
     for version in (1, 2):
         report = sync.sync(version)
-        assert report.num_tensors == len(engine.weight_names()) > 48
+        assert report.num_read_back == report.num_tensors == len(engine.weight_names()) > 48
         assert report.probe_gap is not None and report.probe_gap < 1e-4
         engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
     if name == "qwen3_moe":
-        fault_is_found(engine, sync, monkeypatch)
+        fault_is_found(rollout, sync, monkeypatch)
     rollout.shutdown()
 
 
-def fault_is_found(engine: Any, sync: WeightSync, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: gate and up of every expert exchanged. All names come with their shapes; only the probe can tell."""
+def fault_is_found(rollout: RolloutEngine, sync: WeightSync, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the engine takes gate for up and up for gate, of every expert."""
     swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
-    export = engine.export_weights
+    load = rollout.load_weights
 
-    def exchanged(*settings: Any) -> Iterator[tuple[str, Any]]:
-        for name, tensor in export(*settings):
-            part = name.split(".")[-2]
-            yield (name.replace(part, swap[part]) if part in swap else name), tensor
+    def exchanged(stream: Iterator[tuple[str, Any]], version: int, *, partial: bool) -> None:
+        parts = ((name, name.split(".")[-2], tensor) for name, tensor in stream)
+        load(((name.replace(part, swap.get(part, part)), t) for name, part, t in parts), version, partial=partial)
 
-    monkeypatch.setattr(engine, "export_weights", exchanged)
-    with pytest.raises(WeightSyncError, match="log-probs of the probe differ"):
+    monkeypatch.setattr(rollout, "load_weights", exchanged)
+    with pytest.raises(WeightSyncError, match=r"differs in the rollout engine: .*experts\.0\.gate_proj"):
         sync.sync(3)

@@ -26,6 +26,7 @@ from tests.unit.rollout.tiny import (
     state,
     tiny_model,
 )
+from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutEngine, RolloutError, SamplingParams
 
@@ -376,12 +377,23 @@ def test_misshapen_weight_then_recovery(engine: RolloutEngine) -> None:
     assert gap(request, engine.generate([request])[0]) < 1e-5
 
 
-def test_weights_can_be_read_back(engine: RolloutEngine) -> None:
-    held = engine.read_weights()
+def test_checksums_of_what_is_held_are_those_of_what_was_sent(engine: RolloutEngine) -> None:
+    """Of every tensor: what vLLM has fused or packed is told by its Hugging Face name too."""
     sent = state(MODEL)
-    assert held
-    assert set(held) <= set(sent)
-    assert all(torch.equal(tensor, sent[name]) for name, tensor in held.items())
+    shapes = {name: tensor.shape for name, tensor in sent.items()}
+    held = engine.weight_checksums(shapes)
+    assert {name for name, _ in held} == set(sent)
+    assert all(number == int(checksum(sent[name])) for name, number in held)
+    one = {"lm_head.weight": shapes["lm_head.weight"]}
+    assert {name for name, _ in engine.weight_checksums(one)} == {"lm_head.weight"}
+
+
+def test_no_tokens_of_before_a_load_are_cached(engine: RolloutEngine) -> None:
+    engine.load_weights(iter(state(MODEL).items()), 1)
+    assert engine.cached_tokens() == 0
+    engine.cached_tokens()
+    engine.load_weights(iter(state(MODEL).items()), 1)
+    assert engine.cached_tokens() == 0
 
 
 def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tmp_path: Path) -> None:

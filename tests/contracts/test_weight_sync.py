@@ -162,6 +162,30 @@ def test_an_engine_that_loads_wrongly_is_caught_by_checksums(
     assert rollout.weight_version is None
 
 
+def test_an_optimizer_whose_steps_change_nothing_is_caught(rollout: RolloutEngine, process: ProcessInfo) -> None:
+    """Planted: trainer and stream agree on old weights."""
+    engine = FakeTrainEngine(tiny_model(seed=3))
+    sync = _sync(engine, rollout, process)
+    assert sync.sync(1, optimizer_moved=True).num_changed is None
+    assert sync.sync(2).num_changed == 0  # nobody says that something should have
+    with pytest.raises(WeightSyncError, match=f"none of {len(engine.weight_names())} tensors has changed"):
+        sync.sync(3, optimizer_moved=True)
+    engine.model.get_parameter(K).data[0, 0] += 1e-6
+    assert sync.sync(4, optimizer_moved=True).num_changed == 1
+
+
+def test_steps_lost_to_rounding_are_said(
+    process: ProcessInfo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, rollout = FakeTrainEngine(tiny_model(seed=3)), build("hf", tmp_path, process, dtype="bfloat16")
+    sync = _sync(engine, rollout, process)
+    sync.sync(1)
+    engine.model.get_parameter(K).data.mul_(1 + 1e-7)
+    assert sync.sync(2, optimizer_moved=True).num_changed == 0
+    assert "no weight has changed in torch.bfloat16" in caplog.text
+    rollout.shutdown()
+
+
 def test_without_the_probe_names_are_still_accounted_for(rollout: RolloutEngine, process: ProcessInfo) -> None:
     engine = FakeTrainEngine(tiny_model(seed=3))
     sync = _sync(engine, rollout, process, sync_probe=False)

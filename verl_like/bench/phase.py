@@ -173,7 +173,7 @@ class PhaseWorker(PolicyWorker):
         self.spec, self.process, self.temperature = spec, process, policy.rollout.temperature
         self._lora, self.reference = policy.model.lora_rank > 0, None
         self.objective = PolicyObjective(policy.actor, spec.config.algorithm.rollout_correction)
-        self._changed_since_sync = True
+        self._changed_since_sync, self._moved = True, False
         if actor:
             self.actor = self._build_actor()
         if rollout:

@@ -27,10 +27,15 @@ from verl_like.parallel.dist import ProcessInfo
 from verl_like.weight_sync.sync import SyncReport, WeightSync
 
 WITH, WITHOUT = "with the proof, as in a step", "without the proof"
-_ENGINE_STAGES = {"export_weights": "gather and cast shards", "forward": "probe: trainer"}
+_ENGINE_STAGES = {
+    "weight_checksums": "checksums of the shards",
+    "export_weights": "gather and cast shards",
+    "forward": "probe: trainer",
+}
 _ROLLOUT_STAGES = {
     "load_weights": "load and checksums",
-    "read_weights": "read back",
+    "weight_checksums": "checksums inside the engine",
+    "cached_tokens": "cache emptied?",
     "score": "probe: rollout engine",
     "unload": "rest",
 }

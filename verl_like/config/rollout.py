@@ -202,10 +202,11 @@ class RolloutConfig(ConfigNode):
     seed_per_request: bool = True
     """A seed for each request, from trainer.seed, step, prompt and sample: responses do not depend on batching."""
     sync_probe: bool = True
-    """After each weight sync compare log-probs of probe prompts between trainer and engine."""
+    """At each weight sync compare checksums of the trainer's shards, of what is sent and of what the engine holds, and
+    log-probs of probe prompts."""
     sync_probe_tolerance: float | None = None
-    """[nats] Mean difference of the probe that passes. Null: 10x the first proved sync's, at least 1e-4 (float32) or
-    2e-2 (bfloat16)."""
+    """[nats] Mean difference of the probe that passes. Null: 10x the first proved sync's, between 1e-4 and 1e-3
+    (float32) or 2e-2 and 1e-1 (bfloat16)."""
     engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
     """Arguments passed to the engine as they are."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)

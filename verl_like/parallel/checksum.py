@@ -21,10 +21,7 @@ from torch.nn import functional
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant (golden ratio): consecutive weights share no pattern
 _TURN = 0x2545F4914F6CDD1D  # another one, so that rows and columns have other weights
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = {
-    "cpu": 1 << 15,
-    "cuda": 1 << 24,
-}  # entries whose int64 copies exist at a time: a CPU's cache, a GPU's memory
+_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 22}  # entries whose int64 copies exist at a time; on a CPU in its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ def checksum_of(part: Slice) -> Tensor:
     table_RC = part.values.detach()
     (rows, width), device = table_RC.shape, table_RC.device
     columns_C = _weights(part.column, width, _TURN, device)
-    at_once = max(1, _AT_ONCE.get(device.type, 1 << 24) // max(width, 1))
+    at_once = max(1, _AT_ONCE.get(device.type, 1 << 22) // max(width, 1))
     sums = [(_bits(table_RC[r : r + at_once]) * columns_C).sum(1) for r in range(0, rows, at_once)]
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=device)

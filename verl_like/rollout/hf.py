@@ -6,7 +6,7 @@ Each request draws its random numbers from its own generator, one per token, so 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -240,8 +240,8 @@ class HFRolloutEngine(BaseRolloutEngine):
         if missing:
             raise WeightLoadError(f"weights that did not come: {sorted(missing.values())[:8]}")
 
-    def weight_checksums(self, names: Collection[str]) -> list[tuple[str, int]]:
-        named = {name: tensor for name, tensor in self._named_weights().items() if name in names}
+    def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
+        named = {name: tensor for name, tensor in self._named_weights().items() if name in shapes}
         return list(zip(named, values_of([checksum(tensor) for tensor in named.values()]), strict=True))
 
     def _named_weights(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ replica's first rank count.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -127,8 +127,8 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def weight_checksums(self, names: Collection[str]) -> list[tuple[str, int]]:
-        """(Hugging Face name, checksum) of whole tensors of the last load as the engine holds them, once for every
+    def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
+        """(Hugging Face name, checksum) of the tensors that `shapes` names, as the engine holds them: once for every
         place where one is held; collective over a tensor-parallel replica. What the engine cannot tell is left out."""
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,6 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         self._tp = tp
         self._rank_in_replica = process.rank % tp
         self._lockstep = _lockstep(process, tp) if tp > 1 else None
-        self._shapes: dict[str, torch.Size] = {}
         self._added: dict[str, GenerationRequest] = {}
         self._unseeded = itertools.count()
         self._loop = StepLoop(
@@ -135,14 +134,12 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         if partial:
             adapters.update(stream)
         else:
-            self._shapes = {}
             compat.reload(self._llm, self._base_weights(stream, adapters))
             meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
             if meta:
                 raise WeightLoadError(f"vLLM got no weights for {meta[:8]}")
         if self.keeps_adapters:
             vllm_lora.put(self._llm, adapters)
-            self._shapes |= {name: tensor.shape for name, tensor in adapters.items()}
         compat.drop_caches(self._llm)
         self._wake("kv_cache")  # not before: until now the trainer's full tensors needed the room
 
@@ -154,12 +151,11 @@ class VLLMRolloutEngine(BaseRolloutEngine):
             if self.keeps_adapters and is_adapter(name):
                 adapters[name] = tensor
             else:
-                self._shapes[name] = tensor.shape
                 yield name, tensor
 
-    def weight_checksums(self, names: Collection[str]) -> list[tuple[str, int]]:
+    def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
         """See RolloutEngine. Left out: stacked experts on CUDA, whose kernels may have moved numbers about."""
-        layout = Layout({name: self._shapes[name] for name in names}, rank=self._rank_in_replica, size=self._tp)
+        layout = Layout(dict(shapes), rank=self._rank_in_replica, size=self._tp)
         parts = held_by(self._model, layout)
         if self.keeps_adapters:
             parts = itertools.chain(parts, vllm_lora.held(self._llm, compat.fused_parts(self._model), layout))

@@ -21,7 +21,8 @@ class Header:
     checksums: dict[str, int] | None
 
     def num_changed(self, before: Header | None) -> int | None:
-        """How many tensors are others than in an earlier update of the same form; None where nobody can tell."""
-        if before is None or self.checksums is None or before.checksums is None or before.form != self.form:
+        """How many tensors are others than in an earlier update; None where that did not have them all."""
+        earlier = {} if before is None else before.checksums or {}
+        if self.checksums is None or not self.checksums.keys() <= earlier.keys():
             return None
-        return sum(before.checksums.get(name) != number for name, number in self.checksums.items())
+        return sum(earlier[name] != number for name, number in self.checksums.items())

@@ -51,7 +51,8 @@ class WeightLedger:
 
     def _differences(self, found: list[tuple[str, int]], what: str) -> list[str]:
         sums = self._header.checksums or {}
-        return [f"{what}: {name}" for name, number in dict.fromkeys(found) if sums.get(name, number) != number]
+        wrong = dict.fromkeys(name for name, number in found if sums.get(name, number) != number)
+        return [f"{what}: {name}" for name in wrong]
 
     def _accept(self, name: str, tensor: Tensor) -> bool:
         shapes = self._header.shapes

@@ -192,7 +192,8 @@ class PolicyWorker:
             )
             for rows, denominators in minibatches
         ]
-        self._moved = self._moved or any(map(moves_weights, steps))
+        exact = all(parameter.dtype == torch.float32 for parameter in self.actor.sharding.parameters())
+        self._moved = self._moved or (exact and any(map(moves_weights, steps)))
         self.actor.advance_schedule()
         memory = {name: Metric(value=value, reduction="max") for name, value in memory_metrics().items()}
         return [*steps[:-1], steps[-1] | memory] if steps else []

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,9 +99,7 @@ def test_parts_add_up(dtype: torch.dtype) -> None:
     boxes = [Slice(tensor[r : r + 5, c : c + 3], r, c) for r in range(0, 13, 5) for c in range(0, 7, 3)]
     assert total([int(checksum_of(box)) for box in reversed(boxes)]) == told
     cuts = [0, 0, 3, 6, 7, 20, 21, 35, 40, 91, 91]
-    runs = [
-        piece for a, b in zip(cuts[:-1], cuts[1:], strict=True) for piece in run_slices(tensor.flatten()[a:b], a, 7)
-    ]
+    runs = [piece for a, b in itertools.pairwise(cuts) for piece in run_slices(tensor.flatten()[a:b], a, 7)]
     assert total([int(checksum_of(piece)) for piece in runs]) == told
 
 

@@ -34,7 +34,7 @@ class Recorder:
 def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMRolloutEngine:
     made = VLLMRolloutEngine.__new__(VLLMRolloutEngine)
     made._llm, made._model = Recorder(), torch.nn.Linear(1, 1)
-    made._sleep_mode, made._asleep, made._version, made._shapes = True, set(), None, {}
+    made._sleep_mode, made._asleep, made._version = True, set(), None
     made.keeps_adapters = False
     made._loop = StepLoop(made, device=torch.device("cpu"), follow_timeout_s=0.0)
     monkeypatch.setattr(vllm_compat, "reload", lambda llm, stream: llm.events.append("reload"))

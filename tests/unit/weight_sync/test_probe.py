@@ -25,6 +25,15 @@ def test_first_sync_calibrates_never_under_the_floor() -> None:
     assert exact.tolerance == 1e-4
 
 
+def test_calibration_has_a_cap() -> None:
+    """Ten times a large first gap would let a fault pass."""
+    for rollout, ceiling in ((F32, 1e-3), (BF16, 1e-1)):
+        probe = Probe(rollout, F32, None)
+        probe.passed(even(0.9 * ceiling))
+        assert probe.tolerance == ceiling
+        assert probe.problem(even(1.1 * ceiling)) is not None
+
+
 def test_half_precision_on_either_side_has_wider_limits() -> None:
     for rollout, trainer in ((BF16, F32), (F32, BF16), (BF16, BF16)):
         probe = Probe(rollout, trainer, None)

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from verl_like.batch import Denominators, Experience
+from verl_like.batch import Denominators, Experience, Metric
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.worker_group import WorkerError
 from verl_like.config import PPOConfig
@@ -16,6 +17,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.compose import compose
 from verl_like.workers.phase import Phase, PhaseSwitch
+from verl_like.workers.policy import moves_weights
 from verl_like.workers.spec import WorkerSpec
 
 REQUEST = GenerationRequest(
@@ -101,7 +103,9 @@ def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
     ((actor,),) = group.call_all("update_actor", [(rows, counts)]).wait()
     assert critic["vf_loss"].value > 0 and actor["grad_norm"].value > 0
     assert actor["perf/cpu_memory_used_gb"].reduction == "max"
-    group.call_all("sync_weights", 1).wait()
+    assert moves_weights(actor)
+    (report,) = group.call_all("sync_weights", 1).wait()
+    assert 0 < report.num_changed <= report.num_tensors
     (second,) = generate(group)
     assert (first.weight_version, second.weight_version) == (0, 1)
     assert first.log_probs != second.log_probs
@@ -109,6 +113,15 @@ def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
     assert not torch.allclose(moved.old_log_probs_BR, old.old_log_probs_BR, atol=1e-3)
     (unmoved,) = group.call_all("ref_log_probs", rows).wait()
     assert torch.equal(unmoved.ref_log_probs_BR, reference.ref_log_probs_BR)
+
+
+@pytest.mark.parametrize(
+    "lr, norm, moves",
+    [(1e-6, 0.1, True), (1e-7, 1e-3, True), (0.0, 0.1, False), (1e-8, 0.1, False), (1e-6, 1e-4, False)]
+    + [(1e-6, norm, False) for norm in (0.0, math.inf, math.nan)],
+)
+def test_a_step_moves_weights_unless_rounding_may_swallow_it(lr: float, norm: float, moves: bool) -> None:
+    assert moves_weights({"lr": Metric(value=lr), "grad_norm": Metric(value=norm)}) is moves
 
 
 def test_generating_before_a_sync_is_refused(group: LocalWorkerGroup) -> None:

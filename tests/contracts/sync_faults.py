@@ -1,0 +1,157 @@
+"""Faults planted into a weight sync, on the way out of the trainer or into the engine: which tensors are named?
+
+Each is planted into every tensor at once, and the error must name exactly those that hold other numbers afterwards:
+after a step of 1e-6 in bfloat16 an old tensor is often the new one, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.sharding import local_tensor
+from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.weight_sync.sync import WeightSync, WeightSyncError
+
+State = dict[str, Tensor]
+LEARNING_RATES = (4e-4, 1e-6)
+SIDES = ("export", "loader")
+KIND = "model.layers.1."  # one of each kind is left out, alone
+DROPPED = (
+    f"{KIND}self_attn.k_proj.weight",
+    f"{KIND}self_attn.v_proj.bias",
+    f"{KIND}mlp.down_proj.weight",
+    f"{KIND}input_layernorm.weight",
+    "model.embed_tokens.weight",
+)
+
+
+def _row_negated(tensor: Tensor) -> Tensor:
+    return torch.cat([-tensor[:1], tensor[1:]])
+
+
+def _nan(tensor: Tensor) -> Tensor:
+    spoilt = tensor.clone()
+    spoilt.view(-1)[-1] = float("nan")
+    return spoilt
+
+
+def _swapped(new: State) -> State:
+    """Tensors of one shape go round among each other."""
+    spoilt = dict(new)
+    for shape in {tensor.shape for tensor in new.values()}:
+        names = [name for name, tensor in new.items() if tensor.shape == shape]
+        spoilt |= {name: new[names[i - 1]] for i, name in enumerate(names)}
+    return spoilt
+
+
+def _each(spoil: Callable[[Tensor], Tensor]) -> Callable[[State, State], State]:
+    return lambda new, old: {name: spoil(tensor) for name, tensor in new.items()}
+
+
+FAULTS: dict[str, Callable[[State, State], State]] = {
+    "stale": lambda new, old: old,
+    "x 1.001": _each(lambda t: t * 1.001),
+    "row negated": _each(_row_negated),
+    "flipped": _each(lambda t: t.flip(0)),
+    "zeroed": _each(torch.zeros_like),
+    "swapped": lambda new, old: _swapped(new),
+    "NaN": _each(_nan),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caught:
+    """should: tensors that are not what the trainer holds. named: those in the error (none: the sync passed)."""
+
+    should: list[str]
+    named: list[str]
+
+
+class Plant:
+    """One trainer and one engine; each case starts from a sync that passes, which is at the same time the proof that
+    the fault before is gone and that nothing is reported without a fault."""
+
+    def __init__(self, engine: FSDPEngine, rollout: RolloutEngine, sync: WeightSync) -> None:
+        self.engine, self.rollout, self.sync = engine, rollout, sync
+        self._version = 0
+        self._noise = torch.Generator().manual_seed(0)
+
+    def case(self, fault: str, side: str, lr: float, *, here: bool = True) -> Caught:
+        """A fault in every tensor, before it is rounded, after an optimizer step. here: False where only other ranks
+        plant it."""
+        old, new = self._stepped(lr)
+        spoilt = {name: tensor.to(self.rollout.dtype) for name, tensor in FAULTS[fault](new, old).items()}
+        new = {name: tensor.to(self.rollout.dtype) for name, tensor in new.items()}
+        should = [name for name, tensor in spoilt.items() if not torch.equal(tensor + 0.0, new[name] + 0.0)]
+        with self._planted(spoilt if here else new, side):
+            return Caught(should, self._named(self._failure()))
+
+    def dropped(self, name: str, side: str, lr: float) -> list[str]:
+        """One tensor alone does not come; what the error says."""
+        _, new = self._stepped(lr)
+        with self._planted({n: t.to(self.rollout.dtype) for n, t in new.items() if n != name}, side):
+            return self._failure()
+
+    def skipped(self, lr: float) -> Caught:
+        """The engine takes the stream, says it is loaded, and keeps what it had."""
+        old, new = self._stepped(lr)
+        engine: Any = self.rollout
+
+        def pretend(stream: Iterator[tuple[str, Tensor]], version: int, *, partial: bool) -> None:
+            for _ in stream:
+                pass
+            engine._version, engine._holds_weights = version, True
+
+        with mock.patch.object(engine, "load_weights", pretend):
+            dtype = self.rollout.dtype
+            should = [name for name in new if not torch.equal(old[name].to(dtype), new[name].to(dtype))]
+            return Caught(should, self._named(self._failure()))
+
+    def _stepped(self, lr: float) -> tuple[State, State]:
+        """What the engine holds after a sync that passes, and what it should hold after a step of AdamW's size."""
+        self._next()
+        old = self._exported()
+        with torch.no_grad():
+            for parameter in self.engine.model.parameters():
+                local = local_tensor(parameter)
+                local.add_(lr * torch.randn(local.shape, generator=self._noise).sign())
+        return old, self._exported()
+
+    def _exported(self) -> State:
+        return {name: tensor.clone() for name, tensor in self.engine.export_weights(torch.float32)}
+
+    def _planted(self, spoilt: State, side: str) -> Any:
+        if side == "export":
+            return mock.patch.object(self.engine, "export_weights", lambda *settings: iter(spoilt.items()))
+        load = self.rollout.load_weights
+
+        def load_other(stream: Iterator[tuple[str, Tensor]], version: int, *, partial: bool) -> None:
+            for _ in stream:
+                pass
+            load(iter(spoilt.items()), version, partial=partial)
+
+        return mock.patch.object(self.rollout, "load_weights", load_other)
+
+    def _failure(self) -> list[str]:
+        try:
+            self._next()
+        except WeightSyncError as error:
+            assert self.rollout.weight_version is None
+            return error.problems
+        return []
+
+    def _named(self, problems: list[str]) -> list[str]:
+        differences = ("differs from the trainer's shards: ", "differs in the rollout engine: ")
+        return [problem.split(": ")[1] for problem in problems if problem.startswith(differences)]
+
+    def _next(self) -> None:
+        self._version += 1
+        report = self.sync.sync(self._version)
+        assert report.num_read_back == report.num_tensors

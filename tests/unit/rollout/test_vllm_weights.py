@@ -1,0 +1,173 @@
+"""Where the parts that ranks hold belong in whole tensors; vLLM's own modules replaced by plain ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from verl_like.parallel.checksum import checksum, checksum_of, total
+from verl_like.rollout import vllm_compat
+from verl_like.rollout.vllm_weights import Layout, checksums, held_by
+
+HEADS, KV, WIDTH, HIDDEN, VOCAB = 4, 2, 6, 8, 11  # rows of q: HEADS x 2, of k and v: KV x 2
+SHAPES = {
+    "embed.weight": torch.Size((VOCAB, HIDDEN)),
+    "attn.q.weight": torch.Size((2 * HEADS, HIDDEN)),
+    "attn.k.weight": torch.Size((2 * KV, HIDDEN)),
+    "attn.q.bias": torch.Size((2 * HEADS,)),
+    "attn.k.bias": torch.Size((2 * KV,)),
+    "attn.o.weight": torch.Size((HIDDEN, 2 * HEADS)),
+    "norm.weight": torch.Size((HIDDEN,)),
+}
+PACKED = {"qk": ["q", "k"]}
+
+
+class Part(nn.Module):
+    """Parameters, and attributes as vLLM's layers have them."""
+
+    def __init__(self, attributes: dict[str, Any] | None = None, **parameters: Tensor) -> None:
+        super().__init__()
+        for name, tensor in parameters.items():
+            self.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+        vars(self).update(attributes or {})
+
+
+def rank_model(state: dict[str, Tensor], rank: int, size: int) -> nn.Module:
+    """What vLLM would hold: heads and ids split, key heads repeated where there are fewer than ranks."""
+
+    def heads(name: str, count: int) -> Tensor:
+        parts = min(size, count)
+        return state[name].chunk(parts)[rank * parts // size]
+
+    each = -(-16 // size)
+    embed = torch.cat([state["embed.weight"], torch.full((16 - VOCAB, HIDDEN), 9.0)])[rank * each : (rank + 1) * each]
+    start, end = min(rank * each, VOCAB), min((rank + 1) * each, VOCAB)
+    indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
+    q, k = heads("attn.q.weight", HEADS), heads("attn.k.weight", KV)
+    bias = torch.cat([heads("attn.q.bias", HEADS), heads("attn.k.bias", KV)])
+    model = nn.Module()
+    model.embed = Part({"shard_indices": indices}, weight=embed)
+    model.attn = nn.Module()
+    model.attn.qk = Part({"output_partition_sizes": [len(q), len(k)]}, weight=torch.cat([q, k]), bias=bias)
+    model.attn.o = Part(weight=state["attn.o.weight"].chunk(size, dim=1)[rank])
+    model.norm = Part(weight=state["norm.weight"])
+    vars(model)["packed_modules_mapping"] = PACKED
+    return model
+
+
+def told(models: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
+    """What each rank says, with the exchange between them replaced."""
+    size = len(models)
+
+    def ask(rank: int, everyones: list[Any] | None) -> Any:
+        layout = Layout(SHAPES, rank=rank, size=size)
+        sent: list[Any] = []
+
+        def gather(into: list[Any], mine: Any, group: Any) -> None:
+            sent.append(mine)
+            into[:] = everyones or [mine] * size
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        found = checksums(held_by(models[rank], layout), layout, torch.float32, "group")
+        return found if everyones else sent[0]
+
+    everyones = [ask(rank, None) for rank in range(size)]
+    return [ask(rank, everyones) for rank in range(size)]
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_of_all_ranks_are_the_whole(state: dict[str, Tensor], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in told([rank_model(state, rank, size) for rank in range(size)], monkeypatch):
+        assert dict(found) == {name: int(checksum(tensor)) for name, tensor in state.items()}
+        assert len(found) == len(SHAPES)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_fault_on_one_rank_is_seen(state: dict[str, Tensor], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every rank where it holds a part of its own; by itself where another holds the same."""
+    models = [rank_model(state, r, 4) for r in range(4)]
+    with torch.no_grad():
+        models[rank].attn.qk.weight[-1] *= -1  # type: ignore[union-attr, operator]
+        models[rank].norm.weight[0] += 1  # type: ignore[union-attr, operator]
+        models[rank].attn.o.weight[0, 0] += 1  # type: ignore[union-attr, operator]
+    right = {name: int(checksum(tensor)) for name, tensor in state.items()}
+    found = [dict(one) for one in told(models, monkeypatch)]
+    wrong = [{name for name in SHAPES if one[name] != right[name]} for one in found]
+    assert wrong[rank] == {"attn.k.weight", "norm.weight", "attn.o.weight"}
+    assert all("attn.o.weight" in one for one in wrong)
+
+
+def test_what_is_no_equal_part_is_left_out() -> None:
+    layout = Layout({"a": torch.Size((9, 4))}, rank=1, size=2)
+    assert layout.held("a", "p", torch.zeros(4, 4)) is None  # 9 is no 2 x 4
+    assert layout.held("a", "p", torch.zeros(3, 4)) is None  # three parts on two ranks
+    assert layout.held("a", "p", torch.zeros(9, 4, 1)) is None
+    found = layout.held("a", "p", torch.zeros(9, 2))
+    assert found is not None and (found.part.row, found.part.column) == (0, 2)
+
+
+def test_a_tensor_held_in_another_precision_must_lose_nothing() -> None:
+    layout = Layout({"b.bias": torch.Size((8,))}, rank=0, size=1)
+    sent = torch.randn(8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    model = nn.Module()
+    model.b = Part(bias=sent.float())
+    assert checksums(held_by(model, layout), layout, torch.bfloat16, None) == [("b.bias", int(checksum(sent)))]
+    model.b.bias.data[0] *= 1 + 1e-5
+    ((_, number),) = checksums(held_by(model, layout), layout, torch.bfloat16, None)
+    assert number != int(checksum(sent))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs, inputs", [(96, 64), (10, 7)])
+def test_a_packed_layer_is_unpacked_bit_for_bit(
+    dtype: torch.dtype, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel sees the weight alone; here a product stands for it. Cut into blocks of the identity's rows."""
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[0, 0], weight[1, 1] = -0.0, torch.finfo(dtype).max
+    layer = Part(
+        {"cpu_linear": lambda x, _, bias: x @ weight.t(), "input_size": inputs}, weight=torch.empty(0).to(dtype)
+    )
+    monkeypatch.setattr(vllm_compat, "_IDENTITY_ROWS", 5)
+    unpacked = vllm_compat.unpacked_linear(layer)
+    assert unpacked is not None and torch.equal(unpacked, weight)
+    assert checksum(unpacked) == checksum(weight)
+
+
+def test_a_tied_head_is_told_by_the_name_of_the_embedding() -> None:
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    old = torch.zeros(6, 4)
+    model = nn.Module()
+    model.embed = Part(weight=weight)
+    model.head = Part({"cpu_linear": lambda x, _, bias: x @ old.t()})
+    model.head.register_parameter("weight", model.embed.weight)
+    layout = Layout({"embed.weight": weight.shape}, rank=0, size=1)
+    parts = list(held_by(model, layout))
+    assert {part.name for part in parts} == {"embed.weight"}
+    assert {int(checksum_of(part.part)) for part in parts} == {int(checksum(weight)), int(checksum(old))}
+    assert len(checksums(iter(parts), layout, torch.float32, None)) == len(parts)
+
+
+def test_packed_experts_are_put_in_order() -> None:
+    pytest.importorskip("vllm")
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        packed = cpu_prepack_moe_weight(plain, "vec")
+        assert not torch.equal(packed, plain)
+        assert torch.equal(vllm_compat._unpacked(packed, "vec"), plain)
+
+
+def test_totals_do_not_depend_on_who_adds() -> None:
+    assert total([2**62, 2**62, 2**62]) == -(2**62)
