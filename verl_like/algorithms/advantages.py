@@ -1,8 +1,7 @@
 """Advantage estimators: from token rewards to credit. One function each, chosen by algorithm.adv_estimator.
 
-To add one: write `f(inputs, algorithm) -> AdvantageOutputs` under `@register_advantage("name")`, test it against hand
-values and a naive loop, and give it a section in docs/algorithms.md (a test asks for it). Statistics are those of the
-whole rollout batch: estimators run on the driver, before anything is cut.
+To add one: CONTRIBUTING.md has the steps; for a run of one's own algorithm.adv_estimator=file.py:name does. Statistics
+are those of the whole rollout batch: estimators run on the driver, before anything is cut.
 """
 
 from __future__ import annotations

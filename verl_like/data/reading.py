@@ -37,6 +37,10 @@ class DataFile:
     digest: str
     name: str = ""  # of the validation set it belongs to (data.val_files as a dictionary)
 
+    def has_ground_truth(self, key: str | None) -> bool:
+        """Whether a column holds reference answers: data.ground_truth_key, or one of those that are looked for."""
+        return key is not None or bool(set(_GROUND_TRUTH_COLUMNS) & set(self.rows.columns))
+
     def identity(self) -> dict[str, Any]:
         """Equal for equal content, wherever the file lies."""
         return {"name": self.path.name, "bytes": self.size, "rows": len(self.rows), "digest": self.digest}

@@ -29,7 +29,7 @@ from verl_like.models.heads import (
 from verl_like.models.lean_model import Functions, put_in
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
-from verl_like.user_code import import_modules
+from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig, ModelConfig
@@ -61,6 +61,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
 
     key: what messages call the model's path.
     """
+    import_modules(external_modules(), EXTERNAL_MODULES)
     import_modules(model.external_lib, "model.external_lib")
     try:
         config = AutoConfig.from_pretrained(os.path.expanduser(model.path), trust_remote_code=model.trust_remote_code)

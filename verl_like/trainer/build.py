@@ -23,7 +23,7 @@ from verl_like.config.batch_plan import BatchPlan, needs_critic, needs_reference
 from verl_like.config.errors import ConfigError
 from verl_like.config.row_groups import actor_group, critic_group, reference_group
 from verl_like.data.curriculum import CustomSampler
-from verl_like.data.dataset import Dataset, build_dataset
+from verl_like.data.dataset import Dataset, PromptDataset, build_dataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler, Sampler
@@ -56,7 +56,7 @@ from verl_like.trainer.source import BatchSource, PlainSource
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
-from verl_like.user_code import external_modules
+from verl_like.user_code import external_modules, is_reference
 from verl_like.workers.reward import network_config
 from verl_like.workers.spec import WorkerSpec
 
@@ -120,6 +120,8 @@ def build_trainer(
             )
             styles = [style for dataset in (inputs.train, inputs.val) if dataset for style in dataset.reward_styles()]
             rewards.check_rows(styles)
+            for dataset in filter(None, (inputs.train, inputs.val)):
+                refuse_missing_answers(config, dataset)
             rewards.warn_of_unknown_sources(source for source, _ in styles)
             try_out(inputs.train, rewards)
             if config.data.self_check_rows and rewards.rule_grades:
@@ -321,6 +323,23 @@ def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> Non
         f"{key}: {dataset.num_media()} rows have images or videos (data.image_key, data.video_key), but the model "
         f"(model_type {hf_config.model_type}) {what}. Leave such rows out"
     )
+
+
+def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
+    """ValueError for a file without reference answers where built-in graders compare with them."""
+    reward, key = config.reward_model, config.data.ground_truth_key
+    own = config.custom_reward_function.path is not None or reward.judge.url is not None
+    parts = [name for table in reward.weights.values() for name in table]
+    others = [reward.rule or "", *reward.rule_by_source.values(), reward.reward_manager, *parts]
+    if own or (reward.enable and reward.rule_weight == 0) or any(map(is_reference, others)):
+        return
+    for file in dataset.files if isinstance(dataset, PromptDataset) else []:
+        if not file.has_ground_truth(key):
+            raise ValueError(
+                f"{file.path} has no column 'reward_model' with the reference answers (it has: "
+                f"{', '.join(file.rows.columns)}); set data.ground_truth_key to their column, or grade without them: "
+                "custom_reward_function.path"
+            )
 
 
 def train_loader(config: PPOConfig, dataset: Dataset, batch_size: int, *, drop_last: bool) -> PromptLoader:

@@ -1,0 +1,84 @@
+"""What is wrong with a run's files and classes is found before any worker is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_like.config.errors import ConfigError
+from verl_like.trainer.build import build_trainer
+from verl_like.trainer.compose import compose
+
+SAMPLERS = """
+class Takes:
+    def __init__(self, rows): ...
+class NotOne:
+    def __init__(self, data_source): ...
+"""
+
+
+def row(prompt: str, **columns: Any) -> dict[str, Any]:
+    return {"data_source": "openai/gsm8k", "prompt": prompt, "reward_model": {"ground_truth": "1"}} | columns
+
+
+def refusal(folder: Path, model: Path, rows: list[dict[str, Any]], *settings: str) -> str:
+    """The message of the error that ends the run, which must come before `connect_workers`."""
+
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("workers were started")
+
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(each) for each in rows))
+    config = compose(
+        [
+            f"actor_rollout_ref.model.path={model}",
+            f"data.train_files={folder}/train.jsonl",
+            "data.val_files=[]",
+            "data.train_batch_size=2",
+            "data.max_prompt_length=8",
+            "data.max_response_length=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.rollout.n=2",
+            "algorithm.adv_estimator=grpo",
+            "trainer.device=cpu",
+            *settings,
+        ]
+    )
+    with pytest.raises(ConfigError) as caught, build_trainer(config, never):
+        pass
+    return str(caught.value)
+
+
+def test_sampler_classes(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [row("1+1="), row("1+2=")]
+    (tmp_path / "samplers.py").write_text(SAMPLERS)
+    for name, message in [
+        ("Absent", r"has no such name 'Absent'"),
+        ("Takes", "data.sampler=Takes: Takes(rows) cannot be called as Takes(data_source=)"),
+        ("NotOne", "data.sampler=NotOne has no __iter__"),
+    ]:
+        assert message in refusal(tmp_path, tiny_model, rows, f"data.sampler.class_path={tmp_path}/samplers.py:{name}")
+    assert "there is no such file" in refusal(tmp_path, tiny_model, rows, "data.sampler.class_path=/no.py:S")
+
+
+def test_a_long_prompt_wherever_it_stands(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [row("1+1=") for _ in range(40)] + [row("1+1+1+1+1+1+1="), row("1+1=")]
+    message = refusal(tmp_path, tiny_model, rows)
+    assert "train.jsonl, row 40: the prompt has 14 tokens" in message and "data.max_prompt_length=8" in message
+
+
+def test_no_reference_answers(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [{"data_source": "openai/gsm8k", "prompt": "1+1=", "answer": "2"} for _ in range(4)]
+    message = refusal(tmp_path, tiny_model, rows)
+    assert "has no column 'reward_model' with the reference answers" in message and "data.ground_truth_key" in message
+
+
+def test_a_wrong_image_key(tmp_path: Path, tiny_model: Path) -> None:
+    """Only one row of many has the tag, and it is not the longest."""
+    rows = [row("1+1+1+1="), *(row("1+1+1=") for _ in range(20)), row("<image>1=", images=["a.png"])]
+    settings = ["data.image_key=image", "data.truncation=left"]
+    message = refusal(tmp_path, tiny_model, rows, *settings)
+    assert "row 21: the prompt has <image>, but the file has no column 'image' (data.image_key)" in message
+    assert "have images or videos" in refusal(tmp_path, tiny_model, rows, "data.truncation=left")
