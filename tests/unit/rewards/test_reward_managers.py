@@ -65,7 +65,7 @@ class TestBatch:
         with manager(path, {"timeout": 0.5}, reward_manager="batch") as made:
             with pytest.raises(RewardError, match=r"\(3\) failed \(3 x timeout\)"):
                 made.score(make_rollouts(["a", "hang", "b"]), step=1)
-            with pytest.raises(RewardError, match=r"2 x bad_value.*1 scores for 2 responses"):
+            with pytest.raises(RewardError, match=r"(?s)2 x bad_value.*1 scores for 2 responses"):
                 made.score(make_rollouts(["short", "b"]), step=1)
             assert made.score(make_rollouts(["a"]), step=1).score_B.tolist() == [0.0]
 

@@ -69,7 +69,7 @@ def test_a_last_batch_whose_only_reward_fails_does_not_end_the_run() -> None:
 
 
 def test_when_every_reward_fails_the_run_ends_with_the_first_failure() -> None:
-    with pytest.raises(RewardError, match=r"step 3.*every response \(3\) failed \(3 x timeout\).*too slow"):
+    with pytest.raises(RewardError, match=r"(?s)step 3.*every response \(3\) failed \(3 x timeout\).*too slow"):
         validate(["hang", "hang"], ["hang"])
 
 
