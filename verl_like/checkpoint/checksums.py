@@ -48,8 +48,10 @@ def collect(checkpoint: Path) -> None:
     for path in notes:
         folder = path.parent.relative_to(checkpoint)
         sums |= {(folder / name).as_posix(): value for name, value in json.loads(path.read_text()).items()}
-    for path in (path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path not in notes):
-        sums.setdefault(path.relative_to(checkpoint).as_posix(), checksum(path))
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.is_file() and path not in notes and name not in sums:
+            sums[name] = checksum(path)
     write_atomically(checkpoint / CHECKSUMS_FILE, json.dumps(sums, indent=1, sort_keys=True))
     for path in notes:
         path.unlink()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_like.checkpoint import checksums
 from verl_like.checkpoint.checksums import checksum, collect, find_faults, note
 
 
@@ -32,6 +33,14 @@ def test_every_file_is_listed_once(tmp_path: Path) -> None:
     assert set(listed) == files - {"checksums.json"}
     assert listed["actor/model/__1_0.distcp"] == {"bytes": 400, "crc32": listed["actor/model/__1_0.distcp"]["crc32"]}
     assert not list(path.rglob(".checksums*"))
+
+
+def test_what_a_rank_noted_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = checksum
+    monkeypatch.setattr(checksums, "checksum", lambda path: read.append(path.name) or real(path))
+    checkpoint(tmp_path)
+    assert sorted(read) == ["__0_0.distcp", "__1_0.distcp", "tokenizer.json", "trainer_state.json"]
 
 
 def test_the_sums_are_those_of_the_moment_of_writing(tmp_path: Path) -> None:
