@@ -223,8 +223,8 @@ def test_merge_by_reduction() -> None:
                 "only": Metric(value=7.0),
             },
             {"mean": Metric(value=5.0, weight=1.0), "sum": Metric(value=2.0, reduction="sum")},
-            {"max": Metric(value=2.0, reduction="max"), "min": Metric(value=2.0, reduction="min")},
-            {"max": Metric(value=-1.0, reduction="max"), "min": Metric(value=-1.0, reduction="min")},
+            {"max": Metric(value=-1.0, reduction="max"), "min": Metric(value=2.0, reduction="min")},
+            {"max": Metric(value=2.0, reduction="max"), "min": Metric(value=-1.0, reduction="min")},
         ]
     )
     values = {name: metric.value for name, metric in merged.items()}

@@ -24,7 +24,7 @@ from verl_like.rollout import vllm_lora
 from verl_like.rollout.assemble import request_seed
 from verl_like.rollout.base import BaseRolloutEngine
 from verl_like.rollout.rng import preserve_rng
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, WeightLoadError
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, WeightLoadError
 from verl_like.rollout.step_loop import Lockstep, StepLoop
 from verl_like.rollout.vllm_weights import Layout, checksums, held_by
 
@@ -167,7 +167,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         if self._asleep or not compat.caches_prefixes(self._llm):
             return 0
         prompt = [(7919 * i + 1) % self.tokenizer_size for i in range(length)]
-        params = compat.sampling_params(max_tokens=1)
+        params = compat.sampling_params(SamplingParams(max_tokens=1, do_sample=False), seed=None)
         compat.add_request(self._llm, "cache-probe", prompt, params, self._lora_request)
         (output,) = self._drain()
         return int(output.num_cached_tokens or 0)

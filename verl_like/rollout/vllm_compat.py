@@ -308,8 +308,9 @@ def unpacked_experts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     """A layer's experts on CPU as they were before packing, gate and up in one, their width padded; None elsewhere."""
     packed: Any = module
     kernel = getattr(packed.quant_method, "moe_kernel", None)
-    isa = getattr(getattr(kernel, "fused_experts", None), "isa", None)
-    if packed.w2_weight.device.type != "cpu" or isa is None or kernel.fused_experts._use_zentorch:
+    experts = getattr(kernel, "fused_experts", None)
+    isa = getattr(experts, "isa", None)
+    if packed.w2_weight.device.type != "cpu" or experts is None or isa is None or experts._use_zentorch:
         return None
     return _unpacked(packed.w13_weight.detach(), isa), _unpacked(packed.w2_weight.detach(), isa)
 
