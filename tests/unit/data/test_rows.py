@@ -47,7 +47,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     else:
         lines = "\n".join(json.dumps(row) for row in rows) + "\n\n"
         text = (lines if name.endswith(("jsonl", "ndjson")) else json.dumps(rows)).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     return path
 
 
@@ -133,8 +133,8 @@ def test_empty_text_files_have_no_rows(tmp_path: Path, name: str) -> None:
         ("a.csv", b"a\n\xff\n", r"is not UTF-8"),
         ("a.csv", b"prompt,reward_model\nx,{1\n", r"line 2, column 'reward_model' must hold JSON"),
         ("a.csv.gz", b"a,b\n", r"is not a gzip file"),
-        ("a.csv.gz", gzip.compress(b"a,b\n" * 99)[:20], r"a\.csv\.gz is not a gzip file"),
-        ("a.csv.gz", gzip.compress(b"")[:10] + b"\xff" * 20, r"a\.csv\.gz is not a gzip file"),
+        ("a.csv.gz", gzip.compress(b"a,b\n" * 99, mtime=0)[:20], r"a\.csv\.gz is not a gzip file"),
+        ("a.csv.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, r"a\.csv\.gz is not a gzip file"),
         ("a.arrow", b"", r"a\.arrow is not an arrow file"),
         ("a.parquet", whole_parquet()[:-9], r"a\.parquet is not a parquet file"),
         ("a.parquet", b"PAR1" + whole_parquet()[40:], r"a\.parquet is not a parquet file"),
