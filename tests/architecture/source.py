@@ -32,6 +32,11 @@ class Source:
         return self.path.relative_to(ROOT).as_posix()
 
     @property
+    def module(self) -> str:
+        """Dotted name; a package is named without its __init__."""
+        return self.name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+    @property
     def package(self) -> str:
         """First folder below verl_like, or the module's own name ("batch")."""
         return self.path.relative_to(PACKAGE).with_suffix("").parts[0]

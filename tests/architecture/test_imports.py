@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,42 @@ def test_importing_leaves_heavy_packages_out(module: str, absent: list[str]) -> 
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]", textwrap.shorten(run.stdout, 200)
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """Circles make the order of imports matter; lazy imports and those for type checking only hide them."""
+    circles = circles_of(package_sources())
+    assert not circles, "\n".join(" -> ".join(circle) for circle in circles)
+
+
+def test_a_planted_circle_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "verl_like"
+    package.mkdir()
+    (package / "one.py").write_text("import verl_like.two")
+    (package / "two.py").write_text("def f():\n    from verl_like.one import g")
+    monkeypatch.setattr("tests.architecture.source.ROOT", tmp_path)
+    monkeypatch.setattr("tests.architecture.source.PACKAGE", package)
+    assert circles_of([parse(path) for path in sorted(package.iterdir())]) == [["verl_like.one", "verl_like.two"]]
+
+
+def circles_of(sources: Sequence[Source]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others, each in order of name."""
+    graph = {source.module: set[str]() for source in sources}
+    for source in sources:
+        for item in source.imports():  # `from package import name`: the name may be a module or live in one
+            target = item.module if item.module in graph else item.module.rpartition(".")[0]
+            if target in graph and target != source.module:
+                graph[source.module].add(target)
+    reached = {module: reachable(graph, module) for module in graph}
+    groups = {tuple(sorted(m for m in reached[n] if n in reached[m])) for n in graph if n in reached[n]}
+    return [list(group) for group in sorted(groups)]
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Modules that `start` needs, directly or through others."""
+    found, left = set[str](), [start]
+    while left:
+        for target in graph[left.pop()] - found:
+            found.add(target)
+            left.append(target)
+    return found

@@ -136,10 +136,11 @@ def scoring_params() -> Any:
 
 
 def _params(**options: Any) -> Any:
-    from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+    import vllm
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
+    parameters: Any = getattr(vllm, "SamplingParams")  # noqa: B009 (exported lazily, which type checkers do not see)
+    return parameters(
         ignore_eos=True,  # the end tokens are stop_token_ids: vLLM's own idea of EOS plays no part
         flat_logprobs=True,  # lists of numbers: no dict and no object for every token of every response
         skip_special_tokens=False,
