@@ -80,10 +80,11 @@ DROPPED: dict[str, str] = {
     r"(actor_rollout_ref\.ref|reward_model\.model)\.fsdp_config\.forward_only": "this model is never trained",
     r"actor_rollout_ref\.rollout\.skip_tokenizer_init": "the engine is given token ids and needs no tokenizer",
     r"actor_rollout_ref\.rollout\.trust_remote_code": "the engine follows actor_rollout_ref.model.trust_remote_code",
+    r"(.+\.)?_target_": "every section has its class",
     r"reward_model\.use_reward_loop": _GRADED,
     r"(reward\.)?reward_model\.rollout(\..+)?": _BY_FORWARD,
     r"actor_rollout_ref\.rollout\.profiler(\..+)?": "generation is in the actor's profile (actor.profiler)",
-    r".+\.profiler\.(tool|save_path|tool_config\..+)": _TRACES,
+    r".+\.profiler\.(tool|save_path|tool_config\.(?!\w+\.discrete$).+)": _TRACES,
     r"global_profiler\.(profile_continuous_steps|save_path)": _TRACES,
 }
 
@@ -241,7 +242,7 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
                 f"size; use {DEPRECATED[key]}"
             )
         value = _converted(key, change.value)
-        if value != change.value and not (value == [change.value] or change.value is None):
+        if value not in (change.value, [change.value]) and change.value is not None and str(value) != change.value:
             warnings.append(f"{key}={change.value} is another spelling of {key}={value}")
         result.append(Change(key, value))
     return result, warnings

@@ -89,6 +89,8 @@ class TrainerConfig(ConfigNode):
         at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
         above(self, 0, "rpc_timeout", "worker_start_timeout")
         minus_one_or_positive(self, "save_freq", "test_freq")
+        steps = self.profile_steps or []
+        require(all(step >= 1 for step in steps), "profile_steps", steps, "steps are counted from 1")
         per_node = self.n_gpus_per_node
         legal = per_node == "auto" if isinstance(per_node, str) else per_node >= 1
         require(legal, "n_gpus_per_node", per_node, "must be auto or at least 1")
