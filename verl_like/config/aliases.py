@@ -7,6 +7,7 @@ from typing import Any
 from verl_like.config.availability import newer_than_here
 from verl_like.config.correction_aliases import Change, correction_spellings
 from verl_like.config.reward import CustomRewardFunctionConfig
+from verl_like.config.schema import find_key
 
 __all__ = ["Change", "canonical", "renamed", "rest_of"]
 
@@ -96,6 +97,7 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r".+\.optim\.override_optimizer_config": (None,),
     r".+\.full_determinism": (False,),
     r"reward\.reward_manager\.source": ("register",),
+    r"global_profiler\.tool": (None,),
     r"reward_model\.reward_loop_(source|module_path|class_name)": ("register", None),
 }
 
@@ -167,7 +169,7 @@ VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     (r".+\.optim\.optimizer", _mapped(_OPTIMIZERS)),
     (r"trainer\.logger", _loggers),
     (r"trainer\.n_gpus_per_node", _processes),
-    (r"trainer\.(save|test)_freq", lambda value: -1 if value is False else value),
+    (r"trainer\.(save|test)_freq", lambda value: -1 if value in (0, False) else value),
     (r"trainer\.profile_tool", _mapped(_PROFILE_TOOLS)),
     (r"custom_reward_function\.name", _null_is(CustomRewardFunctionConfig().name)),
     (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),
@@ -253,8 +255,8 @@ def _dropped(change: Change) -> str | None:
     for pattern, why in DROPPED.items():
         if re.fullmatch(pattern, change.key):
             return why
-    newer = newer_than_here(change.key)
-    if newer is not None and (change.value is None or change.value is False) and renamed(change.key) == change.key:
+    newer = newer_than_here(change.key) if find_key(renamed(change.key)) is None else None
+    if newer is not None and (change.value is None or change.value is False):
         return f"it is off, and not available yet ({newer})"
     return f"{change.value} is what is done anyway" if change.value in rest_of(change.key) else None
 

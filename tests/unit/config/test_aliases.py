@@ -82,7 +82,8 @@ def test_renamed(old, new):
         ("critic.model.fsdp_config.mixed_precision.buffer_dtype", "fp32", "float32", True),
         ("trainer.test_freq", False, -1, True),
         ("trainer.save_freq", False, -1, True),
-        ("trainer.save_freq", 0, 0, False),  # refused by its range
+        ("trainer.save_freq", 0, -1, True),
+        ("actor_rollout_ref.model.lora.merge", False, False, False),  # beside keys that are not available
         ("trainer.n_gpus_per_node", "8", 8, False),
         ("trainer.n_gpus_per_node", "auto", "auto", False),
         ("trainer.profile_tool", "npu", "torch", True),
