@@ -84,13 +84,13 @@ class TrainerConfig(ConfigNode):
     """Nsight Systems options of the workers (profile_tool=nsys)."""
 
     def check(self) -> None:
+        steps = self.profile_steps or []
+        require(all(step >= 1 for step in steps), "profile_steps", steps, "steps are counted from 1")
         at_least(self, 1, "nnodes", "total_epochs", "total_training_steps", "ray_wait_register_center_timeout")
         at_least(self, 0, "seed", "critic_warmup", "log_val_generations")
         at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
         above(self, 0, "rpc_timeout", "worker_start_timeout")
         minus_one_or_positive(self, "save_freq", "test_freq")
-        steps = self.profile_steps or []
-        require(all(step >= 1 for step in steps), "profile_steps", steps, "steps are counted from 1")
         per_node = self.n_gpus_per_node
         legal = per_node == "auto" if isinstance(per_node, str) else per_node >= 1
         require(legal, "n_gpus_per_node", per_node, "must be auto or at least 1")
