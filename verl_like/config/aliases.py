@@ -7,6 +7,7 @@ from typing import Any
 from verl_like.config.availability import newer_than_here
 from verl_like.config.correction_aliases import Change, correction_spellings
 from verl_like.config.reward import CustomRewardFunctionConfig
+from verl_like.config.schema import find_key
 
 __all__ = ["Change", "canonical", "renamed", "rest_of"]
 
@@ -80,10 +81,11 @@ DROPPED: dict[str, str] = {
     r"(actor_rollout_ref\.ref|reward_model\.model)\.fsdp_config\.forward_only": "this model is never trained",
     r"actor_rollout_ref\.rollout\.skip_tokenizer_init": "the engine is given token ids and needs no tokenizer",
     r"actor_rollout_ref\.rollout\.trust_remote_code": "the engine follows actor_rollout_ref.model.trust_remote_code",
+    r"(.+\.)?_target_": "every section has its class",
     r"reward_model\.use_reward_loop": _GRADED,
     r"(reward\.)?reward_model\.rollout(\..+)?": _BY_FORWARD,
     r"actor_rollout_ref\.rollout\.profiler(\..+)?": "generation is in the actor's profile (actor.profiler)",
-    r".+\.profiler\.(tool|save_path|tool_config\..+)": _TRACES,
+    r".+\.profiler\.(tool|save_path|tool_config\.(?!\w+\.discrete$).+)": _TRACES,
     r"global_profiler\.(profile_continuous_steps|save_path)": _TRACES,
 }
 
@@ -95,6 +97,7 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r".+\.optim\.override_optimizer_config": (None,),
     r".+\.full_determinism": (False,),
     r"reward\.reward_manager\.source": ("register",),
+    r"global_profiler\.tool": (None,),
     r"reward_model\.reward_loop_(source|module_path|class_name)": ("register", None),
 }
 
@@ -166,7 +169,7 @@ VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     (r".+\.optim\.optimizer", _mapped(_OPTIMIZERS)),
     (r"trainer\.logger", _loggers),
     (r"trainer\.n_gpus_per_node", _processes),
-    (r"trainer\.(save|test)_freq", lambda value: -1 if value is False else value),
+    (r"trainer\.(save|test)_freq", lambda value: -1 if value in (0, False) else value),
     (r"trainer\.profile_tool", _mapped(_PROFILE_TOOLS)),
     (r"custom_reward_function\.name", _null_is(CustomRewardFunctionConfig().name)),
     (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),
@@ -242,7 +245,7 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
                 f"size; use {DEPRECATED[key]}"
             )
         value = _converted(key, change.value)
-        if value != change.value and not (value == [change.value] or change.value is None):
+        if value not in (change.value, [change.value]) and change.value is not None and str(value) != change.value:
             warnings.append(f"{key}={change.value} is another spelling of {key}={value}")
         result.append(Change(key, value))
     return result, warnings
@@ -253,8 +256,8 @@ def _dropped(change: Change) -> str | None:
     for pattern, why in DROPPED.items():
         if re.fullmatch(pattern, change.key):
             return why
-    newer = newer_than_here(change.key)
-    if newer is not None and (change.value is None or change.value is False) and renamed(change.key) == change.key:
+    newer = newer_than_here(change.key) if find_key(renamed(change.key)) is None else None
+    if newer is not None and (change.value is None or change.value is False):
         return f"it is off, and not available yet ({newer})"
     return f"{change.value} is what is done anyway" if change.value in rest_of(change.key) else None
 

@@ -60,7 +60,6 @@ NOT_YET: list[NotYet] = [
         NotYet(f"{section}.strategy", _is("megatron"), "use fsdp2")
         for section in (_ACTOR, _REF, "critic", "reward_model")
     ],
-    NotYet("reward_model.ulysses_sequence_parallel_size", _above(1), "set it to 1"),
     NotYet("reward_model.model.fsdp_config.tensor_parallel_size", _above(1), "set it to 1"),
     *[
         NotYet(f"{section}.{name}", _is("float16", "fp16"), "use bfloat16: there is no loss scaling")

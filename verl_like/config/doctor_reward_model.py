@@ -29,7 +29,8 @@ def impossible_reward_model(config: PPOConfig) -> list[str]:
     if config.custom_reward_function.path is not None and reward.rule_weight == 0:
         problems.append(
             "reward_model.enable=True with custom_reward_function.path and reward_model.rule_weight=0: the function "
-            "would never be called; set rule_weight to what it counts beside the model, or leave the path out"
+            "would never be called; set rule_weight to what it counts beside the model, or leave the path out. Where "
+            "the function itself asks a generative model, set enable=false (see reward_model.judge)"
         )
     return problems
 

@@ -91,6 +91,8 @@ class TrainerConfig(ConfigNode):
     """Nsight Systems options of the workers (profile_tool=nsys)."""
 
     def check(self) -> None:
+        steps = self.profile_steps or []
+        require(all(step >= 1 for step in steps), "profile_steps", steps, "steps are counted from 1")
         at_least(self, 1, "nnodes", "total_epochs", "total_training_steps", "ray_wait_register_center_timeout")
         at_least(self, 0, "seed", "critic_warmup", "log_val_generations")
         at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")

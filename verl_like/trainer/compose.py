@@ -248,18 +248,21 @@ def _user_files(arguments: argparse.Namespace) -> list[Path]:
         return []
     if name is None:
         raise ConfigError([f"--config-path={arguments.config_path}: give --config-name too"])
-    folder = Path(arguments.config_path or "config")
-    if name.removesuffix(".yaml") == CONFIG_NAME and folder.name == "config" and not (folder / name).is_file():
+    path = _with_suffix(Path(arguments.config_path or "config").expanduser() / name)
+    if path.stem == CONFIG_NAME and path.parent.name == "config" and not path.is_file():
         return []  # verl's own entry config, in the folder where its scripts name it
     return [_yaml_path(Path(arguments.config_path or "."), name)]
 
 
 def _yaml_path(folder: Path, name: str) -> Path:
-    path = folder.expanduser() / name
-    path = path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
+    path = _with_suffix(folder.expanduser() / name)
     if not path.is_file():
         raise ConfigError([f"--config-name={name}: there is no file {path}"])
     return path
+
+
+def _with_suffix(path: Path) -> Path:
+    return path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
 
 
 def _read_yaml(path: Path, settings: Settings) -> None:

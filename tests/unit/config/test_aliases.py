@@ -6,7 +6,7 @@ import pytest
 
 from verl_like.config import aliases
 from verl_like.config.aliases import Change, canonical
-from verl_like.config.schema import find_key, sections
+from verl_like.config.schema import find_key, keys, sections
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -40,6 +40,13 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("reward.sandbox_fusion.url", "reward_model.sandbox_fusion.url"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "reward_model.overlong_buffer.len"),
         ("reward.reward_model.enable", "reward_model.enable"),
+        ("actor_rollout_ref.profiler.ranks", f"{A}.profiler.ranks"),
+        ("critic.profiler.tool_config.nsys.discrete", "critic.profiler.discrete"),
+        (f"{A}.profiler.tool_config.npu.discrete", f"{A}.profiler.discrete"),
+        ("global_profiler.tool", "trainer.profile_tool"),
+        ("global_profiler.steps", "trainer.profile_steps"),
+        ("global_profiler.global_tool_config.nsys.discrete", f"{A}.profiler.discrete"),
+        ("global_profiler.global_tool_config.nsys.worker_nsight_options.kill", "trainer.worker_nsight_options.kill"),
     ],
 )
 def test_renamed(old, new):
@@ -71,6 +78,16 @@ def test_renamed(old, new):
         ("algorithm.adv_estimator", "rloo_vectorized", "rloo", True),
         (f"{A}.policy_loss.loss_mode", "gmpo", "geo_mean", True),
         ("data.train_files", "${data.val_files}", "${data.val_files}", False),
+        (f"{A}.fsdp_config.mixed_precision.reduce_dtype", "bf16", "bfloat16", True),
+        ("critic.model.fsdp_config.mixed_precision.buffer_dtype", "fp32", "float32", True),
+        ("trainer.test_freq", False, -1, True),
+        ("trainer.save_freq", False, -1, True),
+        ("trainer.save_freq", 0, -1, True),
+        ("actor_rollout_ref.model.lora.merge", False, False, False),  # beside keys that are not available
+        ("trainer.n_gpus_per_node", "8", 8, False),
+        ("trainer.n_gpus_per_node", "auto", "auto", False),
+        ("trainer.profile_tool", "npu", "torch", True),
+        ("custom_reward_function.name", None, "compute_score", False),
     ],
 )
 def test_values(key, old, new, warns):
@@ -91,16 +108,46 @@ def test_dropped_keys_say_why():
     assert (changes, warnings) == ([], ["critic.rollout_n has no effect: it follows actor_rollout_ref.rollout.n"])
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("critic.model.fsdp_config.use_orig_params", True),
+        (f"{A}.fsdp_config.use_orig_params", True),
+        ("actor_rollout_ref.ref.fsdp_config.forward_only", True),
+        (f"{R}.skip_tokenizer_init", False),
+        (f"{R}.trust_remote_code", True),
+        (f"{R}.profiler.ranks", [0]),
+        (f"{A}.profiler.tool_config.npu.level", "level0"),
+        ("reward_model.use_reward_loop", True),
+        ("reward_model.rollout.name", "vllm"),
+        ("reward.reward_model.rollout.response_length", 4096),
+        ("reward_model._target_", "verl.workers.config.RewardModelConfig"),
+        ("global_profiler.save_path", "x"),
+        (f"{R}.data_parallel_size", 1),
+        ("critic.optim.optimizer_impl", "torch.optim"),
+        ("transfer_queue.enable", False),
+        ("global_profiler.finish_hook_cmd", None),
+    ],
+)
+def test_what_asks_for_nothing_else_is_dropped_with_a_warning(key, value):
+    changes, (warning,) = canonical([Change(key, value)])
+    assert changes == [] and warning.startswith(f"{key} has no effect: ")
+
+
+@pytest.mark.parametrize(("key", "value"), [(f"{R}.data_parallel_size", 2), ("transfer_queue.enable", True)])
+def test_what_asks_for_something_else_stays_and_is_refused(key, value):
+    assert canonical([Change(key, value)]) == ([Change(key, value)], [])
+    assert find_key(key) is None
+
+
 def test_tables_do_not_shadow_real_keys():
-    for key in aliases.DROPPED:
-        assert find_key(key) is None
+    for pattern in (*aliases.DROPPED, *aliases.AT_REST):
+        assert [key for key in keys() if re.fullmatch(pattern, key)] == []
     for key, new in aliases.DEPRECATED.items():
         assert find_key(key) and find_key(new)
-    from verl_like.config.schema import keys
-
     renamed = [key for key in keys() for pattern, _ in aliases.RENAMED if re.fullmatch(pattern, key)]
     assert renamed == []
-    assert not set(aliases.DROPPED) & sections()
+    assert not [key for key in sections() for pattern in aliases.DROPPED if re.fullmatch(pattern, key)]
 
 
 F = f"{A}.fsdp_config"

@@ -108,10 +108,28 @@ def test_defaults_that_depart_from_verl():
         ("trainer.gpus", "trainer.n_gpus_per_node"),
         ("data.kl_coef", "algorithm.kl_ctrl.kl_coef"),
         ("actor_rolout_ref.rollout.temperatur", "actor_rollout_ref.rollout.temperature"),
+        ("actor_rollout_ref.actor.profiler.enabled", "actor_rollout_ref.actor.profiler.enable"),
+        ("reward_model.path", "reward_model.model.path"),
     ],
 )
 def test_did_you_mean(typed, meant):
     assert suggest(typed) == f"; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "actor_rollout_ref.ref.router.enable",
+        "reward_model.rollout.name",
+        "reward_model.model.type",
+        "environment.train.seed",
+        "actor_rollout_ref.rollout.seed",
+        "actor_rollout_ref.actor.fsdp_config.tool_config.contents",
+        "critic.model.tiled.method",
+    ],
+)
+def test_a_word_in_common_is_no_suggestion(typed):
+    assert "did you mean" not in suggest(typed)
 
 
 def test_nothing_near_points_to_the_list():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
-from verl_like.batch import Experience
+from verl_like.batch import Experience, Sequences
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
@@ -124,7 +124,21 @@ def sequence_parallel(process: ProcessInfo, path: str, size: int) -> dict[str, A
     result["checkpointed"] = gradients(engine, mine, batch)
     critic = build_engine(process, path, ulysses_size=size, kind="value", model={"override_config": override})
     result["values"] = critic.forward(mine, want=frozenset({"values"}), rule=RULE)["values"]
+    texts = whole_texts(batch).select(range(index, len(batch), groups))
+    result["scores"] = critic.forward(texts, want=frozenset({"values"}), rule=RULE)["values"]
     return result
+
+
+def whole_texts(batch: Experience) -> Sequences:
+    """Rows as the reward model gets them (trainer.roles): the prompts as whole texts, one placeholder as response."""
+    one = torch.ones(len(batch), dtype=torch.int64)
+    return Sequences(
+        prompt_ids_BP=batch.prompt_ids_BP,
+        prompt_length_B=batch.prompt_length_B,
+        response_ids_BR=torch.zeros(len(batch), 1, dtype=torch.int32),
+        response_length_B=one,
+        response_mask_BR=one.bool()[:, None],
+    )
 
 
 def tied_and_checkpointed(process: ProcessInfo, path: str) -> dict[str, Tensor]:

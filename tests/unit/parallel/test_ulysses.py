@@ -36,7 +36,7 @@ def one(process: ProcessInfo, path: str) -> dict[str, Any]:
     ("ranks", "size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)]
 )
 def test_nothing_depends_on_the_slices(one: dict[str, Any], path: str, tmp_path: Path, ranks: int, size: int) -> None:
-    """Gradients, log-probs, entropies, values; with one key head for several ranks (it is repeated)."""
+    """Gradients, log-probs, entropies, values, a reward model's scores; with one key head for several ranks."""
     many = tiny.spawn_ranks(ranks, scenarios.sequence_parallel, tmp_path, path, size)
     shares = ("checkpointed", *scenarios.SEQUENCE_MODELS, *(f"{name}_alone" for name in scenarios.SEQUENCE_MODELS))
     for rank, result in enumerate(many):
@@ -46,8 +46,8 @@ def test_nothing_depends_on_the_slices(one: dict[str, Any], path: str, tmp_path:
                 gap = float((result[share][name] - gradient).abs().max()) / scale
                 assert gap < 6e-6, f"rank {rank}, {share}, {name}: {gap:.1e}"
         index, groups = rank // size, ranks // size
-        outputs = {**result["outputs"], "values": result["values"]}
-        for name, whole in {**one["outputs"], "values": one["values"]}.items():
+        outputs = {**result["outputs"], "values": result["values"], "scores": result["scores"]}
+        for name, whole in {**one["outputs"], "values": one["values"], "scores": one["scores"]}.items():
             mine = whole[index::groups]
             torch.testing.assert_close(outputs[name][:, : mine.shape[1]], mine, rtol=0, atol=1e-5)
         assert result["reports_loss"] == (rank % size == 0)  # its sum over ranks must count every row once

@@ -162,6 +162,88 @@ def test_cfg_job_prints_and_does_not_run(capsys):
     assert "${" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["critic.enable=false"], "critic.enable=False with algorithm.adv_estimator=gae"),
+        (["actor_rollout_ref.actor.clip_ratio=-1"], "actor_rollout_ref.actor.clip_ratio=-1.0: must be at least 0"),
+        (["trainer.n_gpus_per_node=3", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "must divide the"),
+    ],
+)
+def test_cfg_job_ends_with_what_is_wrong(overrides, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda config: pytest.fail("must not run"), ["--cfg", "job", *overrides])
+    assert message in str(caught.value.code)
+    assert "train_batch_size: 1024" in capsys.readouterr().out
+
+
+def test_cfg_job_warns(caplog):
+    run_main(lambda config: pytest.fail("must not run"), ["--cfg", "job", "actor_rollout_ref.actor.kl_loss_coef=0.1"])
+    assert "kl_loss_coef has no effect in this run" in caplog.text
+
+
+def test_verls_idiom_names_the_entry_config(tmp_path, monkeypatch):
+    seen: list[PPOConfig] = []
+    idiom = ["--config-path=config", "--config-name=ppo_trainer"]
+    run_main(seen.append, [*idiom, "data.seed=3"])
+    run_main(seen.append, ["--config-path", "./config", "--config-name", "ppo_trainer.yaml", "data.seed=3"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "ppo_trainer.yaml").write_text("data: {seed: 4}")
+    run_main(seen.append, idiom)  # a file of the user's own wins
+    assert [config.data.seed for config in seen] == [3, 3, 4]
+    with pytest.raises(SystemExit, match="there is no file"):
+        run_main(seen.append, ["--config-path=elsewhere", "--config-name=ppo_trainer"])
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("data.train_batch_size=1e3", "train_batch_size", 1000),
+        ("data.val_batch_size=1e2", "val_batch_size", 100),
+        ("data.return_raw_chat=", "return_raw_chat", False),
+        ("data.shuffle=", "shuffle", False),
+    ],
+)
+def test_values_that_shells_and_habits_write(override, key, value):
+    found = getattr(compose([override]).data, key)
+    assert found == value and type(found) is type(value)
+
+
+def test_values_that_cannot_be_meant_are_explained():
+    assert "data.train_batch_size= is empty (a shell variable that is not set?)" in problems("data.train_batch_size=")
+    assert "data.train_batch_size=1000.5" in problems("data.train_batch_size=1000.5")
+    assert "in a shell script a backslash with a space after it ends the command" in problems("data.seed=1", " ")
+    assert "profile_steps=[0]: steps are counted from 1" in problems("trainer.profile_steps=[0]")
+
+
+def test_lenient_values_of_verls_scripts():
+    config = compose(
+        ["trainer.test_freq=False", "custom_reward_function.name=null", "actor_rollout_ref.model.lora_alpha=0",
+         "actor_rollout_ref.model.lora_rank=0", "trainer.n_gpus_per_node='8'"]
+    )  # fmt: skip
+    assert (config.trainer.test_freq, config.trainer.n_gpus_per_node) == (-1, 8)
+    assert config.custom_reward_function.name == "compute_score"
+    assert "lora_alpha=0.0: must be above 0" in problems(
+        "actor_rollout_ref.model.lora_alpha=0", "actor_rollout_ref.model.lora_rank=8"
+    )
+
+
+def test_a_key_with_two_values_is_named(tmp_path):
+    (tmp_path / "own.yaml").write_text("data: {seed: 1}")
+    given = ["data.seed=2", "data.seed=3", "data.shuffle=true", "data.shuffle=true"]
+    config, warnings = compose_with_warnings(given, [tmp_path / "own.yaml"])
+    assert config.data.seed == 3
+    assert warnings == ["data.seed is given 2 times (2, 3): the last one counts"]
+
+
+def test_flags_of_other_projects_are_answered(capsys):
+    with pytest.raises(SystemExit):
+        run_main(lambda config: pytest.fail("must not run"), ["--num-generations", "8", "--lora"])
+    message = capsys.readouterr().err
+    assert "Colossal-RL's --num-generations is our actor_rollout_ref.rollout.n; unknown option --lora" in message
+
+
 def test_the_saved_config_composes_to_the_same_run(tmp_path):
     overrides = ["algorithm=grpo", "actor_rollout_ref.rollout.n=4", "data.train_files=[a,b]", "critic.ppo_epochs=2"]
     config = compose(overrides)

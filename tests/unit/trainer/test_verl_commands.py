@@ -1,0 +1,111 @@
+"""verl's own command lines (../shared/data/verl_commands.jsonl) compose here, or are refused for known reasons.
+
+All 189 take about 7 s: each is composed once, and a check that a verl user's script works is worth that.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan, MicroBatchRule
+from verl_like.trainer.compose import run_main
+
+# (version, script) -> what the message must say; docs/differences.md has a row for each.
+REFUSED = {
+    ("v0.4.1", "examples/ppo_trainer/run_deepseek7b_llm_pfppo.sh"): "an argument is blank",
+    ("v0.5.0", "recipe/langgraph_agent/example/run_qwen2.5_3b.sh"): "trainer.nnodes= is empty",
+    ("v0.6.1", "recipe/fapo/run_baseline_7b.sh"): "there is no file",
+    ("v0.6.1", "recipe/fapo/run_fapo_32b_remote.sh"): "there is no file",
+    ("v0.6.1", "recipe/fapo/run_fapo_7b_remote.sh"): "there is no file",
+    ("v0.6.1", "recipe/langgraph_agent/example/run_qwen2.5_3b.sh"): "agent_loop_config_path",
+    ("v0.6.1", "recipe/retool/run_qwen2-32b_ppo.sh"): "multi_turn.enable=True: not available yet",
+    ("main", "examples/sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn_vllm_fsdp.sh"): "there is no file",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    version: str
+    script: str
+    kind: str
+    argv: list[str]
+    plan: BatchPlan | None
+    error: str
+
+
+def outcome(command: dict) -> Outcome:
+    """Every check that needs neither model nor data: composing, the doctor, the batch plan."""
+    seen: list[PPOConfig] = []
+    plan, error = None, ""
+    try:
+        run_main(seen.append, command["argv"])
+        per_node = seen[0].trainer.n_gpus_per_node
+        processes = seen[0].trainer.nnodes * (1 if isinstance(per_node, str) else per_node)
+        plan = BatchPlan.build(seen[0], processes, num_train_prompts=1_000_000)
+    except (SystemExit, ValueError) as caught:
+        error = str(caught)
+    return Outcome(command["version"], command["script"], command["kind"], command["argv"], plan, error)
+
+
+@pytest.fixture(scope="module")
+def outcomes(shared_data: Path) -> list[Outcome]:
+    lines = (shared_data / "verl_commands.jsonl").read_text().splitlines()
+    return [outcome(json.loads(line)) for line in lines]
+
+
+def test_scripts_for_our_engines_compose_or_are_refused_for_a_known_reason(outcomes: list[Outcome]) -> None:
+    ours = [found for found in outcomes if found.kind in ("vllm", "hf")]
+    assert (len(outcomes), len(ours)) == (189, 136)
+    refused = {(found.version, found.script): found.error for found in ours if found.plan is None}
+    assert refused.keys() == REFUSED.keys()
+    assert [key for key, error in refused.items() if REFUSED[key] not in error] == []
+    page = (ROOT / "docs" / "differences.md").read_text()
+    assert [script for _, script in REFUSED if script not in page] == []
+
+
+def test_every_other_script_is_refused_by_the_name_of_what_is_missing(outcomes: list[Outcome]) -> None:
+    others = [found for found in outcomes if found.kind in ("sglang", "npu")]
+    missing = ("sglang: not available", "trainer.device='npu'", "npu_profile", "no file", "would never be called")
+    assert [found.error for found in others if not any(part in found.error for part in missing)] == []
+    assert [found.error for found in outcomes if "unknown key" in found.error or "did you mean" in found.error] == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "switch", "rule"),
+    [
+        ("actor_rollout_ref.actor.ppo_", "actor_rollout_ref.actor.use_dynamic_bsz", "actor_micro"),
+        ("actor_rollout_ref.rollout.log_prob_", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "log_prob_micro"),
+        ("actor_rollout_ref.ref.log_prob_", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "ref_micro"),
+        ("critic.ppo_", "critic.use_dynamic_bsz", "critic_micro"),
+        ("reward_model.", "reward_model.use_dynamic_bsz", "reward_micro"),
+    ],
+)
+def test_micro_batches_are_what_the_script_says(outcomes: list[Outcome], prefix: str, switch: str, rule: str) -> None:
+    """verl's rule: sequences, unless use_dynamic_bsz (the pass's own, or else the actor's) asks for tokens."""
+    checked = 0
+    for found in outcomes:
+        given = dict(argument.lstrip("+").split("=", 1) for argument in found.argv if "=" in argument)
+        size = given.get(f"{prefix}micro_batch_size_per_gpu")
+        follows = "critic.use_dynamic_bsz" if prefix == "reward_model." else "actor_rollout_ref.actor.use_dynamic_bsz"
+        dynamic = given.get(switch, given.get(follows, given.get("actor_rollout_ref.actor.use_dynamic_bsz", "False")))
+        if found.plan is not None and size not in (None, "null") and dynamic.lower() == "false":
+            assert getattr(found.plan, rule) == MicroBatchRule(max_sequences=int(size)), found.script
+            checked += 1
+    assert checked > 2
+
+
+def test_a_yaml_of_verls_recipes_composes(tmp_path: Path) -> None:
+    """recipe/fapo: hydra's search path, verl's entry config, a class name."""
+    (tmp_path / "rm_config.yaml").write_text(
+        "hydra:\n  searchpath:\n    - file://verl/trainer/config\n\ndefaults:\n  - ppo_trainer\n  - _self_\n\n"
+        "reward_model:\n  _target_: verl.workers.config.RewardModelConfig\n"
+    )
+    seen: list[PPOConfig] = []
+    run_main(seen.append, ["--config-path", str(tmp_path), "--config-name", "rm_config.yaml", "data.seed=3"])
+    assert seen[0].data.seed == 3
