@@ -1,11 +1,11 @@
 """Policy losses: what each sampled token contributes. One function each, chosen by actor.policy_loss.loss_mode.
 
 To add one: write `f(batch, actor) -> TokenLoss` under `@register_policy_loss("name")` in the file of its family
-(losses/clipped.py, weighted.py, regularized.py), test it, and give it a section in docs/algorithms.md (a test asks for
-it). A loss that prescribes how tokens are joined says so when it registers (`aggregation="seq-mean-token-mean"`);
-otherwise actor.loss_agg_mode decides, or, where that is null, the loss's `default_aggregation`. Ratio, clamp and clip
-metrics have one implementation each, in losses/ratio.py: reuse them. What all losses report (ppo_kl) is the objective's
-business.
+(losses/clipped.py, weighted.py, regularized.py); CONTRIBUTING.md has all steps. For a run of one's own
+actor.policy_loss.loss_mode=file.py:name does. A loss that prescribes how tokens are joined says so when it registers
+(`aggregation="seq-mean-token-mean"`); otherwise actor.loss_agg_mode decides, or, where that is null, the loss's
+`default_aggregation`. Ratio, clamp and clip metrics have one implementation each, in losses/ratio.py: reuse them. What
+all losses report (ppo_kl) is the objective's business.
 """
 
 from __future__ import annotations

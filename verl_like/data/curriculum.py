@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_like.batch import Rollouts, Scores
 from verl_like.config import DataConfig
 from verl_like.data.dataset import Dataset, PromptDataset
-from verl_like.data.foreign import ForeignDataset, as_attributes
+from verl_like.data.foreign import ForeignDataset, section_of
 from verl_like.data.sampler import Sampler, check_identity
 from verl_like.user_code import check_call, load_class
 
@@ -107,7 +107,7 @@ class CustomSampler(Sampler):
         keys = {"path_key": "data.sampler.class_path", "name_key": "data.sampler.class_name"}
         cls = load_class(str(data.sampler.class_path), data.sampler.class_name, **keys)
         view = dataset.rows if isinstance(dataset, ForeignDataset) else RowView(dataset)  # pyright: ignore
-        self._sampler = _construct(cls, view, as_attributes(data), data.sampler.kwargs)
+        self._sampler = _construct(cls, view, section_of(data), data.sampler.kwargs)
         self._num_rows, self._identity = len(dataset), dataset.identity()
         self._resumes = hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict")
         self._update = getattr(self._sampler, "update", None)

@@ -50,15 +50,17 @@ class AttributeDict(dict[str, Any]):
 
 
 def as_attributes(node: Any) -> Any:
-    """Configuration dataclasses as AttributeDicts, all the way down; keys of data.extra stand beside ours."""
-    if isinstance(node, DataConfig):
-        ours = {f.name: as_attributes(getattr(node, f.name)) for f in dataclasses.fields(node)}
-        return AttributeDict({key: as_attributes(value) for key, value in node.extra.items()} | ours)
+    """Configuration dataclasses as AttributeDicts, all the way down."""
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return AttributeDict({f.name: as_attributes(getattr(node, f.name)) for f in dataclasses.fields(node)})
     if isinstance(node, dict):
         return AttributeDict({key: as_attributes(value) for key, value in node.items()})
     return str(node) if isinstance(node, str) else node
+
+
+def section_of(data: DataConfig) -> AttributeDict:
+    """`data.*` as classes of the user's get it: keys of data.extra stand beside ours."""
+    return AttributeDict(as_attributes(data.extra) | as_attributes(data))
 
 
 class ForeignDataset:
@@ -73,7 +75,7 @@ class ForeignDataset:
             "data_files": [str(path) for path in self.paths],
             "tokenizer": tokenizer,
             "processor": None,
-            "config": as_attributes(data),
+            "config": section_of(data),
             **data.custom_cls.kwargs,
         }
         check_call(cls, f"data.custom_cls={cls.__name__}", keywords=arguments)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.data.foreign import as_attributes
+from verl_like.data.foreign import section_of
 from verl_like.trainer.compose import compose
 from verl_like.trainer.helper_sections import inline
 
@@ -73,7 +73,7 @@ def test_keys_of_ones_own_need_a_class_that_reads_them() -> None:
     config = compose([*own, "+data.my_key.depth=3", "+data.other=text", "+data.extra.third=1"])
     assert config.data.extra == {"my_key": {"depth": 3}, "other": "text", "third": 1}
     assert config.data.custom_cls.kwargs == {"a": 1}
-    seen = as_attributes(config.data)
+    seen = section_of(config.data)
     assert (seen.my_key.depth, seen.other, seen.prompt_key) == (3, "text", "prompt")
     for wrong in ([*own, "data.my_key=3"], ["+data.my_key=3"]):
         with pytest.raises(ValueError, match=r"unknown key data\.my_key"):
