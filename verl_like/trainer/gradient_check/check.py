@@ -100,11 +100,10 @@ class SelfCheck:
         """Log-probs (or values), loss and gradient of one mini-batch against the yardstick's."""
         want = VALUES if engine.kind == "value" else LOG_PROBS
         temperature = 1.0 if want == VALUES else TEMPERATURE
-        rule = MicroBatchRule(max_tokens=int(case.material.rollouts.num_tokens_B().sum()))
-        answer = engine.forward(case.material.rollouts, want=frozenset({want}), rule=rule, temperature=temperature)[
-            want
-        ]
-        gap_BR = (answer - case.column)[case.material.rollouts.response_mask_BR].abs()
+        rollouts = case.material.rollouts
+        rule = MicroBatchRule(max_tokens=int(rollouts.num_tokens_B().sum()))
+        answer_BR = engine.forward(rollouts, want=frozenset({want}), rule=rule, temperature=temperature)[want]
+        gap_BR = (answer_BR - case.column)[rollouts.response_mask_BR].abs()
         expected, loss_gap = case.plain.gradient, abs(found.loss - case.plain.loss)
         model = self.config.critic.model if want == VALUES else self.config.actor_rollout_ref.model
         if model.lora_rank > 0:
