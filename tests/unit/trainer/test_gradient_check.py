@@ -54,6 +54,7 @@ CONFIGS: dict[str, list[str]] = {
     "one update": [*ROWS_ALONE, *IS_AND_RS[:1], f"{ACTOR}.ppo_mini_batch_size=1024"],
     "critic": ["actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=gae", "data.train_files=x.parquet"],
 }
+FULL_KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.kl_loss_coef=0.5"]
 LONG = "plain model: a row of 600 tokens: "
 
 
@@ -227,6 +228,17 @@ def rejected_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     corrected(monkeypatch, lambda found: dataclasses.replace(found, keep_BR=torch.ones_like(found.keep_BR)))
 
 
+def rejected_rows_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a token left leave the mini-batch, and N_seq with them."""
+    put_together = driver.put_together
+
+    def other(*given: Any) -> Experience:
+        rows = put_together(*given)
+        return rows.select(rows.response_mask_BR.any(dim=1))
+
+    monkeypatch.setattr(driver, "put_together", other)
+
+
 def late_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of the state after each token."""
     forward = ValueModel.forward
@@ -283,6 +295,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], set[str]]] = 
     "sliding window one short": ("by token", narrow_window, {LONG + "log-probs", LONG + "gradient"}),
     "importance weights x1.1 on the driver": ("by row", lambda m: corrected(m, heavier), BOTH),
     "rejected tokens trained on": ("by row", rejected_kept, BOTH),
+    "rows without a token left uncounted": ("by row", rejected_rows_dropped, BOTH),
     "importance weights x1.1 in the update": ("one update", lambda m: corrected(m, heavier), OWN),
     "importance weights x1.1 with two policies": ("two policies", lambda m: corrected(m, heavier), BOTH),
     "PPO clip in place of reinforce": ("two policies", never_two, BOTH),
@@ -406,9 +419,9 @@ def test_a_mean_of_means_over_ranks_is_found(
 @pytest.mark.parametrize(
     "settings",
     [
-        [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.entropy_coeff=0.1"],
+        [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.entropy_coeff=0.1", *FULL_KL],
         [f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.loss_agg_mode=token-sum"],
-        ["actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.use_kl_loss=True"],
+        ["actor_rollout_ref.model.lora_rank=4", *FULL_KL],
         ["actor_rollout_ref.model.use_remove_padding=False", f"{ACTOR}.sample_weight.length=True"],
         [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.ratio_skip_threshold=1.02", f"{ACTOR}.sft_loss_coef=0.1"],
     ],

@@ -13,6 +13,7 @@ import dataclasses
 import multiprocessing
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,16 +24,15 @@ from verl_like.batch import Denominators, Experience, Metric
 from verl_like.cluster.environment import free_port
 from verl_like.config import OptimConfig, PPOConfig
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.config.enums import KLKind
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.gradients import minibatch_gradients
 from verl_like.engine.train_engine import LOG_PROBS, VALUES, LossFn
 from verl_like.models.families import why_padded
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.trainer.gradient_check.driver import Share
-from verl_like.trainer.gradient_check.plain import TEMPERATURE, Measured, apart, with_adapters
+from verl_like.trainer.gradient_check.plain import TEMPERATURE, Measured, apart, scale_weights, with_adapters
 from verl_like.trainer.gradient_check.report import Finding
-from verl_like.trainer.gradient_check.work import Case, Work, comparable, prepare
+from verl_like.trainer.gradient_check.work import Case, Work, comparable, prepare, reference_scale
 
 PLAIN = "plain model: "
 
@@ -77,13 +77,8 @@ class SelfCheck:
         return prepare(self.settings(), num_rows=self.num_rows, ranks=ranks)
 
     def settings(self) -> PPOConfig:
-        """The user's settings where they can be compared; KL over the whole vocabulary is checked as low_var_kl."""
-        found = comparable(self.config)
-        policy = found.actor_rollout_ref
-        if policy.actor.kl_loss_type != KLKind.full:
-            return found
-        actor = dataclasses.replace(policy.actor, kl_loss_type=KLKind.low_var_kl)
-        return dataclasses.replace(found, actor_rollout_ref=dataclasses.replace(policy, actor=actor))
+        """The user's settings where they can be compared."""
+        return comparable(self.config)
 
     def alone(self, process: ProcessInfo, work: Work) -> tuple[list[Finding], Measured]:
         """All findings of one process, and the first way's gradient."""
@@ -105,11 +100,10 @@ class SelfCheck:
         """Log-probs (or values), loss and gradient of one mini-batch against the yardstick's."""
         want = VALUES if engine.kind == "value" else LOG_PROBS
         temperature = 1.0 if want == VALUES else TEMPERATURE
-        rule = MicroBatchRule(max_tokens=int(case.material.rollouts.num_tokens_B().sum()))
-        answer = engine.forward(case.material.rollouts, want=frozenset({want}), rule=rule, temperature=temperature)[
-            want
-        ]
-        gap_BR = (answer - case.column)[case.material.rollouts.response_mask_BR].abs()
+        rollouts = case.material.rollouts
+        rule = MicroBatchRule(max_tokens=int(rollouts.num_tokens_B().sum()))
+        answer_BR = engine.forward(rollouts, want=frozenset({want}), rule=rule, temperature=temperature)[want]
+        gap_BR = (answer_BR - case.column)[rollouts.response_mask_BR].abs()
         expected, loss_gap = case.plain.gradient, abs(found.loss - case.plain.loss)
         model = self.config.critic.model if want == VALUES else self.config.actor_rollout_ref.model
         if model.lora_rank > 0:
@@ -191,21 +185,26 @@ class SelfCheck:
         self, process: ProcessInfo, work: Work, *, packed: bool, fused: bool | None = None, reduce_once: bool = False
     ) -> FSDPEngine:
         """The actor as the configuration wants it, in float32, packed and fused or the reference path."""
-        policy = self.settings().actor_rollout_ref
+        settings = self.settings()
+        policy, fsdp = settings.actor_rollout_ref, settings.actor_rollout_ref.actor.fsdp_config
         fused = packed if fused is None else fused
-        fsdp = policy.actor.fsdp_config
-        return FSDPEngine(
+        build = partial(
+            FSDPEngine,
             kind="policy",
             process=process,
             model=dataclasses.replace(policy.model, use_remove_padding=packed, use_fused_kernels=fused),
             fsdp=dataclasses.replace(fsdp, sync_every_micro_batch=False) if reduce_once else fsdp,
-            optim=OptimConfig(),
             grad_clip=None,
-            num_schedule_steps=1,
             strategy=policy.actor.strategy,
             tokenizer_size=work.vocab_size,
             seed=self.config.trainer.seed,
         )
+        engine, scale = build(optim=OptimConfig(), num_schedule_steps=1), reference_scale(settings)
+        if scale is not None and policy.model.lora_rank == 0:  # LoRA's reference is its own base
+            reference = build(optim=None)
+            scale_weights(reference.model, scale)
+            engine.attach_reference(reference)
+        return engine
 
     def critic(self, process: ProcessInfo) -> FSDPEngine:
         """The critic as the configuration wants it, in float32."""

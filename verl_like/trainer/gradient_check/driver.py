@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from verl_like.algorithms.advantages import AdvantageOutputs
 from verl_like.algorithms.corrections import correct_on_driver
@@ -11,12 +11,8 @@ from verl_like.algorithms.experience import put_together
 from verl_like.batch import Denominators, Evaluated, Experience
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import takes_own_log_probs, uses_sampler_log_probs
-from verl_like.trainer.gradient_check.material import Material
+from verl_like.trainer.gradient_check.material import Material, OldLogProbs
 from verl_like.trainer.roles import RoleGroup, UpdateRules
-
-OldLogProbs = Literal["given", "sampler", "own"]
-"""Old log-probs of an update: computed before it ("given"), the rollout engine's (bypass mode, two policies), or the
-update's own, detached."""
 
 Share = tuple[Experience, Denominators]
 
@@ -40,8 +36,7 @@ def experience_of(config: PPOConfig, material: Material, old: OldLogProbs) -> Ex
     )
     corrected = correct_on_driver(config.algorithm.rollout_correction, actor, rollouts, evaluated)
     outputs = AdvantageOutputs(advantages_BR=material.advantages_BR, returns_BR=material.returns_BR)
-    experience = put_together(actor, rollouts, material.scores, evaluated, corrected, outputs)
-    return experience.select(corrected.mask_BR.any(dim=1)).trim()
+    return put_together(actor, rollouts, material.scores, evaluated, corrected, outputs)
 
 
 def shares_of(

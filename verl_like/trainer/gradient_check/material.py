@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 
-# How far the sampler is from the trainer, by row: within any bound, near, far enough for every cap and clip.
-MISMATCH = (2e-4, 0.05, 0.6)
+# Noise by row: of the sampler's log-probs (within any bound, near, far enough for every cap) and of the old ones.
+MISMATCH, DRIFT = (2e-4, 0.05, 0.6), (0.2, 0.3, 0.02)
 _PERIOD = 6  # of the rows that a loop treats in its own way
+
+OldLogProbs = Literal["given", "sampler", "own"]
+"""Old log-probs of an update: computed before it ("given"), the rollout engine's (bypass mode, two policies), or the
+update's own, detached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +80,12 @@ def random_rollouts(lengths: Sequence[tuple[int, int]], vocab_size: int, *, diff
     )
 
 
-def material(rollouts: Rollouts, log_probs_BR: Tensor, values_BR: Tensor, *, unknown: bool) -> Material:
-    """Old, reference and sampler's log-probs around those of the model: ratios away from 1, and two policies.
+def material(rollouts: Rollouts, log_probs_BR: Tensor, values_BR: Tensor, old: OldLogProbs) -> Material:
+    """Old, reference and sampler's log-probs around those of the model: ratios away from 1, and three policies.
 
-    Of six rows the fifth has no advantage, and the sixth is not trained on though it stays in the batch.
-    unknown: one token of the fourth row has no log-prob of the sampler's.
+    The sampler is near the policy that it is compared with: the old one where that is known before the update. Of six
+    rows the fifth has no advantage, and the sixth is not trained on though it stays in the batch. One token of the
+    fourth row has no log-prob of the sampler's, unless those are the old ones.
     """
     generator = torch.Generator().manual_seed(1)
     count, mask_BR = len(rollouts), rollouts.response_mask_BR
@@ -87,10 +93,10 @@ def material(rollouts: Rollouts, log_probs_BR: Tensor, values_BR: Tensor, *, unk
     def noise() -> Tensor:
         return torch.randn(log_probs_BR.shape, generator=generator)
 
-    old_BR = (log_probs_BR + 0.2 * noise()) * mask_BR
-    gap_B1 = torch.tensor([MISMATCH[row % len(MISMATCH)] for row in range(count)])[:, None]
-    sampler_BR = (old_BR + gap_B1 * noise()) * mask_BR
-    if unknown and count > 3:
+    drift_B1, gap_B1 = (torch.tensor([by[row % 3] for row in range(count)])[:, None] for by in (DRIFT, MISMATCH))
+    old_BR = (log_probs_BR + drift_B1 * noise()) * mask_BR
+    sampler_BR = ((old_BR if old == "given" else log_probs_BR) + gap_B1 * noise()) * mask_BR
+    if old != "sampler" and count > 3:
         sampler_BR[3, 0] = float("nan")
     place = torch.arange(count) % _PERIOD
     advantages_BR = noise() * (place != 4)[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from verl_like.batch import Sequences
@@ -34,24 +35,49 @@ class Measured:
 
 
 class PlainModel:
-    """Full logits (or values) of one row at a time, in float32, with eager attention and no cache."""
+    """Full logits (or values) of one row at a time, in float32, with eager attention and no cache.
 
-    def __init__(self, model: ModelConfig, *, vocab_size: int, seed: int, device: str, critic: bool = False) -> None:
-        self.vocab_size, self.device = vocab_size, torch.device(device)
+    reference_scale: with a reference for the exact KL, which has the same weights times this number.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        vocab_size: int,
+        seed: int,
+        device: str,
+        critic: bool = False,
+        reference_scale: float | None = None,
+    ) -> None:
+        self.vocab_size, self.device, self.critic = vocab_size, torch.device(device), critic
         self.hf = _load(model, seed, critic=critic).to(self.device)
+        self.reference: Any = None
+        if reference_scale is not None:
+            self.reference = copy.deepcopy(self.hf)
+            scale_weights(self.reference, reference_scale)
 
     def answers(self, rows: Sequences, row: int) -> dict[str, Tensor]:
-        """log_probs and entropy, or values, [R] of the row's response tokens, on the CPU, with a graph."""
+        """log_probs, entropy and full_kl, or values, [R] of the row's response tokens, on the CPU, with a graph."""
         prompt = rows.prompt_ids_BP[row, rows.prompt_ids_BP.shape[1] - int(rows.prompt_length_B[row]) :]
         response = rows.response_ids_BR[row, : int(rows.response_length_B[row])].long()
         tokens, before = torch.cat([prompt.long(), response])[None].to(self.device), slice(len(prompt) - 1, -1)
-        if VALUE_HEAD in dict(self.hf.named_parameters()):
+        if self.critic:
             hidden = self.hf.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, before]
             return {"values": (hidden @ self.hf.score.weight[0]).cpu()}
-        logits = self.hf(input_ids=tokens, use_cache=False).logits[0, before, : self.vocab_size].float()
-        log_probs = (logits / TEMPERATURE).log_softmax(dim=-1)
+        log_probs = self.distribution(self.hf, tokens)[before]
         chosen = log_probs.gather(1, response[:, None].to(self.device))[:, 0]
-        return {"log_probs": chosen.cpu(), "entropy": -(log_probs.exp() * log_probs).sum(dim=-1).cpu()}
+        found = {"log_probs": chosen.cpu(), "entropy": -(log_probs.exp() * log_probs).sum(dim=-1).cpu()}
+        if self.reference is None:
+            return found
+        with torch.no_grad():
+            other = self.distribution(self.reference, tokens)[before]
+        return found | {"full_kl": (log_probs.exp() * (log_probs - other)).sum(dim=-1).cpu()}
+
+    def distribution(self, hf: Any, tokens: Tensor) -> Tensor:
+        """Log-probs of all ids that the tokenizer knows, after each token: [L, V]."""
+        logits = hf(input_ids=tokens, use_cache=False).logits[0, :, : self.vocab_size].float()
+        return (logits / TEMPERATURE).log_softmax(dim=-1)
 
     @torch.no_grad()
     def column(self, rows: Sequences, name: str) -> Tensor:
@@ -70,7 +96,7 @@ class PlainModel:
             if isinstance(loss, PlainValueLoss):
                 part = loss.value_loss(row, answers["values"])
             else:
-                part = loss(row, answers["log_probs"], answers["entropy"])
+                part = loss(row, answers["log_probs"], answers["entropy"], answers.get("full_kl"))
             part.backward()
             total, scale = total + part.item(), scale + abs(part.item())
         gradient = {
@@ -78,7 +104,19 @@ class PlainModel:
             for name, weight in self.hf.named_parameters()
         }
         self.hf.zero_grad(set_to_none=True)
+        if scale == 0:
+            raise ValueError(
+                "no row of the self-check has a loss under these settings, so there is nothing to compare: widen the "
+                "bounds (algorithm.rollout_correction, actor_rollout_ref.actor.ratio_skip_threshold) for the check"
+            )
         return Measured(loss=total, gradient=gradient, scale=scale)
+
+
+@torch.no_grad()
+def scale_weights(model: nn.Module, factor: float) -> None:
+    """Another policy: all weights times `factor`. They may be sharded."""
+    for weight in model.parameters():
+        weight.mul_(factor)
 
 
 def _load(model: ModelConfig, seed: int, *, critic: bool) -> Any:

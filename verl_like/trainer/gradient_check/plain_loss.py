@@ -18,8 +18,7 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch
 from verl_like.config import PPOConfig
 from verl_like.config.correction import corrects
 from verl_like.trainer.gradient_check import plain_correction
-from verl_like.trainer.gradient_check.driver import OldLogProbs
-from verl_like.trainer.gradient_check.material import Material
+from verl_like.trainer.gradient_check.material import Material, OldLogProbs
 
 OWN_LOSSES = ("vanilla", "gpg", "policy_gradient")  # those whose loss per token is written down here
 
@@ -70,7 +69,7 @@ class PlainPolicyLoss:
         rollouts, scores, actor = self.material.rollouts, self.material.scores, self.config.actor_rollout_ref.actor
         rows = [PlainRow(number=row, mask_R=self.cut(rollouts.response_mask_BR, row)) for row in range(len(rollouts))]
         if self.old == "given" and corrects(self.config.algorithm.rollout_correction):
-            rows = self.corrected(rows)
+            self.correct(rows)
         for row in rows:
             row.mask_R = row.mask_R & bool(scores.trained_B is None or scores.trained_B[row.number])
         if actor.mask_truncated:
@@ -84,8 +83,8 @@ class PlainPolicyLoss:
         """A row of a column, without padding."""
         return column_BR[row, : int(self.material.rollouts.response_length_B[row])]
 
-    def corrected(self, rows: list[PlainRow]) -> list[PlainRow]:
-        """Weights and rejections by the log-probs from before the update. Rows without a token left are gone."""
+    def correct(self, rows: list[PlainRow]) -> None:
+        """Weights and rejections by the log-probs from before the update. Rows without a token left stay rows."""
         rule, found, known = self.config.algorithm.rollout_correction, [], []
         for row in rows:
             log_p, log_q, mask = (
@@ -101,7 +100,6 @@ class PlainPolicyLoss:
             mean = plain_correction.mean_weight(found, known, by_token=rule.rollout_is == "token")
             for row, weights in zip(rows, found, strict=True):
                 row.weight_R = torch.tensor(weights) / (mean if rule.rollout_is_batch_normalize else 1.0)
-        return [row for row in rows if bool(row.mask_R.any())]
 
     def weighted(self, rows: list[PlainRow]) -> list[PlainRow]:
         """actor.sample_weight: of mean 1 over the rows."""
@@ -132,8 +130,8 @@ class PlainPolicyLoss:
         assert self.material.rollouts.rollout_log_probs_BR is not None
         return self.numbers(self.material.rollouts.rollout_log_probs_BR, row)
 
-    def __call__(self, row: PlainRow, log_probs_R: Tensor, entropy_R: Tensor) -> Tensor:
-        """The row's part of the mini-batch's loss; log-probs and entropy with a graph, under logits / temperature."""
+    def __call__(self, row: PlainRow, log_probs_R: Tensor, entropy_R: Tensor, full_kl_R: Tensor | None) -> Tensor:
+        """The row's part of the mini-batch's loss; the answers with a graph, under logits / temperature."""
         actor, material, mask_R = self.config.actor_rollout_ref.actor, self.material, row.mask_R
         old_R = log_probs_R.detach()
         if self.old != "own":
@@ -151,7 +149,9 @@ class PlainPolicyLoss:
             loss_R = loss_R * weight_R
         loss = self.joining.row(loss_R * row.sample_weight, mask_R, joined)
         if actor.use_kl_loss:
-            kl_R = kl_term(log_probs_R - self.cut(material.ref_log_probs_BR, row.number), str(actor.kl_loss_type))
+            kl_R = full_kl_R
+            if kl_R is None:
+                kl_R = kl_term(log_probs_R - self.cut(material.ref_log_probs_BR, row.number), str(actor.kl_loss_type))
             kl_R = kl_R * ratio_R if actor.use_unbiased_kl else kl_R
             loss = loss + actor.kl_loss_coef * self.joining.row(kl_R, mask_R, mode)
         loss = actor.rl_loss_coef * loss - actor.entropy_coeff * self.joining.row(entropy_R, mask_R, mode)

@@ -16,9 +16,10 @@ from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
 from verl_like.config.batch_plan import needs_critic
 from verl_like.config.enums import KLKind
 from verl_like.models.loading import load_hf_config, load_tokenizer
-from verl_like.trainer.gradient_check.driver import OldLogProbs, Share, old_log_probs_of, shares_of
+from verl_like.trainer.gradient_check.driver import Share, old_log_probs_of, shares_of
 from verl_like.trainer.gradient_check.material import (
     Material,
+    OldLogProbs,
     long_lengths,
     material,
     random_rollouts,
@@ -71,7 +72,7 @@ def prepare(config: PPOConfig, *, num_rows: int, ranks: int) -> Work:
         seed=config.trainer.seed,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
-    plain = build(model)
+    plain = build(model, reference_scale=reference_scale(config))
     given: OldLogProbs = "given" if old == "own" else old
     policy = [
         policy_case(config, plain, short, given, name="", ranks=ranks),
@@ -92,7 +93,7 @@ def policy_case(
 ) -> Case:
     """One mini-batch of the actor."""
     log_probs_BR = plain.column(rollouts, "log_probs")
-    rows = material(rollouts, log_probs_BR, torch.zeros_like(log_probs_BR), unknown=old != "sampler")
+    rows = material(rollouts, log_probs_BR, torch.zeros_like(log_probs_BR), old)
     shares = {count: shares_of(config, rows, old, ranks=count) for count in {1, ranks}}
     loss = PlainPolicyLoss(config=config, material=rows, old=old).selecting(shares[1][0][0].selected_BR)
     return Case(name=name, old=old, material=rows, column=log_probs_BR, shares=shares, plain=plain.measure(loss))
@@ -101,7 +102,7 @@ def policy_case(
 def critic_case(config: PPOConfig, plain: PlainModel, rollouts: Rollouts, old: OldLogProbs) -> Case:
     """One mini-batch of the critic: the rows of the actor's, with values and returns."""
     values_BR = plain.column(rollouts, "values")
-    rows = material(rollouts, -values_BR.abs(), values_BR, unknown=old != "sampler")
+    rows = material(rollouts, -values_BR.abs(), values_BR, old)
     shares = {1: shares_of(config, rows, old, ranks=1, critic=True)}
     loss = PlainValueLoss(config=config, material=rows, old=old)
     return Case(name="critic: ", old=old, material=rows, column=values_BR, shares=shares, plain=plain.measure(loss))
@@ -141,11 +142,17 @@ _OLD_TEXT = {"given": "recomputed", "sampler": "of the sampler", "own": "of the 
 def left_out(config: PPOConfig) -> list[str]:
     """What of the configuration is not checked."""
     policy, lines = config.actor_rollout_ref, []
-    if policy.actor.use_kl_loss and policy.actor.kl_loss_type == KLKind.full:
-        lines.append("not checked: kl_loss_type=full, which needs a second model; low_var_kl is taken")
     if policy.actor.ulysses_sequence_parallel_size > 1 or policy.actor.fsdp_config.tensor_parallel_size > 1:
         lines.append("not checked: ranks that share rows (Ulysses, tensor parallelism)")
     return lines
+
+
+def reference_scale(config: PPOConfig) -> float | None:
+    """kl_loss_type=full: the reference has the policy's weights times this; with LoRA it is the base itself."""
+    actor, lora = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.lora_rank > 0
+    if not (actor.use_kl_loss and actor.kl_loss_type == KLKind.full):
+        return None
+    return 1.0 if lora else 1.1
 
 
 def comparable(config: PPOConfig) -> PPOConfig:
