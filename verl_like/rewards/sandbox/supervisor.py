@@ -55,9 +55,7 @@ def serve(settings: SandboxSettings, zygote: Zygote, requests: int, replies: int
         framing.send(replies, reply)
 
 
-def _run_one(
-    settings: SandboxSettings, zygote: Zygote, timeout: float, request: dict[str, Any]
-) -> dict[str, Any]:
+def _run_one(settings: SandboxSettings, zygote: Zygote, timeout: float, request: dict[str, Any]) -> dict[str, Any]:
     """A whole program on its standard input, or one call of a function."""
     order_in, order_out = os.pipe()
     result_in, result_out = os.pipe()
@@ -74,9 +72,7 @@ def _run_one(
     return reply | {"result": result.data.decode("utf-8", "replace"), "seconds": time.monotonic() - started}
 
 
-def _run_tests(
-    settings: SandboxSettings, zygote: Zygote, timeout: float, request: dict[str, Any]
-) -> dict[str, Any]:
+def _run_tests(settings: SandboxSettings, zygote: Zygote, timeout: float, request: dict[str, Any]) -> dict[str, Any]:
     """Tests in one process, the code under test in another: they exchange plain data, and only the first reports."""
     asked_in, asked_out = os.pipe()
     answered_in, answered_out = os.pipe()

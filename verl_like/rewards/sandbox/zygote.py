@@ -1,7 +1,7 @@
 """The process that forks programs: it holds nothing of any run, so there is nothing in a program's memory to be found.
 
-    zygote (process 1 inside) -> supervisor (reads requests, holds outputs; tells the zygote whom to start and to end)
-                              -> the programs, which get their pipes from the supervisor, and their orders through them
+zygote (process 1 inside) -> supervisor (reads requests, holds outputs; tells the zygote whom to start and to end)
+                          -> the programs, which get their pipes from the supervisor, and their orders through them
 """
 
 from __future__ import annotations
