@@ -342,7 +342,10 @@ class WorkerPool:
             requeued = [item, *others]
         with self._lock:
             self._queue.extendleft(reversed(requeued))
-        logger.info("a reward worker reached custom_reward_function.memory_limit_mb and is replaced")
+        limit = self._spec.memory_limit_mb
+        logger.info(
+            "a reward worker ran out of memory (custom_reward_function.memory_limit_mb=%s); it is replaced", limit
+        )
         self._replace(worker)
 
     def _patience(self) -> float | None:

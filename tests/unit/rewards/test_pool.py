@@ -55,6 +55,7 @@ HARM = """
         if solution_str == "half": os.write(end_of_channel(), b"\\xb7vl\\x1e" + bytes([9, 0])); os._exit(0)
         if solution_str == "no pickle": os.write(end_of_channel(), b"\\xb7vl\\x1e\\x03" + bytes(7) + b"abc")
         if solution_str == "no message": os.write(end_of_channel(), b"\\xb7vl\\x1e\\x04" + bytes(7) + b"\\x80\\x04N.")
+        while solution_str == "flood": os.write(end_of_channel(), bytes(10 ** 6))
         if solution_str == "everywhere": every(lambda n: os.write(n, b"x" * 100))
         if solution_str == "close all": every(os.close)
         if solution_str == "kill group": os.killpg(0, signal.SIGKILL)
@@ -77,7 +78,17 @@ HARM = """
         if solution_str == "stdin": sys.stdin.close(); sys.stdout.close(); return 1
         return len(solution_str)
 """
-CRASHES = ["rubbish", "rubbish, then hang", "huge", "negative", "half", "no pickle", "no message", "everywhere"]
+CRASHES = [
+    "rubbish",
+    "rubbish, then hang",
+    "huge",
+    "negative",
+    "half",
+    "no pickle",
+    "no message",
+    "everywhere",
+    "flood",
+]
 CRASHES += ["close all", "kill group", "abort"]
 BAD_VALUES = ["deep", "loop", "odd", "odd inside", "big"]
 
