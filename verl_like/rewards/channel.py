@@ -14,8 +14,8 @@ from typing import Any
 
 _MARK = b"\xb7vl\x1e"
 _HEAD = struct.Struct("<4sQ")
-_MOST_BYTES = 1 << 30
-_PART_BYTES = 1 << 18
+_MOST_BYTES = 1 << 28
+_PART_BYTES, _MOST_PARTS = 1 << 18, 64
 
 
 class BrokenChannelError(Exception):
@@ -80,10 +80,12 @@ class Channel:
     def arrived(self) -> list[Any]:
         """The messages that have arrived whole. EOFError at the end, BrokenChannelError if there is something else."""
         part = b"more"
-        while part:
+        for _ in range(_MOST_PARTS):  # there may be no end of it
             try:
                 part = self._end.recv(_PART_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
+                break
+            if not part:
                 break
             self._arrived += part
         messages = []

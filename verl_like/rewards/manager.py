@@ -117,7 +117,8 @@ class RewardManager:
         """
         if not self.rule_grades:
             return
-        scorers = [s for s in self._scorers_of(row) if s.grader is None and s.part.name != JUDGE]
+        parts = self._scorers_of(row)
+        scorers = [s for s in parts if s.grader not in graders.GRADERS and s.part.name != JUDGE]
         if not scorers:
             return
         calls = [
@@ -127,6 +128,7 @@ class RewardManager:
                 ground_truth=row.ground_truth,
                 extra_info=row.extra_info,
                 question=question_of(row),
+                grader=scorers[0].grader,
             )
             for response in responses
         ]

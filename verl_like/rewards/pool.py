@@ -263,6 +263,22 @@ class WorkerPool:
             with self._lock:
                 self._queue.extendleft(reversed(batch))
             self._replace(worker)
+        except Exception as error:  # ground truths or extra_info may be anything
+            for number, _ in message:
+                del worker.pending[number]
+            self._refuse(batch, f"ground_truth or extra_info cannot be sent to the reward process: {error!r:.500}")
+
+    def _refuse(self, batch: list[_Call], message: str) -> None:
+        """Fail a call that cannot be sent; of several, find out which by sending each alone."""
+        if len(batch) == 1 or self._spec.batch:
+            for item in batch:
+                self._resolve(item, RewardOutcome(kind="exception", message=message))
+        else:
+            for item in batch:
+                item.alone = True
+            with self._lock:
+                self._queue.extendleft(reversed(batch))
+        self._wake()  # the worker is still idle
 
     def _exchange(self) -> None:
         """Wait until something happens; read what the workers wrote, and write what they have room for."""
@@ -326,7 +342,10 @@ class WorkerPool:
             requeued = [item, *others]
         with self._lock:
             self._queue.extendleft(reversed(requeued))
-        logger.info("a reward worker reached custom_reward_function.memory_limit_mb and is replaced")
+        limit = self._spec.memory_limit_mb
+        logger.info(
+            "a reward worker ran out of memory (custom_reward_function.memory_limit_mb=%s); it is replaced", limit
+        )
         self._replace(worker)
 
     def _patience(self) -> float | None:

@@ -95,12 +95,12 @@ def score_together(scorer: Callable[..., Any], calls: list[RewardCall], kwargs: 
         if inspect.isawaitable(values):
             values = _run(values)
         values = list(values)
+        seconds = time.perf_counter() - start
+        if len(values) != len(calls):
+            return [_bad_value(f"{len(values)} scores for {len(calls)} responses", seconds)] * len(calls)
+        return [to_outcome(value, seconds) for value in values]
     except BaseException as error:
         return [_exception_outcome(error, start)] * len(calls)
-    seconds = time.perf_counter() - start
-    if len(values) != len(calls):
-        return [_bad_value(f"{len(values)} scores for {len(calls)} responses", seconds)] * len(calls)
-    return [to_outcome(value, seconds) for value in values]
 
 
 def score_one(scorer: Callable[..., Any], call: RewardCall, kwargs: dict[str, Any]) -> RewardOutcome:

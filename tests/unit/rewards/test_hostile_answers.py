@@ -42,6 +42,8 @@ INSTRUCTIONS = {
     ],
 }
 TRUTHS: dict[str, Any] = {
+    "gsm8k": "72",
+    "gsm8k_flexible": "1,000",
     "countdown": {"target": 24, "numbers": [1, 2, 3]},
     "multiple_choice": "B",
     "instruction": INSTRUCTIONS,

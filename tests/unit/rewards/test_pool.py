@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -25,7 +26,7 @@ from verl_like.batch import PromptRow
 from verl_like.rewards import pool
 from verl_like.rewards.channel import BrokenChannelError, Channel
 from verl_like.rewards.grading import RewardError, to_scores
-from verl_like.rewards.reward_call import RewardFunctionError, RewardOutcome
+from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
 from verl_like.rewards.worker import to_outcome
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
@@ -54,6 +55,7 @@ HARM = """
         if solution_str == "half": os.write(end_of_channel(), b"\\xb7vl\\x1e" + bytes([9, 0])); os._exit(0)
         if solution_str == "no pickle": os.write(end_of_channel(), b"\\xb7vl\\x1e\\x03" + bytes(7) + b"abc")
         if solution_str == "no message": os.write(end_of_channel(), b"\\xb7vl\\x1e\\x04" + bytes(7) + b"\\x80\\x04N.")
+        while solution_str == "flood": os.write(end_of_channel(), bytes(10 ** 6))
         if solution_str == "everywhere": every(lambda n: os.write(n, b"x" * 100))
         if solution_str == "close all": every(os.close)
         if solution_str == "kill group": os.killpg(0, signal.SIGKILL)
@@ -76,7 +78,17 @@ HARM = """
         if solution_str == "stdin": sys.stdin.close(); sys.stdout.close(); return 1
         return len(solution_str)
 """
-CRASHES = ["rubbish", "rubbish, then hang", "huge", "negative", "half", "no pickle", "no message", "everywhere"]
+CRASHES = [
+    "rubbish",
+    "rubbish, then hang",
+    "huge",
+    "negative",
+    "half",
+    "no pickle",
+    "no message",
+    "everywhere",
+    "flood",
+]
 CRASHES += ["close all", "kill group", "abort"]
 BAD_VALUES = ["deep", "loop", "odd", "odd inside", "big"]
 
@@ -116,6 +128,18 @@ def test_a_worker_that_does_not_read_holds_nobody_up(tmp_path: Path, monkeypatch
     with make_manager(path, timeout=0.5, num_workers=2) as manager:
         scores = manager.score(make_rollouts(texts), step=1)
     assert [f and f.kind for f in scores.failures] == ["timeout", *[None] * 40]
+
+
+def test_a_row_that_cannot_be_sent_fails_alone() -> None:
+    calls = [RewardCall(data_source="arithmetic", solution_str="5", ground_truth="5") for _ in range(5)]
+    calls[2] = replace(calls[2], extra_info={"function": lambda: 0})
+    reward_pool = pool.WorkerPool(ScorerSpec(), num_workers=1)
+    try:
+        outcomes = [future.result(20) for future in reward_pool.submit(calls)]
+        assert [outcome.score for outcome in outcomes] == [1.0, 1.0, None, 1.0, 1.0]
+        assert outcomes[2].kind == "exception" and "extra_info cannot be sent" in outcomes[2].message
+    finally:
+        reward_pool.close()
 
 
 class TestMemoryLimit:

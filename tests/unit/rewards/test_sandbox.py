@@ -338,6 +338,29 @@ class TestTests:
         assert self.lines(jail, code, tests, setup)[0] == {"passed": True}
 
 
+def test_processes_that_a_program_may_start_end_with_its_run(jail: Jail) -> None:
+    """With max_processes above 1, also those that let go of everything, and those that are ever more."""
+    daemon = """
+        import os
+        if os.fork() == 0:
+            if os.fork() == 0:
+                for number in range(5):
+                    try: os.close(number)
+                    except OSError: pass
+                while True: open("litter", "a").write("x")
+            os._exit(0)
+        print("started")
+        """
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    with Jail(replace(SETTINGS, max_processes=8)) as several:
+        several.wait_until_ready()
+        assert run(several, daemon)["stdout"] == "started\n"
+        assert several.run_program(bomb, "", timeout=0.3)["status"] == "timeout"
+        assert run(several, "import os; print(os.listdir('.'))")["stdout"] == "[]\n"
+        zygote = _descendants(several._process.pid)[0]
+        assert len(_descendants(zygote)) == 1  # the supervisor
+
+
 # Finds "=hunter2hunter2" in its frames, in its objects, and in all memory around them, for which it feels with a system
 # call that refuses bad addresses. It knows the text as a pattern only, so it does not find itself.
 SECRET_TEXT = "=hunter2hunter2"

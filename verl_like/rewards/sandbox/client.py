@@ -109,11 +109,9 @@ class Jail:
         return self._process.stderr is None or self._process.stderr.closed
 
     def _run(self, mode: str, timeout: float | None, request: dict[str, Any]) -> dict[str, Any]:
-        """Two messages: the first, of which the program's memory may hold a copy, tells nothing but the kind of run."""
         self.wait_until_ready()
         try:
-            framing.send(self._requests, {"mode": mode, "timeout": timeout})
-            framing.send(self._requests, request)
+            framing.send(self._requests, {"mode": mode, "timeout": timeout, **request})
         except BrokenPipeError:
             raise self._dead() from None
         reply = self._receive(self.settings.timeout + _GRACE_S)

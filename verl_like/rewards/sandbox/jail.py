@@ -1,6 +1,6 @@
 """The jail process: puts up what protection this machine allows, then serves runs (`supervisor`).
 
-    reward worker -> jail (outside the new namespaces; waits) -> supervisor (process 1 inside) -> one child per run
+    reward worker -> jail (outside the new namespaces; waits) -> zygote (process 1 inside) -> supervisor, programs
 
 Started by `client.Jail` as a fresh interpreter with an empty environment, without site packages. Nothing here is
 trusted to have worked: `probe` tries the escapes from inside and reports which of them succeed.
@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 
-from verl_like.rewards.sandbox import kernel, supervisor
+from verl_like.rewards.sandbox import kernel, supervisor, zygote
 from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
 
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
@@ -55,7 +55,7 @@ def main(settings_json: str, scratch: str, requests: int, replies: int, parent: 
     kernel.set_dumpable(False)
     _limit_everything(settings)
     os.chdir("/tmp" if "namespaces" in layers else scratch)
-    supervisor.serve(settings, requests, replies, layers)
+    supervisor.serve(settings, zygote.split(settings, requests, replies), requests, replies, layers)
 
 
 def _enter(flags: int) -> bool:
