@@ -89,14 +89,18 @@ def test_a_run_killed_again_and_again_ends_as_the_one_that_was_not(tmp_path: Pat
     for attempt in range(20):
         with (tmp_path / f"log_{attempt}").open("w") as log:
             run = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+        try:
             newest = newest_step(out)
             while run.poll() is None and num_kills < kills and newest_step(out) == newest:
                 time.sleep(0.01)
             if num_kills < kills:
                 time.sleep(0.2 * attempt)
-                run.send_signal(signal.SIGKILL)
+                run.kill()
                 num_kills += 1
-        if run.wait() == 0:
+            run.wait()
+        finally:
+            run.kill()
+        if run.returncode == 0:
             break
         assert run.returncode == -signal.SIGKILL, (tmp_path / f"log_{attempt}").read_text()
     assert num_kills == kills and run.returncode == 0
