@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_like.checkpoint.files import write_atomically
 from verl_like.config.errors import RunStopped
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the folder. RunLocked, naming host, process and run, while another live run holds it."""
-        with _alone(self.path):
+        with _alone(self.path.parent):
             holder = _read(self.path)
             if holder is not None:
                 if self._is_alive(holder):
@@ -106,9 +107,7 @@ class RunLock:
         )
 
     def _write(self) -> None:
-        temporary = self.path.with_name(f"{LOCK_FILE}.{os.getpid()}")
-        temporary.write_text(json.dumps(self.own))
-        temporary.replace(self.path)
+        write_atomically(self.path, json.dumps(self.own))
 
     def _beat(self) -> None:
         """Touch the file until the end; a run that took it over, or a folder that is gone, shows in `confirm`."""
@@ -159,14 +158,17 @@ def _answers(pid: int) -> bool:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _alone(folder: Path) -> Iterator[None]:
     """Two runs that start at once look and write one after the other (where the file system has locks)."""
-    with path.with_name(f".{LOCK_FILE}.start").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            log.warning("%s: this file system has no locks (%s)", path.parent, error)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        log.warning("%s: this file system has no locks (%s)", folder, error)
+    try:
         yield
+    finally:
+        os.close(handle)
 
 
 def _read(path: Path) -> Holder | None:

@@ -108,7 +108,7 @@ class Checkpoints:
         except NotFinite:
             raise
         except Exception as error:
-            logger.error("the run fails after step %d: %s", run.state.step, error)
+            logger.error("the run fails after step %d: %s", run.state.step, (str(error) or repr(error)).splitlines()[0])
             self._save_after_error(run)
             raise
 

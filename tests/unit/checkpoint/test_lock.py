@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,20 @@ def test_a_live_run_keeps_others_out_and_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / LOCK_FILE).exists()
     with held(tmp_path, "vl222222"):
         pass
+
+
+def test_of_runs_that_start_at_once_one_gets_the_folder(tmp_path: Path) -> None:
+    def attempt(number: int) -> bool:
+        try:
+            RunLock(tmp_path, f"vl{number}").acquire()
+        except RunLocked:
+            return False
+        return True
+
+    for number in range(10):
+        with ThreadPoolExecutor(8) as threads:
+            assert sum(threads.map(attempt, range(8))) == 1, number
+        (tmp_path / LOCK_FILE).unlink()
 
 
 def test_a_lock_is_given_back_after_an_error(tmp_path: Path) -> None:

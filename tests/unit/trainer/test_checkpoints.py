@@ -247,6 +247,7 @@ def test_updates_that_are_skipped_in_a_row_end_the_run(tmp_path: Path, limit: in
 
 def test_a_run_that_has_all_its_steps_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Run(tmp_path).step(save=True)
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         Run(tmp_path, resume=find_latest(tmp_path), total_steps=2)
         assert not caplog.text

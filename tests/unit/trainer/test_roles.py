@@ -338,3 +338,28 @@ def test_metrics_over_optimizer_steps() -> None:
         for loss in (1.0, 3.0)
     ]
     assert average_steps(steps) == {"pg_loss": 2.0, "largest": 3.0, "skipped_steps": 2.0}
+
+
+def test_skipped_updates_in_a_row_are_counted_over_steps() -> None:
+    """A rank reports a skipped update for all; one update that was made begins the count anew."""
+    answers = iter([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
+    shown: list[int] = []
+
+    def answer(method: str, rank: int, minibatches: list[Any]) -> list[dict[str, Metric]]:
+        if rank == 0:
+            answer.values = next(answers)  # type: ignore[attr-defined]
+        skipped = answer.values if rank == 0 else [0.0, 0.0]  # type: ignore[attr-defined]
+        return [{"skipped_steps": Metric(value=value, reduction="sum")} for value in skipped]
+
+    policy = PolicyGroup(FakeGroup(2, answer), plan(2), balance=True, timeout_s=1)
+    rules = UpdateRules(prompts_per_mini_batch=2, epochs=1, shuffle=False, seed=1, max_response_length=4)
+    for step in (1, 2, 3):
+        policy.update("update_actor", experience(4, 1), rules, step)
+        shown.append(policy.num_skipped_in_a_row)
+    assert shown == [2, 1, 3]
+
+
+def test_names_of_spoilt_tensors_come_from_all_ranks() -> None:
+    bad = [["b"], [], ["a", "b"]]
+    group = FakeGroup(3, lambda method, rank, path: bad[rank])
+    assert PolicyGroup(group, plan(1), balance=True, timeout_s=1).save("folder") == ["a", "b"]

@@ -1,0 +1,94 @@
+"""How a whole run ends: one folder, one live run, and messages instead of tracebacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_like.checkpoint.lock import LOCK_FILE, held
+from verl_like.config import PPOConfig
+from verl_like.config.errors import RunStopped
+from verl_like.trainer import run as run_module
+from verl_like.trainer.reporting import writing
+from verl_like.trainer.run import run
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a run does instead of building and training: the functions in the list, in order."""
+    todo: list[Any] = []
+
+    @contextmanager
+    def build(config: PPOConfig, groups: Any, confirm: Any) -> Iterator[Any]:
+        def fit() -> None:
+            for function in todo:
+                function(config, groups, confirm)
+
+        yield SimpleNamespace(fit=fit)
+
+    monkeypatch.setattr(run_module, "build_trainer", build)
+    monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder: None)  # it would stay for other tests
+    return todo
+
+
+def config_of(folder: Path, **trainer: Any) -> PPOConfig:
+    config = PPOConfig()
+    config.trainer.default_local_dir, config.trainer.device = str(folder), trainer.pop("device", config.trainer.device)
+    for key, value in trainer.items():
+        setattr(config.trainer, key, value)
+    return config
+
+
+@pytest.mark.parametrize("key", ["default_local_dir", "log_dir", "rollout_data_dir", "validation_data_dir"])
+def test_a_file_in_place_of_an_output_folder_names_the_key(tmp_path: Path, fits: list[Any], key: str) -> None:
+    (tmp_path / "file").write_text("")
+    fits.append(lambda *_: pytest.fail("it must not begin"))
+    with pytest.raises(SystemExit, match=rf"^error: trainer.{key}='.*file/below': .*file is a file, not a folder"):
+        run(config_of(tmp_path / "out", **{key: str(tmp_path / "file" / "below")}))
+
+
+def test_a_second_run_in_the_folder_ends_before_it_changes_anything(tmp_path: Path, fits: list[Any]) -> None:
+    fits.append(lambda *_: pytest.fail("it must not begin"))
+    (tmp_path / "config.yaml").write_text("of the live run")
+    with held(tmp_path, "vl12345678"), pytest.raises(SystemExit, match=r"^error: .*live run \(.*run vl12345678"):
+        run(config_of(tmp_path))
+    assert (tmp_path / "config.yaml").read_text() == "of the live run"
+
+
+@pytest.mark.parametrize("error", [None, RunStopped("step 3: nothing is learnt"), KeyError("a bug")])
+def test_the_folder_is_free_after_the_run(tmp_path: Path, fits: list[Any], error: Exception | None) -> None:
+    """The workers get the run id that stands in the lock."""
+
+    def train(config: PPOConfig, groups: Any, confirm: Any) -> None:
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["run_id"] == groups.keywords["run_id"]
+        confirm()
+        if error is not None:
+            raise error
+
+    fits.append(train)
+    if error is None:
+        run(config_of(tmp_path))
+    elif isinstance(error, RunStopped):
+        with pytest.raises(SystemExit, match=r"^error: step 3: nothing is learnt"):
+            run(config_of(tmp_path))
+    else:
+        with pytest.raises(KeyError):
+            run(config_of(tmp_path))
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_run_folder_that_was_removed_is_said_with_its_key(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    with (
+        pytest.raises(RunStopped, match=r"^trainer.log_dir='.*gone': .*removed while the run"),
+        writing("trainer.log_dir", gone),
+    ):
+        (gone / "metrics.jsonl").open("a")
+    with pytest.raises(RunStopped, match=r"No space left on device$"), writing("trainer.log_dir", tmp_path):
+        raise OSError(28, "No space left on device")
