@@ -328,7 +328,7 @@ class RayWorkerGroup:
             raise
 
     def _stopped_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Those whose processes do not run: SIGSTOP, a debugger, a frozen container."""
+        """Those whose processes are stopped (SIGSTOP, a debugger)."""
         chosen = [(index, self._ranks[index]) for index in sorted(ranks)]
         return [index for index, rank in chosen if process_state(rank.node_id, rank.pid) == "T"]
 
