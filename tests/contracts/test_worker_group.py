@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from verl_like.batch import Evaluated
+from verl_like.cluster import ray_group
 from verl_like.cluster.launch import RaySession, connect
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.ray_group import RayWorkerGroup
@@ -247,13 +249,18 @@ class TestProcesses:
             start({"hang": 1}, start_timeout=6)
         assert "in __init__" in caught.value.log_tail  # the stack of the hanging rank
 
-    def test_a_stopped_rank_is_named_and_not_those_that_wait_for_it(self, start: Callable[..., RayWorkerGroup]) -> None:
+    def test_a_stopped_rank_is_named_and_not_those_that_wait_for_it(
+        self, start: Callable[..., RayWorkerGroup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(ray_group, "_LOOK_SECONDS", 0.5)
         group = start({"collective": True})
         os.kill(group.pids[1], signal.SIGSTOP)
         with pytest.raises(WorkerTimeout, match=r"by rank\(s\) 0, 1 of 2; rank 1 was stopped \(process \d+") as caught:
             group.call_all("all_reduce", 1.0).wait(3)
         assert (caught.value.rank, caught.value.ranks) == (1, (1, 0))
+        assert len(re.findall(r"rank 1 was stopped \(process .*; all_reduce\(\) waits for it", caplog.text)) == 1
 
+    @pytest.mark.slow
     def test_a_stopped_rank_is_named_when_the_others_give_up_first(self, start: Callable[..., RayWorkerGroup]) -> None:
         group = start({"collective": True, "timeout_s": 2})
         os.kill(group.pids[0], signal.SIGSTOP)

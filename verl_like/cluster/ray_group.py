@@ -43,6 +43,7 @@ _ECHO_SECONDS = 2.0  # how long other ranks may report after the first failure
 _STOP_SECONDS = 30.0  # for an orderly shutdown of idle workers
 _BUSY_STOP_SECONDS = 3.0  # the same when calls are still running
 _GONE_SECONDS = 5.0
+_LOOK_SECONDS = 30.0  # between two looks at ranks that do not answer
 # The driver's settings that remote nodes do not inherit from its environment.
 _FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "VLLM_", "TORCH_", "PYTORCH_", "TRANSFORMERS_", "HF_HOME", "HF_HUB_")
 _FORWARDED_NAMES = ("OMP_NUM_THREADS",)
@@ -146,6 +147,7 @@ class RayWorkerGroup:
         self.run_id = run_id
         self.stopped_by: WorkerError | None = None
         self._outstanding: list[RayPendingResult] = []
+        self._mentioned: set[int] = set()  # ranks that the user was told are stopped
         self._ranks = _create_actors(allocation, runtime_env)
         try:
             self._place(allocation, Path(log_dir).resolve(), name, start_timeout)
@@ -216,13 +218,15 @@ class RayWorkerGroup:
                 raise self._stopped(target.method)
             self._outstanding = [result for result in self._outstanding if result.waiting]
             owner = {ref: result for result in self._outstanding for ref in result.waiting}
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait(list(owner), num_returns=1, timeout=remaining)
+            patience = _LOOK_SECONDS if deadline is None else max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))
+            ready, _ = ray.wait(list(owner), num_returns=1, timeout=patience)
             failures = [failure for ref in ready if (failure := owner[ref].take(ref)) is not None]
             if failures:
                 self._fail(failures, owner)
-            if not ready:
+            if not ready and deadline is not None and time.monotonic() >= deadline:
                 self._fail_late(target, timeout or 0.0)
+            elif not ready:
+                self._mention_stopped(target)
 
     def _place(self, allocation: Allocation, log_dir: Path, name: str, timeout: float) -> None:
         """Learn where the actors are, and order the ranks of each node by GPU."""
@@ -324,9 +328,17 @@ class RayWorkerGroup:
             raise
 
     def _stopped_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Those whose processes do not run: SIGSTOP, a debugger, a frozen container."""
+        """Those whose processes are stopped (SIGSTOP, a debugger)."""
         chosen = [(index, self._ranks[index]) for index in sorted(ranks)]
         return [index for index, rank in chosen if process_state(rank.node_id, rank.pid) == "T"]
+
+    def _mention_stopped(self, target: RayPendingResult) -> None:
+        """Tell the user of ranks on this machine that are stopped, long before the time-out: once each."""
+        here = ray.get_runtime_context().get_node_id()
+        waiting = {rank for rank in target.waiting.values() if self._ranks[rank].node_id == here}
+        for rank in self._stopped_ranks(waiting - self._mentioned):
+            self._mentioned.add(rank)
+            logger.warning("rank %d %s; %s() waits for it", rank, stopped_text(self._ranks[rank].pid), target.method)
 
     def _of_node(self, failure: Failure) -> Failure:
         """The failure, told as the node's where a process died with its raylet (seen on this machine alone; of another
