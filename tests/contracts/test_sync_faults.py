@@ -122,17 +122,19 @@ def rank_main(rank: int, port: int, folder: Path, model: Path, dtype: str) -> No
     """One of two ranks: the whole table."""
     process = init_distributed(rank, 2, rank, 2, "127.0.0.1", port, "cpu")
     plant = planting("vllm", dtype, process, model, tp=2)
-    cases = {
-        f"{fault}, {side}, {lr}": plant.case(fault, side, lr)
-        for fault in FAULTS
-        for side in SIDES
-        for lr in LEARNING_RATES
-    }
-    cases |= {f"skipped, {lr}": plant.skipped(lr) for lr in LEARNING_RATES}
-    cases |= {f"stale on rank 1, {side}": plant.case("stale", side, 1e-6, here=rank == 1) for side in SIDES}
-    dropped = {name: plant.dropped(name, "loader", 1e-6) for name in DROPPED}
-    plant.rollout.shutdown()
-    shutdown_distributed()
+    try:
+        cases = {
+            f"{fault}, {side}, {lr}": plant.case(fault, side, lr)
+            for fault in FAULTS
+            for side in SIDES
+            for lr in LEARNING_RATES
+        }
+        cases |= {f"skipped, {lr}": plant.skipped(lr) for lr in LEARNING_RATES}
+        cases |= {f"stale on rank 1, {side}": plant.case("stale", side, 1e-6, here=rank == 1) for side in SIDES}
+        dropped = {name: plant.dropped(name, "loader", 1e-6) for name in DROPPED}
+    finally:  # or the process does not end
+        plant.rollout.shutdown()
+        shutdown_distributed()
     said = {"cases": {name: (case.should, case.named) for name, case in cases.items()}, "dropped": dropped}
     (folder / f"rank{rank}.json").write_text(json.dumps(said))
 

@@ -46,7 +46,7 @@ class Lockstep:
     """Agreement of one replica's ranks on what is added and aborted at a step. `group` is theirs alone, on CPU."""
 
     def __init__(self, group: dist.ProcessGroup, leader: int) -> None:
-        self._group = group
+        self.group = group
         self._leader = leader
         self.is_leader = dist.get_rank() == leader
 
@@ -54,10 +54,10 @@ class Lockstep:
         """The leader's (request ids to add, abort all). Followers pass None."""
         ids, abort = announcement or ([], False)
         header = torch.tensor([len(ids), int(abort)], dtype=torch.int64)
-        dist.broadcast(header, src=self._leader, group=self._group)
+        dist.broadcast(header, src=self._leader, group=self.group)
         if header[0]:
             box = [ids]
-            dist.broadcast_object_list(box, src=self._leader, group=self._group)
+            dist.broadcast_object_list(box, src=self._leader, group=self.group)
             ids = box[0]
         return ids, bool(header[1])
 

@@ -162,7 +162,9 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         parts = held_by(self._model, layout)
         if self.keeps_adapters:
             parts = itertools.chain(parts, vllm_lora.held(self._llm, compat.fused_parts(self._model), layout))
-        return checksums(parts, layout, self.dtype, None if self._lockstep is None else self._lockstep.group)
+        group = None if self._lockstep is None else self._lockstep.group
+        with self._loop.exclusive():
+            return checksums(parts, layout, self.dtype, group)
 
     def _cached_tokens(self) -> int:
         """What the cache has of one long prompt, the same at every call; a sleeping cache holds nothing."""
