@@ -105,9 +105,10 @@ def test_a_cache_that_is_not_emptied(plant: Plant, monkeypatch: pytest.MonkeyPat
     plant.sync.sync(1002)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_two_ranks(tmp_path: Path, folder: Path, dtype: str) -> None:
+@pytest.mark.parametrize("engine", ["vllm-float32", pytest.param("vllm-bfloat16", marks=pytest.mark.slow)])
+def test_two_ranks(tmp_path: Path, folder: Path, engine: str) -> None:
     """Shards on two ranks into one replica of vLLM on both; faults on both ranks, and on one alone."""
+    dtype = engine.removeprefix("vllm-")
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("needs vllm")
     for out in run_on_two_ranks(__file__, tmp_path, str(folder), dtype):
