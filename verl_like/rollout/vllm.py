@@ -159,13 +159,16 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         parts = held_by(self._model, layout)
         if self.keeps_adapters:
             parts = itertools.chain(parts, vllm_lora.held(self._llm, compat.fused_parts(self._model), layout))
-        return checksums(parts, layout, self.dtype, None if self._lockstep is None else self._lockstep.group)
+        group = None if self._lockstep is None else self._lockstep.group
+        with self._loop.exclusive():
+            return checksums(parts, layout, self.dtype, group)
 
     def _cached_tokens(self) -> int:
         """What the cache has of one long prompt, the same at every call; a sleeping cache holds nothing."""
-        length = min(_CACHED_BLOCKS * compat.block_size(self._llm) + 1, self.max_model_len - 1)
-        if self._asleep or not compat.caches_prefixes(self._llm):
-            return 0
+        block = compat.block_size(self._llm)
+        length = min(_CACHED_BLOCKS * block + 1, self.max_model_len - 1)
+        if self._asleep or not compat.caches_prefixes(self._llm) or length <= block:
+            return 0  # what is cached is whole blocks
         prompt = [(7919 * i + 1) % self.tokenizer_size for i in range(length)]
         params = compat.sampling_params(SamplingParams(max_tokens=1, do_sample=False), seed=None)
         compat.add_request(self._llm, "cache-probe", prompt, params, self._lora_request)

@@ -339,7 +339,7 @@ def _packed_order(shape: torch.Size, dtype: torch.dtype, isa: str) -> Tensor:
 
 
 def block_size(llm: Any) -> int:
-    """Tokens of one block of the KV cache; what is cached is whole blocks."""
+    """Tokens of one block of the KV cache."""
     return int(llm.llm_engine.vllm_config.cache_config.block_size)
 
 

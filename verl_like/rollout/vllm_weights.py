@@ -68,10 +68,18 @@ def held_by(model: nn.Module, layout: Layout) -> Iterator[Held]:
             if parameter is None:
                 continue
             names = _names(f"{path}.{leaf}", fused, layout) or _names(owners.get(id(parameter), ""), fused, layout)
+            if len(names) == 1 and len(compat.rows_of_parts(module)) > 1 and not _as_it_came(path, fused, layout):
+                continue
             packed = compat.unpacked_linear(module) if names and leaf == "weight" else None
             for place, local in ((f"{path}.{leaf}", parameter.detach()), (f"{path}.packed", packed)):
                 if names and local is not None and local.numel():
                     yield from _of_module(module, names, place, local, layout)
+
+
+def _as_it_came(path: str, fused: dict[str, list[str]], layout: Layout) -> bool:
+    """Whether a fused module with one Hugging Face name holds the rows in their order: if vLLM lists it and does not
+    split it (Phi-3). Of others its loader exchanges rows (GPT-NeoX); split, each rank has several ranges of them."""
+    return layout.size == 1 and path.rpartition(".")[2] in fused
 
 
 def checksums(parts: Iterator[Held], layout: Layout, dtype: torch.dtype, group: Any) -> list[tuple[str, int]]:
@@ -127,11 +135,9 @@ def _of_module(module: nn.Module, names: list[str], place: str, local: Tensor, l
         rows = as_matrix(local[: end - start])
         yield Held(names[0], place, Slice(rows, 0, start) if local.ndim < 2 else Slice(rows, start, 0))
         return
-    sizes = compat.rows_of_parts(module)
-    if len(names) == 1 and (len(sizes) < 2 or layout.size == 1):
-        sizes = [local.shape[0]]
+    sizes = [local.shape[0]] if len(names) == 1 else compat.rows_of_parts(module)
     if len(sizes) != len(names) or sum(sizes) != local.shape[0]:
-        return  # also one Hugging Face tensor of which each rank has several ranges of rows
+        return
     for name, piece in zip(names, local.split(sizes), strict=True):
         held = layout.held(name, place, piece)
         if held is not None:

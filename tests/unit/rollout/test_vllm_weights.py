@@ -116,6 +116,16 @@ def test_what_is_no_equal_part_is_left_out() -> None:
     assert found is not None and (found.part.row, found.part.column) == (0, 2)
 
 
+@pytest.mark.parametrize("listed, size, told", [(True, 1, 1), (False, 1, 0), (True, 2, 0)])
+def test_a_fused_tensor_of_the_hub_counts_where_its_rows_keep_their_order(listed: bool, size: int, told: int) -> None:
+    layout = Layout({"a.qkv.weight": torch.Size((12, 4))}, rank=0, size=size)
+    model = nn.Module()
+    model.a = nn.Module()
+    model.a.qkv = Part({"output_partition_sizes": [4 // size] * 3}, weight=torch.ones(12 // size, 4))
+    vars(model)["packed_modules_mapping"] = {"qkv": ["qkv"]} if listed else {}
+    assert len(list(held_by(model, layout))) == told
+
+
 def test_a_tensor_held_in_another_precision_must_lose_nothing() -> None:
     layout = Layout({"b.bias": torch.Size((8,))}, rank=0, size=1)
     sent = torch.randn(8, generator=torch.Generator().manual_seed(0)).bfloat16()
