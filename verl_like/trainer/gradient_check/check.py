@@ -23,7 +23,7 @@ from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.cluster.environment import free_port
 from verl_like.config import OptimConfig, PPOConfig
-from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.batch_plan import MicroBatchRule, two_policies
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.gradients import minibatch_gradients
 from verl_like.engine.train_engine import LOG_PROBS, VALUES, LossFn
@@ -163,11 +163,8 @@ class SelfCheck:
         objective: PolicyObjective | ValueObjective = ValueObjective(settings.critic)
         apart_B = None
         if engine.kind == "policy":
-            objective = PolicyObjective(
-                settings.actor_rollout_ref.actor,
-                settings.algorithm.rollout_correction,
-                two_policies=case.old == "sampler",
-            )
+            actor, correction = settings.actor_rollout_ref.actor, settings.algorithm.rollout_correction
+            objective = PolicyObjective(actor, correction, two_policies=two_policies(actor, correction))
             apart_B = objective.without_gradient(rows)
         loss = RecordedLoss(objective)
         gradient = minibatch_gradients(

@@ -16,6 +16,7 @@ from torch import Tensor
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch
 from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import two_policies
 from verl_like.config.correction import corrects
 from verl_like.trainer.gradient_check import plain_correction
 from verl_like.trainer.gradient_check.material import Material, OldLogProbs
@@ -194,7 +195,11 @@ class PlainPolicyLoss:
 
     def reinforces(self) -> bool:
         """Bypass mode with loss_type=reinforce: -A * log_prob instead of the policy loss."""
-        return self.old == "sampler" and self.config.algorithm.rollout_correction.loss_type == "reinforce"
+        return self.two_policies() and self.config.algorithm.rollout_correction.loss_type == "reinforce"
+
+    def two_policies(self) -> bool:
+        """Bypass mode, or the sampler's log-probs as old ones by choice."""
+        return two_policies(self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction)
 
     def update_weights(self, row: PlainRow, log_probs_R: Tensor) -> Tensor | None:
         """Constants on the row's policy loss: from before the update, or by its own log-probs.
@@ -207,7 +212,7 @@ class PlainPolicyLoss:
             return None if row.weight_R is None else self.joined_weight(row.weight_R, row.mask_R)
         log_p, log_q, mask = log_probs_R.detach().double().tolist(), self.sampler(row), row.mask_R.tolist()
         kept_R = torch.tensor(plain_correction.kept_tokens(log_p, log_q, mask, rule))
-        if rule.rollout_is is None or (self.old == "sampler" and not self.reinforces()):
+        if rule.rollout_is is None or (self.two_policies() and not self.reinforces()):
             return kept_R.float()
         weight_R = torch.tensor(plain_correction.weights(log_p, log_q, mask, rule))
         return kept_R * self.joined_weight(weight_R, kept_R)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from verl_like.batch import Rollouts
 from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
-from verl_like.config.batch_plan import needs_critic
+from verl_like.config.batch_plan import needs_critic, two_policies
 from verl_like.config.enums import KLKind
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.trainer.gradient_check.driver import Share, old_log_probs_of, shares_of
@@ -128,7 +128,7 @@ def about_objective(config: PPOConfig) -> str:
     """What of the objective the yardstick computes on its own."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     mode = actor.policy_loss.loss_mode
-    if old_log_probs_of(config) == "sampler" and correction.loss_type == "reinforce":
+    if two_policies(actor, correction) and correction.loss_type == "reinforce":
         mode = "reinforce"
     line = f"objective: {mode}, old log-probs {_OLD_TEXT[old_log_probs_of(config)]}"
     if mode in (*OWN_LOSSES, "reinforce"):
