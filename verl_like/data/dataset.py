@@ -282,12 +282,3 @@ def source_of(row: dict[str, Any], data: DataConfig) -> str:
     """The data source of a row, or data.default_data_source."""
     source = row.get(data.reward_fn_key)
     return data.default_data_source if source is None else str(source)
-
-
-def build_dataset(data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int = 1) -> Dataset:
-    """PromptDataset, or the class of data.custom_cls: see `foreign.build_custom`."""
-    if data.custom_cls.path is None:
-        return PromptDataset(data, files, tokenizer, split=split, seed=seed)
-    from verl_like.data.foreign import build_custom
-
-    return build_custom(data, files, tokenizer, split=split, seed=seed)

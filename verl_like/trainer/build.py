@@ -22,8 +22,9 @@ from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
 from verl_like.config.batch_plan import BatchPlan, needs_critic, needs_reference
 from verl_like.config.errors import ConfigError
 from verl_like.config.row_groups import actor_group, critic_group, reference_group
+from verl_like.data.build import build_dataset
 from verl_like.data.curriculum import CustomSampler
-from verl_like.data.dataset import Dataset, PromptDataset, build_dataset
+from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler, Sampler

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,15 +30,30 @@ from verl_like.checkpoint.layout import (
     write_trainer_state,
 )
 from verl_like.cluster.worker_group import GroupStopped
-from verl_like.config import TrainerConfig
+from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.resume import CONFIG_FILE
-
-if TYPE_CHECKING:
-    from verl_like.trainer.ppo import PPOTrainer
+from verl_like.trainer.roles import CriticGroup, PolicyGroup
+from verl_like.trainer.source import BatchSource
+from verl_like.trainer.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+
+class Run(Protocol):
+    """What a checkpoint holds, and what it is told: `ppo.PPOTrainer`."""
+
+    config: PPOConfig
+    state: TrainState
+    source: BatchSource
+    policy: PolicyGroup
+    critic: CriticGroup | None
+    total_steps: int
+
+    def report_step(self) -> None:
+        """Hand out the finished step's metrics, once."""
+        ...
 
 
 class NotFinite(RunStopped):
@@ -46,7 +61,7 @@ class NotFinite(RunStopped):
 
 
 class Checkpoints:
-    """Saves and restores a `PPOTrainer` under trainer.default_local_dir.
+    """Saves and restores a run under trainer.default_local_dir.
 
     resume: the checkpoint to start from (`resume.find_resume`). confirm: called before anything is written; raises when
     the folder is another run's meanwhile (checkpoint/lock.py).
@@ -71,7 +86,7 @@ class Checkpoints:
         """The last finished step of the run that is taken up; None for a fresh start."""
         return None if self.resume is None else step_of(self.resume)
 
-    def restore(self, run: PPOTrainer) -> None:
+    def restore(self, run: Run) -> None:
         """Load the checkpoint to start from, if there is one. ConfigError when the run's data do not fit it."""
         if self.resume is not None:
             saved = read_trainer_state(self.resume)
@@ -96,12 +111,12 @@ class Checkpoints:
         """From here to `step_ended` the weights belong to no step: nothing can be saved."""
         self._boundary = None
 
-    def step_ended(self, run: PPOTrainer) -> None:
+    def step_ended(self, run: Run) -> None:
         """The weights are those of `run.state.step` until the next update, whatever the loop draws meanwhile."""
         self._boundary = copy.deepcopy({"state": run.state.state_dict(), "source": run.source.state_dict()})
 
     @contextmanager
-    def saved_on_error(self, run: PPOTrainer) -> Iterator[None]:
+    def saved_on_error(self, run: Run) -> Iterator[None]:
         """An error of the driver loses no finished step: they are saved, as for an interrupt, before it goes on."""
         try:
             yield
@@ -112,14 +127,14 @@ class Checkpoints:
             self._save_after_error(run)
             raise
 
-    def save_unless_saved(self, run: PPOTrainer) -> None:
+    def save_unless_saved(self, run: Run) -> None:
         """For an interrupted run: nothing is lost, nothing is written twice."""
         assert self._boundary is not None
         if self._boundary["state"]["step"] not in (0, self._saved_step):
             self.write(run)
         self.complete(run, wait=True)
 
-    def write(self, run: PPOTrainer) -> None:
+    def write(self, run: Run) -> None:
         """Write models and configuration of the finished step. NotFinite, naming tensors, when they are spoilt."""
         self.complete(run, wait=True)
         assert self._boundary is not None
@@ -133,7 +148,7 @@ class Checkpoints:
         save_resolved(run.config, path / CONFIG_FILE)
         self._saved_step, self._incomplete = step, (path, state)
 
-    def complete(self, run: PPOTrainer, *, wait: bool) -> None:
+    def complete(self, run: Run, *, wait: bool) -> None:
         """Declare what was written a checkpoint, and drop old ones, once all its files are there.
 
         wait: for those that are written in the background (checkpoint.async_save). Until then the one before stays the
@@ -150,7 +165,7 @@ class Checkpoints:
         rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep)
         logger.info("saved checkpoint %s", path)
 
-    def _save_after_error(self, run: PPOTrainer) -> None:
+    def _save_after_error(self, run: Run) -> None:
         """As for an interrupt, if the weights are those of a finished step; no error of its own hides the first."""
         if self._boundary is None:
             logger.error("it failed in the middle of an update: the weights belong to no step and are not saved")
@@ -163,7 +178,7 @@ class Checkpoints:
             except Exception:
                 logger.exception("saving failed too; the error that ends the run follows")
 
-    def _require_finite(self, run: PPOTrainer, role: str, names: list[str], written: Path) -> None:
+    def _require_finite(self, run: Run, role: str, names: list[str], written: Path) -> None:
         if names:
             step = step_of(written.stem)
             if not self._in_background(run):
@@ -176,6 +191,6 @@ class Checkpoints:
             )
 
     @staticmethod
-    def _in_background(run: PPOTrainer) -> bool:
+    def _in_background(run: Run) -> bool:
         actor, critic = run.config.actor_rollout_ref.actor.checkpoint, run.config.critic.checkpoint
         return actor.async_save or (run.critic is not None and critic.async_save)

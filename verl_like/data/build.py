@@ -1,0 +1,17 @@
+"""The data set of a split: ours, or a class of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_like.config import DataConfig
+from verl_like.data.dataset import Dataset, PromptDataset
+from verl_like.data.foreign import build_custom
+from verl_like.data.reading import Files
+
+
+def build_dataset(data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int = 1) -> Dataset:
+    """PromptDataset, or the class of data.custom_cls: see `foreign.build_custom`."""
+    if data.custom_cls.path is None:
+        return PromptDataset(data, files, tokenizer, split=split, seed=seed)
+    return build_custom(data, files, tokenizer, split=split, seed=seed)
