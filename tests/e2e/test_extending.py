@@ -19,6 +19,7 @@ from typing import NoReturn
 import pytest
 from support import main_ppo, metrics_of, overrides, write_task
 
+from verl_like.algorithms.kl import KL_ESTIMATORS
 from verl_like.config import PPOConfig
 from verl_like.trainer.build import build_trainer
 from verl_like.trainer.compose import compose
@@ -26,6 +27,12 @@ from verl_like.trainer.run import run as train
 from verl_like.workers.spec import WorkerSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+
+
+@pytest.fixture(autouse=True)
+def own_menus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page's plugin registers is forgotten after a test: the next one imports it from another folder."""
+    monkeypatch.setattr(KL_ESTIMATORS, "_entries", dict(KL_ESTIMATORS._entries))
 
 
 def examples() -> tuple[dict[str, str], list[str]]:
