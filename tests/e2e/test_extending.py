@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from support import main_ppo, metrics_of, overrides, write_task
 
+from verl_like.algorithms.kl import KL_ESTIMATORS
+from verl_like.config import PPOConfig
+from verl_like.trainer.build import build_trainer
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
+from verl_like.workers.spec import WorkerSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+
+
+@pytest.fixture(autouse=True)
+def own_menus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page's plugin registers is forgotten after a test: the next one imports it from another folder."""
+    monkeypatch.setattr(KL_ESTIMATORS, "_entries", dict(KL_ESTIMATORS._entries))
 
 
 def examples() -> tuple[dict[str, str], list[str]]:
@@ -70,6 +84,44 @@ def test_every_example_of_the_page_in_one_run(
     assert record["own/longest_response"] >= 1  # ReportsLongest
 
 
+WORKER = """
+import pathlib, sys
+from verl_like.cluster.rank_process import RankProcess, StartRequest
+from verl_like.cluster.worker_group import RankEnv
+from verl_like.cluster.environment import free_port
+
+env = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, master_address="127.0.0.1",
+              master_port=free_port(), run_id="extending", device="cpu")
+request = StartRequest(worker="verl_like.workers.hybrid:HybridWorker", rank_env=env, cuda_devices=(), environment={},
+                       log_path=sys.argv[1] + "/worker.log", working_directory=sys.argv[1])
+process = RankProcess()
+outcome = process.start(request, pathlib.Path(sys.argv[1], "spec.pickle").read_bytes())
+print("found:", outcome.message, [type(process._worker.reward).__name__], file=open("outcome.txt", "w"))
+"""
+
+
+def test_a_worker_process_finds_all_by_path(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a Ray actor does, in a fresh process (its imports take seconds) that gets the pickled spec and nothing else:
+    relative paths, and the driver's VERL_USE_EXTERNAL_MODULES, which the process itself does not have."""
+    line = command(tmp_path, tiny_model)
+    line.remove("actor_rollout_ref.model.external_lib=my_plugin.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "my_plugin.py")
+
+    def connect(config: PPOConfig, spec: WorkerSpec, *place: object) -> NoReturn:
+        (tmp_path / "spec.pickle").write_bytes(pickle.dumps(spec))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), build_trainer(compose(line), connect):
+        pass
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_USE_EXTERNAL_MODULES"}
+    arguments = [sys.executable, "-c", WORKER, str(tmp_path)]
+    root = {"PYTHONPATH": str(PAGE.parents[1])}
+    run = subprocess.run(arguments, cwd="/", env=environment | root, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr + (tmp_path / "worker.log").read_text()[-3000:]
+    assert (tmp_path / "outcome.txt").read_text() == "found:  ['PrefersShort']\n"
+
+
 @pytest.mark.slow
 def test_every_example_in_ray_workers(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two spawned ranks load the same files by path; the plugin comes through verl's environment variable."""
@@ -78,7 +130,7 @@ def test_every_example_in_ray_workers(tmp_path: Path, tiny_model: Path, monkeypa
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "my_plugin")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     line = [word.replace("=my_", f"={tmp_path}/my_").replace(",my_", f",{tmp_path}/my_") for word in line]
-    result = main_ppo(line)
+    result = main_ppo(line, timeout=600)
     assert result.returncode == 0, result.stdout[-3000:]
     (record,) = metrics_of(tmp_path / "out")
     assert record["actor/ratio_distance"] == 0.0 and record["own/longest_response"] >= 1
