@@ -162,6 +162,15 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, tiny_model
     assert "Traceback" not in result.stdout + absent.stdout
 
 
+def test_a_reward_function_that_gives_no_rewards_is_found_before_the_workers(tmp_path: Path, tiny_model: Path) -> None:
+    task = write_task(tmp_path)
+    for returned in ("None", "'1.0'"):
+        (tmp_path / "reward.py").write_text(f"def compute_score(**arguments): return {returned}\n")
+        message = rf"(?s)reward\.py, name=compute_score: tried with row 0 .*2 of 2 calls failed.* not {returned} \("
+        with pytest.raises(SystemExit, match=message):
+            train(compose(overrides(task, tiny_model, tmp_path / "out")))
+
+
 def test_validation_only_trains_nothing(tmp_path: Path, tiny_model: Path) -> None:
     settings = {"trainer.val_only": True, "actor_rollout_ref.rollout.val_kwargs.n": 2}
     settings["actor_rollout_ref.rollout.val_kwargs.do_sample"] = True

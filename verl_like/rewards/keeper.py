@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from verl_like.rewards.sandbox import kernel
+from verl_like.rewards.sandbox import cleaning, kernel
 
 END = signal.SIGUSR1  # ends a keeper and all below. Not SIGTERM: batch systems send that to every process of a job
 _PATIENCE_S = 5.0
@@ -91,9 +91,9 @@ def _guard(worker_pid: int, temporary: str) -> None:
         pass
     try:
         end_all_below()
-        import shutil
-
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            cleaning.empty_folder(temporary)
+            os.rmdir(temporary)
         if os.WIFSIGNALED(status):
             import resource
 

@@ -186,7 +186,11 @@ START_CHILDREN = """
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         session = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
         daemon = subprocess.run(["/bin/sh", "-c", "setsid sleep 1000 >/dev/null & echo $!"], stdout=subprocess.PIPE)
-        open(os.path.join(os.environ["TMPDIR"], "left"), "w").close()
+        home = os.getcwd()
+        os.chdir(os.environ["TMPDIR"])
+        for _ in range(1100):
+            os.makedirs("nested", exist_ok=True), os.chdir("nested")
+        os.chdir(home)
         pids = [session.pid, int(daemon.stdout)]
         with open(ground_truth, "w") as file:
             file.write(" ".join(map(str, [*pids, os.getpid()])) + "\\n" + os.environ["TMPDIR"])

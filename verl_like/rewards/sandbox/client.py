@@ -92,6 +92,8 @@ class Jail:
                 cleaning.empty_folder(self._scratch)
                 os.rmdir(self._scratch)
                 return
+            except FileNotFoundError:
+                return
             except OSError:
                 time.sleep(0.05)
         logger.warning("the sandbox's folder %s could not be deleted", self._scratch)
