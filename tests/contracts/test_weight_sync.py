@@ -90,6 +90,11 @@ def _reshape(items: Items) -> Items:
     return ((n, t[:-1] if n == K else t) for n, t in items)
 
 
+def _negate(items: Items) -> Items:
+    """One row of one tensor: what the second of two tensor-parallel ranks holds."""
+    return ((n, torch.cat([t[:-1], -t[-1:]]) if n == K else t) for n, t in items)
+
+
 def _twice(items: Items) -> Items:
     for name, tensor in items:
         yield name, tensor
@@ -230,6 +235,8 @@ def test_sharded_trainer_and_two_ranks(tmp_path: Path) -> None:
     for out in run_on_two_ranks(__file__, tmp_path, ",".join(names)):
         for name in names:
             assert out[name]["gap"] < 1e-5
+            assert out[name]["read_back"] == [len(FakeTrainEngine(model).weight_names())] * 2
+            assert f"differs in the rollout engine: {K}" in out[name]["loader_error"]
             assert "failed on ranks [1]. Rank 1: shape" in out[name]["error"]
             assert out[name]["version_after_error"] is None
             assert out[name]["recovered_gap"] < 1e-5
@@ -254,7 +261,7 @@ def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
     for name in names:
         rollout = build(name, folder / f"rollout{rank}", process, tensor_model_parallel_size=2 if name == "vllm" else 1)
         sync = WeightSync(cast(TrainEngine, engine), rollout, RolloutConfig(), process)
-        gap = sync.sync(1).probe_gap
+        first = sync.sync(1)
         if rank == 1:
             engine.export_weights = lambda dtype, form: _reshape(export(dtype, form))  # type: ignore[method-assign]
         try:
@@ -264,13 +271,24 @@ def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
             error = str(caught)
         version = rollout.weight_version
         engine.export_weights = export  # type: ignore[method-assign]
-        recovered = sync.sync(3).probe_gap
+        load = rollout.load_weights
+        wrongly = lambda items, version, *, partial, load=load: load(_negate(items), version, partial=partial)  # noqa: E731
+        rollout.load_weights = wrongly  # type: ignore[method-assign]
+        try:
+            sync.sync(3)
+            loader_error = "none"
+        except WeightSyncError as caught:
+            loader_error = str(caught)
+        rollout.load_weights = load  # type: ignore[method-assign]
+        recovered = sync.sync(4)
         done = rollout.generate([REQUEST])[0]
         out[name] = {
-            "gap": gap,
+            "gap": first.probe_gap,
+            "read_back": [first.num_read_back, recovered.num_read_back],
+            "loader_error": loader_error,
             "error": error,
             "version_after_error": version,
-            "recovered_gap": recovered,
+            "recovered_gap": recovered.probe_gap,
             "tokens": done.token_ids,
             "log_probs": done.log_probs,
         }

@@ -33,7 +33,7 @@ _MAX_LISTED = 12  # problems named in an error message
 class WeightSyncError(RuntimeError):
     """The rollout engine does not hold the trained weights; it is unloaded. A later full sync may succeed.
 
-    problems: all that the first rank with a problem has found; the message lists some.
+    problems: all that any rank has found; the message lists some of the first rank with a problem.
     """
 
     def __init__(self, message: str, problems: list[str]) -> None:
@@ -223,7 +223,8 @@ class WeightSync:
         rank, found = next(iter(bad.items()))
         more = len(found) - _MAX_LISTED
         listed = "; ".join(found[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
-        raise WeightSyncError(f"weight sync failed on ranks {sorted(bad)}. Rank {rank}: {listed}", found)
+        every = list(dict.fromkeys(problem for some in bad.values() for problem in some))
+        raise WeightSyncError(f"weight sync failed on ranks {sorted(bad)}. Rank {rank}: {listed}", every)
 
 
 def _recording(stream: Iterable[tuple[str, Tensor]], errors: list[Exception]) -> Iterator[tuple[str, Tensor]]:
