@@ -165,7 +165,7 @@ class WeightSync:
             raise WeightSyncError(message, [message]) from export_errors[0]
         for _ in ledger.watch(exported):
             pass
-        return problems + ledger.problems()
+        return ledger.problems() + problems
 
     def _proved(self, header: Header, ledger: WeightLedger) -> tuple[int, Gap]:
         """After a load: how many tensors were compared inside the engine, and the probe's gap."""
