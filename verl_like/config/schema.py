@@ -99,11 +99,14 @@ def suggest(path: str) -> str:
     has only a word like `enable` in common.
     """
     section, _, name = path.rpartition(".")
-    whole = _ending(path) or _misspelt(path) if section else None
+    misspelt = _misspelt(path) if section else None
+    whole = _ending(path) if section else None
+    if misspelt is not None and misspelt.endswith(f".{name}"):  # only the section is misspelt
+        whole = whole or misspelt
     foreign = None if whole else _foreign(path.split("."))
     if foreign is not None:
         return f"; {foreign}"
-    nearest = whole or _nearest(section, name)
+    nearest = whole or misspelt or _nearest(section, name)
     return f"; did you mean {nearest}?" if nearest else "; docs/configuration.md lists all keys"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from verl_like.batch import PromptRow
 from verl_like.config import DataConfig
 from verl_like.data.chat import Conversation, PromptEncoder, encode_all, truncate
-from verl_like.data.media import MediaColumn, handles, insert_media, media_columns, refuse_tags
+from verl_like.data.media import DEFAULT_MEDIA_KEYS, MediaColumn, handles, insert_media, media_columns, refuse_tags
 from verl_like.data.reading import (
     DataFile,
     Files,
@@ -120,7 +120,9 @@ class PromptDataset:
         row = file.rows.row(offset)
         media = handles(file.path, self._media[number], offset)
         messages = self.messages(row, place)
-        refuse_tags(messages, {k: c for k, c in self._media_keys.items() if c not in file.rows.columns}, place)
+        # Without the column of the default name <image> is text, as in a programming task; a name that was given is meant.
+        meant = {k: c for k, c in self._media_keys.items() if c != DEFAULT_MEDIA_KEYS[k]}
+        refuse_tags(messages, {k: c for k, c in meant.items() if c not in file.rows.columns}, place)
         messages = insert_media(messages, media, self._media_keys, place) if media else messages
         tools = None if self.data.tools_key is None else tools_of(row, self.data.tools_key, place)
         return PromptRow(

@@ -13,9 +13,12 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from verl_like.batch import MediaHandle
+from verl_like.config import DataConfig
 from verl_like.data.rows import AnyRows, read_rows
 
 _TAGS = re.compile(r"(<image>|<video>)")
+
+DEFAULT_MEDIA_KEYS = {"image": DataConfig().image_key, "video": DataConfig().video_key}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

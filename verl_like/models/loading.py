@@ -49,8 +49,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "actor
         tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{key}={path}: its tokenizer cannot be loaded ({error}); {fix}") from error
-    if not tokenizer("a b c 1 2 3")["input_ids"]:  # what transformers makes of a folder without tokenizer files
-        raise ValueError(f"{key}={path} holds no tokenizer: every text becomes 0 tokens; {fix}")
+    # What transformers makes of a folder without tokenizer files knows special tokens alone
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise ValueError(f"{key}={path} holds no tokenizer: no text becomes a token; {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

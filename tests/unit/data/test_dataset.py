@@ -266,6 +266,8 @@ def test_images_are_carried_as_handles(tmp_path: Path) -> None:
     assert wrong.num_media() == 0
     with pytest.raises(ValueError, match=r"has <image>, but the file has no column 'pictures' \(data\.image_key\)"):
         wrong.check_rows()
+    bare = write_parquet(tmp_path / "c.parquet", [shown])  # <image> in a programming task: nobody asked for a column
+    PromptDataset(DataConfig(), bare, AnyTokenizer(), split="train").check_rows()
     plain = PromptDataset(DataConfig(image_key=None), full, AnyTokenizer(), split="train")
     plain.check_rows()
     assert plain[1][1].messages == [{"role": "user", "content": "a <image> and <image>?"}]
