@@ -120,7 +120,7 @@ class PromptDataset:
         row = file.rows.row(offset)
         media = handles(file.path, self._media[number], offset)
         messages = self.messages(row, place)
-        # Without the column of the default name <image> is text, as in a programming task; a name that was given is meant.
+        # A name that was given is meant; without the column of the default name <image> is text, as in a program
         meant = {k: c for k, c in self._media_keys.items() if c != DEFAULT_MEDIA_KEYS[k]}
         refuse_tags(messages, {k: c for k, c in meant.items() if c not in file.rows.columns}, place)
         messages = insert_media(messages, media, self._media_keys, place) if media else messages

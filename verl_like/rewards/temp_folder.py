@@ -6,14 +6,17 @@ whatever machine that sees the same place, can tell which are left over.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
-import shutil
 import tempfile
 import time
 from pathlib import Path
 
+from verl_like.rewards.sandbox.cleaning import empty_folder
+
 _PREFIX = "verl_like_reward_"
+_PATIENCE_S = 30.0
 _NEW_S = 60.0  # between making a folder and locking it
 
 
@@ -26,8 +29,15 @@ class TempFolder:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        delete(self.path)
         os.close(self._descriptor)
+
+
+def delete(folder: str | Path) -> None:
+    """Delete a folder and all in it, whatever stands there. What cannot be deleted is left to the next clean-up."""
+    with contextlib.suppress(OSError):  # also one that is gone already
+        empty_folder(str(folder), time.monotonic() + _PATIENCE_S)
+        os.rmdir(folder)
 
 
 def remove_leftovers(parent: str | None = None) -> list[str]:
@@ -41,7 +51,7 @@ def remove_leftovers(parent: str | None = None) -> list[str]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - os.fstat(descriptor).st_mtime > _NEW_S:
-                shutil.rmtree(folder, ignore_errors=True)
+                delete(folder)
                 removed.append(folder.name)
         except BlockingIOError:  # in use
             continue
