@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 # Test processes, each with whole files; those that start Ray run in one of them. WORKERS=0: in one process (--pdb).
 WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 export VENV
 
 .DEFAULT_GOAL := help

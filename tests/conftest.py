@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -29,12 +30,33 @@ def load_script(path: Path, name: str) -> ModuleType:
     return module
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+# What starts Ray runs in one process of pytest-xdist, one after another: two clusters would starve each other.
+WITH_RAY = (
+    "tests/contracts/test_worker_group.py",
+    "tests/e2e/test_extending.py::test_every_example_in_ray_workers",
+    "tests/e2e/test_loop.py::test_one_rank_and_two_make_the_same_run",
+    "tests/e2e/test_main_job.py",
+    "tests/e2e/test_reward_model.py",
+    "tests/e2e/test_tensor_parallel.py",
+    "tests/e2e/test_two_nodes.py",
+    "tests/unit/cluster/test_driver_ends.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist need not be installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests run in one process, for their fixtures; files in the order of collection, the long ones first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(WITH_RAY) else nodeid.partition("::")[0]
+
+    return Scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one process, for their fixtures; those marked gpu are skipped without a CUDA device."""
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT).with_suffix("").as_posix()))
+    """Tests marked gpu are skipped where there is no CUDA device."""
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch

@@ -22,7 +22,7 @@ from verl_like.cluster.resources import Allocation, ResourcesError, allocate
 from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
 
 TOY = f"{__name__.rpartition('.')[0] + '.' if '.' in __name__ else ''}toy_worker:ToyWorker"
-pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.timeout(120)
 
 Group = RayWorkerGroup | LocalWorkerGroup
 

@@ -179,7 +179,6 @@ def test_validation_only_trains_nothing(tmp_path: Path, tiny_model: Path) -> Non
     assert "val-core/sevens/acc/mean@2" in record and "actor/pg_loss" not in record
 
 
-@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("rollout", ["hf"])
 def test_one_rank_and_two_make_the_same_run(tmp_path: Path, tiny_model: Path, rollout: str) -> None:
     """Same rollouts (a seed per request), same denominators, same update: the metrics agree to rounding."""

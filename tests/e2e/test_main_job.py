@@ -16,7 +16,6 @@ pytest.importorskip("vllm")
 
 from support import ROOT, main_ppo, metrics_of, overrides, shm_left_behind, write_task
 
-pytestmark = pytest.mark.xdist_group("ray")
 ON_RAY = {"trainer.launcher": "ray", "trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.name": "vllm"}
 
 

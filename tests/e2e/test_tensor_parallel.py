@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import main_ppo, metrics_of, overrides, write_task
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 SPLIT = {
     "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size": 2,  # the reference follows

@@ -18,7 +18,7 @@ from verl_like.cluster.ray_group import RayWorkerGroup
 from verl_like.cluster.resources import ResourcesError, allocate
 from verl_like.cluster.worker_group import WorkerDied
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.timeout(180)
 
 WORKER = "tests.contracts.toy_worker:ToyWorker"
 

@@ -16,7 +16,6 @@ from verl_like.cluster.janitor import kill_processes, processes_of_run
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.xdist_group("ray"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and /dev/shm"),
 ]
 
