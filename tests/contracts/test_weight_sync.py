@@ -219,6 +219,7 @@ def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: p
         tokenizer_size=70,
         max_model_len=64,
         seed=0,
+        tokenizer=str(folder),
     )
     try:
         assert (_sync(engine, rollout, process).sync(1).probe_gap or 0.0) < 1e-5
