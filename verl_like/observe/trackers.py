@@ -216,13 +216,14 @@ def _set_aside(path: Path) -> None:
 
 def _cut_steps_after(last_step: int, path: Path) -> None:
     """Remove the lines of steps that a resumed run does again; the whole file is kept under the first free number."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    # As bytes: str.splitlines also cuts at U+2028 and U+0085, which responses may hold and JSON does not escape.
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if json.loads(line)["step"] <= last_step]
     if len(kept) == len(lines):
         return
     aside, shortened = _free_name(path), path.with_name(f".{path.name}.{os.getpid()}")
     shutil.copy2(path, aside)
-    shortened.write_text("".join(kept), encoding="utf-8")
+    shortened.write_bytes(b"".join(kept))
     shortened.replace(path)
     logger.info("%s ends at step %d now, from where the run goes on; it is kept as %s", path, last_step, aside.name)
 

@@ -31,7 +31,7 @@ def _package_log_reaches_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_jsonl_is_always_written_also_without_any_logger(tmp_path: Path) -> None:
@@ -74,11 +74,12 @@ def test_resume_continues_the_file_and_mends_a_line_that_was_cut_off(tmp_path: P
 
 
 def test_steps_that_a_resumed_run_does_again_are_in_the_file_once(tmp_path: Path) -> None:
-    """The file as the killed run left it is kept under a number."""
+    """The file as the killed run left it is kept under a number. Responses may hold Unicode's line ends."""
     first = JsonlTracker(tmp_path)
     for step in (1, 2, 3):
         first.log(step, {"x": float(step)})
-        first.log_samples(step, [{"input": str(step), "output": "", "gts": "", "score": 0.0, "step": step}])
+        text = "\u2028\u2029\x85\x0b\r\n"
+        first.log_samples(step, [{"input": str(step), "output": text, "gts": "", "score": 0.0, "step": step}])
     for _ in range(2):  # the second time there is nothing to cut
         resumed = JsonlTracker(tmp_path, last_step=2)
     resumed.log(3, {"x": 30.0})
