@@ -217,7 +217,7 @@ class WorkerPool:
             room = self._room(worker)
             if room:
                 with self._lock:
-                    batch = self._take_batch(room)
+                    batch = self._take_batch(room, idle=not worker.pending)
                     self._lock.notify_all()
                 if batch:
                     self._send(worker, batch)
@@ -231,7 +231,7 @@ class WorkerPool:
         suspects = any(item.alone for item in worker.pending.values())
         return 0 if suspects else self._spec.concurrency - len(worker.pending)
 
-    def _take_batch(self, room: int) -> list[_Call]:
+    def _take_batch(self, room: int, *, idle: bool) -> list[_Call]:
         if self._spec.batch:
             group = self._queue[0].group if self._queue else None
             return [self._queue.popleft() for _ in range(sum(item.group is group for item in self._queue))]
@@ -240,7 +240,7 @@ class WorkerPool:
         size = min(room, max(1, waiting // (2 * self._num_workers)))
         batch: list[_Call] = []
         while self._queue and len(batch) < size:
-            if self._queue[0].alone and (batch or (room < _MAX_BATCH and room < self._spec.concurrency)):
+            if self._queue[0].alone and (batch or not idle):
                 break  # to an idle worker, and with nothing else
             item = self._queue.popleft()
             batch.append(item)
@@ -258,11 +258,12 @@ class WorkerPool:
         try:
             worker.channel.post(message)
         except OSError:
-            # It died while idle, so these calls are not to blame.
-            worker.pending.clear()
+            # It died before it got these calls, which are not to blame. Those it got earlier (an async worker) may be:
+            # `_exchange` reads what it still answered, and replaces it.
+            for number, _ in message:
+                del worker.pending[number]
             with self._lock:
                 self._queue.extendleft(reversed(batch))
-            self._replace(worker)
         except Exception as error:  # ground truths or extra_info may be anything
             for number, _ in message:
                 del worker.pending[number]

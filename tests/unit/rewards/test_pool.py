@@ -373,6 +373,15 @@ class TestChannel:
         with pytest.raises(EOFError):
             trainer.arrived()
 
+    def test_what_was_written_before_an_end_with_something_unread(self) -> None:
+        trainer, worker, _ = self.ends()
+        trainer.post("never read")
+        worker.send("read")
+        worker.close()
+        assert trainer.arrived() == ["read"]
+        with pytest.raises(EOFError):
+            trainer.arrived()
+
     def test_rubbish_is_told_at_its_first_byte(self) -> None:
         trainer, _, end = self.ends()
         end.sendall(b"x")
