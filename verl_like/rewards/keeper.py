@@ -87,6 +87,7 @@ def _guard(worker_pid: int, temporary: str) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {END})
         while pid != worker_pid:  # others are orphans
             pid, status = os.waitpid(-1, 0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {END})  # often right after the worker's end: not to cut short the rest
     except _EndError:
         pass
     try:
