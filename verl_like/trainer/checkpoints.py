@@ -121,6 +121,7 @@ class Checkpoints:
         try:
             yield
         except NotFinite:
+            self._attempt(run.report_step)  # what may tell why; there is nothing to save
             raise
         except Exception as error:
             logger.error("the run fails after step %d: %s", run.state.step, (str(error) or repr(error)).splitlines()[0])
@@ -171,12 +172,16 @@ class Checkpoints:
             logger.error("it failed in the middle of an update: the weights belong to no step and are not saved")
             return
         for what in (run.report_step, partial(self.save_unless_saved, run)):
-            try:
-                what()
-            except (GroupStopped, RunStopped) as second:
-                logger.error("nothing more can be saved: %s", str(second).splitlines()[0])
-            except Exception:
-                logger.exception("saving failed too; the error that ends the run follows")
+            self._attempt(what)
+
+    @staticmethod
+    def _attempt(what: Callable[[], None]) -> None:
+        try:
+            what()
+        except (GroupStopped, RunStopped) as second:
+            logger.error("nothing more can be saved: %s", str(second).splitlines()[0])
+        except Exception:
+            logger.exception("saving failed too; the error that ends the run follows")
 
     def _require_finite(self, run: Run, role: str, names: list[str], written: Path) -> None:
         if names:

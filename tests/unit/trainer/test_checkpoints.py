@@ -135,7 +135,8 @@ def test_a_step_is_reported_before_its_checkpoint_counts(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_tensors_that_are_not_finite_are_not_saved(tmp_path: Path, role: str) -> None:
-    """The one before stays the newest although max_actor_ckpt_to_keep=1; a save on error does not try again."""
+    """The one before stays the newest although max_actor_ckpt_to_keep=1; a save on error does not try again. The step
+    is reported: its metrics may tell why."""
     run = Run(tmp_path, max_actor_ckpt_to_keep=1, max_critic_ckpt_to_keep=1)
     run.critic = Group()
     run.step(save=True)
@@ -143,7 +144,7 @@ def test_tensors_that_are_not_finite_are_not_saved(tmp_path: Path, role: str) ->
     bad.bad_tensors = [f"layers.{i}.weight" for i in range(7)]
     with pytest.raises(NotFinite, match=rf"step 2: the {role} holds NaN .*layers.0.weight.*layers.4.weight and 2 more"):
         run.step(save=True)
-    assert saved_step(tmp_path) == 1
+    assert saved_step(tmp_path) == 1 and run.reported == [1, 2]
     assert sorted(p.name for p in tmp_path.glob("global*")) == ["global_step_1"]
 
 
