@@ -355,10 +355,13 @@ def risky(config: PPOConfig) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
     lines += risky_correction(config) + risky_baseline(config)
     if two_policies(config) and distortions(rollout):
+        cause, fix = f"{_ACTOR}.old_log_probs=rollout", f"set {_ACTOR}.old_log_probs=recompute"
+        if config.algorithm.rollout_correction.bypass_mode:
+            cause, fix = "algorithm.rollout_correction.bypass_mode=True", "leave bypass_mode and old_log_probs out"
         lines.append(
-            f"{_ACTOR}.old_log_probs=rollout with {_ROLLOUT}.{', '.join(distortions(rollout))}: the sampler's "
-            "log-probs are those of the changed distribution, the trainer's of the model's own: ratios are not 1 "
-            f"before the first update; leave them at their defaults, or set {_ACTOR}.old_log_probs=recompute"
+            f"{cause} with {_ROLLOUT}.{', '.join(distortions(rollout))}: the sampler's log-probs are those of the "
+            "changed distribution, the trainer's of the model's own: ratios are not 1 before the first update; leave "
+            f"them at their defaults, or {fix}"
         )
     lines += two_decays(config) + uncorrected_updates(config) + aimless_kl(config) + risky_rewards(config)
     if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:
