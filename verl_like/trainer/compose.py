@@ -155,6 +155,8 @@ def _import_users_modules(tree: DictConfig) -> None:
         import_modules(OmegaConf.select(tree, key), key)
     except UserCodeError as error:
         raise ConfigError([str(error)]) from error
+    except OmegaConfBaseException as error:  # external_lib refers to what is not there
+        raise ConfigError([f"{key}: {str(error).splitlines()[0]}"]) from error
 
 
 def to_config(tree: DictConfig) -> PPOConfig:
