@@ -3,7 +3,8 @@
 Four proofs, each sees what the others cannot: every name of the model came once with its shape; the checksums of what
 was sent and of what the engine holds are those of the trainer's shards, computed before anything was gathered (header,
 ledger); no prompt of before is left in the engine's cache; trainer and engine agree on the log-probs of probe tokens
-(probe). A sync that fails on any rank fails on all of them and leaves the engine unloaded.
+(probe). A sync that fails on any rank fails on all of them and leaves the engine unloaded; a rank that raises inside a
+collective does so alone, and the worker group ends the others.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _MAX_LISTED = 12  # problems named in an error message
 class WeightSyncError(RuntimeError):
     """The rollout engine does not hold the trained weights; it is unloaded. A later full sync may succeed.
 
-    problems: all that any rank has found; the message lists some of the first rank with a problem.
+    problems: all that any rank has found (of a rank that raises alone, its own); the message lists some of the first
+    rank with a problem.
     """
 
     def __init__(self, message: str, problems: list[str]) -> None:
@@ -185,12 +187,15 @@ class WeightSync:
         return len(names), self._compare(header.version)
 
     def _checked(self, what: str, check: Callable[[], list[str]]) -> None:
-        """Raise on every rank if `check` finds problems on any, or fails."""
+        """Raise on every rank if `check` finds problems on any; on this one alone, at once, if it fails."""
         try:
             problems = check()
         except Exception as error:
+            # It is a collective, in which the other ranks may wait: only this process ending its call can free them.
             logger.exception("a weight sync failed: %s", what)
-            problems = [f"{what}: {type(error).__name__}: {error}"]
+            self._rollout.unload()
+            message = f"{what}: {type(error).__name__}: {error}"
+            raise WeightSyncError(f"weight sync failed on rank {self._process.rank}: {message}", [message]) from error
         self._require(problems)
 
     def _order(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
