@@ -22,7 +22,7 @@ from verl_like.rewards import graders, keeper
 from verl_like.rewards.channel import Channel
 from verl_like.rewards.loading import is_async, load_scorer, own_arguments
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, ScorerSpec, is_finite_reward
-from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
+from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules, is_reference
 
 _TRACEBACK_CHARS = 2000
 _TEXT_CHARS = 500
@@ -143,11 +143,14 @@ async def _score_async(
     start = time.perf_counter()
     limit = asyncio.timeout(spec.timeout)  # counts from when this call starts: others may block the loop before
     try:
-        if call.grader is not None:  # built in, and short
+        if call.grader is not None and not is_reference(call.grader):  # built in, and short
             outcome = score_one(*_scorer_of(call, scorer, spec))
         else:
+            function, _, arguments = _scorer_of(call, scorer, spec)
             async with limit:
-                value = await scorer(**_arguments(call), **own_arguments(spec))
+                value = function(**_arguments(call), **arguments)
+                if inspect.isawaitable(value):  # a grader of the user's own need not be
+                    value = await value
             outcome = to_outcome(value, time.perf_counter() - start)
     except TimeoutError as error:
         outcome = _exception_outcome(error, start)

@@ -142,6 +142,24 @@ def test_a_row_that_cannot_be_sent_fails_alone() -> None:
         reward_pool.close()
 
 
+def test_async_graders_beside_an_async_function(tmp_path: Path) -> None:
+    """In one event loop: those of the user's own are awaited there, or called."""
+    text = """
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1
+        async def waits(data_source, solution_str, ground_truth, extra_info=None): return 2
+        def plain(data_source, solution_str, ground_truth, extra_info=None): return 3
+        """
+    path = write(tmp_path, text)
+    call = RewardCall(data_source="x", solution_str="#### 5", ground_truth="5")
+    named = [None, f"{path}:waits", f"{path}:plain", "gsm8k"]
+    reward_pool = pool.WorkerPool(ScorerSpec(path=str(path)), num_workers=1)
+    try:
+        futures = reward_pool.submit([replace(call, grader=name) for name in named])
+        assert [future.result(20).score for future in futures] == [1, 2, 3, 1]
+    finally:
+        reward_pool.close()
+
+
 class TestMemoryLimit:
     LEAK = """
         import os
