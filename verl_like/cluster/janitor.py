@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_RUN_ID_VARIABLE = "VERL_LIKE_RUN_ID"  # as in protocol.py, which a process without site-packages cannot import
+_RUN_ID_VARIABLE = "VERL_LIKE_RUN_ID"  # as in worker_group.py, which a process without site-packages cannot import
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
 
