@@ -174,7 +174,10 @@ def _alone(folder: Path) -> Iterator[None]:
 def _read(path: Path) -> Holder | None:
     """Who holds the folder; None: nobody."""
     try:
-        return json.loads(path.read_text())
+        holder = json.loads(path.read_text())
+        if not (isinstance(holder, dict) and {"machine", "started", "pid"} <= holder.keys()):
+            raise ValueError("it names no holder")
+        return holder
     except FileNotFoundError:
         return None
     except ValueError as error:

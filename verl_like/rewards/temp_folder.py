@@ -26,7 +26,8 @@ class TempFolder:
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
         self._descriptor = os.open(self.path, os.O_RDONLY)  # closed in children
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # a file system without locks: it may only be removed as it ends
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def remove(self) -> None:
         delete(self.path)
@@ -53,7 +54,7 @@ def remove_leftovers(parent: str | None = None) -> list[str]:
             if time.time() - os.fstat(descriptor).st_mtime > _NEW_S:
                 delete(folder)
                 removed.append(folder.name)
-        except BlockingIOError:  # in use
+        except OSError:  # in use, or on a file system without locks
             continue
         finally:
             os.close(descriptor)
