@@ -396,6 +396,7 @@ def test_no_tokens_of_before_a_load_are_cached(engine: RolloutEngine) -> None:
     assert engine.cached_tokens() == 0
 
 
+@pytest.mark.engines  # two starts of vLLM
 def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tmp_path: Path) -> None:
     if type(engine).__name__ != "VLLMRolloutEngine":
         with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):

@@ -26,7 +26,7 @@ ENGINES = [
     ("hf", "float32"),
     ("hf", "bfloat16"),
     ("vllm", "float32"),
-    pytest.param(("vllm", "bfloat16"), marks=pytest.mark.slow),
+    pytest.param(("vllm", "bfloat16"), marks=pytest.mark.engines),
 ]
 
 
@@ -105,7 +105,8 @@ def test_a_cache_that_is_not_emptied(plant: Plant, monkeypatch: pytest.MonkeyPat
     plant.sync.sync(1002)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["vllm-float32", "vllm-bfloat16"])
 def test_two_ranks(tmp_path: Path, folder: Path, engine: str) -> None:
     """Shards on two ranks into one replica of vLLM on both; faults on both ranks, and on one alone."""

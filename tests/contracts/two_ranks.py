@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_like.cluster.environment import free_port
 
-TIMEOUT_S = 200
+TIMEOUT_S = 400
 
 
 def run_on_two_ranks(script: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:

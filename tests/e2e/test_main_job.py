@@ -89,6 +89,7 @@ def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(grpo_run: Pa
     assert [int(record["training/global_step"]) for record in metrics_of(grpo_run / "out")[-2:]] == [16, 17]
 
 
+@pytest.mark.engines
 def test_ppo_with_a_critic_and_tensor_parallel_vllm(tmp_path: Path, tiny_model: Path) -> None:
     """One vLLM replica over both ranks, filled from a full state dict; the critic trains beside it."""
     settings = {

@@ -75,6 +75,7 @@ def test_a_rule_counts_beside_the_model_also_in_validation(tmp_path: Path, tiny_
         assert "val-core/sevens/acc/mean@1" in record
 
 
+@pytest.mark.engines
 def test_a_pool_of_its_own_scores_for_two_ranks(tmp_path: Path, tiny_model: Path, judge: Path) -> None:
     settings = {
         "trainer.launcher": "ray",

@@ -113,20 +113,25 @@ def test_setting_one_key_changes_that_key_alone():
     assert [path for path in keys() if get_value(changed, path) != get_value(default, path)] == ["trainer.seed"]
 
 
+@cache
+def read_by() -> dict[str, list[str]]:
+    return readers()
+
+
 def legal_without_reader() -> set[str]:
     governed = {key for row in NOT_YET for key in governed_keys(row)}
     return {row.key for row in NOT_YET} | governed | set(NO_EFFECT)
 
 
 def test_every_key_is_read_or_accounted_for():
-    table = readers()
+    table = read_by()
     assert set(table) == set(keys())
     silent = [key for key, modules in table.items() if not modules and key not in legal_without_reader()]
     assert silent == [], "keys that nobody reads: read them, or give them a row in verl_like/config/availability.py"
 
 
 def test_no_effect_keys_are_really_not_read():
-    table = readers()
+    table = read_by()
     assert {key: table[key] for key in NO_EFFECT if table[key]} == {}
 
 
