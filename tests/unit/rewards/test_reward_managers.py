@@ -125,7 +125,7 @@ class TestOwnClass:
 
     @pytest.mark.parametrize(
         ("name", "message"),
-        [("NoCall", "no class NoCall with a __call__"), ("Nothing", "no class Nothing"), ("Shaped", "bonus")],
+        [("NoCall", "NoCall is no class with a __call__"), ("Nothing", "no such name 'Nothing'"), ("Shaped", "bonus")],
     )
     def test_what_cannot_work_is_told_at_the_start(self, tmp_path: Path, name: str, message: str) -> None:
         path = write(tmp_path, self.TEXT, "own.py")
