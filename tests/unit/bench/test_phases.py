@@ -60,6 +60,7 @@ def test_update_times_every_variant_against_both_floors(tmp_path: Path) -> None:
     assert any("bfloat16 against float32" in note for note in report.notes)
 
 
+@pytest.mark.engines
 def test_update_on_two_ranks(tmp_path: Path) -> None:
     options = ["--ranks", "2", "--threads", "1", "--rounds", "1", "--paths", "packed", "--token-budgets", "16"]
     report = bench(tmp_path / "a.json", "update", *options)

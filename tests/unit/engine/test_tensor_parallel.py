@@ -57,6 +57,7 @@ def two(folder: Path, paths: dict[str, str], four: list[dict[str, Any]]) -> list
     return tiny.spawn_ranks(2, scenarios.one_group, folder / "ranks2", paths, str(folder / "two"), str(folder / "four"))
 
 
+pytestmark = pytest.mark.engines  # four processes, on two cores in most places
 RANKS = ["four", pytest.param("two", marks=pytest.mark.slow)]
 
 
