@@ -81,7 +81,7 @@ def test_a_fault_in_every_tensor_names_every_tensor(plant: Plant, fault: str, si
 @pytest.mark.parametrize("side", SIDES)
 def test_a_tensor_that_does_not_come(plant: Plant, side: str) -> None:
     for name in DROPPED:
-        problems = plant.dropped(name, side, 1e-6)
+        problems = plant.dropped(name, side)
         assert any(name in problem for problem in problems), problems
 
 
@@ -134,7 +134,7 @@ def rank_main(rank: int, port: int, folder: Path, model: Path, dtype: str) -> No
         }
         cases |= {f"skipped, {lr}": plant.skipped(lr) for lr in LEARNING_RATES}
         cases |= {f"stale on rank 1, {side}": plant.case("stale", side, 1e-6, here=rank == 1) for side in SIDES}
-        dropped = {name: plant.dropped(name, "loader", 1e-6) for name in DROPPED}
+        dropped = {name: plant.dropped(name, "loader") for name in DROPPED}
     finally:  # or the process does not end
         plant.rollout.shutdown()
         shutdown_distributed()
