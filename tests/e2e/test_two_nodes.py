@@ -18,7 +18,7 @@ from verl_like.cluster.ray_group import RayWorkerGroup
 from verl_like.cluster.resources import ResourcesError, allocate
 from verl_like.cluster.worker_group import WorkerDied
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.engines]
 
 WORKER = "tests.contracts.toy_worker:ToyWorker"
 
@@ -87,7 +87,6 @@ def test_same_order_of_nodes_every_time(session: RaySession) -> None:
     assert orders[0] == orders[1]
 
 
-@pytest.mark.engines
 def test_the_main_job_on_both_nodes(session: RaySession, tmp_path: Path, tiny_model: Path) -> None:
     """One rank on each node trains and generates; the driver joins the running cluster by its address."""
     settings = {

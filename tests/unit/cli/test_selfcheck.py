@@ -10,6 +10,7 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.cli.main import main
 
 
+@pytest.mark.engines  # two more processes
 def test_without_keys_a_tiny_model_is_made_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     """A critic is in it (the default estimator is gae), and two processes."""
     main(["selfcheck"])
