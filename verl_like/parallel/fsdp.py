@@ -171,7 +171,8 @@ class FSDP2Sharding:
         first = self._splitter is None or self._splitter.group.rank == 0
         for name, parameter in self.root.named_parameters():
             assert isinstance(parameter, DTensor)
-            local, starts = parameter.detach().to_local().to(self._device), [0] * parameter.ndim
+            with torch.no_grad():  # with gradients, torch makes two DTensors on the way
+                local, starts = parameter.to_local().detach().to(self._device), [0] * parameter.ndim
             held_by = self._mesh if self._splitter is None else self._held_by(parameter)
             rows = parameter.shape[0]
             if self._splitter is not None and held_by is None:

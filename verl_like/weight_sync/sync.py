@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_like.config import LoadFormat, RolloutConfig
 from verl_like.engine.train_engine import TrainEngine, WeightForm
-from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.dist import ProcessInfo, all_reduce_max
 from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.weight_sync.header import Header
 from verl_like.weight_sync.ledger import WeightLedger
@@ -217,13 +217,14 @@ class WeightSync:
 
     def _require(self, problems: list[str]) -> None:
         """Raise on every rank if any rank has a problem."""
+        alone = self._process.world_size == 1
+        if not (problems if alone else all_reduce_max(len(problems))):  # one number: texts travel if there are any
+            return
         everyones: list[list[str]] = [problems]
-        if self._process.world_size > 1:
+        if not alone:
             everyones = [[] for _ in range(self._process.world_size)]
             dist.all_gather_object(everyones, problems)
         bad = {rank: found for rank, found in enumerate(everyones) if found}
-        if not bad:
-            return
         self._rollout.unload()
         rank, found = next(iter(bad.items()))
         more = len(found) - _MAX_LISTED
