@@ -83,7 +83,8 @@ def recover(root: str | Path) -> None:
         final = path.with_name(path.name.removesuffix(_SAVING))
         if (path / CHECKSUMS_FILE).exists() and not final.exists():
             path.rename(final)
-            log.warning("%s was written whole before its run was killed: it is kept", final)
+            # The marker stays: the step's validation and metrics are missing, so a resume does it again.
+            log.warning("%s was written whole before its run was killed: it is kept, but not resumed from", final)
         else:
             shutil.rmtree(path)
     for path in root.glob(f"global_step_*{_REPLACED}"):

@@ -122,7 +122,7 @@ def _lengths(config: PPOConfig) -> list[str]:
 def _run(config: PPOConfig) -> list[str]:
     problems = []
     trainer = config.trainer
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         problems.append(
             "trainer.resume_mode=resume_path without trainer.resume_from_path: give the checkpoint's "
             "global_step_N folder, or use resume_mode=auto"

@@ -81,7 +81,8 @@ CORRECTION_IDLE: tuple[Idle, ...] = (
     Idle(
         (f"{_SECTION}.rollout_is", f"{_SECTION}.rollout_is_threshold", f"{_SECTION}.rollout_is_batch_normalize"),
         lambda c: weights_idle(c) and c.algorithm.rollout_correction.rollout_is is not None,
-        f"with {_SECTION}.bypass_mode and loss_type=ppo_clip the loss's own ratio is trainer / sampler",
+        f"the loss's own ratio is trainer / sampler ({_SECTION}.bypass_mode or actor.old_log_probs=rollout, with "
+        "loss_type=ppo_clip)",
     ),
     Idle(
         (f"{_SECTION}.loss_type",),

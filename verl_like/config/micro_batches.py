@@ -148,7 +148,7 @@ def _value_cuts(config: PPOConfig, update: Cut) -> dict[str, Cut]:
         (reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu),
         (reward.micro_batch_size_per_gpu, reward.micro_batch_size),
         reward.ulysses_sequence_parallel_size,
-        update if forward.deciding_key is None else forward,
+        forward if forward.dynamic or forward._sized is not None else update,
     )
     return {"critic_micro": values, "critic_forward_micro": forward, "reward_micro": scores}
 

@@ -125,6 +125,7 @@ class WorkerPool:
         self._closing = False
         self._failed_starts = 0
         self._next_id = 0
+        self._looked = time.monotonic()  # when it was last asked which channels hold something
         self._started: Future[None] = Future()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
@@ -289,6 +290,7 @@ class WorkerPool:
             poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.unsent else 0))
         patience = self._patience()
         ready = dict(poll.poll(None if patience is None else 1000 * patience + 1))
+        self._looked = time.monotonic()
         if self._wake_receiver.fileno() in ready:
             self._wake_receiver.recv(4096)
         for worker in [w for w in self._workers if w.channel.fileno() in ready]:
@@ -360,7 +362,9 @@ class WorkerPool:
         return self._spec.timeout + (_ASYNC_GRACE_S if worker.is_async else 0.0)
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        """Replace workers that were over their limit when they were last listened to: since then this thread may have
+        waited for the end of another one, and their answers for this thread."""
+        now = self._looked
         for worker in list(self._workers):
             if (worker.pending or not worker.ready) and now >= worker.since + self._limit(worker):
                 if not worker.ready:

@@ -39,8 +39,6 @@ def find_resume(config: PPOConfig, *, with_critic: bool) -> Path | None:
     mode = str(settings.resume_mode)
     if mode == "disable":
         return None
-    if mode == "resume_path" and not settings.resume_from_path:
-        raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<folder>/global_step_<number>")
     by_path = settings.resume_from_path if mode == "resume_path" else None
     path = find_latest(root, check) if by_path is None else check_checkpoint(by_path, check)
     if path is not None:

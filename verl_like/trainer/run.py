@@ -37,12 +37,12 @@ def run(config: PPOConfig) -> None:
     try:
         with input_errors():
             check_output_folders(config)
-        setup_driver_logging(folder)
         with input_errors():
             check_nsight(config, resolve_world(config)[0])
         restart_under_nsight(config, profile_dir(config))
         with ExitStack() as stack:
             lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))
+            setup_driver_logging(folder)  # not before: the log of a run that is going on is not this one's to write
             save_resolved(config, folder / "config.yaml")
             groups = partial(worker_groups, run_id=run_id)
             trainer = stack.enter_context(build_trainer(config, groups, lock.confirm))

@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError
 
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.models.location import check_location, check_locations
@@ -93,6 +94,23 @@ def test_a_hub_name_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 1
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
     check_location(A, "some/model", "config.json")
+
+
+def test_a_tokenizer_on_the_hub_needs_only_one_of_its_usual_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, there = [], ["tokenizer.json"]
+
+    def answer(url: str, timeout: float) -> None:
+        asked.append(url.rpartition("/")[2])
+        if asked[-1] not in there:
+            raise EntryNotFoundError("404")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
+    check_location("data.tokenizer", "some/model", "tokenizer_config.json", "tokenizer.json")
+    assert asked == ["tokenizer_config.json", "tokenizer.json"]
+    there.clear()
+    with pytest.raises(ValueError, match="has no tokenizer_config.json or tokenizer.json"):
+        check_location("data.tokenizer", "some/model", "tokenizer_config.json", "tokenizer.json")
 
 
 def test_no_arguments_at_all_name_the_default_before_torch_is_imported(tmp_path: Path) -> None:

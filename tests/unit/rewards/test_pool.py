@@ -223,6 +223,33 @@ def left_by(note: Path) -> tuple[list[int], Path]:
     return [int(pid) for pid in pids.split()], Path(folder)
 
 
+def test_a_worker_that_is_slow_to_die_costs_no_other_worker_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool's thread waits for the end of one worker, longer than the other one may take for its call."""
+    path = write(
+        tmp_path,
+        """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            import os, time
+            if solution_str == "crash": os._exit(1)
+            time.sleep(0.6)
+            return 1.0
+        """,
+    )
+    kill = pool._Worker.kill
+
+    def slowly(worker: Any) -> None:
+        dying = not worker.channel.closed
+        kill(worker)
+        time.sleep(2.0 * dying)
+
+    monkeypatch.setattr(pool._Worker, "kill", slowly)
+    with make_manager(path, timeout=1.5, num_workers=2) as manager:
+        scores = manager.score(make_rollouts(["fine", "crash"]), step=1)
+    assert [f and f.kind for f in scores.failures] == [None, "crash"]
+
+
 @pytest.mark.parametrize("how", ["close", "crash", "hang"])
 def test_daemons_of_a_reward_function_end_with_its_worker(tmp_path: Path, how: str) -> None:
     note = tmp_path / "note"

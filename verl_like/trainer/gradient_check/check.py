@@ -14,6 +14,7 @@ import multiprocessing
 import tempfile
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from verl_like.trainer.gradient_check.report import Finding
 from verl_like.trainer.gradient_check.work import Case, Work, comparable, prepare, reference_scale
 
 PLAIN = "plain model: "
+_OTHERS_S = 60.0  # how long the last process may take after the first has ended
 
 
 class RecordedLoss:
@@ -230,7 +232,10 @@ class SelfCheck:
             ]
             for process in processes:
                 process.start()
-            for process in processes:
+            connection.wait([process.sentinel for process in processes])
+            for process in processes:  # where one has failed, the others wait for it in a collective
+                process.join(_OTHERS_S)
+                process.kill()
                 process.join()
             codes = [process.exitcode for process in processes]
             if any(codes):
