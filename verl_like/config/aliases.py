@@ -79,7 +79,7 @@ DROPPED: dict[str, str] = {
     r"actor_rollout_ref\.rollout\.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
     r".+\.fsdp_config\.use_orig_params": "weights always keep their own names and shapes",
     r"(actor_rollout_ref\.ref|reward_model\.model)\.fsdp_config\.forward_only": "this model is never trained",
-    r"actor_rollout_ref\.rollout\.skip_tokenizer_init": "the engine is given token ids; it loads a tokenizer only for rollout.stop",
+    r"actor_rollout_ref\.rollout\.skip_tokenizer_init": "the engine loads a tokenizer for rollout.stop, and only then",
     r"actor_rollout_ref\.rollout\.trust_remote_code": "the engine follows actor_rollout_ref.model.trust_remote_code",
     r"(.+\.)?_target_": "every section has its class",
     r"reward_model\.use_reward_loop": _GRADED,

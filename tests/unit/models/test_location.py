@@ -109,7 +109,7 @@ def test_a_tokenizer_on_the_hub_needs_only_one_of_its_usual_files(monkeypatch: p
     check_location("data.tokenizer", "some/model", "tokenizer_config.json", "tokenizer.json")
     assert asked == ["tokenizer_config.json", "tokenizer.json"]
     there.clear()
-    with pytest.raises(ValueError, match="has no tokenizer_config.json or tokenizer.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer_config\.json or tokenizer\.json"):
         check_location("data.tokenizer", "some/model", "tokenizer_config.json", "tokenizer.json")
 
 
