@@ -52,7 +52,7 @@ def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tup
             requests = requests_of(job, process.rank, number)
             taken, completions = timed(partial(worker.rollout.generate, requests), process.device)
             wanted = {request.request_id: request.sampling.max_tokens for request in requests}
-            short = [c.request_id for c in completions if len(c.token_ids) != wanted[c.request_id]]
+            short = [c.request_id for c in completions if len(c.sampled) != wanted[c.request_id]]
             if short:
                 raise BenchError(f"{len(short)} responses do not have the length that was asked for, {short[0]} first")
             seconds.append(taken)

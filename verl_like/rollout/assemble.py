@@ -53,9 +53,10 @@ def assemble_rollouts(prompts: Prompts, n: int, completions: Sequence[Completion
     if len(completions) != len(prompts) * n:
         raise ValueError(f"{len(completions)} completions do not answer {len(prompts)} prompts x n={n}")
     repeated = prompts.select([i for i in range(len(prompts)) for _ in range(n)])
-    lengths = [len(c.token_ids) for c in completions]
+    sampled = [c.sampled for c in completions]
+    lengths = [len(each) for each in sampled]
     response_length_B = torch.tensor(lengths, dtype=torch.int64)
-    response_ids_BR = pad_rows((c.token_ids for c in completions), side="right", dtype=torch.int32)
+    response_ids_BR = pad_rows((each.token_ids for each in sampled), side="right", dtype=torch.int32)
     return Rollouts(
         prompt_ids_BP=repeated.prompt_ids_BP,
         prompt_length_B=repeated.prompt_length_B,
@@ -63,12 +64,8 @@ def assemble_rollouts(prompts: Prompts, n: int, completions: Sequence[Completion
         response_length_B=response_length_B,
         response_mask_BR=torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None],
         group_B=repeated.group_B,
-        rollout_log_probs_BR=pad_rows((c.log_probs for c in completions), side="right", dtype=torch.float32),
-        weight_version_BR=pad_rows(
-            ([c.weight_version] * n_tokens for c, n_tokens in zip(completions, lengths, strict=True)),
-            side="right",
-            dtype=torch.int32,
-        ),
+        rollout_log_probs_BR=pad_rows((each.log_probs for each in sampled), side="right", dtype=torch.float32),
+        weight_version_BR=pad_rows((each.weight_versions for each in sampled), side="right", dtype=torch.int32),
         finish_reasons=[c.finish_reason for c in completions],
         rows=repeated.rows,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from time import monotonic, sleep
 
@@ -11,16 +12,15 @@ import torch
 from torch import Tensor
 
 from verl_like.rollout.rng import OwnRandomNumbers, preserve_rng
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError
-from verl_like.rollout.step_loop import StepLoop
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
+from verl_like.rollout.step_loop import Phase, StepLoop
 
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
 
 
-class BaseRolloutEngine:
-    """Half of a RolloutEngine; a backend adds `_load`, `_score` and the stepping, and sets `_loop`."""
-
-    _loop: StepLoop
+class EngineBase:
+    """Half of a RolloutEngine. A backend adds `_load`, `_score` and how requests reach it: `_queue`, `_exclusive`,
+    `open`, `pause`, `abort`, `snapshot`, `paused` (SteppedRolloutEngine has them for engines that are stepped)."""
 
     def __init__(
         self,
@@ -47,43 +47,55 @@ class BaseRolloutEngine:
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         self._require_weights()
+        self._check(request)
+        return self._queue(request)
+
+    def _check(self, request: GenerationRequest) -> None:
+        what, sampling = f"request {request.request_id}", request.sampling
         room = self.max_model_len - len(request.prompt_ids)
-        if not request.prompt_ids or request.sampling.max_tokens > room:
+        if not request.prompt_ids or sampling.max_tokens > room:
             raise ValueError(
-                f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + max_tokens="
-                f"{request.sampling.max_tokens} does not fit rollout.max_model_len={self.max_model_len}"
+                f"{what}: prompt of {len(request.prompt_ids)} tokens + max_tokens={sampling.max_tokens} does not fit "
+                f"rollout.max_model_len={self.max_model_len}"
             )
-        if request.sampling.stop and not self._reads_text:
+        if request.num_left < 1:
             raise ValueError(
-                f"request {request.request_id}: stop={list(request.sampling.stop)} needs the tokenizer, which the "
-                "engine loads when rollout.stop is set"
+                f"{what}: {len(request.resume)} tokens to resume from leave nothing to sample of max_tokens="
+                f"{sampling.max_tokens}"
             )
-        return self._loop.submit(request)
+        if sampling.stop and not self._reads_text:
+            raise ValueError(
+                f"{what}: stop={list(sampling.stop)} needs the tokenizer, which the engine loads when rollout.stop is set"
+            )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        self._require_weights()
-        with self._random.used():
-            futures = [self.submit(request) for request in requests]
-            return [future.result() for future in futures]
+        done = {c.request_id: c for completions in self.stream(requests) for c in completions}
+        return [done[request.request_id] for request in requests]
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
         self._require_weights()
+        was_paused = self.paused
         with self._random.used():
-            ended: SimpleQueue[Future[Completion]] = SimpleQueue()
-            for request in requests:
-                self.submit(request).add_done_callback(ended.put)
-            missing = len(requests)
-            while missing:
-                futures = _gather(ended, missing)
-                missing -= len(futures)
-                yield [future.result() for future in futures]
+            self.open()
+            try:
+                ended: SimpleQueue[Future[Completion]] = SimpleQueue()
+                for request in requests:
+                    self.submit(request).add_done_callback(ended.put)
+                missing = len(requests)
+                while missing:
+                    futures = _gather(ended, missing)
+                    missing -= len(futures)
+                    yield [future.result() for future in futures]
+            finally:
+                if was_paused:
+                    self.pause()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._require_weights()
         too_long = [len(s) for s in sequences if not 2 <= len(s) < self.max_model_len]
         if too_long:
             raise ValueError(f"sequences to score need 2 to {self.max_model_len - 1} tokens, but have {too_long}")
-        with preserve_rng(), self._loop.exclusive():
+        with preserve_rng(), self._exclusive():
             return self._score(sequences)
 
     @property
@@ -93,14 +105,15 @@ class BaseRolloutEngine:
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
         if partial and not self._holds_weights:
             raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
-        self.unload()
-        with preserve_rng(), self._loop.exclusive():
+        with preserve_rng(), self._exclusive():
+            self.unload()
             self._load(_no_grad(stream), partial=partial)
-        self._version, self._holds_weights = version, True
+            self._version, self._holds_weights = version, True
+            self._weights_changed()
 
     def cached_tokens(self) -> int:
         self._require_weights()
-        with preserve_rng(), self._loop.exclusive():
+        with preserve_rng(), self._exclusive():
             return self._cached_tokens()
 
     def unload(self) -> None:
@@ -112,12 +125,21 @@ class BaseRolloutEngine:
     def wake(self) -> None:
         """Nothing to undo."""
 
-    def abort_all(self) -> None:
-        self._loop.abort_all()
+    def open(self) -> None:
+        raise NotImplementedError
 
-    def shutdown(self) -> None:
-        self.unload()
-        self._loop.close()
+    def pause(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def paused(self) -> bool:
+        raise NotImplementedError
+
+    def _queue(self, request: GenerationRequest) -> Future[Completion]:
+        raise NotImplementedError
+
+    def _exclusive(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
     def _require_weights(self) -> None:
         if self._version is None:
@@ -126,12 +148,49 @@ class BaseRolloutEngine:
     def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
         raise NotImplementedError
 
+    def _weights_changed(self) -> None:
+        """After each load: what was computed with other weights for requests under way is to be forgotten."""
+        raise NotImplementedError
+
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         raise NotImplementedError
 
     def _cached_tokens(self) -> int:
         """Nothing is kept between requests, unless a backend says so."""
         return 0
+
+
+class SteppedRolloutEngine(EngineBase):
+    """An engine that is driven step by step (step_loop.py): a backend adds what the loop calls, and sets `_loop`."""
+
+    _loop: StepLoop
+
+    def open(self) -> None:
+        self._require_weights()
+        self._loop.open()
+
+    def pause(self) -> None:
+        self._loop.pause()
+
+    @property
+    def paused(self) -> bool:
+        return self._loop.phase is Phase.PAUSED
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        self._loop.abort(request_ids)
+
+    def snapshot(self) -> dict[str, Sampled]:
+        return self._loop.snapshot()
+
+    def shutdown(self) -> None:
+        self.unload()
+        self._loop.close()
+
+    def _queue(self, request: GenerationRequest) -> Future[Completion]:
+        return self._loop.submit(request)
+
+    def _exclusive(self) -> AbstractContextManager[None]:
+        return self._loop.exclusive()
 
 
 def _gather(ended: SimpleQueue[Future[Completion]], most: int) -> list[Future[Completion]]:

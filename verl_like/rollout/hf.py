@@ -28,7 +28,7 @@ from verl_like.models.families import padded_attention
 from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.checksum import checksum, values_of
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.base import BaseRolloutEngine
+from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, FinishReason, GenerationRequest, WeightLoadError
 from verl_like.rollout.sampling import completes_stop, draw, filtered_log_probs, shape_logits
@@ -74,7 +74,7 @@ class _Batch:
         self.mask_bS, self.next_b1 = self.mask_bS[chosen], self.next_b1[chosen]
 
 
-class HFRolloutEngine(BaseRolloutEngine):
+class HFRolloutEngine(SteppedRolloutEngine):
     """One process's copy of the model. See RolloutEngine. Raises ValueError for tensor parallelism."""
 
     def __init__(
@@ -116,7 +116,7 @@ class HFRolloutEngine(BaseRolloutEngine):
         self._unseeded = torch.Generator().manual_seed((seed + process.rank) & _SEED_MASK)
         self._queue: list[_Row] = []
         self._batch: _Batch | None = None
-        self._loop = StepLoop(self, device=process.device, follow_timeout_s=0.0)
+        self._loop = StepLoop(self, device=process.device)
 
     # What the step loop calls.
 

@@ -1,8 +1,9 @@
 """What every rollout engine offers: tokens in, tokens out, one future per request.
 
 An engine starts `unloaded` (weight_version is None) and refuses to generate until `load_weights` succeeded. It is
-owned by one worker process. Ranks of one tensor-parallel replica are given the same requests; the completions of the
-replica's first rank count.
+owned by one worker process. It starts PAUSED and samples while it is OPEN; between `open` and `pause` requests come, end
+and are aborted at any time, and a pause leaves those that run where they are. Of a tensor-parallel replica the first
+rank alone is given requests; `open`, `pause` and all that needs a paused engine are called on all of its ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -59,29 +62,93 @@ class SamplingParams:
         return bool(self.bad_words) or self.min_tokens > 0 or penalties != (1, 0, 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sampled:
+    """Tokens of one response, each with the log-prob (natural log) of the distribution it was drawn from and the
+    version of the weights that drew it: three arrays [T], int32, float32, int32."""
+
+    token_ids: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    weight_versions: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.log_probs), len(self.weight_versions)}
+        if len(lengths) > 1:
+            raise ValueError(f"tokens, log-probs and versions of a response differ in number: {sorted(lengths)}")
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], log_probs: Sequence[float], weight_versions: Sequence[int] | int) -> Sampled:
+        """From Python's numbers; one version may stand for all tokens."""
+        versions = [weight_versions] * len(token_ids) if isinstance(weight_versions, int) else weight_versions
+        return cls(
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            log_probs=np.asarray(log_probs, dtype=np.float32),
+            weight_versions=np.asarray(versions, dtype=np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __add__(self, other: Sampled) -> Sampled:
+        """These tokens, then the others."""
+        return Sampled(
+            token_ids=np.concatenate([self.token_ids, other.token_ids]),
+            log_probs=np.concatenate([self.log_probs, other.log_probs]),
+            weight_versions=np.concatenate([self.weight_versions, other.weight_versions]),
+        )
+
+
+NOTHING = Sampled.of([], [], [])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One response to be sampled. With a seed the tokens do not depend on what else is in the batch."""
+    """One response to be sampled. With a seed the tokens do not depend on what else is in the batch.
+
+    resume: what was sampled of this response before (it was aborted, or its engine lost). The completion begins with
+    it, and `sampling`'s limits count it.
+    """
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int | None = None
+    session: str | None = None  # requests of one session share their beginnings: the same engine should serve them
+    turn: int = 0  # of the session
+    priority: int = 0  # what has less is taken up earlier; of equals, what came earlier
+    resume: Sampled = NOTHING
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.sampling.max_tokens - len(self.resume)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """What was sampled. `log_probs` (natural log) are those of the distribution that was sampled from."""
+    """What was sampled of one request: all of it, or, with the reason "abort", what there was until then.
+
+    cached_tokens: of prompt and `resume`, how many the engine took from its cache.
+    """
 
     request_id: str
-    token_ids: list[int]
-    log_probs: list[float]
+    sampled: Sampled
     finish_reason: FinishReason
-    weight_version: int
+    cached_tokens: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens as Python's numbers."""
+        return self.sampled.token_ids.tolist()
+
+    @property
+    def log_probs(self) -> list[float]:
+        """The log-probs as Python's numbers."""
+        return self.sampled.log_probs.tolist()
 
 
 class RolloutEngine(Protocol):
-    """Generates with the weights last loaded. Methods other than `submit` wait until they are done."""
+    """Generates with the weights last loaded. `submit` and `abort` return at once, the others when they are done."""
 
     dtype: torch.dtype
     """Dtype of the weights: streams are cast to it."""
@@ -98,15 +165,40 @@ class RolloutEngine(Protocol):
         ...
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
-        """Queue one request. Raises RolloutError when unloaded; later failures are set on the future."""
+        """Queue one request, on a replica's first rank; it is sampled while the engine is open.
+
+        Raises RolloutError when unloaded, ValueError for a request that does not fit; later failures are set on the
+        future.
+        """
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (None: all) before the next step: their futures get what was sampled, with reason "abort".
+        Those that ended already are left alone; of a paused engine, those that run end as it opens or pauses again."""
+        ...
+
+    def snapshot(self) -> dict[str, Sampled]:
+        """What is sampled so far of every pending request, by id; on a replica's first rank."""
+        ...
+
+    def open(self) -> None:
+        """Sample from now on; collective over a tensor-parallel replica. Raises RolloutError when unloaded."""
+        ...
+
+    def pause(self) -> None:
+        """Return when no step runs or begins, on all ranks of the replica between the same two; collective. Requests
+        stay as they are, and those submitted meanwhile wait."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions in the order of the requests."""
+        """Completions in the order of the requests. Opens a paused engine meanwhile; collective, see `stream`."""
         ...
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
-        """Completions as they end, those that end close together in one list; read it to its end."""
+        """Completions as they end, those that end close together in one list; read it to its end.
+
+        Opens a paused engine meanwhile; collective over a replica, whose other ranks give no requests, and get nothing.
+        """
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -119,7 +211,8 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
-        """Replace all weights; collective over a tensor-parallel replica.
+        """Replace all weights; collective over a tensor-parallel replica. Needs a paused engine, or one without requests:
+        those that run keep their tokens, and what was computed for them with the old weights is computed again.
 
         An engine that keeps LoRA adapters gets them in the same stream. partial: the stream holds the adapters alone;
         the base weights stay. Raises RuntimeError when there are none.
@@ -147,10 +240,6 @@ class RolloutEngine(Protocol):
 
     def wake(self) -> None:
         """Undo `sleep`."""
-        ...
-
-    def abort_all(self) -> None:
-        """Finish all pending requests now, with reason "abort" and the tokens sampled so far (vllm: with none)."""
         ...
 
     def shutdown(self) -> None:

@@ -1,35 +1,53 @@
-"""The thread that drives an engine: requests are added between steps, each future is resolved as its response ends.
+"""The thread that drives an engine: requests come and go between steps, each future is resolved as its response ends.
 
-One thread calls the engine's `step`; everything else that touches the engine (weights, scoring, sleep) does so inside
-`exclusive()`, which needs an idle engine. With tensor parallelism every rank of the replica runs such a thread, and all
-ranks must add the same requests at the same steps: the replica's first rank announces, once a step, which requests it
-adds; the others wait until their caller has submitted these too. So the order of arrival may differ between ranks, the
-set of requests may not.
+One thread calls the engine's `step`. A loop is OPEN, PAUSING or PAUSED:
+
+    PAUSED --open()--> OPEN --pause()--> PAUSING --no step runs any more--> PAUSED
+
+Everything else that touches the engine (weights, scoring, sleep) does so inside `exclusive()`, which needs a paused loop,
+or one with nothing to do. With tensor parallelism every rank of the replica runs such a thread and makes the same steps:
+the first rank broadcasts, before each, what changes with it (orders.py); the others carry it out. A pause is an order
+too: the other ranks leave the broadcast with it, so that nothing waits in the network while the trainer computes.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from enum import Enum
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError
+from verl_like.rollout.orders import Lockstep, Orders
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
 
 logger = logging.getLogger(__name__)
+
+_KEEPALIVE_S = 10.0  # an idle open replica is sent an empty order this often: its ranks wait with a time limit
+_JOIN_S = 60.0
+
+
+class Phase(Enum):
+    """What a loop does: steps, ends its last step, or nothing."""
+
+    OPEN = "open"
+    PAUSING = "pausing"
+    PAUSED = "paused"
 
 
 class SteppedEngine(Protocol):
     """What the loop drives. All calls come from one thread at a time."""
 
-    def add(self, request: GenerationRequest) -> None: ...
+    @property
+    def weight_version(self) -> int | None: ...
+
+    def add(self, request: GenerationRequest) -> None:
+        """Take up a request with the next steps. ValueError refuses it."""
+        ...
 
     def step(self) -> list[Completion]:
         """One forward pass; the responses that ended with it."""
@@ -37,29 +55,13 @@ class SteppedEngine(Protocol):
 
     def has_unfinished(self) -> bool: ...
 
-    def abort(self) -> list[Completion]:
-        """Drop all unfinished requests and say what they had sampled, with finish reason "abort"."""
+    def drop(self, request_ids: Sequence[str]) -> list[Completion]:
+        """Those of these requests that run end here, with what they have sampled and finish reason "abort"."""
         ...
 
-
-class Lockstep:
-    """Agreement of one replica's ranks on what is added and aborted at a step. `group` is theirs alone, on CPU."""
-
-    def __init__(self, group: dist.ProcessGroup, leader: int) -> None:
-        self.group = group
-        self._leader = leader
-        self.is_leader = dist.get_rank() == leader
-
-    def agree(self, announcement: tuple[list[str], bool] | None) -> tuple[list[str], bool]:
-        """The leader's (request ids to add, abort all). Followers pass None."""
-        ids, abort = announcement or ([], False)
-        header = torch.tensor([len(ids), int(abort)], dtype=torch.int64)
-        dist.broadcast(header, src=self._leader, group=self.group)
-        if header[0]:
-            box = [ids]
-            dist.broadcast_object_list(box, src=self._leader, group=self.group)
-            ids = box[0]
-        return ids, bool(header[1])
+    def progress(self) -> dict[str, Sampled]:
+        """What the requests that run have sampled."""
+        ...
 
 
 class StepLoop:
@@ -68,93 +70,173 @@ class StepLoop:
     To be made by the thread that will load weights, when the engine has started: steps run on its CUDA stream.
     """
 
-    def __init__(
-        self, engine: SteppedEngine, *, device: torch.device, lockstep: Lockstep | None = None, follow_timeout_s: float
-    ) -> None:
+    def __init__(self, engine: SteppedEngine, *, device: torch.device, lockstep: Lockstep | None = None) -> None:
         self._engine = engine
         self._device = device
         # The current stream belongs to the thread too. On one of its own, steps could overtake the loading of weights,
         # which the caller's thread does, and vLLM would read sampled tokens before they are there.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._lockstep = lockstep
-        self._follow_timeout_s = follow_timeout_s
         self._engine_lock = threading.Lock()
         self._changed = threading.Condition()  # guards everything below
+        self._phase = Phase.PAUSED
         self._waiting: dict[str, GenerationRequest] = {}  # submitted, not yet added; insertion order
         self._futures: dict[str, Future[Completion]] = {}
-        self._abort = False
+        self._aborted: dict[str, None] = {}  # to be dropped before the next step
         self._closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rollout-steps", daemon=True)
         self._thread.start()
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the one of its replica that is given requests."""
+        return self._lockstep is None or self._lockstep.is_leader
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """Queue a request. Raises RolloutError when the loop has died or is closed."""
+        if not self.leads:
+            raise RolloutError(f"request {request.request_id}: only the first rank of a replica is given requests")
         with self._changed:
             self._raise_if_dead()
             if request.request_id in self._futures:
                 raise ValueError(f"request id {request.request_id!r} is already in use")
             future: Future[Completion] = Future()
+            future.set_running_or_notify_cancel()  # `abort` ends a request: a cancelled future would hide its tokens
             self._futures[request.request_id] = future
             self._waiting[request.request_id] = request
             self._changed.notify_all()
         return future
 
+    def abort(self, request_ids: Sequence[str] | None) -> None:
+        """End these requests, or all: at once where they wait, before the next step where they run."""
+        with self._changed:
+            ids = list(self._futures) if request_ids is None else [i for i in request_ids if i in self._futures]
+            waiting = [self._waiting.pop(i) for i in ids if i in self._waiting]
+            ended = [(self._futures.pop(r.request_id), r) for r in waiting]
+            self._aborted |= dict.fromkeys(i for i in ids if i in self._futures)
+            self._changed.notify_all()
+        for future, request in ended:
+            ended_here = Completion(request_id=request.request_id, sampled=request.resume, finish_reason="abort")
+            future.set_result(ended_here)
+
+    def snapshot(self) -> dict[str, Sampled]:
+        """What is sampled so far of all pending requests."""
+        with self._engine_lock:
+            running = self._engine.progress()
+        with self._changed:
+            waiting = {i: request.resume for i, request in self._waiting.items()}
+            return {i: found for i, found in (waiting | running).items() if i in self._futures}
+
+    def open(self) -> None:
+        """Make steps from now on."""
+        with self._changed:
+            self._raise_if_dead()
+            self._phase = Phase.OPEN
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Return when the loop is parked between two steps. Of a replica's other ranks: when its first one says so."""
+        with self._changed:
+            if self._phase is Phase.OPEN and self.leads:
+                self._phase = Phase.PAUSING
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._phase is Phase.PAUSED or self._error is not None)
+            self._raise_if_dead()
+
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """The engine to the caller alone, with no request in it."""
+        """The engine to the caller alone: no step runs, though requests may be under way in a paused loop."""
         with self._engine_lock:
             with self._changed:
                 self._raise_if_dead()
-                if self._futures:
-                    raise RolloutError(f"{len(self._futures)} requests are still being generated")
+                idle = self._lockstep is None and not self._futures
+                if self._phase is not Phase.PAUSED and not idle:
+                    raise RolloutError(f"{len(self._futures)} requests are still being generated: pause the engine first")
             yield
-
-    def abort_all(self) -> None:
-        """End all pending requests and wait until they have ended. With tensor parallelism: call on every rank."""
-        with self._changed:
-            pending = list(self._futures.values())
-            self._abort = bool(pending)
-            self._changed.notify_all()
-        wait_for(pending)
 
     def close(self) -> None:
         """Stop the thread. Requests still pending fail with RolloutError."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout=60)
+        self._thread.join(timeout=_JOIN_S)
         self._fail(RolloutError("the rollout engine was shut down"))
+
+    # Everything below runs in the loop's thread.
 
     def _run(self) -> None:
         if self._stream is not None:
             torch.cuda.set_device(self._device)  # the current device belongs to the thread
             torch.cuda.set_stream(self._stream)
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting or self._futures)
-                if self._closing:
-                    return
-            try:
-                with self._engine_lock:
-                    self._advance()
-            except Exception as error:
-                logger.exception("the rollout engine's step failed")
-                self._fail(error)
-                return
+        try:
+            while self._advance():
+                pass
+        except Exception as error:
+            logger.exception("the rollout engine's step failed")
+            self._fail(error)
 
-    def _advance(self) -> None:
-        requests, abort = self._agree()
-        for request in requests:
-            self._add(request)
-        if abort:
-            done = self._engine.abort()
-        else:
-            done = self._engine.step() if self._engine.has_unfinished() else []
+    def _advance(self) -> bool:
+        """Wait until there is something to do, and do it; False at the end."""
+        if not self._wait():
+            return False
+        orders = self._collect() if self.leads else Orders()
+        if self._lockstep is not None:
+            orders = self._lockstep.agree(orders if self.leads else None)
+        if orders.stop:
+            return False
+        with self._engine_lock:
+            done = self._carry_out(orders)
+        if orders.pause and self._lockstep is not None:
+            self._lockstep.meet()  # a pause is one only when the slowest rank has ended its last step
         with self._changed:
-            ended = [(self._futures.pop(completion.request_id), completion) for completion in done]
+            if orders.pause:
+                self._phase = Phase.PAUSED
+                self._changed.notify_all()
+            ended = [(self._futures.pop(c.request_id), c) for c in done] if self.leads else []
         for future, completion in ended:
             future.set_result(completion)
+        return True
+
+    def _wait(self) -> bool:
+        """Until the loop has work, or must give a sign of life. False: it ends without having to tell other ranks."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._phase is not Phase.PAUSED)
+            if self._closing:  # the first rank says so to the others, which wait for its word
+                return self._lockstep is not None and self._phase is not Phase.PAUSED
+            if self.leads:
+                patience = None if self._lockstep is None else _KEEPALIVE_S
+                self._changed.wait_for(lambda: self._closing or self._phase is Phase.PAUSING or self._futures, patience)
+                return not self._closing or self._lockstep is not None
+            return True
+
+    def _collect(self) -> Orders:
+        """What changes with the next step."""
+        with self._changed:
+            pause = self._phase is Phase.PAUSING
+            requests = () if pause else tuple(self._waiting.values())
+            for request in requests:
+                del self._waiting[request.request_id]
+            dropped, self._aborted = tuple(self._aborted), {}
+            version = self._engine.weight_version
+            return Orders(add=requests, drop=dropped, pause=pause, stop=self._closing, version=version)
+
+    def _carry_out(self, orders: Orders) -> list[Completion]:
+        if self._lockstep is not None and orders.version != self._engine.weight_version:
+            raise RolloutError(
+                f"this rank holds weights of version {self._engine.weight_version}, its replica's first rank of version "
+                f"{orders.version}"
+            )
+        done = self._engine.drop(orders.drop) if orders.drop else []
+        for request in orders.add:
+            self._add(request)
+        if not orders.pause and self._engine.has_unfinished():
+            done += self._engine.step()
+        return done
 
     def _add(self, request: GenerationRequest) -> None:
         """A request that the engine refuses fails alone."""
@@ -162,31 +244,15 @@ class StepLoop:
             self._engine.add(request)
         except ValueError as error:
             with self._changed:
-                future = self._futures.pop(request.request_id)
-            future.set_exception(error)
-
-    def _agree(self) -> tuple[list[GenerationRequest], bool]:
-        """The requests to add now, in the order all ranks of the replica use, and whether to abort."""
-        with self._changed:
-            ids, abort = list(self._waiting), self._abort
-            self._abort = False
-        if self._lockstep is not None:
-            ids, abort = self._lockstep.agree((ids, abort) if self._lockstep.is_leader else None)
-        with self._changed:
-            self._await_submission(ids)
-            return [self._waiting.pop(request_id) for request_id in ids], abort
-
-    def _await_submission(self, ids: list[str]) -> None:
-        deadline = time.monotonic() + self._follow_timeout_s
-        while missing := [i for i in ids if i not in self._waiting]:
-            left = deadline - time.monotonic()
-            if self._closing or left <= 0 or not self._changed.wait(left):
-                raise RolloutError(f"this rank was not given requests {missing[:4]} of its replica")
+                future = self._futures.pop(request.request_id, None)
+            if future is not None:
+                future.set_exception(error)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = self._error or error
             pending, self._futures, self._waiting = list(self._futures.values()), {}, {}
+            self._changed.notify_all()
         for future in pending:
             failure = RolloutError(f"the rollout engine stopped: {type(error).__name__}: {error}")
             failure.__cause__ = error

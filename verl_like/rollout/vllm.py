@@ -6,14 +6,16 @@ vllm_compat.py.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.config import ModelConfig, RolloutConfig
@@ -22,20 +24,20 @@ from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora
 from verl_like.rollout.assemble import request_seed
-from verl_like.rollout.base import BaseRolloutEngine
+from verl_like.rollout.base import SteppedRolloutEngine
+from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.rng import preserve_rng
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, WeightLoadError
-from verl_like.rollout.step_loop import Lockstep, StepLoop
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, SamplingParams, WeightLoadError
+from verl_like.rollout.step_loop import StepLoop
 from verl_like.rollout.vllm_weights import Layout, checksums, held_by
 
 logger = logging.getLogger(__name__)
 
 _SLEEPERS = ("weights", "kv_cache")  # what vLLM can put to sleep, in the order it must come back for a weight load
 _CACHED_BLOCKS = 3  # of the KV cache, in the prompt that finds out whether it was emptied
-_FOLLOW_TIMEOUT_S = 600.0  # how long a rank waits for requests that its replica's first rank has already been given
 
 
-class VLLMRolloutEngine(BaseRolloutEngine):
+class VLLMRolloutEngine(SteppedRolloutEngine):
     """One rank of a vLLM replica. See RolloutEngine."""
 
     def __init__(
@@ -80,50 +82,60 @@ class VLLMRolloutEngine(BaseRolloutEngine):
             compat.mask_logits(self._model, tokenizer_size)
         self._tp = tp
         self._rank_in_replica = process.rank % tp
-        self._lockstep = _lockstep(process, tp) if tp > 1 else None
-        self._added: dict[str, GenerationRequest] = {}
-        self._unseeded = itertools.count()
-        self._loop = StepLoop(
-            self,
-            device=process.device,
-            lockstep=self._lockstep,
-            follow_timeout_s=_FOLLOW_TIMEOUT_S,
-        )
+        self._lockstep = lockstep_of(process.rank, process.world_size, tp) if tp > 1 else None
+        self._running: dict[str, _Running] = {}
+        self._early: list[Any] = []  # outputs that ended while the engine was paused for something else
+        self._unseeded, self._places = itertools.count(), itertools.count()
+        self._loop = StepLoop(self, device=process.device, lockstep=self._lockstep)
 
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
-        seed = request.seed
+        sampling, seed = request.sampling, request.seed
         if seed is None and self._tp > 1:  # ranks of a replica draw the same numbers only from a seed
             seed = request_seed(self._seed, 1, next(self._unseeded), 0)
+        begun = request.resume.token_ids.tolist()
+        if begun:
+            sampling = _rest_of(request)
+            seed = None if seed is None else request_seed(seed, 2, len(begun), 0)
         try:
-            params = compat.sampling_params(request.sampling, seed=seed)
-            compat.add_request(self._llm, request.request_id, request.prompt_ids, params, self._lora_request)
+            params = compat.sampling_params(sampling, seed=seed)
+            compat.add_request(
+                self._llm,
+                request.request_id,
+                request.prompt_ids + begun,
+                params,
+                lora_request=self._lora_request,
+                place=next(self._places),
+                priority=request.priority,
+            )
         except compat.refusals() as error:
             raise ValueError(f"request {request.request_id}: {error}") from error
-        self._added[request.request_id] = request
+        self._running[request.request_id] = _Running(request, [(0, self._sampling_version())])
 
     def step(self) -> list[Completion]:
-        outputs = [output for output in self._llm.llm_engine.step() if output.finished]
-        for output in outputs:
-            del self._added[output.request_id]
+        outputs, self._early = self._early, []
+        if len(outputs) < len(self._running):
+            outputs += [output for output in self._llm.llm_engine.step() if output.finished]
         return [self._completion(output) for output in outputs]
 
     def has_unfinished(self) -> bool:
-        return bool(self._added)
+        return bool(self._running)
 
-    def abort(self) -> list[Completion]:
-        """vLLM does not hand out the tokens of an aborted request: it ends with none."""
-        ids = list(self._added)
+    def drop(self, request_ids: Sequence[str]) -> list[Completion]:
+        ids = [i for i in request_ids if i in self._running]
+        so_far = self.progress()
         self._llm.llm_engine.abort_request(ids)
-        self._drain()
-        self._added.clear()
-        return [
-            Completion(
-                request_id=i, token_ids=[], log_probs=[], finish_reason="abort", weight_version=self._version or 0
-            )
-            for i in ids
-        ]
+        for i in ids:
+            del self._running[i]
+        return [Completion(request_id=i, sampled=so_far[i], finish_reason="abort") for i in ids]
+
+    def progress(self) -> dict[str, Sampled]:
+        found = {}
+        for i, running in self._running.items():
+            token_ids, log_probs = compat.sampled_so_far(self._llm, i)
+            found[i] = running.all_of(token_ids, log_probs)
+        return found
 
     # Weights, scoring, memory: with the engine idle.
 
@@ -140,8 +152,15 @@ class VLLMRolloutEngine(BaseRolloutEngine):
                 raise WeightLoadError(f"vLLM got no weights for {meta[:8]}")
         if self.keeps_adapters:
             vllm_lora.put(self._llm, adapters)
-        compat.drop_caches(self._llm)
+        compat.drop_caches(self._llm)  # also those of requests under way, which are computed again
         self._wake("kv_cache")  # not before: until now the trainer's full tensors needed the room
+
+    def _weights_changed(self) -> None:
+        for i, running in self._running.items():
+            running.versions.append((len(compat.sampled_so_far(self._llm, i)[0]), self._sampling_version()))
+
+    def _sampling_version(self) -> int:
+        return -1 if self._version is None else self._version
 
     def _base_weights(
         self, stream: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]
@@ -160,7 +179,7 @@ class VLLMRolloutEngine(BaseRolloutEngine):
         if self.keeps_adapters:
             parts = itertools.chain(parts, vllm_lora.held(self._llm, compat.fused_parts(self._model), layout))
         group = None if self._lockstep is None else self._lockstep.group
-        with self._loop.exclusive():
+        with self._exclusive():
             return checksums(parts, layout, self.dtype, group)
 
     def _cached_tokens(self) -> int:
@@ -171,24 +190,36 @@ class VLLMRolloutEngine(BaseRolloutEngine):
             return 0  # what is cached is whole blocks
         prompt = [(7919 * i + 1) % self.tokenizer_size for i in range(length)]
         params = compat.sampling_params(SamplingParams(max_tokens=1, do_sample=False), seed=None)
-        compat.add_request(self._llm, "cache-probe", prompt, params, self._lora_request)
-        (output,) = self._drain()
+        self._add_apart("cache-probe", prompt, params)
+        (output,) = self._drain(1)
         return int(output.num_cached_tokens or 0)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         params = compat.scoring_params()
         for i, sequence in enumerate(sequences):
-            compat.add_request(self._llm, f"score-{i}", list(sequence), params, self._lora_request)
-        found = {output.request_id: output for output in self._drain()}
+            self._add_apart(f"score-{i}", list(sequence), params)
+        found = {output.request_id: output for output in self._drain(len(sequences))}
         prompts = [found[f"score-{i}"].prompt_logprobs for i in range(len(sequences))]
         return [
             compat.log_probs_of(entries, sequence[1:]) for entries, sequence in zip(prompts, sequences, strict=True)
         ]
 
-    def _drain(self) -> list[Any]:
-        engine, outputs = self._llm.llm_engine, []
-        while engine.has_unfinished_requests():
-            outputs += [output for output in engine.step() if output.finished]
+    def _add_apart(self, name: str, token_ids: list[int], params: Any) -> None:
+        """A request of the engine's own; before those that are under way in a paused engine."""
+        first = -(2**31)
+        place = next(self._places)
+        compat.add_request(
+            self._llm, name, token_ids, params, place=place, lora_request=self._lora_request, priority=first
+        )
+
+    def _drain(self, count: int) -> list[Any]:
+        """Outputs of the engine's own requests. Others, under way in a paused engine, may be taken along: what ends
+        with these steps is given out by the next one."""
+        outputs: list[Any] = []
+        while len(outputs) < count:
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    (self._early if output.request_id in self._running else outputs).append(output)
         return outputs
 
     def sleep(self) -> None:
@@ -233,17 +264,44 @@ class VLLMRolloutEngine(BaseRolloutEngine):
             logger.warning("vLLM could not be woken before its end: CUDA errors may follow", exc_info=True)
 
     def _completion(self, output: Any) -> Completion:
-        sampled = output.outputs[0]
+        sampled, running = output.outputs[0], self._running.pop(output.request_id)
         token_ids = list(sampled.token_ids)
         if sampled.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended request {output.request_id} with {sampled.finish_reason!r}")
         return Completion(
             request_id=output.request_id,
-            token_ids=token_ids,
-            log_probs=compat.log_probs_of(sampled.logprobs, token_ids),
+            sampled=running.all_of(token_ids, compat.log_probs_of(sampled.logprobs, token_ids)),
             finish_reason=sampled.finish_reason,
-            weight_version=self._version if self._version is not None else -1,
+            cached_tokens=int(output.num_cached_tokens or 0),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A request in vLLM. versions: (tokens sampled before, version of the weights since)."""
+
+    request: GenerationRequest
+    versions: list[tuple[int, int]]
+
+    def all_of(self, token_ids: list[int], log_probs: list[float]) -> Sampled:
+        """What it resumed from, and what vLLM has sampled."""
+        counts = [first for first, _ in self.versions[1:]] + [len(token_ids)]
+        versions = np.repeat([v for _, v in self.versions], np.diff([0, *counts]))
+        new = Sampled.of(token_ids, log_probs, versions.tolist())
+        return self.request.resume + new if len(self.request.resume) else new
+
+
+def _rest_of(request: GenerationRequest) -> SamplingParams:
+    """The sampling of a response that is begun already: to vLLM, the beginning is part of the prompt."""
+    sampling, done = request.sampling, len(request.resume)
+    if sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words or sampling.stop:
+        raise ValueError(
+            f"request {request.request_id} resumes a response with presence_penalty, frequency_penalty, bad_words or "
+            "stop: vLLM would not count the tokens of its beginning; leave these out, or sample it anew"
+        )
+    return dataclasses.replace(
+        sampling, max_tokens=request.num_left, min_tokens=max(0, sampling.min_tokens - done)
+    )
 
 
 def engine_arguments(
@@ -268,6 +326,7 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "scheduling_policy": "priority",
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
@@ -287,14 +346,3 @@ def engine_arguments(
         kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
     extra = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
     return kwargs | extra
-
-
-def _lockstep(process: ProcessInfo, tp: int) -> Lockstep:
-    """A CPU group of each replica's ranks; collective over all ranks, because group creation is."""
-    mine = None
-    for first in range(0, process.world_size, tp):
-        group = dist.new_group(list(range(first, first + tp)), backend="gloo")
-        if first <= process.rank < first + tp:
-            mine = Lockstep(group, leader=first)
-    assert mine is not None
-    return mine

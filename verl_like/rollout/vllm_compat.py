@@ -167,11 +167,37 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ValueError,) if own is None else (ValueError, own)
 
 
-def add_request(llm: Any, request_id: str, prompt_ids: list[int], params: Any, lora_request: Any = None) -> None:
-    """Queue one request of token ids between two steps; `lora_request` names the adapter it uses."""
+def add_request(
+    llm: Any,
+    request_id: str,
+    prompt_ids: list[int],
+    params: Any,
+    *,
+    place: int,
+    lora_request: Any = None,
+    priority: int = 0,
+) -> None:
+    """Queue one request of token ids between two steps; `lora_request` names the adapter it uses.
+
+    place: of equal priorities, what has less is taken up earlier (vLLM's own clock differs between ranks).
+    """
     from vllm import TokensPrompt  # pyright: ignore[reportAttributeAccessIssue]
 
-    llm.llm_engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt_ids), params, lora_request=lora_request)
+    prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+    llm.llm_engine.add_request(
+        request_id, prompt, params, arrival_time=float(place), lora_request=lora_request, priority=priority
+    )
+
+
+def sampled_so_far(llm: Any, request_id: str) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of a request under way, which vLLM would give out at its end.
+
+    Source: vLLM 0.26 and 0.32, OutputProcessor.request_states: each state gathers them for its last output.
+    """
+    processor = llm.llm_engine.output_processor
+    state = processor.request_states[processor.external_req_ids[request_id][0]]
+    token_ids = list(state.detokenizer.output_token_ids)
+    return token_ids, log_probs_of(state.logprobs_processor.logprobs, token_ids)
 
 
 def settle(llm: Any) -> None:
@@ -228,8 +254,9 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def drop_caches(llm: Any) -> None:
-    """Drop everything computed with the old weights. RuntimeError if a cache could not be reset."""
-    if not llm.reset_prefix_cache():
+    """Drop everything computed with the old weights, also for requests under way: these begin again with a prefill of
+    prompt and tokens. RuntimeError if a cache could not be reset."""
+    if not llm.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     llm.llm_engine.reset_mm_cache()
 

@@ -1,0 +1,72 @@
+"""What the first rank of a tensor-parallel replica tells the others before each step, and how it travels."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl_like.rollout.rollout_engine import GenerationRequest
+
+_SILENCE_S = 600.0  # a first rank that says nothing for so long is taken for dead: one step never takes that long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What changes with the next step, in this order: requests dropped, requests added; or no step at all.
+
+    version: of the first rank's weights; a rank that holds others refuses to go on.
+    """
+
+    add: tuple[GenerationRequest, ...] = ()
+    drop: tuple[str, ...] = ()
+    pause: bool = False
+    stop: bool = False
+    version: int | None = None
+
+
+class Lockstep:
+    """Agreement of one replica's ranks on what each step begins with. `group` is theirs alone, on CPU.
+
+    Nothing waits in it while the replica is paused, and an idle open one is sent empty orders, so its time limit says
+    that a process is gone, never that nothing was to be done.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, leader: int) -> None:
+        self.group = group
+        self._leader = leader
+        self.is_leader = dist.get_rank() == leader
+        self._last = Orders()  # nothing but a step, as most orders are, needs no second message
+
+    def agree(self, orders: Orders | None) -> Orders:
+        """The leader's orders. The others pass None, and wait."""
+        message = b"" if orders is None or orders == Orders(version=self._last.version) else pickle.dumps(orders)
+        size = torch.tensor([len(message)], dtype=torch.int64)
+        dist.broadcast(size, src=self._leader, group=self.group)
+        if not size:
+            return Orders(version=self._last.version)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        if self.is_leader:
+            payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        dist.broadcast(payload, src=self._leader, group=self.group)
+        self._last = pickle.loads(payload.numpy().tobytes())
+        return self._last
+
+    def meet(self) -> None:
+        """Return when every rank has come here."""
+        dist.barrier(group=self.group)
+
+
+def lockstep_of(rank: int, world_size: int, size: int) -> Lockstep:
+    """The replica of this rank, of `size` neighbours; collective over all ranks, because group creation is."""
+    mine = None
+    for first in range(0, world_size, size):
+        limit = datetime.timedelta(seconds=_SILENCE_S)
+        group = dist.new_group(list(range(first, first + size)), backend="gloo", timeout=limit)
+        if first <= rank < first + size:
+            mine = Lockstep(group, leader=first)
+    assert mine is not None
+    return mine
