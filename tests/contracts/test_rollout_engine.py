@@ -6,8 +6,9 @@ import dataclasses
 import json
 import os
 import sys
-import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,19 @@ from tests.unit.rollout.tiny import (
 )
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutEngine, RolloutError, SamplingParams
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutError,
+    Sampled,
+    SamplingParams,
+)
 
 EOS = (3, 5)
 MODEL = tiny_model()
 SAMPLING = SamplingParams(max_tokens=24, stop_token_ids=EOS)
+ENDLESS = SamplingParams(max_tokens=100)
 
 
 def requests(count: int = 8, sampling: SamplingParams = SAMPLING, first: int = 0) -> list[GenerationRequest]:
@@ -46,6 +55,25 @@ def requests(count: int = 8, sampling: SamplingParams = SAMPLING, first: int = 0
         )
         for i in range(first, first + count)
     ]
+
+
+@contextmanager
+def opened(engine: RolloutEngine) -> Iterator[None]:
+    """Sampling meanwhile; what is left at the end is aborted."""
+    engine.open()
+    try:
+        yield
+    finally:
+        engine.abort()
+        engine.pause()
+
+
+def begun(engine: RolloutEngine, request_id: str) -> None:
+    """Wait until it has a token."""
+    deadline = time.monotonic() + 60
+    while len(engine.snapshot()[request_id]) == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def gap(request: GenerationRequest, completion: Completion) -> float:
@@ -114,7 +142,7 @@ def test_sampled_log_probs_are_those_of_the_model(engine: RolloutEngine) -> None
     done = engine.generate(asked)
     assert [c.request_id for c in done] == [r.request_id for r in asked]
     assert max(gap(r, c) for r, c in zip(asked, done, strict=True)) < 1e-5
-    assert {c.weight_version for c in done} == {1}
+    assert {v for c in done for v in c.sampled.weight_versions} == {1}
 
 
 def test_ends(engine: RolloutEngine) -> None:
@@ -283,24 +311,127 @@ def test_a_text_that_the_engine_cannot_read_is_refused(engine: RolloutEngine, mo
 
 
 def test_finished_responses_come_while_others_go_on(engine: RolloutEngine) -> None:
-    long = engine.submit(requests(1, dataclasses.replace(SAMPLING, max_tokens=100, stop_token_ids=()))[0])
-    order: list[str] = []
-    long.add_done_callback(lambda f: order.append("long"))
-    late = engine.submit(requests(1, dataclasses.replace(SAMPLING, max_tokens=1), first=1)[0])
-    late.add_done_callback(lambda f: order.append("short"))
-    assert len(late.result(60).token_ids) == 1
-    assert len(long.result(60).token_ids) == 100
+    with opened(engine):
+        long = engine.submit(requests(1, ENDLESS)[0])
+        order: list[str] = []
+        long.add_done_callback(lambda f: order.append("long"))
+        late = engine.submit(requests(1, dataclasses.replace(SAMPLING, max_tokens=1), first=1)[0])
+        late.add_done_callback(lambda f: order.append("short"))
+        assert len(late.result(60).token_ids) == 1
+        assert len(long.result(60).token_ids) == 100
+        assert order == ["short", "long"]
 
 
-def test_abort(engine: RolloutEngine) -> None:
-    endless = dataclasses.replace(SAMPLING, max_tokens=100, stop_token_ids=())
-    futures = [engine.submit(r) for r in requests(40, endless)]
-    stopper = threading.Timer(0.05, engine.abort_all)
-    stopper.start()
-    reasons = {f.result(60).finish_reason for f in futures}
-    stopper.join()
-    assert "abort" in reasons
+def test_a_late_request_gets_its_first_token_before_those_that_run_end(engine: RolloutEngine) -> None:
+    """More than 16 would not fit into the engine at once."""
+    with opened(engine):
+        running = [engine.submit(r) for r in requests(15, ENDLESS)]
+        begun(engine, "r14")
+        late = engine.submit(requests(1, dataclasses.replace(SAMPLING, max_tokens=1), first=15)[0])
+        assert len(late.result(60).token_ids) == 1
+        assert not any(future.done() for future in running)
+        engine.abort()
+
+
+def test_abort_gives_what_was_sampled(engine: RolloutEngine) -> None:
+    whole = {c.request_id: c for c in engine.generate(requests(40, ENDLESS))}
+    with opened(engine):
+        futures = {r.request_id: engine.submit(r) for r in requests(40, ENDLESS)}
+        begun(engine, "r0")
+        engine.abort(["r0", "r39", "unknown"])
+        for i in ("r0", "r39"):  # one runs, the other waits: the engine takes 16 at a time
+            done = futures[i].result(60)
+            assert done.finish_reason == "abort"
+            assert done.token_ids == whole[i].token_ids[: len(done.token_ids)]
+            assert done.log_probs == pytest.approx(whole[i].log_probs[: len(done.token_ids)], abs=1e-5)
+            assert (len(done.token_ids) > 0) == (i == "r0")
+        engine.abort()
+        assert {f.result(60).finish_reason for f in futures.values()} <= {"abort", "length"}
     assert engine.generate(requests(1))[0].finish_reason in ("stop", "length")
+
+
+def test_requests_stay_while_the_engine_is_paused(engine: RolloutEngine) -> None:
+    expected = [c.token_ids for c in engine.generate(requests(20, ENDLESS))]
+    engine.open()
+    futures = [engine.submit(r) for r in requests(20, ENDLESS)]
+    begun(engine, "r0")
+    engine.pause()
+    before = {i: len(sampled) for i, sampled in engine.snapshot().items()}
+    scores = engine.score([[1, 2, 3, 4, 5, 6]])[0]
+    assert torch.allclose(torch.tensor(scores), log_probs(MODEL, [1, 2, 3, 4, 5, 6]), atol=1e-5)
+    late = engine.submit(requests(1, first=30)[0])
+    assert {i: len(sampled) for i, sampled in engine.snapshot().items()} == before | {"r30": 0}
+    assert 0 < before["r0"] < 100 and not late.done()
+    engine.open()
+    assert [f.result(60).token_ids for f in futures] == expected
+    assert late.result(60).token_ids == engine.generate(requests(1, first=30))[0].token_ids
+    engine.pause()
+
+
+def test_weights_loaded_under_running_requests(engine: RolloutEngine) -> None:
+    """Tokens stay; later ones are drawn from the new model alone, which has read the whole prefix itself."""
+    other = tiny_model(seed=9)
+    engine.open()
+    futures = [engine.submit(r) for r in requests(4, ENDLESS)]
+    begun(engine, "r3")
+    engine.pause()
+    kept = engine.snapshot()
+    engine.load_weights(iter(state(other).items()), 2)
+    engine.open()
+    for request, future in zip(requests(4, ENDLESS), futures, strict=True):
+        done, first = future.result(60), len(kept[request.request_id])
+        assert done.token_ids[:first] == kept[request.request_id].token_ids.tolist()
+        assert done.sampled.weight_versions.tolist() == [1] * first + [2] * (100 - first)
+        for model, part in ((MODEL, slice(0, first)), (other, slice(first, 100))):
+            expected = log_probs(model, request.prompt_ids + done.token_ids)[len(request.prompt_ids) - 1 :]
+            assert torch.allclose(torch.tensor(done.log_probs)[part], expected[part], atol=1e-5)
+    engine.pause()
+
+
+def test_a_response_goes_on_from_what_was_sampled_before(engine: RolloutEngine) -> None:
+    """With hf as if it had never been cut; vllm draws other numbers after a cut, the same ones after the same cut."""
+    for request, whole in zip(requests(4, ENDLESS), engine.generate(requests(4, ENDLESS)), strict=True):
+        beginning = Sampled.of(whole.token_ids[:40], whole.log_probs[:40], 0)
+        cut = dataclasses.replace(request, resume=beginning)
+        once, again = engine.generate([cut])[0], engine.generate([cut])[0]
+        assert once.token_ids == again.token_ids and len(once.token_ids) == 100
+        assert once.token_ids[:40] == whole.token_ids[:40]
+        assert once.sampled.weight_versions.tolist() == [0] * 40 + [1] * 60
+        assert gap(request, once) < 1e-5
+        assert type(engine).__name__ == "VLLMRolloutEngine" or once.token_ids == whole.token_ids
+    with pytest.raises(ValueError, match="100 tokens to resume from leave nothing to sample of max_tokens=100"):
+        engine.generate([dataclasses.replace(request, resume=whole.sampled)])
+
+
+def test_what_has_less_priority_is_taken_up_first(engine: RolloutEngine) -> None:
+    short = dataclasses.replace(SAMPLING, max_tokens=8, stop_token_ids=())
+    last = [dataclasses.replace(r, priority=5) for r in requests(32, short)]
+    first = [dataclasses.replace(r, priority=-1) for r in requests(4, short, first=32)]
+    ended: list[str] = []
+    futures = [engine.submit(r) for r in [*last, *first]]  # paused: all wait
+    for future in futures:
+        future.add_done_callback(lambda f: ended.append(f.result().request_id))
+    with opened(engine):
+        for future in futures:
+            future.result(60)
+    assert {r.request_id for r in first} <= set(ended[:16])
+
+
+def test_a_second_turn_takes_the_first_from_the_cache(engine: RolloutEngine) -> None:
+    if type(engine).__name__ != "VLLMRolloutEngine":
+        pytest.skip("hf keeps no cache between requests")
+    prompt = list(range(1, 61))
+    turn = GenerationRequest(
+        request_id="turn0", prompt_ids=prompt[:30], sampling=SamplingParams(max_tokens=20), seed=1, session="s"
+    )
+    first = engine.generate([turn])[0]
+    longer = dataclasses.replace(
+        turn, request_id="turn1", turn=1, prompt_ids=[*turn.prompt_ids, *first.token_ids, 7, 8, 9]
+    )
+    second = engine.generate([longer])[0]
+    assert first.cached_tokens == 0 or len(turn.prompt_ids) > first.cached_tokens
+    assert second.cached_tokens >= 32
+    assert gap(longer, second) < 1e-5
 
 
 def test_a_request_that_does_not_fit_is_refused(engine: RolloutEngine) -> None:
@@ -312,10 +443,11 @@ def test_a_request_that_the_engine_refuses_fails_alone(engine: RolloutEngine) ->
     if type(engine).__name__ != "VLLMRolloutEngine":
         pytest.skip("transformers takes any temperature")
     bad = dataclasses.replace(requests(1)[0], request_id="bad", sampling=SamplingParams(max_tokens=2, temperature=50.0))
-    good = engine.submit(requests(1)[0])
-    with pytest.raises(ValueError, match="temperature"):
-        engine.submit(bad).result(60)
-    assert good.result(60).token_ids
+    with opened(engine):
+        good = engine.submit(requests(1)[0])
+        with pytest.raises(ValueError, match="temperature"):
+            engine.submit(bad).result(60)
+        assert good.result(60).token_ids
 
 
 def test_the_trainers_random_numbers_are_left_alone(engine: RolloutEngine) -> None:
@@ -346,7 +478,7 @@ def test_new_weights_replace_all_old_ones(engine: RolloutEngine) -> None:
     done = engine.generate([GenerationRequest(request_id="x", prompt_ids=tokens, sampling=SAMPLING, seed=0)])[0]
     expected = log_probs(other, tokens + done.token_ids)[19:]
     assert torch.allclose(torch.tensor(done.log_probs), expected, atol=1e-5)
-    assert done.weight_version == 2
+    assert set(done.sampled.weight_versions) == {2}
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 5, 12])
@@ -404,14 +536,20 @@ def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tm
         return
     expected = [[c.token_ids, c.log_probs] for c in engine.generate(cut_requests())]
     scores = engine.score([[1, 2, 3, 4]])[0]
-    for out in run_on_two_ranks(__file__, tmp_path):
-        assert out["version"] == 1
-        assert [c[0] for c in out["completions"]] == [c[0] for c in expected]
-        for got, wanted in zip(out["completions"], expected, strict=True):
-            assert torch.allclose(torch.tensor(got[1]), torch.tensor(wanted[1]), atol=1e-5)
-        assert torch.allclose(torch.tensor(out["scores"]), torch.tensor(scores), atol=1e-5)
-        assert out["after_abort"] == [c.token_ids for c in engine.generate(requests(2))]
-        assert out["shared_memory"] == []
+    out, other = run_on_two_ranks(__file__, tmp_path)
+    assert out["version"] == other["version"] == 1
+    assert [c[0] for c in out["completions"]] == [c[0] for c in expected]
+    for got, wanted in zip(out["completions"], expected, strict=True):
+        assert torch.allclose(torch.tensor(got[1]), torch.tensor(wanted[1]), atol=1e-5)
+    assert torch.allclose(torch.tensor(out["scores"]), torch.tensor(scores), atol=1e-5)
+    assert torch.allclose(torch.tensor(other["scores"]), torch.tensor(scores), atol=1e-5)
+    reasons = [reason for reason, _, _ in out["reloaded"]]
+    assert reasons[0] in ("abort", "length") and reasons[1:] == ["length"] * 3
+    for _, tokens, versions in out["reloaded"][1:]:
+        assert len(tokens) == 100 and set(versions) == {1, 2} and versions == sorted(versions)
+    assert out["after_abort"] == [c.token_ids for c in engine.generate(requests(2))]
+    assert other["completions"] == other["reloaded"] == other["after_abort"] == []
+    assert out["shared_memory"] == other["shared_memory"] == []
 
 
 def single_rank_of_two() -> ProcessInfo:
@@ -419,19 +557,30 @@ def single_rank_of_two() -> ProcessInfo:
 
 
 def rank_main(rank: int, port: int, folder: Path) -> None:
-    """One rank of a replica of two. The order in which requests arrive differs between the ranks."""
+    """One rank of a replica of two: the first is given the requests, the other follows."""
     process = init_distributed(rank, 2, rank, 2, "127.0.0.1", port, "cpu")
     (folder / f"model{rank}").mkdir()
     engine = build("vllm", folder / f"model{rank}", process, tensor_model_parallel_size=2)
     engine.load_weights(iter(state(MODEL).items()), 1)
-    asked = cut_requests()
-    futures = {r.request_id: engine.submit(r) for r in (asked if rank == 0 else asked[::-1])}
-    completions = [futures[r.request_id].result(120) for r in asked]
+    leads = rank == 0
+    completions = engine.generate(cut_requests() if leads else [])
     scores = engine.score([[1, 2, 3, 4]])[0]
-    endless = [engine.submit(r) for r in requests(4, dataclasses.replace(SAMPLING, max_tokens=100, stop_token_ids=()))]
-    engine.abort_all()
-    assert all(f.done() for f in endless)
-    after_abort = [c.token_ids for c in engine.generate(requests(2))]
+    engine.open()
+    endless = [engine.submit(r) for r in requests(4, ENDLESS)] if leads else []
+    if leads:
+        begun(engine, "r3")
+    engine.pause()
+    engine.load_weights(iter(state(tiny_model(seed=9)).items()), 2)
+    engine.open()
+    engine.abort(["r0"])
+    ends = [f.result(60) for f in endless]
+    if not leads:
+        with pytest.raises(RolloutError, match="only the first rank"):
+            engine.submit(requests(1)[0])
+    engine.pause()
+    reloaded = [[c.finish_reason, c.token_ids, c.sampled.weight_versions.tolist()] for c in ends]
+    engine.load_weights(iter(state(MODEL).items()), 1)
+    after_abort = [c.token_ids for c in engine.generate(requests(2) if leads else [])]
     version = engine.weight_version
     engine.shutdown()
     left = [name for name in os.listdir("/dev/shm") if f"test-{os.getpid()}" in name]
@@ -440,6 +589,7 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
         "version": version,
         "completions": [[c.token_ids, c.log_probs] for c in completions],
         "scores": scores,
+        "reloaded": reloaded,
         "after_abort": after_abort,
         "shared_memory": left,
     }

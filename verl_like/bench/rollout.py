@@ -62,7 +62,7 @@ def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tup
 
 
 def requests_of(job: Job, rank: int, number: int) -> list[GenerationRequest]:
-    """What this rank's replica generates in round `number`; the ranks of a tensor-parallel replica get the same."""
+    """What this rank's replica generates in round `number`; of a tensor-parallel one only the first rank."""
     rollout, workload = job.spec.config.actor_rollout_ref.rollout, job.workload
     prompts = random_prompts(workload, job.spec.tokenizer_size, seed=number)
     requests = build_requests(
@@ -75,6 +75,8 @@ def requests_of(job: Job, rank: int, number: int) -> list[GenerationRequest]:
         max_tokens=workload.response_lengths(seed=1),
     )
     plan, n = job.spec.plan, workload.responses_per_prompt
+    if rank % plan.tensor_parallel_size:
+        return []
     shares = rows_per_rank(prompts.prompt_length_B.tolist(), plan.rollout_replicas, balance=True)
     mine = shares[rank // plan.tensor_parallel_size]
     return [requests[prompt * n + i] for prompt in mine for i in range(n)]

@@ -65,7 +65,8 @@ class EngineBase:
             )
         if sampling.stop and not self._reads_text:
             raise ValueError(
-                f"{what}: stop={list(sampling.stop)} needs the tokenizer, which the engine loads when rollout.stop is set"
+                f"{what}: stop={list(sampling.stop)} needs the tokenizer, which the engine loads when rollout.stop is "
+                "set"
             )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

@@ -1,9 +1,9 @@
 """What every rollout engine offers: tokens in, tokens out, one future per request.
 
 An engine starts `unloaded` (weight_version is None) and refuses to generate until `load_weights` succeeded. It is
-owned by one worker process. It starts PAUSED and samples while it is OPEN; between `open` and `pause` requests come, end
-and are aborted at any time, and a pause leaves those that run where they are. Of a tensor-parallel replica the first
-rank alone is given requests; `open`, `pause` and all that needs a paused engine are called on all of its ranks.
+owned by one worker process. It starts paused, and samples while it is open: between `open` and `pause` requests come,
+end and are aborted at any time, and a pause leaves those that run where they are. Of a tensor-parallel replica the
+first rank alone is given requests; `open`, `pause` and all that needs a paused engine are called on all of its ranks.
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
-        """Replace all weights; collective over a tensor-parallel replica. Needs a paused engine, or one without requests:
-        those that run keep their tokens, and what was computed for them with the old weights is computed again.
+        """Replace all weights; collective over a tensor-parallel replica. Needs a paused engine, or one without
+        requests: those that run keep their tokens, and what was computed for them with old weights is computed again.
 
         An engine that keeps LoRA adapters gets them in the same stream. partial: the stream holds the adapters alone;
         the base weights stay. Raises RuntimeError when there are none.

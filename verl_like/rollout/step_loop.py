@@ -4,10 +4,10 @@ One thread calls the engine's `step`. A loop is OPEN, PAUSING or PAUSED:
 
     PAUSED --open()--> OPEN --pause()--> PAUSING --no step runs any more--> PAUSED
 
-Everything else that touches the engine (weights, scoring, sleep) does so inside `exclusive()`, which needs a paused loop,
-or one with nothing to do. With tensor parallelism every rank of the replica runs such a thread and makes the same steps:
-the first rank broadcasts, before each, what changes with it (orders.py); the others carry it out. A pause is an order
-too: the other ranks leave the broadcast with it, so that nothing waits in the network while the trainer computes.
+Everything else that touches the engine (weights, scoring, sleep) does so inside `exclusive()`, which needs a paused
+loop, or one with nothing to do. With tensor parallelism every rank of the replica runs such a thread and makes the same
+steps: the first rank broadcasts, before each, what changes with it (orders.py); the others carry it out. A pause is an
+order too: the other ranks leave the broadcast with it, so nothing waits in the network while the trainer computes.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ class StepLoop:
                 self._raise_if_dead()
                 idle = self._lockstep is None and not self._futures
                 if self._phase is not Phase.PAUSED and not idle:
-                    raise RolloutError(f"{len(self._futures)} requests are still being generated: pause the engine first")
+                    raise RolloutError(
+                        f"{len(self._futures)} requests are still being generated: pause the engine first"
+                    )
             yield
 
     def close(self) -> None:
@@ -228,8 +230,8 @@ class StepLoop:
     def _carry_out(self, orders: Orders) -> list[Completion]:
         if self._lockstep is not None and orders.version != self._engine.weight_version:
             raise RolloutError(
-                f"this rank holds weights of version {self._engine.weight_version}, its replica's first rank of version "
-                f"{orders.version}"
+                f"this rank holds weights of version {self._engine.weight_version}, its replica's first rank of "
+                f"version {orders.version}"
             )
         done = self._engine.drop(orders.drop) if orders.drop else []
         for request in orders.add:

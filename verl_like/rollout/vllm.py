@@ -225,14 +225,14 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory (CUDA with free_cache_engine; else nothing)."""
         if self._sleep_mode and not self._asleep:
-            with self._loop.exclusive():
+            with self._exclusive():
                 compat.settle(self._llm)
                 self._llm.sleep(level=1)
             self._asleep = set(_SLEEPERS)
 
     def wake(self) -> None:
         if self._asleep:
-            with self._loop.exclusive():
+            with self._exclusive():
                 self._wake(*_SLEEPERS)
 
     def _wake(self, *tags: str) -> None:
@@ -243,10 +243,10 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             self._llm.wake_up(tags=sleeping)
             self._asleep -= set(sleeping)
 
-    def submit(self, request: GenerationRequest) -> Any:
-        if self._asleep:
-            self.wake()
-        return super().submit(request)
+    def open(self) -> None:
+        self._require_weights()
+        self.wake()
+        super().open()
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -299,9 +299,7 @@ def _rest_of(request: GenerationRequest) -> SamplingParams:
             f"request {request.request_id} resumes a response with presence_penalty, frequency_penalty, bad_words or "
             "stop: vLLM would not count the tokens of its beginning; leave these out, or sample it anew"
         )
-    return dataclasses.replace(
-        sampling, max_tokens=request.num_left, min_tokens=max(0, sampling.min_tokens - done)
-    )
+    return dataclasses.replace(sampling, max_tokens=request.num_left, min_tokens=max(0, sampling.min_tokens - done))
 
 
 def engine_arguments(

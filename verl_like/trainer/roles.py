@@ -168,7 +168,8 @@ class PolicyGroup(RoleGroup):
         replicas, ranks_each = self.plan.rollout_replicas, self.plan.tensor_parallel_size
         shares = rows_per_rank(prompts.prompt_length_B.tolist(), replicas, balance=self.balance.even)
         by_replica = [[requests[p * n + i] for p in sorted(share) for i in range(n)] for share in shares]
-        per_rank = [(by_replica[rank // ranks_each],) for rank in range(self.group.world_size)]
+        leads = [rank % ranks_each == 0 for rank in range(self.group.world_size)]
+        per_rank = [(by_replica[rank // ranks_each] if first else [],) for rank, first in enumerate(leads)]
         row_of = {request.request_id: row for row, request in enumerate(requests)}
         responses: dict[int, Completion] = {}
 

@@ -136,14 +136,11 @@ class PolicyWorker:
         self.switch.switch(Phase.train)
 
     def generate(self, requests: list[GenerationRequest]) -> Iterator[list[Completion]]:
-        """Completions as they end. Of a tensor-parallel replica the first rank reports them."""
+        """Completions as they end. Of a tensor-parallel replica the first rank gets all requests, the others none."""
         if not self._changed_since_sync:  # another engine had the device meanwhile, but the weights are the actor's
             self.switch.switch(Phase.rollout)
         self.switch.require(Phase.rollout, "generate")
-        reports = self.process.rank % self.spec.plan.tensor_parallel_size == 0
-        for completions in self.rollout.stream(requests):
-            if reports:
-                yield completions
+        yield from self.rollout.stream(requests)
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:
         """Log-probs, entropy and what else the estimator needs of the current actor on this rank's rows (or none)."""

@@ -5,7 +5,7 @@ import torch
 
 from verl_like.batch import PromptRow, Prompts, pad_rows
 from verl_like.rollout.assemble import assemble_rollouts, build_requests, request_seed
-from verl_like.rollout.rollout_engine import Completion, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 
 
 @pytest.fixture
@@ -41,10 +41,8 @@ def test_assembled_rows(prompts: Prompts) -> None:
     completions = [
         Completion(
             request_id=str(i),
-            token_ids=tokens,
-            log_probs=[-0.5] * len(tokens),
+            sampled=Sampled.of(tokens, [-0.5] * len(tokens), i + 1),
             finish_reason="stop" if i else "length",
-            weight_version=i + 1,
         )
         for i, tokens in enumerate(answers)
     ]

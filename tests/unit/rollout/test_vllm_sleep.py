@@ -36,7 +36,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMRolloutEngine:
     made._llm, made._model = Recorder(), torch.nn.Linear(1, 1)
     made._sleep_mode, made._asleep, made._version = True, set(), None
     made.keeps_adapters = False
-    made._loop = StepLoop(made, device=torch.device("cpu"), follow_timeout_s=0.0)
+    made._loop = StepLoop(made, device=torch.device("cpu"))
     monkeypatch.setattr(vllm_compat, "reload", lambda llm, stream: llm.events.append("reload"))
     monkeypatch.setattr(vllm_compat, "drop_caches", lambda llm: None)
     monkeypatch.setattr(vllm_compat, "stop", lambda llm: llm.events.append("stop"))

@@ -18,7 +18,7 @@ from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
 from verl_like.rollout.assemble import assemble_rollouts
-from verl_like.rollout.rollout_engine import Completion
+from verl_like.rollout.rollout_engine import Completion, Sampled
 from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource, renumbered
 
 N = 2
@@ -39,9 +39,7 @@ class ScriptedPolicy:
     def generate(self, prompts: Prompts, sampling: Any, *, n: int, seed: Any, step: int, on_response: Any) -> Rollouts:
         self.answered.append(prompts.group_B.tolist())
         completions = [
-            Completion(
-                request_id="", token_ids=[row.index], log_probs=[-1.0], finish_reason="stop", weight_version=step
-            )
+            Completion(request_id="", sampled=Sampled.of([row.index], [-1.0], step), finish_reason="stop")
             for row in prompts.rows
             for _ in range(n)
         ]

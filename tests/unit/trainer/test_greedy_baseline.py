@@ -12,7 +12,7 @@ from tests.unit.algorithms.builders import rollouts
 from verl_like.batch import PromptRow, Prompts, Rollouts, Scores
 from verl_like.config import AlgorithmConfig, LengthRewardConfig, PPOConfig, RewardModelConfig
 from verl_like.rollout.assemble import assemble_rollouts
-from verl_like.rollout.rollout_engine import Completion, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 from verl_like.trainer.greedy_baseline import GreedyBaselineSource, prompts_of
 
 
@@ -44,7 +44,7 @@ class Policy:
     def generate(self, prompts: Prompts, sampling: Any, *, n: int, seed: Any, step: int, on_response: Any) -> Rollouts:
         self.seen.append((prompts, sampling, n))
         done = [
-            Completion(request_id="", token_ids=[1, 2], log_probs=[0.0, 0.0], finish_reason="stop", weight_version=0)
+            Completion(request_id="", sampled=Sampled.of([1, 2], [0.0, 0.0], 0), finish_reason="stop")
             for _ in range(len(prompts) * n)
         ]
         for i, completion in enumerate(done):

@@ -14,7 +14,7 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Evaluated, Experience, Metric, PromptRow, Prompts
 from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.rollout.rollout_engine import Completion, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules, average_steps
 
 
@@ -82,10 +82,8 @@ def complete(method: str, rank: int, requests: list[Any]) -> list[Completion]:
     return [
         Completion(
             request_id=r.request_id,
-            token_ids=[r.prompt_ids[-1], rank],
-            log_probs=[-1.0, -2.0],
+            sampled=Sampled.of([r.prompt_ids[-1], rank], [-1.0, -2.0], 3),
             finish_reason="stop",
-            weight_version=3,
         )
         for r in requests
     ]

@@ -12,7 +12,7 @@ from verl_like.batch import Rollouts
 from verl_like.rewards.grading import Grading, RewardError, Scorer
 from verl_like.rewards.parts import Part
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
-from verl_like.rollout.rollout_engine import Completion, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 from verl_like.trainer.validation import Validator
 
 
@@ -24,7 +24,7 @@ class Policy:
             ids = [i for i in prompts.response_ids_BR[row].tolist() if i > 1]
             on_response(
                 row,
-                Completion(request_id=str(row), token_ids=ids, log_probs=[], finish_reason="stop", weight_version=0),
+                Completion(request_id=str(row), sampled=Sampled.of(ids, [0.0] * len(ids), 0), finish_reason="stop"),
             )
         return prompts
 
