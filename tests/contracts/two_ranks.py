@@ -25,7 +25,7 @@ def run_on_two_ranks(script: str, folder: Path, *arguments: str) -> list[dict[st
     ]
     try:
         for rank, log in zip(ranks, logs, strict=True):
-            assert rank.wait(timeout=TIMEOUT_S) == 0, log.read_text()[-3000:]
+            assert rank.wait(timeout=TIMEOUT_S) == 0, log.read_text()[-6000:]
     finally:
         for rank in ranks:
             rank.kill()

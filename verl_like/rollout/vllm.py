@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,6 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         self._rank_in_replica = process.rank % tp
         self._lockstep = lockstep_of(process.rank, process.world_size, tp) if tp > 1 else None
         self._running: dict[str, _Running] = {}
-        self._early: list[Any] = []  # outputs that ended while the engine was paused for something else
         self._unseeded, self._places = itertools.count(), itertools.count()
         self._loop = StepLoop(self, device=process.device, lockstep=self._lockstep)
 
@@ -114,9 +114,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         self._running[request.request_id] = _Running(request, [(0, self._sampling_version())])
 
     def step(self) -> list[Completion]:
-        outputs, self._early = self._early, []
-        if len(outputs) < len(self._running):
-            outputs += [output for output in self._llm.llm_engine.step() if output.finished]
+        outputs = [output for output in self._llm.llm_engine.step() if output.finished]
         return [self._completion(output) for output in outputs]
 
     def has_unfinished(self) -> bool:
@@ -140,7 +138,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
     # Weights, scoring, memory: with the engine idle.
 
     def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
-        compat.settle(self._llm)
+        self._rest()
         self._wake("weights")
         adapters: dict[str, Tensor] = {}
         if partial:
@@ -190,43 +188,54 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             return 0  # what is cached is whole blocks
         prompt = [(7919 * i + 1) % self.tokenizer_size for i in range(length)]
         params = compat.sampling_params(SamplingParams(max_tokens=1, do_sample=False), seed=None)
-        self._add_apart("cache-probe", prompt, params)
-        (output,) = self._drain(1)
+        with self._alone():
+            self._add_apart("cache-probe", prompt, params)
+            (output,) = self._drain(1)
         return int(output.num_cached_tokens or 0)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         params = compat.scoring_params()
-        for i, sequence in enumerate(sequences):
-            self._add_apart(f"score-{i}", list(sequence), params)
-        found = {output.request_id: output for output in self._drain(len(sequences))}
+        with self._alone():
+            for i, sequence in enumerate(sequences):
+                self._add_apart(f"score-{i}", list(sequence), params)
+            found = {output.request_id: output for output in self._drain(len(sequences))}
         prompts = [found[f"score-{i}"].prompt_logprobs for i in range(len(sequences))]
         return [
             compat.log_probs_of(entries, sequence[1:]) for entries, sequence in zip(prompts, sequences, strict=True)
         ]
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No request but those added here: what is under way in a paused engine stays as it is, and loses its cache."""
+        if not self._running:
+            yield
+            return
+        with compat.others_aside(self._llm):
+            yield
+
+    def _rest(self) -> None:
+        """Let go of the step that asynchronous scheduling may have launched ahead, before memory or weights change."""
+        if self._running:
+            compat.drop_caches(self._llm)  # what that step gives is thrown away, and its requests begin again
+        else:
+            compat.settle(self._llm)
+
     def _add_apart(self, name: str, token_ids: list[int], params: Any) -> None:
-        """A request of the engine's own; before those that are under way in a paused engine."""
-        first = -(2**31)
         place = next(self._places)
-        compat.add_request(
-            self._llm, name, token_ids, params, place=place, lora_request=self._lora_request, priority=first
-        )
+        compat.add_request(self._llm, name, token_ids, params, place=place, lora_request=self._lora_request)
 
     def _drain(self, count: int) -> list[Any]:
-        """Outputs of the engine's own requests. Others, under way in a paused engine, may be taken along: what ends
-        with these steps is given out by the next one."""
+        """Outputs of the engine's own requests."""
         outputs: list[Any] = []
         while len(outputs) < count:
-            for output in self._llm.llm_engine.step():
-                if output.finished:
-                    (self._early if output.request_id in self._running else outputs).append(output)
+            outputs += [output for output in self._llm.llm_engine.step() if output.finished]
         return outputs
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory (CUDA with free_cache_engine; else nothing)."""
         if self._sleep_mode and not self._asleep:
             with self._exclusive():
-                compat.settle(self._llm)
+                self._rest()
                 self._llm.sleep(level=1)
             self._asleep = set(_SLEEPERS)
 

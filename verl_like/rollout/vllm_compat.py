@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -259,6 +260,25 @@ def drop_caches(llm: Any) -> None:
     if not llm.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     llm.llm_engine.reset_mm_cache()
+
+
+@contextmanager
+def others_aside(llm: Any) -> Iterator[None]:
+    """Steps inside leave the requests alone that are there now; those that run begin again afterwards.
+
+    Caches are dropped only where requests run: right after a load none does, and what is still cached must be seen.
+    Source: vLLM 0.26 and 0.32, Scheduler.running and waiting.
+    """
+    from vllm.v1.core.sched.request_queue import create_request_queue
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    if scheduler.running:
+        drop_caches(llm)
+    waiting, scheduler.waiting = scheduler.waiting, create_request_queue(scheduler.policy)
+    try:
+        yield
+    finally:
+        scheduler.waiting = waiting
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
