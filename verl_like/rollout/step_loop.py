@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 10.0  # an idle open replica is sent an empty order this often: its ranks wait with a time limit
 _JOIN_S = 60.0
+_SHUT_DOWN = "the rollout engine was shut down"
 
 
 class Phase(Enum):
@@ -68,6 +69,7 @@ class StepLoop:
     """Owns the step thread, the queue in front of it and the futures behind it.
 
     To be made by the thread that will load weights, when the engine has started: steps run on its CUDA stream.
+    Callbacks of the futures run in the step thread: they may submit, abort and look, but not open, pause or close.
     """
 
     def __init__(self, engine: SteppedEngine, *, device: torch.device, lockstep: Lockstep | None = None) -> None:
@@ -77,10 +79,13 @@ class StepLoop:
         # which the caller's thread does, and vLLM would read sampled tokens before they are there.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._lockstep = lockstep
-        self._engine_lock = threading.Lock()
+        self._engine_lock = threading.Lock()  # taken before `_changed` where both are needed
         self._changed = threading.Condition()  # guards everything below
         self._phase = Phase.PAUSED
-        self._waiting: dict[str, GenerationRequest] = {}  # submitted, not yet added; insertion order
+        self._num_pauses = 0
+        self._guests_came = self._guests_gone = 0  # callers that take the engine's lock beside the step thread
+        self._waiting: dict[str, GenerationRequest] = {}  # submitted, not yet in orders; insertion order
+        self._ordered: dict[str, GenerationRequest] = {}  # in orders, not yet added
         self._futures: dict[str, Future[Completion]] = {}
         self._aborted: dict[str, None] = {}  # to be dropped before the next step
         self._closing = False
@@ -126,15 +131,16 @@ class StepLoop:
 
     def snapshot(self) -> dict[str, Sampled]:
         """What is sampled so far of all pending requests."""
-        with self._engine_lock:
+        with self._as_guest():
             running = self._engine.progress()
-        with self._changed:
-            waiting = {i: request.resume for i, request in self._waiting.items()}
-            return {i: found for i, found in (waiting | running).items() if i in self._futures}
+            with self._changed:
+                waiting = {i: request.resume for i, request in (self._ordered | self._waiting).items()}
+                return {i: found for i, found in (waiting | running).items() if i in self._futures}
 
     def open(self) -> None:
-        """Make steps from now on."""
+        """Make steps from now on; after a pause that is under way."""
         with self._changed:
+            self._changed.wait_for(lambda: self._phase is not Phase.PAUSING or self._error is not None)
             self._raise_if_dead()
             self._phase = Phase.OPEN
             self._changed.notify_all()
@@ -145,21 +151,38 @@ class StepLoop:
             if self._phase is Phase.OPEN and self.leads:
                 self._phase = Phase.PAUSING
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._phase is Phase.PAUSED or self._error is not None)
+            before = self._num_pauses  # somebody may open it again before this thread looks
+            self._changed.wait_for(
+                lambda: self._phase is Phase.PAUSED or self._num_pauses > before or self._error is not None
+            )
             self._raise_if_dead()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """The engine to the caller alone: no step runs, though requests may be under way in a paused loop."""
-        with self._engine_lock:
+        with self._as_guest():
             with self._changed:
                 self._raise_if_dead()
                 idle = self._lockstep is None and not self._futures
                 if self._phase is not Phase.PAUSED and not idle:
                     raise RolloutError(
-                        f"{len(self._futures)} requests are still being generated: pause the engine first"
+                        f"the engine is {self._phase.value}, {len(self._futures)} requests are still being generated: "
+                        "pause the engine first"
                     )
             yield
+
+    @contextmanager
+    def _as_guest(self) -> Iterator[None]:
+        """The engine's lock, between two steps. The loop lets guests go first: it would take the lock again at once."""
+        with self._changed:
+            self._guests_came += 1
+        try:
+            with self._engine_lock:
+                yield
+        finally:
+            with self._changed:
+                self._guests_gone += 1
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Stop the thread. Requests still pending fail with RolloutError."""
@@ -167,7 +190,7 @@ class StepLoop:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout=_JOIN_S)
-        self._fail(RolloutError("the rollout engine was shut down"))
+        self._fail(RolloutError(_SHUT_DOWN))
 
     # Everything below runs in the loop's thread.
 
@@ -178,6 +201,7 @@ class StepLoop:
         try:
             while self._advance():
                 pass
+            self._fail(RolloutError(_SHUT_DOWN))  # whoever waits for this rank's pause, also where the first one closed
         except Exception as error:
             logger.exception("the rollout engine's step failed")
             self._fail(error)
@@ -192,17 +216,29 @@ class StepLoop:
         if orders.stop:
             return False
         with self._engine_lock:
-            done = self._carry_out(orders)
+            done, refused = self._carry_out(orders)
         if orders.pause and self._lockstep is not None:
             self._lockstep.meet()  # a pause is one only when the slowest rank has ended its last step
-        with self._changed:
-            if orders.pause:
+        if self.leads:
+            self._resolve(done, refused)
+        if orders.pause:  # when everything that ended before it is known
+            with self._changed:
                 self._phase = Phase.PAUSED
+                self._num_pauses += 1
                 self._changed.notify_all()
-            ended = [(self._futures.pop(c.request_id), c) for c in done] if self.leads else []
-        for future, completion in ended:
-            future.set_result(completion)
         return True
+
+    def _resolve(self, done: list[Completion], refused: dict[str, ValueError]) -> None:
+        with self._changed:
+            self._ordered = {}
+            ended = [(self._futures.pop(c.request_id, None), c) for c in done]  # None: failed by `close`
+            failed = [(self._futures.pop(i, None), error) for i, error in refused.items()]
+        for future, completion in ended:
+            if future is not None:
+                future.set_result(completion)
+        for future, error in failed:
+            if future is not None:
+                future.set_exception(error)
 
     def _wait(self) -> bool:
         """Until the loop has work, or must give a sign of life. False: it ends without having to tell other ranks."""
@@ -213,47 +249,44 @@ class StepLoop:
             if self.leads:
                 patience = None if self._lockstep is None else _KEEPALIVE_S
                 self._changed.wait_for(lambda: self._closing or self._phase is Phase.PAUSING or self._futures, patience)
-                return not self._closing or self._lockstep is not None
-            return True
+            came = self._guests_came  # guests first, and before the orders, which tell the version of the weights
+            self._changed.wait_for(lambda: self._guests_gone >= came)
+            return not self._closing or self._lockstep is not None
 
     def _collect(self) -> Orders:
         """What changes with the next step."""
         with self._changed:
             pause = self._phase is Phase.PAUSING
-            requests = () if pause else tuple(self._waiting.values())
-            for request in requests:
-                del self._waiting[request.request_id]
+            if not pause:
+                self._ordered, self._waiting = self._waiting, {}
+            requests = tuple(self._ordered.values())
             dropped, self._aborted = tuple(self._aborted), {}
             version = self._engine.weight_version
             return Orders(add=requests, drop=dropped, pause=pause, stop=self._closing, version=version)
 
-    def _carry_out(self, orders: Orders) -> list[Completion]:
+    def _carry_out(self, orders: Orders) -> tuple[list[Completion], dict[str, ValueError]]:
+        """What ended, and what the engine refused: such a request fails alone."""
         if self._lockstep is not None and orders.version != self._engine.weight_version:
             raise RolloutError(
-                f"this rank holds weights of version {self._engine.weight_version}, its replica's first rank of "
-                f"version {orders.version}"
+                f"this rank holds weights of version {self._engine.weight_version}, "
+                f"its replica's first rank of version {orders.version}"
             )
         done = self._engine.drop(orders.drop) if orders.drop else []
+        refused: dict[str, ValueError] = {}
         for request in orders.add:
-            self._add(request)
+            try:
+                self._engine.add(request)
+            except ValueError as error:
+                refused[request.request_id] = error
         if not orders.pause and self._engine.has_unfinished():
             done += self._engine.step()
-        return done
-
-    def _add(self, request: GenerationRequest) -> None:
-        """A request that the engine refuses fails alone."""
-        try:
-            self._engine.add(request)
-        except ValueError as error:
-            with self._changed:
-                future = self._futures.pop(request.request_id, None)
-            if future is not None:
-                future.set_exception(error)
+        return done, refused
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = self._error or error
-            pending, self._futures, self._waiting = list(self._futures.values()), {}, {}
+            pending, self._futures = list(self._futures.values()), {}
+            self._waiting, self._ordered = {}, {}
             self._changed.notify_all()
         for future in pending:
             failure = RolloutError(f"the rollout engine stopped: {type(error).__name__}: {error}")
