@@ -163,7 +163,7 @@ def test_logits_are_the_models_after_any_joins_and_leaves(
     def checked(self: Batch, logits_bV: Tensor, version: int) -> None:
         sizes.add(len(self.rows))
         assert self.mask_bS.shape[1] == max(len(row.known_ids) for row in self.rows)  # no column that nobody needs
-        assert self.cache.get_seq_len() == self.mask_bS.shape[1]
+        assert self.cache.get_seq_length() == self.mask_bS.shape[1]
         for row, logits_V in zip(self.rows, logits_bV, strict=True):
             expected_V = MODEL(torch.tensor([row.known_ids])).logits[0, -1, :TOKENIZER_SIZE]
             gaps.append(float((logits_V - expected_V).abs().max() / expected_V.abs().max()))
@@ -188,9 +188,9 @@ def test_columns_that_no_row_needs_are_cut_off(engine: HFRolloutEngine) -> None:
     engine.add(request(0, 50, SamplingParams(max_tokens=2)))
     engine.add(request(1, 4))
     steps(engine, 1)
-    assert engine._batches[0].cache.get_seq_len() == 50
+    assert engine._batches[0].cache.get_seq_length() == 50
     steps(engine, 1)
-    assert engine._batches[0].cache.get_seq_len() == engine._batches[0].mask_bS.shape[1] == 5
+    assert engine._batches[0].cache.get_seq_length() == engine._batches[0].mask_bS.shape[1] == 5
     assert gap(request(1, 4), steps(engine)["r1"].sampled) < 1e-5
 
 
@@ -333,7 +333,8 @@ def test_greedy_with_penalties_beside_rows_that_are_drawn(engine: HFRolloutEngin
 def of_type(name: str, folder: Path, process: ProcessInfo) -> HFRolloutEngine:
     """An engine with random weights of this model type."""
     path = zoo.folder(folder, name)
-    engine = build_for("hf", ModelConfig(path=path), process, tokenizer_size=zoo.VOCAB, max_model_len=MAX_LEN)
+    model_config = ModelConfig(path=path, use_remove_padding=False)
+    engine = build_for("hf", model_config, process, tokenizer_size=zoo.VOCAB, max_model_len=MAX_LEN)
     assert isinstance(engine, HFRolloutEngine)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(zoo.config(name), dtype=torch.float32)
