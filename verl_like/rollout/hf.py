@@ -1,23 +1,20 @@
 """Generation with transformers alone, for machines without vLLM: a full copy of the model, filled by the weight stream.
 
-Requests are taken up in batches of at most max_num_seqs, left-padded, with a KV cache; rows leave it as they end.
+Batches are continuous: each step takes up what waits while fewer than max_num_seqs rows are under way, computes the new
+ones' prompts alone, and decodes one token of all others, whose keys and values stay (hf_batch.py).
 Each request draws its random numbers from its own generator, one per token, so that tokens do not depend on the batch.
 """
 
 from __future__ import annotations
 
+import itertools
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
@@ -29,49 +26,13 @@ from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.checksum import checksum, values_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.base import SteppedRolloutEngine
+from verl_like.rollout.hf_batch import Batch, Row
 from verl_like.rollout.rng import preserve_rng
-from verl_like.rollout.rollout_engine import Completion, FinishReason, GenerationRequest, WeightLoadError
-from verl_like.rollout.sampling import completes_stop, draw, filtered_log_probs, shape_logits
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, WeightLoadError
 from verl_like.rollout.step_loop import StepLoop
 
 _SEED_MASK = 2**63 - 1
-
-
-@dataclass(slots=True)
-class _Row:
-    """One response under way."""
-
-    request: GenerationRequest
-    uniform: Tensor  # float64 [max_tokens], the random number of each token
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    def end(self, tokenizer: PreTrainedTokenizerBase | None) -> FinishReason | None:
-        """Why the response is over after its last token, or None."""
-        sampling = self.request.sampling
-        if self.token_ids[-1] in sampling.stop_token_ids:
-            return "stop"
-        may_stop = tokenizer is not None and sampling.stop and len(self.token_ids) > sampling.min_tokens
-        if may_stop and completes_stop(tokenizer, self.token_ids, sampling.stop):
-            return "stop"
-        return "length" if len(self.token_ids) >= sampling.max_tokens else None
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Rows that are decoded together: b rows, S cached positions."""
-
-    rows: list[_Row]
-    cache: DynamicCache
-    mask_bS: Tensor  # 1 where a cached position is real
-    next_b1: Tensor  # the token that goes into the next forward pass
-
-    def keep(self, index: list[int]) -> None:
-        """Drop all other rows."""
-        chosen = torch.tensor(index, device=self.mask_bS.device)
-        self.rows = [self.rows[i] for i in index]
-        self.cache.reorder_cache(chosen)  # also of states, which batch_select_indices leaves out
-        self.mask_bS, self.next_b1 = self.mask_bS[chosen], self.next_b1[chosen]
+_ORDER = attrgetter("order")
 
 
 class HFRolloutEngine(SteppedRolloutEngine):
@@ -114,8 +75,11 @@ class HFRolloutEngine(SteppedRolloutEngine):
                 _attach_adapters(self._model, model, dtype)
         self._stored = CheckpointNames(self._module)
         self._unseeded = torch.Generator().manual_seed((seed + process.rank) & _SEED_MASK)
-        self._queue: list[_Row] = []
-        self._batch: _Batch | None = None
+        self._places = itertools.count()
+        self._waiting: list[Row] = []  # in the order in which they are taken up
+        self._batches: list[Batch] = []  # one, unless the model's caches cannot be joined (hf_batch.py)
+        self.prefilled_tokens = 0
+        """Tokens of prompts, and of responses that were begun before, that were computed since the start."""
         self._loop = StepLoop(self, device=process.device)
 
     # What the step loop calls.
@@ -124,75 +88,88 @@ class HFRolloutEngine(SteppedRolloutEngine):
         generator = self._unseeded
         if request.seed is not None:
             generator = torch.Generator().manual_seed(request.seed & _SEED_MASK)
-        uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64)
-        self._queue.append(_Row(request, uniform))
+        uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64).numpy()
+        insort(self._waiting, Row(request, next(self._places), uniform), key=_ORDER)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """Prefill a new batch or decode one token of the current one."""
-        if self._batch is None:
-            rows, self._queue = self._queue[: self._max_num_seqs], self._queue[self._max_num_seqs :]
-            self._batch, logits_bV = self._prefill(rows)
-        else:
-            logits_bV = self._decode(self._batch)
-        self._sample(self._batch, logits_bV)
-        return self._collect(self._batch)
+        """One more token for each row: what is under way is decoded, what waits is taken up where there is room."""
+        new = self._take_up()
+        stepped = [(batch, self._decode(batch)) for batch in self._batches]
+        if new:
+            batch, logits_bV = self._prefill(new)
+            if stepped and stepped[0][0].can_join(batch):
+                running, running_bV = stepped[0]
+                running.join(batch)
+                stepped = [(running, torch.cat([running_bV, logits_bV]))]
+            else:
+                stepped.append((batch, logits_bV))
+        done: list[Completion] = []
+        for batch, logits_bV in stepped:
+            batch.sample(logits_bV, -1 if self._version is None else self._version)
+            done += self._collect(batch)
+        self._batches = [batch for batch, _ in stepped if batch.rows]
+        return done
 
     def has_unfinished(self) -> bool:
-        return bool(self._queue) or self._batch is not None
+        return bool(self._waiting or self._batches)
 
-    def abort(self) -> list[Completion]:
-        rows = (self._batch.rows if self._batch is not None else []) + self._queue
-        self._batch, self._queue = None, []
-        return [self._completion(row, "abort") for row in rows]
+    def drop(self, request_ids: Sequence[str]) -> list[Completion]:
+        ids = set(request_ids)
+        dropped = [row for row in self._rows() if row.request.request_id in ids]
+        self._waiting = [row for row in self._waiting if row.request.request_id not in ids]
+        for batch in self._batches:
+            staying = [i for i, row in enumerate(batch.rows) if row.request.request_id not in ids]
+            if len(staying) < len(batch.rows):
+                batch.keep(staying)
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return [row.completion("abort") for row in dropped]
 
-    def _prefill(self, rows: list[_Row]) -> tuple[_Batch, Tensor]:
-        prompts = [row.request.prompt_ids for row in rows]
-        ids_bS = pad_rows(prompts, side="left", dtype=torch.int64).to(self._device)
-        mask_bS = pad_rows(([1] * len(p) for p in prompts), side="left", dtype=torch.int64).to(self._device)
-        cache = DynamicCache(config=self._module.config)
-        logits_bV = self._forward(ids_bS, mask_bS, cache)
-        return _Batch(rows=rows, cache=cache, mask_bS=mask_bS, next_b1=ids_bS[:, -1:]), logits_bV
+    def progress(self) -> dict[str, Sampled]:
+        return {row.request.request_id: row.sampled for row in self._rows()}
 
-    def _decode(self, batch: _Batch) -> Tensor:
-        batch.mask_bS = torch.nn.functional.pad(batch.mask_bS, (0, 1), value=1)
-        return self._forward(batch.next_b1, batch.mask_bS, batch.cache)
+    def _rows(self) -> list[Row]:
+        return [row for batch in self._batches for row in batch.rows] + self._waiting
 
-    def _forward(self, ids_bs: Tensor, mask_bS: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits [b, V] of the token after the last of `ids_bs`."""
+    def _weights_changed(self) -> None:
+        """What is cached is the old weights' work: the next step computes it again, ahead of all that wait."""
+        self._waiting, self._batches = sorted(self._rows(), key=_ORDER), []
+
+    def _take_up(self) -> list[Row]:
+        room = self._max_num_seqs - sum(len(batch.rows) for batch in self._batches)
+        rows, self._waiting = self._waiting[:room], self._waiting[room:]
+        for row in rows:
+            row.begun = True
+        return rows
+
+    def _prefill(self, rows: list[Row]) -> tuple[Batch, Tensor]:
+        known = [row.known_ids for row in rows]
+        self.prefilled_tokens += sum(map(len, known))
+        ids_bS = pad_rows(known, side="left", dtype=torch.int64).to(self._device)
+        length_b = torch.tensor([len(ids) for ids in known], device=self._device)
+        width = ids_bS.shape[1]
+        mask_bS = (torch.arange(width, device=self._device) >= width - length_b[:, None]).long()
         positions_bS = (mask_bS.cumsum(dim=-1) - 1).clamp(min=0)
+        batch = Batch(rows, DynamicCache(config=self._module.config), mask_bS, length_b)
+        return batch, self._forward(ids_bS, positions_bS, batch)
+
+    def _decode(self, batch: Batch) -> Tensor:
+        assert batch.next_b1 is not None
+        return self._forward(batch.next_b1, batch.widen(), batch)
+
+    def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch) -> Tensor:
+        """Logits [b, V] of the token after the last of `ids_bs`."""
         output = self._module(
             input_ids=ids_bs,
-            attention_mask=mask_bS,
-            position_ids=positions_bS[:, -ids_bs.shape[1] :],
-            past_key_values=cache,
+            attention_mask=batch.mask_bS,
+            position_ids=positions_bs,
+            past_key_values=batch.cache,
             use_cache=True,
             logits_to_keep=1,
         )
         return output.logits[:, -1, : self.tokenizer_size]
 
-    def _sample(self, batch: _Batch, logits_bV: Tensor) -> None:
-        """One more token for each row; the log-prob is that of the distribution it was drawn from."""
-        params = [row.request.sampling for row in batch.rows]
-        vocab, device = logits_bV.shape[1], logits_bV.device
-        greedy_b = torch.tensor([p.greedy for p in params], device=device)
-        temperature_b = torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device)
-        top_k_b = torch.tensor([vocab if p.greedy or p.top_k < 1 else p.top_k for p in params], device=device)
-        top_p_b = torch.tensor([1.0 if p.greedy else p.top_p for p in params], device=device)
-        min_p_b = torch.tensor([0.0 if p.greedy else p.min_p for p in params], device=device)
-        logits_bV = logits_bV.float()
-        for logits_V, row in zip(logits_bV, batch.rows, strict=True):
-            shape_logits(logits_V, row.request.sampling, row.request.prompt_ids, row.token_ids)
-        log_probs_bV = filtered_log_probs(logits_bV, temperature_b, top_k_b, top_p_b, min_p_b)
-        uniform_b = torch.stack([row.uniform[len(row.token_ids)] for row in batch.rows]).to(device)
-        token_b = torch.where(greedy_b, log_probs_bV.argmax(dim=-1), draw(log_probs_bV, uniform_b))
-        chosen_b = log_probs_bV.gather(1, token_b[:, None])[:, 0]
-        for row, token, log_prob in zip(batch.rows, token_b.tolist(), chosen_b.tolist(), strict=True):
-            row.token_ids.append(token)
-            row.log_probs.append(log_prob)
-        batch.next_b1 = token_b[:, None]
-
-    def _collect(self, batch: _Batch) -> list[Completion]:
+    def _collect(self, batch: Batch) -> list[Completion]:
         """Take the rows that have ended out of the batch."""
         done, going = [], []
         for i, row in enumerate(batch.rows):
@@ -200,23 +177,12 @@ class HFRolloutEngine(SteppedRolloutEngine):
             if reason is None:
                 going.append(i)
             else:
-                done.append(self._completion(row, reason))
-        if not going:
-            self._batch = None
-        elif done:
+                done.append(row.completion(reason))
+        if done:
             batch.keep(going)
         return done
 
-    def _completion(self, row: _Row, reason: FinishReason) -> Completion:
-        return Completion(
-            request_id=row.request.request_id,
-            token_ids=row.token_ids,
-            log_probs=row.log_probs,
-            finish_reason=reason,
-            weight_version=self._version if self._version is not None else -1,
-        )
-
-    # Weights and scoring: with the engine idle.
+    # Weights and scoring: while no step runs.
 
     @property
     def _module(self) -> PreTrainedModel:
@@ -268,7 +234,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._model, self._batch, self._queue = None, None, []
+        self._model, self._batches, self._waiting = None, [], []
 
 
 def _empty_model(
