@@ -27,6 +27,7 @@ from tests.unit.rollout.tiny import (
     state,
     tiny_model,
 )
+from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.rollout.rollout_engine import (
@@ -106,7 +107,8 @@ def unloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     process = single_process()
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
-    engine = build(request.param, folder, process, stop=["loads the tokenizer"])
+    small_blocks = EngineKwargsConfig(vllm={"block_size": 32})  # so that prompts of these tests fill some
+    engine = build(request.param, folder, process, stop=["loads the tokenizer"], engine_kwargs=small_blocks)
     yield engine
     engine.shutdown()
     assert torch.distributed.is_initialized()  # the group is the trainer's
@@ -417,22 +419,18 @@ def test_what_has_less_priority_is_taken_up_first(engine: RolloutEngine) -> None
     assert {r.request_id for r in first} <= set(ended[:32])
 
 
-def test_a_second_turn_takes_the_first_from_the_cache(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    engine = build("vllm", tmp_path, single_process(), engine_kwargs={"vllm": {"block_size": 16}})
-    try:
-        engine.load_weights(iter(state(MODEL).items()), 1)
-        prompt = list(range(1, 31))
-        twenty = SamplingParams(max_tokens=20)
-        turn = GenerationRequest(request_id="turn0", prompt_ids=prompt, sampling=twenty, seed=1, session="s")
-        first = engine.generate([turn])[0]
-        answer = [*prompt, *first.token_ids, 7, 8, 9]
-        second = engine.generate([dataclasses.replace(turn, request_id="turn1", turn=1, prompt_ids=answer)])[0]
-        assert (first.cached_tokens, second.cached_tokens) == (0, 48)
-        expected = log_probs(MODEL, answer + second.token_ids)[len(answer) - 1 :]
-        assert torch.allclose(torch.tensor(second.log_probs), expected, atol=1e-5)
-    finally:
-        engine.shutdown()
+def test_a_second_turn_takes_the_first_from_the_cache(engine: RolloutEngine) -> None:
+    """hf keeps nothing between requests."""
+    engine.load_weights(iter(state(MODEL).items()), 1)  # forgets what others have asked
+    prompt, twenty = list(range(1, 61)), SamplingParams(max_tokens=20)
+    turn = GenerationRequest(request_id="turn0", prompt_ids=prompt, sampling=twenty, seed=1, session="s")
+    first = engine.generate([turn])[0]
+    answer = [*prompt, *first.token_ids, 7, 8, 9]
+    longer = dataclasses.replace(turn, request_id="turn1", turn=1, prompt_ids=answer)
+    second = engine.generate([longer])[0]
+    blocks = 64 if type(engine).__name__ == "VLLMRolloutEngine" else 0  # two of 32
+    assert (first.cached_tokens, second.cached_tokens) == (0, blocks)
+    assert gap(longer, second) < 1e-5
 
 
 def test_a_request_that_does_not_fit_is_refused(engine: RolloutEngine) -> None:

@@ -35,7 +35,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMRolloutEngine:
     made = VLLMRolloutEngine.__new__(VLLMRolloutEngine)
     made._llm, made._model = Recorder(), torch.nn.Linear(1, 1)
     made._sleep_mode, made._asleep, made._version = True, set(), None
-    made.keeps_adapters = False
+    made.keeps_adapters, made._running = False, {}
     made._loop = StepLoop(made, device=torch.device("cpu"))
     monkeypatch.setattr(vllm_compat, "reload", lambda llm, stream: llm.events.append("reload"))
     monkeypatch.setattr(vllm_compat, "drop_caches", lambda llm: None)
