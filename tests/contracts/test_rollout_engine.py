@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.unit.rollout.tiny import (
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.rollout.remote import RemoteEngine
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
@@ -99,16 +101,23 @@ def cut_requests() -> list[GenerationRequest]:
     return [dataclasses.replace(r, prompt_ids=[*range(1, 55), *r.prompt_ids]) for r in requests(16)]
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+def build_with_tokenizer(name: str, folder: Path) -> RolloutEngine:
+    small_blocks = EngineKwargsConfig(vllm={"block_size": 32})  # so that prompts of these tests fill some
+    return build(name, folder, single_process(), stop=["loads the tokenizer"], engine_kwargs=small_blocks)
+
+
+@pytest.fixture(scope="module", params=["hf", "hf in a process", "vllm"])
 def unloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
     if request.param == "vllm":
         pytest.importorskip("vllm")
     shared_memory = set(os.listdir("/dev/shm"))
-    process = single_process()
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
-    small_blocks = EngineKwargsConfig(vllm={"block_size": 32})  # so that prompts of these tests fill some
-    engine = build(request.param, folder, process, stop=["loads the tokenizer"], engine_kwargs=small_blocks)
+    if request.param == "hf in a process":
+        single_process()
+        engine: RolloutEngine = RemoteEngine(partial(build_with_tokenizer, "hf", folder), reads_text=True)
+    else:
+        engine = build_with_tokenizer(request.param, folder)
     yield engine
     engine.shutdown()
     assert torch.distributed.is_initialized()  # the group is the trainer's

@@ -1,0 +1,284 @@
+"""An engine in a process of its own, behind a pipe.
+
+    this process                                        the engine's process
+    RemoteEngine.submit, abort, load_weights, ... ───>  main thread: one message after the other
+    futures  <── reader thread <──────────────────────  answers, and completions as they end
+
+What is said here is done there, in that order. The process ends with its pipe, so it never outlives this one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.rollout.base import EngineBase
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutError,
+    Sampled,
+    WeightLoadError,
+)
+
+_TIMEOUT_S = 600.0
+_STOP_S = 30.0
+_START = -1  # the number of the first answer, which nobody asked for
+_FACTS = ("dtype", "tokenizer_size", "max_model_len", "keeps_adapters")
+# Errors that come back as what they were; others as RolloutError, since they may not be importable here.
+_KNOWN = {error.__name__: error for error in (ValueError, RuntimeError, RolloutError, WeightLoadError)}
+
+
+class RemoteEngine(EngineBase):
+    """A RolloutEngine whose work is done by another one, in a process that this object starts and ends.
+
+    build: makes the engine, there; it is pickled. reads_text: whether that engine was given a tokenizer. timeout_s: how
+    long a call, or the start, may take; then RolloutError, and the process is ended. Not for tensor-parallel replicas.
+    """
+
+    def __init__(
+        self, build: Callable[[], RolloutEngine], *, reads_text: bool = False, timeout_s: float = _TIMEOUT_S
+    ) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, build), name="rollout-engine", daemon=True)
+        self._process.start()
+        theirs.close()
+        self._timeout_s = timeout_s
+        self._sending = threading.Lock()
+        self._changed = threading.Lock()  # guards everything below
+        self._numbers = itertools.count()
+        self._answers: dict[int, Future[Any]] = {}
+        self._pending: dict[str, Future[Completion]] = {}
+        self._open, self._error = False, ""
+        started = self._answers[_START] = Future[Any]()
+        self._reader = threading.Thread(target=self._read, name="rollout-replies", daemon=True)
+        self._reader.start()
+        facts = dict(zip(_FACTS, self._result(started, "start"), strict=True))
+        super().__init__(**facts, seed=0, reads_text=reads_text)
+
+    def open(self) -> None:
+        self._require_weights()
+        self._call("open")
+        self._open = True
+
+    def pause(self) -> None:
+        self._call("pause")
+        self._open = False
+
+    @property
+    def paused(self) -> bool:
+        return not self._open
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        self._send(("abort", request_ids))
+
+    def snapshot(self) -> dict[str, Sampled]:
+        return self._call("snapshot")
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
+        """See RolloutEngine. Tensors are copied through the pipe, one at a time."""
+        if partial and not self._holds_weights:
+            raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
+        self.unload()
+        answer = self._ask("load", version, partial)
+        try:
+            for name, tensor in stream:
+                self._send(("tensor", name, tensor.detach().to(device="cpu")))
+        except BaseException:
+            self._send(("broken",))
+            answer.exception(self._timeout_s)  # the engine's own account of it, which is this one's echo
+            raise
+        self._send(("end",))
+        self._result(answer, "load_weights")
+        self._version, self._holds_weights = version, True
+
+    def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
+        return self._call("weight_checksums", dict(shapes))
+
+    def unload(self) -> None:
+        super().unload()
+        self._call("unload")
+
+    def sleep(self) -> None:
+        self._call("sleep")
+
+    def wake(self) -> None:
+        self._call("wake")
+
+    def shutdown(self) -> None:
+        super().unload()
+        with self._changed:
+            stopped = bool(self._error)
+        if not stopped:
+            self._send(("stop",))
+        self._process.join(_STOP_S)
+        self._process.kill()
+        self._process.join()
+        self._reader.join(_STOP_S)
+        self._pipe.close()
+
+    def _queue(self, request: GenerationRequest) -> Future[Completion]:
+        future: Future[Completion] = Future()
+        future.set_running_or_notify_cancel()
+        with self._changed:
+            if request.request_id in self._pending:
+                raise ValueError(f"request id {request.request_id!r} is already in use")
+            self._pending[request.request_id] = future
+        self._send(("submit", request))
+        return future
+
+    def _exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the engine itself sees to it
+
+    def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._call("score", [list(sequence) for sequence in sequences])
+
+    def _cached_tokens(self) -> int:
+        return self._call("cached_tokens")
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._result(self._ask("call", method, arguments), method)
+
+    def _ask(self, kind: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._changed:
+            number = next(self._numbers)
+            self._answers[number] = answer
+        self._send((kind, number, *arguments))
+        return answer
+
+    def _result(self, answer: Future[Any], method: str) -> Any:
+        try:
+            return answer.result(self._timeout_s)
+        except NoAnswer:
+            self._process.kill()
+            raise RolloutError(f"the engine's process did not answer {method}() within {self._timeout_s:g} s") from None
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        with self._sending:
+            if self._error:
+                raise RolloutError(self._error)
+            try:
+                self._pipe.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+            except OSError as error:
+                raise RolloutError(f"the engine's process is gone: {error}") from error
+
+    def _read(self) -> None:
+        try:
+            while True:
+                kind, key, value = pickle.loads(self._pipe.recv_bytes())
+                with self._changed:
+                    waiting: dict[Any, Future[Any]] = self._answers if kind.startswith("answer") else self._pending
+                    future = waiting.pop(key)
+                if kind in ("answer", "completion"):
+                    future.set_result(value)
+                else:
+                    name, text = value
+                    future.set_exception(_KNOWN[name](text) if name in _KNOWN else RolloutError(f"{name}: {text}"))
+        except (EOFError, OSError):
+            self._process.join(_STOP_S)
+            self._fail(f"the engine's process has ended (exit code {self._process.exitcode})")
+
+    def _fail(self, text: str) -> None:
+        with self._changed:
+            self._error = text
+            lost = [*self._answers.values(), *self._pending.values()]
+            self._answers, self._pending = {}, {}
+        for future in lost:
+            future.set_exception(RolloutError(text))
+
+
+def serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
+    """The engine's process: build it, do what is asked, end with the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
+    sending = threading.Lock()
+
+    def send(kind: str, key: int | str, value: Any) -> None:
+        with sending:
+            pipe.send_bytes(pickle.dumps((kind, key, value), protocol=pickle.HIGHEST_PROTOCOL))
+
+    def answer(number: int, work: Callable[[], Any]) -> None:
+        try:
+            value = work()
+        except Exception as error:
+            send("answer error", number, _told(error))
+        else:
+            send("answer", number, value)
+
+    def submit(request: GenerationRequest) -> None:
+        def ended(future: Future[Completion]) -> None:
+            error = future.exception()
+            if error is None:
+                send("completion", request.request_id, future.result())
+            else:
+                send("request error", request.request_id, _told(error))
+
+        try:
+            engine.submit(request).add_done_callback(ended)
+        except Exception as error:
+            send("request error", request.request_id, _told(error))
+
+    try:
+        engine = build()
+    except Exception as error:
+        send("answer error", _START, _told(error))
+        return
+    send("answer", _START, [getattr(engine, fact) for fact in _FACTS])
+    try:
+        while True:
+            match pickle.loads(pipe.recv_bytes()):
+                case ("submit", request):
+                    submit(request)
+                case ("abort", request_ids):
+                    engine.abort(request_ids)
+                case ("call", number, method, arguments):
+                    answer(number, partial(getattr(engine, method), *arguments))
+                case ("load", number, version, adapters_alone):
+                    answer(number, partial(_load, pipe, engine, version, adapters_alone))
+                case ("stop",):
+                    break
+        engine.shutdown()
+    except (EOFError, OSError):  # the other process is gone, with all that waited for an answer
+        os._exit(1)
+
+
+def _load(pipe: Connection, engine: RolloutEngine, version: int, adapters_alone: bool) -> None:
+    """Read a stream to its end, also where the engine has refused it in the middle: other messages follow."""
+    messages = iter(lambda: pickle.loads(pipe.recv_bytes()), ("end",))
+    ended = False
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        nonlocal ended
+        for message in messages:
+            if message[0] == "broken":
+                ended = True
+                raise WeightLoadError("the stream of weights broke off")
+            yield message[1], message[2]
+        ended = True
+
+    try:
+        engine.load_weights(stream(), version, partial=adapters_alone)
+    finally:
+        while not ended and next(messages, ("end",))[0] == "tensor":
+            pass
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """An error as text: an exception's class may not be importable elsewhere."""
+    return type(error).__name__, str(error)
