@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -188,7 +189,7 @@ def _padded(columns: Tensor, width: int, dim: int) -> Tensor:
     return torch.nn.functional.pad(columns, (0, 0) * (-1 - dim) + (missing, 0)) if missing else columns
 
 
-def _join(mine: object, others: object) -> None:
+def _join(mine: Any, others: Any) -> None:
     """Add the others' rows to a layer."""
     if isinstance(mine, DynamicLayer) and isinstance(others, DynamicLayer) and mine.keys is not None:
         assert mine.values is not None and others.keys is not None and others.values is not None
@@ -204,7 +205,7 @@ def _join(mine: object, others: object) -> None:
                     own[i] = torch.cat([state, new[i]])
 
 
-def _cut(layer: object, width: int) -> None:
+def _cut(layer: Any, width: int) -> None:
     """Leave the last columns of a layer; one with a window may have fewer already."""
     if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
         layer.keys, layer.values = layer.keys[..., -width:, :], layer.values[..., -width:, :]
