@@ -174,7 +174,7 @@ class FakeTimeEngine:
         token_ids = tokens_of(seed_of(row.request), begun + count, begun)
         starts = [start for start, _ in row.versions]
         versions = np.repeat([v for _, v in row.versions], np.diff([*starts, count])) if count else token_ids
-        log_probs = -1 - token_ids.astype(np.float32) / VOCAB_SIZE
+        log_probs = (-1 - token_ids / VOCAB_SIZE).astype(np.float32)
         new = Sampled(token_ids=token_ids, log_probs=log_probs, weight_versions=versions.astype(np.int32))
         return row.request.resume + new
 

@@ -167,6 +167,20 @@ def test_a_whole_engine_with_a_step_thread() -> None:
         rollout.shutdown()
 
 
+def test_requests_of_a_stream_that_breaks_off_are_ended() -> None:
+    rollout = FakeTimeRollout(FakeTimeEngine(length_of=lambda request: 10**9))
+    try:
+        with pytest.raises(ValueError, match="does not fit"):
+            rollout.generate([request("a", 10**6), request("b", 10**7)])
+        stream = rollout.stream([request("a", 10**6), request("b", 3)])
+        assert [c.request_id for c in next(stream)] == ["b"]
+        stream.close()
+        assert rollout.paused and rollout.snapshot() == {} and not rollout.fake.has_unfinished()
+        assert len(rollout.generate([request("a", 5)])[0].sampled) == 5
+    finally:
+        rollout.shutdown()
+
+
 def test_the_clock_keeps_the_order_of_events() -> None:
     clock, seen = VirtualClock(), list[tuple[float, str]]()
     for at, name in ((2.0, "b"), (1.0, "a"), (2.0, "c")):
