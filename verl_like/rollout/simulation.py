@@ -40,7 +40,7 @@ class VirtualClock:
             self.now, _, action = heappop(self._events)
             action()
         if until_s < math.inf:
-            self.now = until_s
+            self.now = max(self.now, until_s)
 
 
 class SimulatedLink:
