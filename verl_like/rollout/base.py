@@ -78,16 +78,20 @@ class EngineBase:
         was_paused = self.paused
         with self._random.used():
             self.open()
+            mine: list[str] = []
+            missing = len(requests)
             try:
                 ended: SimpleQueue[Future[Completion]] = SimpleQueue()
                 for request in requests:
                     self.submit(request).add_done_callback(ended.put)
-                missing = len(requests)
+                    mine.append(request.request_id)
                 while missing:
                     futures = _gather(ended, missing)
                     missing -= len(futures)
                     yield [future.result() for future in futures]
             finally:
+                if missing:  # one failed, or the caller has left: nobody would read the others
+                    self.abort(mine)
                 if was_paused:
                     self.pause()
 

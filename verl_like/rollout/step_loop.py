@@ -132,7 +132,7 @@ class StepLoop:
     def snapshot(self) -> dict[str, Sampled]:
         """What is sampled so far of all pending requests."""
         with self._as_guest():
-            running = self._engine.progress()
+            running = self._engine.progress() if self._error is None else {}
             with self._changed:
                 waiting = {i: request.resume for i, request in (self._ordered | self._waiting).items()}
                 return {i: found for i, found in (waiting | running).items() if i in self._futures}

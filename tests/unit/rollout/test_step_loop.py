@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 import time
@@ -12,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import pytest
 import torch
 
+from tests.unit.rollout.wire import LIMIT_S, Network, Wire
 from verl_like.rollout import step_loop
 from verl_like.rollout.orders import Orders
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled, SamplingParams
 from verl_like.rollout.step_loop import Phase, StepLoop
 
-LIMIT_S = 20.0  # of every wait
 ENDLESS = 10**9
 STEP_S = 0.0005
 
@@ -76,37 +75,6 @@ class CountingEngine:
         for name in names:
             del self.left[name]
         return [Completion(request_id=n, sampled=self.tokens.pop(n), finish_reason=reason) for n in names]  # type: ignore[arg-type]
-
-
-class Network:
-    """What joins the ranks of a replica: a queue for each follower, and a barrier."""
-
-    def __init__(self, size: int) -> None:
-        self.to: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(size)]
-        self.barrier = threading.Barrier(size, timeout=LIMIT_S)
-        self.sent: list[Orders] = []
-
-
-class Wire:
-    """A Lockstep within one process: orders travel pickled."""
-
-    def __init__(self, network: Network, rank: int) -> None:
-        self._network, self._rank = network, rank
-        self.is_leader = rank == 0
-
-    def agree(self, orders: Orders | None) -> Orders:
-        if not self.is_leader:
-            assert orders is None
-            return pickle.loads(self._network.to[self._rank].get(timeout=LIMIT_S))
-        assert orders is not None
-        self._network.sent.append(orders)
-        message = pickle.dumps(orders)
-        for follower in self._network.to[1:]:
-            follower.put(message)
-        return pickle.loads(message)
-
-    def meet(self) -> None:
-        self._network.barrier.wait()
 
 
 class Replica:

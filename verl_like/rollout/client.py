@@ -1,0 +1,167 @@
+"""Requests by future, from any thread of the driver: what a client offers, and how a replica is reached.
+
+    threads of the driver --submit, abort--> Router --send(orders)--> Link --> a replica's step loop
+    futures <--resolved in the link's thread-- Router <--events, in batches-- Link <--/
+
+A link is one long-lived connection to one replica: orders out, batches of events in.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
+
+_JOIN_S = 10.0
+
+
+class RolloutClient(Protocol):
+    """Sampling for many threads at once. All methods may be called from any of them; none but `close` waits long."""
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """Queue one request; its id must not be pending. Callbacks of the future must not wait for other requests.
+
+        The future raises ValueError for a request that the engine refuses, RolloutError when its replica died.
+        Raises ValueError for an id in use, RolloutError when the client is closed or no replica is left.
+        """
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (None: all): their futures get what was sampled, with reason "abort". Unknown ids are
+        ignored."""
+        ...
+
+    def snapshot(self) -> dict[str, Sampled]:
+        """What is sampled so far of every pending request, by id."""
+        ...
+
+    def close(self) -> None:
+        """Pending requests end with RolloutError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """What happened at one replica since the last batch, in this order.
+
+    refusals: (request id, error) of requests that failed alone. progress: all that is sampled so far of requests under
+    way, as often as the link likes. death: why the replica serves nothing any more; nothing follows it.
+    """
+
+    completions: Sequence[Completion] = ()
+    refusals: Sequence[tuple[str, Exception]] = ()
+    progress: Mapping[str, Sampled] = field(default_factory=dict)
+    death: str | None = None
+
+
+class Link(Protocol):
+    """The way to one replica."""
+
+    name: str
+    """In messages: which replica."""
+
+    def start(self, on_events: Callable[[Events], None]) -> None:
+        """From now on hand over what happens, from one thread, in order."""
+        ...
+
+    def send(self, add: Sequence[GenerationRequest], abort: Sequence[str]) -> None:
+        """Orders to the replica, carried out in the order of the calls. Returns at once, calls nobody back, and raises
+        nothing: a replica that cannot be reached is an event."""
+        ...
+
+    def snapshot(self) -> dict[str, Sampled]:
+        """What the replica's requests have sampled so far; nothing of a dead one."""
+        ...
+
+    def close(self) -> None:
+        """Hand nothing over any more. The replica itself is left alone."""
+        ...
+
+
+class Sampler(Protocol):
+    """What a LocalLink needs of an engine: a RolloutEngine, or a StepLoop alone."""
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]: ...
+
+    def abort(self, request_ids: Sequence[str] | None) -> None: ...
+
+    def snapshot(self) -> dict[str, Sampled]: ...
+
+
+class LocalLink:
+    """A replica in this process. Its RolloutError means that it is dead; any other error, a refused request.
+
+    interval_s: what ends this close together is one batch. progress_s: how often progress is told (None: never).
+    """
+
+    def __init__(
+        self, name: str, engine: Sampler, *, interval_s: float = 0.02, progress_s: float | None = None
+    ) -> None:
+        self.name = name
+        self._engine = engine
+        self._interval_s, self._progress_s = interval_s, progress_s
+        self._ended: SimpleQueue[tuple[str, Future[Completion] | Exception] | None] = SimpleQueue()
+        self._on_events: Callable[[Events], None] | None = None
+        self._thread = threading.Thread(target=self._run, name=f"link-{name}", daemon=True)
+
+    def start(self, on_events: Callable[[Events], None]) -> None:
+        self._on_events = on_events
+        self._thread.start()
+
+    def send(self, add: Sequence[GenerationRequest], abort: Sequence[str]) -> None:
+        for request in add:
+            try:
+                future = self._engine.submit(request)
+            except Exception as error:
+                self._ended.put((request.request_id, error))
+            else:
+                future.add_done_callback(lambda done, name=request.request_id: self._ended.put((name, done)))
+        if abort:
+            self._engine.abort(abort)
+
+    def snapshot(self) -> dict[str, Sampled]:
+        return self._engine.snapshot()
+
+    def close(self) -> None:
+        self._ended.put(None)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        assert self._on_events is not None
+        told = time.monotonic()
+        while True:
+            try:
+                batch = [self._ended.get(timeout=self._progress_s)]
+                time.sleep(self._interval_s)
+            except Empty:
+                batch = []
+            while not self._ended.empty():
+                batch.append(self._ended.get())
+            if None in batch:
+                return
+            progress: dict[str, Sampled] = {}
+            if self._progress_s is not None and time.monotonic() - told >= self._progress_s:
+                progress, told = self._engine.snapshot(), time.monotonic()
+            self._on_events(_events([item for item in batch if item is not None], progress))
+
+
+def _events(batch: Sequence[tuple[str, Future[Completion] | Exception]], progress: Mapping[str, Sampled]) -> Events:
+    completions: list[Completion] = []
+    refusals: list[tuple[str, Exception]] = []
+    death: str | None = None
+    for request_id, ended in batch:
+        error = ended if isinstance(ended, Exception) else ended.exception()
+        if isinstance(ended, Future) and error is None:
+            completions.append(ended.result())
+        elif isinstance(error, RolloutError):
+            death = death or str(error)
+        elif isinstance(error, Exception):
+            refusals.append((request_id, error))
+    return Events(completions=completions, refusals=refusals, progress=progress, death=death)

@@ -1,0 +1,206 @@
+"""An engine with fake time: no model, no waiting, the same tokens in every run. Hours of decoding pass in seconds.
+
+For tests of what stands around an engine (asynchronous training, agents, routing, operations). Tokens are a pure
+function of (seed, position), so that any completion can be checked; a clock moves with each step by what a real one
+would take.
+
+- FakeTimeEngine alone: `add`, `step`, `drop`; `now` is the time in seconds.
+- FakeTimeRollout: the same as a whole RolloutEngine with a step thread; time is that of its own steps.
+- simulation.py: many of them behind a Router, without any thread, all on one clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verl_like.rollout.base import SteppedRolloutEngine
+from verl_like.rollout.orders import Lockstep
+from verl_like.rollout.rollout_engine import Completion, FinishReason, GenerationRequest, Sampled
+from verl_like.rollout.step_loop import StepLoop
+
+VOCAB_SIZE = 32_000
+DECODE_S = {1: 0.006, 64: 0.009, 256: 0.016}  # about those of a model of 1.5B parameters on one large GPU
+
+
+def tokens_of(seed: int, stop: int, start: int = 0) -> NDArray[np.int32]:
+    """Tokens start..stop of the response with this seed: int32, below VOCAB_SIZE."""
+    mixed = np.arange(start, stop, dtype=np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return ((mixed >> np.uint64(31)) % np.uint64(VOCAB_SIZE)).astype(np.int32)
+
+
+def seed_of(request: GenerationRequest) -> int:
+    """The request's seed; without one, a number made of its id."""
+    return zlib.crc32(request.request_id.encode()) if request.seed is None else request.seed
+
+
+def long_tailed(request: GenerationRequest) -> int:
+    """A length from the request's seed: log-normal, half of them under 200 tokens, 1 in 100 over 2,000."""
+    return 1 + int(random.Random(seed_of(request)).lognormvariate(math.log(200), 1.0))
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    request: GenerationRequest
+    length: int  # of the whole response
+    first_step: int = 0
+    cached: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (tokens sampled here before, version since)
+
+
+class FakeTimeEngine:
+    """A SteppedEngine of counters; see the module. Requests are taken up by (priority, arrival).
+
+    decode_s: seconds of one decode step with so many responses, linear between. prefill_s: of one token that is not in
+    the cache, which keeps the tokens of sessions until the next load. length_of: tokens of a request's whole response;
+    it ends there with "stop", or earlier at max_tokens. steps_per_call: `step` makes up to so many decode steps, and
+    ends with the first response that does: faster, while what is added waits longer. failure: raised by the next step.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int = 256,
+        decode_s: Mapping[int, float] = DECODE_S,
+        prefill_s: float = 2e-5,
+        length_of: Callable[[GenerationRequest], int] = long_tailed,
+        max_model_len: int = 2**20,
+        steps_per_call: int = 1,
+        version: int | None = 0,
+    ) -> None:
+        self.weight_version = version
+        self.max_num_seqs, self.max_model_len, self.steps_per_call = max_num_seqs, max_model_len, steps_per_call
+        self.failure: Exception | None = None
+        self.now = 0.0
+        self.num_steps = self.num_sampled = self.num_prefilled = self.most_running = 0
+        sizes, seconds = zip(*sorted(decode_s.items()), strict=True)
+        self._decode_s = functools.cache(lambda running: float(np.interp(running, sizes, seconds)))
+        self._prefill_s, self._length_of = prefill_s, length_of
+        self._arrivals = itertools.count()
+        self._waiting: list[tuple[int, int, _Row]] = []  # heap of (priority, arrival)
+        self._ends: list[tuple[int, int, _Row]] = []  # heap of (step after which it ends, arrival)
+        self._pending: dict[str, _Row] = {}
+        self._running: dict[str, _Row] = {}
+        self._cache: dict[str, int] = {}  # session -> tokens
+        self._to_prefill = 0
+
+    def add(self, request: GenerationRequest) -> None:
+        if len(request.prompt_ids) + request.sampling.max_tokens > self.max_model_len:
+            raise ValueError(f"request {request.request_id} does not fit max_model_len={self.max_model_len}")
+        length = min(request.sampling.max_tokens, max(len(request.resume) + 1, self._length_of(request)))
+        row = self._pending[request.request_id] = _Row(request, length)
+        heappush(self._waiting, (request.priority, next(self._arrivals), row))
+
+    def step(self) -> list[Completion]:
+        if self.failure is not None:
+            raise self.failure
+        self._take_up()
+        while self._running.get(self._ends[0][2].request.request_id) is not self._ends[0][2]:
+            heappop(self._ends)  # dropped before
+        steps = min(self.steps_per_call, self._ends[0][0] - self.num_steps)
+        self.now += steps * self._decode_s(len(self._running)) + self._to_prefill * self._prefill_s
+        self.num_steps += steps
+        self.num_sampled += steps * len(self._running)
+        self.num_prefilled += self._to_prefill
+        self._to_prefill = 0
+        ended = []
+        while self._ends and self._ends[0][0] <= self.num_steps:
+            row = heappop(self._ends)[2]
+            if self._running.get(row.request.request_id) is row:
+                ended.append(self._end(row, "stop" if row.length < row.request.sampling.max_tokens else "length"))
+        return ended
+
+    def has_unfinished(self) -> bool:
+        return bool(self._pending)
+
+    def drop(self, request_ids: Sequence[str]) -> list[Completion]:
+        return [self._end(self._pending[i], "abort") for i in request_ids if i in self._pending]
+
+    def progress(self) -> dict[str, Sampled]:
+        return {i: self._sampled(row) for i, row in self._pending.items()}
+
+    def load(self, version: int) -> None:
+        """Other weights: the cache is emptied, what runs goes on with them after another prefill."""
+        self.weight_version = version
+        self._cache = {}
+        self._to_prefill = 0
+        for row in self._running.values():
+            row.versions.append((self._count(row), version))
+            self._to_prefill += self._context(row)
+
+    def _take_up(self) -> None:
+        while self._waiting and len(self._running) < self.max_num_seqs:
+            _, arrival, row = heappop(self._waiting)
+            request = row.request
+            if self._pending.get(request.request_id) is not row:
+                continue  # dropped
+            assert self.weight_version is not None, "no weights"
+            row.first_step, row.versions = self.num_steps, [(0, self.weight_version)]
+            context = self._context(row)
+            row.cached = min(self._cache.get(request.session or "", 0), context - 1)
+            self._to_prefill += context - row.cached
+            self._remember(row)
+            self._running[request.request_id] = row
+            heappush(self._ends, (self.num_steps + row.length - len(request.resume), arrival, row))
+        self.most_running = max(self.most_running, len(self._running))
+
+    def _count(self, row: _Row) -> int:
+        """Tokens sampled here."""
+        return self.num_steps - row.first_step if row.versions else 0
+
+    def _context(self, row: _Row) -> int:
+        return len(row.request.prompt_ids) + len(row.request.resume) + self._count(row)
+
+    def _remember(self, row: _Row) -> None:
+        session = row.request.session
+        if session is not None:
+            self._cache[session] = max(self._cache.get(session, 0), self._context(row))
+
+    def _sampled(self, row: _Row) -> Sampled:
+        begun, count = len(row.request.resume), self._count(row)
+        token_ids = tokens_of(seed_of(row.request), begun + count, begun)
+        starts = [start for start, _ in row.versions]
+        versions = np.repeat([v for _, v in row.versions], np.diff([*starts, count])) if count else token_ids
+        log_probs = (-1 - token_ids / VOCAB_SIZE).astype(np.float32)
+        new = Sampled(token_ids=token_ids, log_probs=log_probs, weight_versions=versions.astype(np.int32))
+        return row.request.resume + new
+
+    def _end(self, row: _Row, reason: FinishReason) -> Completion:
+        name, sampled = row.request.request_id, self._sampled(row)
+        if self._running.pop(name, None) is not None:
+            self._remember(row)
+        del self._pending[name]
+        return Completion(request_id=name, sampled=sampled, finish_reason=reason, cached_tokens=row.cached)
+
+
+class FakeTimeRollout(SteppedRolloutEngine):
+    """A whole RolloutEngine around `fake`; `load_weights` takes any stream."""
+
+    def __init__(self, fake: FakeTimeEngine, *, lockstep: Lockstep | None = None) -> None:
+        length = fake.max_model_len
+        super().__init__(dtype=torch.float32, tokenizer_size=VOCAB_SIZE, max_model_len=length, seed=0)
+        self.fake = fake
+        self._version = fake.weight_version
+        self._holds_weights = self._version is not None
+        self._loop = StepLoop(fake, device=torch.device("cpu"), lockstep=lockstep)
+
+    def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
+        for _ in stream:
+            pass
+
+    def _weights_changed(self) -> None:
+        assert self._version is not None
+        self.fake.load(self._version)

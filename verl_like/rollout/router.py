@@ -1,0 +1,339 @@
+"""Many replicas as one client: which request goes where, and when.
+
+A request waits in a queue, by (priority, arrival), until a replica has a free place. Requests of one session or group
+go to the replica that has their beginning in its cache; others to the one with the least to do, in tokens: prompt +
+what is sampled + what is expected to come (the mean length of ended responses of the same source).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+
+from verl_like.rollout.client import Events, Link
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
+
+_MAX_HOMES = 100_000  # sessions remembered; the longest unused is forgotten
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request that has not ended. `replica`: the one it runs on, or waits for."""
+
+    request: GenerationRequest
+    place: tuple[int, int]  # (priority, arrival)
+    seen: Sampled  # the last that is known of its tokens
+    future: Future[Completion] = field(default_factory=Future)
+    replica: _Replica | None = None
+    tokens: int = 0  # its part of the replica's load
+    aborted: bool = False
+    ended: bool = False
+
+    def abort(self) -> Completion:
+        return Completion(request_id=self.request.request_id, sampled=self.seen, finish_reason="abort")
+
+
+_Queue = list[tuple[tuple[int, int], _Entry]]  # a heap
+_Result = tuple[_Entry, "Completion | Exception"]
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    link: Link
+    running: dict[str, _Entry] = field(default_factory=dict)
+    queue: _Queue = field(default_factory=list)  # what must run here
+    load: int = 0  # tokens
+    alive: bool = True
+    held: bool = False
+
+
+class Router:
+    """A RolloutClient over the replicas that `links` lead to.
+
+    max_running_requests: of one replica; the rest is queued here, where it can still go anywhere.
+    requeue: what runs on a replica that dies goes on elsewhere, from the last tokens seen (by `snapshot`, or in the
+    link's own reports); otherwise it fails with RolloutError, which names the replica.
+    session_of: requests of one session, or group, share their beginnings (None: it is alone). source_of: what responses
+    of similar length have in common.
+    deterministic: a request's replica, and the order of what is submitted while held, follow from the list of requests
+    alone. A round is what is submitted between two calls of `hold`; load is what the round has brought so far, whatever
+    has ended meanwhile, and expected lengths are those known as it began.
+    """
+
+    def __init__(
+        self,
+        links: Iterable[Link],
+        *,
+        max_running_requests: int,
+        requeue: bool = False,
+        deterministic: bool = False,
+        session_of: Callable[[GenerationRequest], str | None] = lambda request: request.session,
+        source_of: Callable[[GenerationRequest], str] = lambda request: "",
+    ) -> None:
+        if max_running_requests < 1:
+            raise ValueError(f"max_running_requests={max_running_requests} must be at least 1")
+        self._capacity = max_running_requests
+        self._requeue, self._deterministic = requeue, deterministic
+        self._session_of, self._source_of = session_of, source_of
+        self._lock = threading.RLock()  # guards everything below; futures are resolved outside
+        self._replicas: list[_Replica] = []
+        self._entries: dict[str, _Entry] = {}
+        self._queue: _Queue = []  # what may run anywhere
+        self._homes: OrderedDict[str, _Replica] = OrderedDict()
+        self._lengths: dict[str, tuple[int, int]] = {}  # source -> tokens, responses
+        self._known = {} if deterministic else self._lengths  # what routing may look at
+        self._arrivals = itertools.count()
+        self._closed = False
+        self._held = False
+        for link in links:
+            self.attach(link)
+
+    def attach(self, link: Link) -> None:
+        """One replica more, which serves as of now (or as of `release`)."""
+        with self._lock:
+            replica = _Replica(link, held=self._held)
+            self._replicas.append(replica)
+            link.start(partial(self._on_events, replica))
+            self._admit()
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """See RolloutClient."""
+        with self._lock:
+            if self._closed:
+                raise RolloutError("the router is closed")
+            self._raise_if_none_left()
+            if request.request_id in self._entries:
+                raise ValueError(f"request id {request.request_id!r} is already in use")
+            entry = _Entry(request, (request.priority, next(self._arrivals)), request.resume)
+            entry.future.set_running_or_notify_cancel()  # `abort` ends a request: cancelling would hide its tokens
+            self._entries[request.request_id] = entry
+            self._enqueue(entry)
+            self._admit()
+        return entry.future
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See RolloutClient."""
+        with self._lock:
+            ids = list(self._entries) if request_ids is None else dict.fromkeys(request_ids)
+            entries = [self._entries[i] for i in ids if i in self._entries]
+            running: dict[_Replica, list[str]] = {}
+            ended: list[_Result] = []
+            for entry in entries:
+                name, replica = entry.request.request_id, entry.replica
+                if replica is not None and name in replica.running:
+                    entry.aborted = True
+                    running.setdefault(replica, []).append(name)
+                else:
+                    ended.append((entry, entry.abort()))
+                    self._end(entry)
+            for replica, names in running.items():
+                replica.link.send((), names)
+        _resolve(ended)
+
+    def snapshot(self) -> dict[str, Sampled]:
+        """See RolloutClient. What it finds is also where a request goes on when its replica dies."""
+        with self._lock:
+            asked = [(replica, dict(replica.running)) for replica in self._replicas if replica.running]
+        found = [(replica, running, replica.link.snapshot()) for replica, running in asked]
+        with self._lock:
+            for replica, running, progress in found:
+                same = {i: s for i, s in progress.items() if i in running and replica.running.get(i) is running[i]}
+                self._saw(replica, same)
+            return {name: entry.seen for name, entry in self._entries.items()}
+
+    def hold(self, name: str | None = None) -> None:
+        """Send this replica nothing new until `release`: call it before a pause. None: all, which begins a round."""
+        self._set_held(name, True)
+
+    def release(self, name: str | None = None) -> None:
+        """Send again, first what was queued meanwhile: to be called when the replica is open."""
+        self._set_held(name, False)
+
+    def close(self) -> None:
+        """See RolloutClient. Replicas are told to end what runs, and otherwise left alone."""
+        with self._lock:
+            self._closed = True
+            failed = self._fail_all("the router was closed")
+            replicas, self._replicas = self._replicas, []
+            for replica in replicas:
+                if replica.alive and replica.running:
+                    replica.link.send((), list(replica.running))
+        _resolve(failed)
+        for replica in replicas:
+            replica.link.close()
+
+    # The rest runs with the lock held, but for _on_events, which takes it.
+
+    def _on_events(self, replica: _Replica, events: Events) -> None:
+        results: list[_Result] = []
+        with self._lock:
+            if not replica.alive or self._closed:
+                return
+            for completion in events.completions:
+                if (entry := replica.running.get(completion.request_id)) is not None:
+                    results.append((entry, completion))
+                    self._learn(entry, completion)
+                    self._end(entry)
+            for name, error in events.refusals:
+                if (entry := replica.running.get(name)) is not None:
+                    results.append((entry, error))
+                    self._end(entry)
+            self._saw(replica, events.progress)
+            if events.death is not None:
+                results += self._lose(replica, events.death)
+            self._admit()
+        _resolve(results)
+
+    def _enqueue(self, entry: _Entry) -> None:
+        home = self._home(entry)
+        if home is None and self._deterministic:
+            home = self._choose(entry, [replica for replica in self._replicas if replica.alive])
+        if home is None:
+            heappush(self._queue, (entry.place, entry))
+        else:
+            self._assign(entry, home)
+            heappush(home.queue, (entry.place, entry))
+
+    def _admit(self) -> None:
+        """Give free places to those that wait, in their order."""
+        orders: dict[_Replica, list[GenerationRequest]] = {}
+        while free := [r for r in self._replicas if r.alive and not r.held and len(r.running) < self._capacity]:
+            queues = [queue for queue in (self._queue, *(r.queue for r in free)) if _first(queue) is not None]
+            if not queues:
+                break
+            entry = heappop(min(queues, key=lambda queue: queue[0][0]))[1]
+            if entry.replica is None:
+                home = self._home(entry)  # its session may have got one while it waited
+                self._assign(entry, home or self._choose(entry, free))
+                if home is not None and home not in free:
+                    heappush(home.queue, (entry.place, entry))
+                    continue
+            assert entry.replica is not None
+            entry.replica.running[entry.request.request_id] = entry
+            orders.setdefault(entry.replica, []).append(entry.request)
+        for replica, requests in orders.items():
+            replica.link.send(requests, ())
+
+    def _home(self, entry: _Entry) -> _Replica | None:
+        session = self._session_of(entry.request)
+        home = None if session is None else self._homes.get(session)
+        if home is None or not home.alive:
+            return None
+        self._homes.move_to_end(session)  # type: ignore[arg-type]
+        return home
+
+    def _choose(self, entry: _Entry, replicas: Sequence[_Replica]) -> _Replica:
+        """The one with the least to do, of equals the first; home of the request's session from now on."""
+        chosen = min(replicas, key=lambda replica: replica.load)
+        session = self._session_of(entry.request)
+        if session is not None:
+            self._homes[session] = chosen
+            if len(self._homes) > _MAX_HOMES:
+                self._homes.popitem(last=False)
+        return chosen
+
+    def _assign(self, entry: _Entry, replica: _Replica) -> None:
+        entry.replica, entry.tokens = replica, self._expected_tokens(entry)
+        replica.load += entry.tokens
+
+    def _unassign(self, entry: _Entry) -> None:
+        if entry.replica is not None:
+            entry.replica.running.pop(entry.request.request_id, None)
+            if not self._deterministic:
+                entry.replica.load -= entry.tokens
+        entry.replica = None
+
+    def _expected_tokens(self, entry: _Entry) -> int:
+        limit = entry.request.sampling.max_tokens
+        tokens, responses = self._known.get(self._source_of(entry.request), (limit, 1))
+        return len(entry.request.prompt_ids) + max(len(entry.seen), min(limit, tokens // responses))
+
+    def _learn(self, entry: _Entry, completion: Completion) -> None:
+        if completion.finish_reason != "abort":
+            source = self._source_of(entry.request)
+            tokens, responses = self._lengths.get(source, (0, 0))
+            self._lengths[source] = (tokens + len(completion.sampled), responses + 1)
+
+    def _saw(self, replica: _Replica, progress: Mapping[str, Sampled]) -> None:
+        for name, sampled in progress.items():
+            entry = replica.running.get(name)
+            if entry is not None and len(sampled) > len(entry.seen):
+                entry.seen = sampled
+                if not self._deterministic:
+                    replica.load -= entry.tokens
+                    self._assign(entry, replica)
+
+    def _end(self, entry: _Entry) -> None:
+        entry.ended = True
+        self._unassign(entry)
+        del self._entries[entry.request.request_id]
+
+    def _lose(self, replica: _Replica, why: str) -> list[_Result]:
+        """A replica died: what waits for it goes elsewhere, what runs there too, or fails."""
+        replica.alive = False
+        running, waiting = list(replica.running.values()), [entry for _, entry in replica.queue if not entry.ended]
+        replica.queue = []
+        if not any(r.alive for r in self._replicas):
+            return self._fail_all(f"{replica.link.name} died, and no other is left: {why}")
+        results: list[_Result] = []
+        for entry in running:
+            name = entry.request.request_id
+            if entry.aborted or not self._requeue:
+                error = RolloutError(f"{replica.link.name} died with request {name} under way: {why}")
+                results.append((entry, entry.abort() if entry.aborted else error))
+                self._end(entry)
+            else:
+                entry.request = dataclasses.replace(entry.request, resume=entry.seen)
+                waiting.append(entry)
+        for entry in sorted(waiting, key=lambda entry: entry.place):
+            self._unassign(entry)
+            self._enqueue(entry)
+        return results
+
+    def _fail_all(self, why: str) -> list[_Result]:
+        entries, self._entries = list(self._entries.values()), {}
+        for entry in entries:
+            entry.ended = True
+        return [(entry, entry.abort() if entry.aborted else RolloutError(why)) for entry in entries]
+
+    def _raise_if_none_left(self) -> None:
+        if not any(replica.alive for replica in self._replicas):
+            names = [replica.link.name for replica in self._replicas]
+            raise RolloutError(f"no replica is left: {names} died")
+
+    def _set_held(self, name: str | None, held: bool) -> None:
+        with self._lock:
+            chosen = [r for r in self._replicas if name in (None, r.link.name)]
+            if name is not None and not chosen:
+                raise ValueError(f"no replica {name!r}: there are {[r.link.name for r in self._replicas]}")
+            for replica in chosen:
+                replica.held = held
+            if name is None:
+                self._held = held
+                if held and self._deterministic:
+                    self._known = dict(self._lengths)
+                    for replica in self._replicas:
+                        replica.load = 0
+            self._admit()
+
+
+def _first(queue: _Queue) -> _Entry | None:
+    """The next of a queue; those that were aborted while they waited are dropped."""
+    while queue and queue[0][1].ended:
+        heappop(queue)
+    return queue[0][1] if queue else None
+
+
+def _resolve(results: Iterable[_Result]) -> None:
+    for entry, result in results:
+        if isinstance(result, Exception):
+            entry.future.set_exception(result)
+        else:
+            entry.future.set_result(result)
