@@ -107,10 +107,9 @@ def test_generate_returns_rollouts_in_prompt_order(world_size: int, tensor_paral
     assert rollouts.response_ids_BR[:, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
     assert rollouts.group_B.tolist() == [100, 100, 101, 101, 102, 102, 103, 103]
     ((_, per_rank),) = group.given
-    for rank, (requests,) in enumerate(per_rank):  # ranks of one replica are given the same
-        assert [r.request_id for r in requests] == [
-            r.request_id for r in per_rank[rank // tensor_parallel * tensor_parallel][0]
-        ]
+    given = [request.request_id for (requests,) in per_rank for request in requests]
+    assert sorted(given) == sorted(f"1-{group}-{sample}" for group in range(100, 104) for sample in range(2))
+    assert all(bool(requests) == (rank % tensor_parallel == 0) for rank, (requests,) in enumerate(per_rank))
     answered_by = rollouts.response_ids_BR[:, 1]
     assert set(answered_by.tolist()) <= set(range(0, world_size, tensor_parallel))
     assert answered_by[::2].tolist() == answered_by[1::2].tolist()  # a prompt's responses share a replica
