@@ -90,6 +90,9 @@ async def _serve_concurrently(connection: Channel, service: Service, spec: Servi
         except (EOFError, ConnectionError):
             gone.set()
             return
+        except Exception:  # a payload that cannot be read here: asyncio would only log it, and its calls never end
+            traceback.print_exc()
+            os._exit(1)
         for number, payload in calls:
             task = loop.create_task(_answer_async(connection, service, spec, number, payload))
             tasks.add(task)

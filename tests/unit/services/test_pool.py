@@ -68,6 +68,11 @@ COUNTERS = """
 Futures = list[Future[Result]]
 
 
+class Unreadable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
 @contextmanager
 def pool_of(folder: Path, kind: str = "Counters", *, num_workers: int = 1, **settings: Any) -> Iterator[WorkerPool]:
     path = write(folder, COUNTERS, "counters.py")
@@ -110,6 +115,13 @@ class TestOutcomes:
             good, bad = results(pool.submit([("a", ""), ("a", lambda: 0)]))
         assert good.value[1] == 11
         assert bad.kind == "exception" and "the payload cannot be sent to the tool process" in bad.message
+
+    @pytest.mark.parametrize("kind", ["Counters", "Waiting"])
+    def test_a_payload_that_the_worker_cannot_read(self, tmp_path: Path, kind: str) -> None:
+        with pool_of(tmp_path, kind, timeout=10.0) as pool:
+            unreadable, *others = pool.submit([("a", Unreadable())]) + pool.submit([("a", 0.1)] * 3)
+            assert results([unreadable])[0].message == "the tool worker exited with status 1"
+            assert kinds(others) == [None] * 3
 
     def test_memory(self, tmp_path: Path) -> None:
         with pool_of(tmp_path, memory_limit_mb=512) as pool:
@@ -154,11 +166,11 @@ class TestSessions:
         assert all([count for _, count in mine] == list(range(1, 11)) for mine in values.values())
         places = Counter(mine[0][0] for mine in values.values())
         assert all(len({pid for pid, _ in mine}) == 1 for mine in values.values())
-        assert sorted(places.values()) == [2, 2, 2]
+        assert len(places) == 3
 
     def test_one_at_a_time_beside_others_in_one_event_loop(self, tmp_path: Path) -> None:
         with pool_of(tmp_path, "Waiting") as pool:
-            first = pool.submit([("a", 0.6), ("a", 0.0)], session="a")
+            first = pool.submit([("a", 1.5), ("a", 0.0)], session="a")
             second = pool.submit([("b", 0.3)], session="b")
             assert results(second)[0].value[1] == ("b", 1)  # beside the first
             assert not any(future.done() for future in first)
@@ -167,6 +179,7 @@ class TestSessions:
     def test_a_crash_loses_the_sessions_of_its_worker(self, tmp_path: Path) -> None:
         with pool_of(tmp_path, num_workers=2) as pool:
             pids = {name: results(pool.submit([(name, "")], session=name))[0].value[0] for name in "abcd"}
+            assert sorted(Counter(pids.values()).values()) == [2, 2]
             beside = next(name for name in "bcd" if pids[name] == pids["a"])
             elsewhere = next(name for name in "bcd" if pids[name] != pids["a"])
             outcomes = results(pool.submit([("a", "crash"), ("a", ""), ("a", "")], session="a"))
