@@ -235,6 +235,13 @@ DATA_AND_REWARDS = [
         "rewards/test_answer_graders.py",
     ),
     Mutation(
+        "any worker takes a session's next call",
+        "services/waiting.py",
+        "return self._queue if session is None or session.place is None else session.place.calls",
+        "return self._queue",
+        "services/test_waiting.py",
+    ),
+    Mutation(
         "metrics of ranks: the first instead of the largest",
         "batch.py",
         '"max": max,',

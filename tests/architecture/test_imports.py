@@ -15,12 +15,12 @@ from tests.architecture.source import ROOT, Source, package_sources, parse
 BASE = {"batch", "config", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
-SERVICES = {"cluster", "observe", "data", "rewards", "workers"}
-TRAINER_LEVEL = ROLE_LEVEL | SERVICES
+TRAINER_LEVEL = ROLE_LEVEL | {"cluster", "observe", "data", "rewards", "services", "workers"}
 # package -> packages of ours that it may import (itself is always allowed)
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "user_code": set(),
+    "services": {"user_code"},
     "config": {"user_code"},
     "batch": {"config"},
     "algorithms": BASE,
@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "weight_sync": ENGINE_LEVEL | {"engine", "rollout"},
     "checkpoint": ENGINE_LEVEL,
     "data": ENGINE_LEVEL,
-    "rewards": ENGINE_LEVEL | {"data"},
+    "rewards": ENGINE_LEVEL | {"data", "services"},
     "observe": ENGINE_LEVEL,
     "cluster": BASE,
     "workers": ROLE_LEVEL | {"cluster", "observe"},
@@ -40,7 +40,13 @@ ALLOWED: dict[str, set[str]] = {
     "bench": TRAINER_LEVEL | {"trainer"},
 }
 # what a package may use beyond the standard library, where that is restricted
-THIRD_PARTY: dict[str, set[str]] = {"user_code": set(), "config": set(), "batch": {"torch"}, "algorithms": {"torch"}}
+THIRD_PARTY: dict[str, set[str]] = {
+    "user_code": set(),
+    "services": set(),
+    "config": set(),
+    "batch": {"torch"},
+    "algorithms": {"torch"},
+}
 # external package -> where it may be imported: folders end with a slash
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("verl_like/cluster/",),
@@ -94,6 +100,8 @@ def test_imports_go_one_way() -> None:
         ("rollout/new.py", "from ..engine import fsdp"),
         ("workers/new.py", "import vllm"),
         ("engine/new.py", "import ray"),
+        ("services/new.py", "from verl_like.rewards import graders"),
+        ("services/new.py", "import torch"),
     ],
 )
 def test_a_planted_import_is_found(file: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +119,7 @@ def test_a_planted_import_is_found(file: str, code: str, tmp_path: Path, monkeyp
         ("verl_like.config", ["torch", "ray", "vllm", "omegaconf", "hydra", "transformers", "numpy"]),
         ("verl_like.algorithms.advantages", ["ray", "vllm", "transformers", "hydra", "torch.distributed.fsdp"]),
         ("verl_like.trainer.main_ppo", [*HEAVY, "torch", "transformers"]),
+        ("verl_like.services.pool", [*HEAVY, "torch", "ray", "numpy", "verl_like.rewards"]),
     ],
 )
 def test_importing_leaves_heavy_packages_out(module: str, absent: list[str]) -> None:

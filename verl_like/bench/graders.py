@@ -21,8 +21,8 @@ from typing import Any
 
 from verl_like.bench.grader_rows import GradedRow, cases, gsm8k_rows, math_rows
 from verl_like.rewards import graders
-from verl_like.rewards.pool import WorkerPool
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, ScorerSpec
+from verl_like.services.pool import WorkerPool
 
 _PEERS = "pkg://verl_like.bench.peer_graders"
 _TIMEOUT_S = 30.0
@@ -81,7 +81,7 @@ def scorers(peers: str, source: str) -> list[tuple[str, ScorerSpec]]:
 def grade(spec: ScorerSpec, rows: Sequence[GradedRow], *, num_workers: int) -> tuple[list[RewardOutcome], float]:
     """All rows through a pool of its own: outcomes in order, and seconds."""
     calls = [_call(row, named=spec.path is None) for row in rows]
-    pool = WorkerPool(spec, num_workers=num_workers)
+    pool: WorkerPool[RewardCall, RewardOutcome] = WorkerPool(spec, num_workers=num_workers)
     try:
         pool.start()
         start = time.perf_counter()

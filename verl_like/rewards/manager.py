@@ -1,7 +1,8 @@
 """From responses to rewards: decode, score in worker processes, count what failed.
 
-One path for everything: built-in graders and the user's reward function run in the same killable processes (`pool.py`).
-A row whose reward could not be computed gets NaN and valid_B false: it is left out of training, never scored 0.
+One path for everything: built-in graders and the user's reward function run in the same killable processes
+(`services`). A row whose reward could not be computed gets NaN and valid_B false: it is left out of training, never
+scored 0.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from verl_like.rewards.grading import Grading, Scorer, question_of
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
-from verl_like.rewards.pool import WorkerPool
-from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, ScorerSpec
+from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
+from verl_like.services.pool import WorkerPool
 from verl_like.user_code import is_reference, resolve_path
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class RewardManager:
         num_workers = _num_workers(custom, self._manager)
         self._execution = ExecutionPlace(reward_model, num_workers=num_workers, call_timeout=custom.timeout)
         self._judge = Judge(reward_model.judge) if has_judge else None
-        self._pool = WorkerPool(
+        self._pool: WorkerPool[RewardCall, RewardOutcome] = WorkerPool(
             self._spec(custom, reward_model), num_workers=num_workers, max_pending=custom.max_pending
         )
         try:

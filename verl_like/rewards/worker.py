@@ -1,203 +1,102 @@
-"""A reward worker process: loads the scorer, then scores what the pool sends until the pipe closes.
-
-Started by `pool.py` as a fresh interpreter (never forked: the trainer has threads and CUDA), and kept free of torch.
-Messages to the pool: ("ready", is_async), ("load_error", text), ("result", call id, RewardOutcome).
-"""
+"""What runs in a reward worker: the user's function or a built-in grader, and how a score is read from its value."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import inspect
-import os
-import socket
-import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from verl_like.rewards import graders, keeper
-from verl_like.rewards.channel import Channel
+from verl_like.rewards import graders
 from verl_like.rewards.loading import is_async, load_scorer, own_arguments
-from verl_like.rewards.reward_call import RewardCall, RewardOutcome, ScorerSpec, is_finite_reward
-from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules, is_reference
+from verl_like.rewards.reward_call import RewardOutcome, ScorerSpec, is_finite_reward
 
-_TRACEBACK_CHARS = 2000
 _TEXT_CHARS = 500
 _SHOWN_CHARS = 200
 _EXTRA_CHARS = 65536  # of a text beside the score
 _INT_BITS = 1000  # what has more is no float, and would break statistics
 
 
-def main(descriptor: int, parent_pid: int, temporary: str) -> None:
-    """Entry point of the process. `descriptor` is this end of the pool's socket pair; `temporary`, a folder of ours."""
-    keeper.keep(parent_pid, descriptor, temporary)
-    os.set_inheritable(descriptor, False)  # programs that a scorer starts must not keep the channel open
-    connection = Channel(socket.socket(fileno=descriptor))
-    spec: ScorerSpec = connection.receive()
-    _limit_memory(spec)
-    try:
-        import_modules(external_modules(), EXTERNAL_MODULES)
-        scorer = load_scorer(spec)
-    except ValueError as error:
-        connection.send(("load_error", str(error)))
-        return
-    connection.send(("ready", is_async(scorer)))
-    with contextlib.suppress(EOFError, ConnectionError):  # the pool is gone
-        if is_async(scorer) and not spec.batch:
-            asyncio.run(_serve_concurrently(connection, scorer, spec))
-        while True:
-            _score_batch(connection, scorer, spec, connection.receive())
+class Grader:
+    """The service of reward workers. Making one raises a ValueError that names the key to change."""
 
+    def __init__(self, spec: ScorerSpec) -> None:
+        self._spec = spec
+        self._scorer = load_scorer(spec)
+        self._arguments = own_arguments(spec)
+        self.is_async = is_async(self._scorer)
 
-def _limit_memory(spec: ScorerSpec) -> None:
-    if spec.memory_limit_mb is not None:
-        import resource
-
-        size = spec.memory_limit_mb * 1024**2
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
-
-
-def _score_batch(
-    connection: Channel, scorer: Callable[..., Any], spec: ScorerSpec, calls: list[tuple[int, RewardCall]]
-) -> None:
-    if spec.batch:
-        outcomes = score_together(scorer, [call for _, call in calls], own_arguments(spec))
-        for (call_id, _), outcome in zip(calls, outcomes, strict=True):
-            connection.send(("result", call_id, outcome))
-        return
-    for call_id, call in calls:
-        connection.send(("result", call_id, score_one(*_scorer_of(call, scorer, spec))))
-
-
-def _scorer_of(
-    call: RewardCall, scorer: Callable[..., Any], spec: ScorerSpec
-) -> tuple[Callable[..., Any], RewardCall, dict[str, Any]]:
-    """What grades this call: the built-in grader that it names, or the worker's function."""
-    if call.grader is not None:
-        return graders.compute_score, call, {"grader": call.grader, "options": spec.options}
-    return scorer, call, own_arguments(spec)
-
-
-def score_together(scorer: Callable[..., Any], calls: list[RewardCall], kwargs: dict[str, Any]) -> list[RewardOutcome]:
-    """One call of verl's batch form: lists in, a list of numbers or dictionaries out."""
-    start = time.perf_counter()
-    try:
-        values = scorer(
-            data_sources=[call.data_source for call in calls],
-            solution_strs=[call.solution_str for call in calls],
-            ground_truths=[call.ground_truth for call in calls],
-            extra_infos=[call.extra_info for call in calls],
-            **kwargs,
+    def call(self, payload: Any) -> Any:
+        """The RewardOutcome of a RewardCall; of a list of them, in verl's batch form, the list. Or an awaitable."""
+        if self._spec.batch:
+            values = self._scorer(
+                data_sources=[call.data_source for call in payload],
+                solution_strs=[call.solution_str for call in payload],
+                ground_truths=[call.ground_truth for call in payload],
+                extra_infos=[call.extra_info for call in payload],
+                **self._arguments,
+            )
+            return _read(values, lambda values: _outcomes(values, len(payload)))
+        scorer, arguments = self._scorer, self._arguments
+        if payload.grader is not None:
+            scorer, arguments = graders.compute_score, {"grader": payload.grader, "options": self._spec.options}
+        value = scorer(
+            data_source=payload.data_source,
+            solution_str=payload.solution_str,
+            ground_truth=payload.ground_truth,
+            extra_info=payload.extra_info,
+            **arguments,
         )
-        if inspect.isawaitable(values):
-            values = _run(values)
-        values = list(values)
-        seconds = time.perf_counter() - start
-        if len(values) != len(calls):
-            return [_bad_value(f"{len(values)} scores for {len(calls)} responses", seconds)] * len(calls)
-        return [to_outcome(value, seconds) for value in values]
-    except BaseException as error:
-        return [_exception_outcome(error, start)] * len(calls)
+        return _read(value, to_outcome)
 
 
-def score_one(scorer: Callable[..., Any], call: RewardCall, kwargs: dict[str, Any]) -> RewardOutcome:
-    """Run one call and turn whatever it does, short of killing the process, into an outcome."""
-    start = time.perf_counter()
-    try:
-        value = scorer(**_arguments(call), **kwargs)
-        if inspect.isawaitable(value):
-            value = _run(value)
-        return to_outcome(value, time.perf_counter() - start)
-    except BaseException as error:
-        return _exception_outcome(error, start)
+def _read(value: Any, reader: Callable[[Any], Any]) -> Any:
+    """What `reader` makes of a value, or an awaitable of that."""
+    return _read_later(value, reader) if inspect.isawaitable(value) else reader(value)
 
 
-async def _serve_concurrently(connection: Channel, scorer: Callable[..., Any], spec: ScorerSpec) -> None:
-    """Rows as they come, all in one event loop: for scorers that wait for a service."""
-    loop = asyncio.get_running_loop()
-    tasks: set[asyncio.Task[None]] = set()
-    gone = asyncio.Event()
-
-    def receive() -> None:
-        try:
-            calls = connection.receive()
-        except (EOFError, ConnectionError):
-            gone.set()
-            return
-        for call_id, call in calls:
-            task = loop.create_task(_score_async(connection, scorer, spec, call_id, call))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-    loop.add_reader(connection.fileno(), receive)
-    await gone.wait()
-    os._exit(0)  # whatever still waits, nobody will hear of it
+async def _read_later(value: Awaitable[Any], reader: Callable[[Any], Any]) -> Any:
+    return reader(await value)
 
 
-async def _score_async(
-    connection: Channel, scorer: Callable[..., Any], spec: ScorerSpec, call_id: int, call: RewardCall
-) -> None:
-    start = time.perf_counter()
-    limit = asyncio.timeout(spec.timeout)  # counts from when this call starts: others may block the loop before
-    try:
-        if call.grader is not None and not is_reference(call.grader):  # built in, and short
-            outcome = score_one(*_scorer_of(call, scorer, spec))
-        else:
-            function, _, arguments = _scorer_of(call, scorer, spec)
-            async with limit:
-                value = function(**_arguments(call), **arguments)
-                if inspect.isawaitable(value):  # a grader of the user's own need not be
-                    value = await value
-            outcome = to_outcome(value, time.perf_counter() - start)
-    except TimeoutError as error:
-        outcome = _exception_outcome(error, start)
-        if limit.expired():  # otherwise it is a time limit of the function's own: an exception like any other
-            message = f"no result within custom_reward_function.timeout={spec.timeout:g} s"
-            outcome = RewardOutcome(kind="timeout", message=message, seconds=outcome.seconds)
-    except BaseException as error:
-        outcome = _exception_outcome(error, start)
-    connection.send(("result", call_id, outcome))
+def _outcomes(values: Iterable[Any], count: int) -> list[RewardOutcome]:
+    values = list(values)
+    if len(values) != count:
+        return [_bad_value(f"{len(values)} scores for {count} responses")] * count
+    return [to_outcome(value) for value in values]
 
 
-def to_outcome(value: Any, seconds: float = 0.0) -> RewardOutcome:
+def to_outcome(value: Any) -> RewardOutcome:
     """Check a reward function's return value: a finite number, or a dict with one under "score"."""
     try:
-        return _checked(value, seconds)
+        return _checked(value)
     except Exception as error:  # the value's own __str__ or __float__, lists inside themselves, ...
         why = f"{type(error).__name__}: {str(error)[:_SHOWN_CHARS]}"
-        return _bad_value(f"the returned {type(value).__name__} cannot be read: {why}", seconds)
+        return _bad_value(f"the returned {type(value).__name__} cannot be read: {why}")
 
 
-def _checked(value: Any, seconds: float) -> RewardOutcome:
+def _checked(value: Any) -> RewardOutcome:
     extras: dict[str, Any] = {}
     if isinstance(value, dict):
         if "score" not in value:
-            return _bad_value(f'the returned dict has no "score" (keys: {sorted(map(str, value))})', seconds)
+            return _bad_value(f'the returned dict has no "score" (keys: {sorted(map(str, value))})')
         extras = {str(key): _plain(item) for key, item in value.items() if key != "score"}
         value = value["score"]
     number = _plain(value)
     if not isinstance(number, int | float):  # bool is an int
-        return _bad_value(f"score must be a number, not {_short(value)} ({type(value).__name__})", seconds)
+        return _bad_value(f"score must be a number, not {_short(value)} ({type(value).__name__})")
     if not is_finite_reward(number):
-        return _bad_value(f"score is {_short(number)}: it must be finite, also as a 32-bit float", seconds)
-    return RewardOutcome(score=float(number), extras=extras, seconds=seconds)
+        return _bad_value(f"score is {_short(number)}: it must be finite, also as a 32-bit float")
+    return RewardOutcome(score=float(number), extras=extras)
 
 
 def _short(value: Any) -> str:
     return repr(value)[:_SHOWN_CHARS]
 
 
-def _bad_value(message: str, seconds: float) -> RewardOutcome:
-    return RewardOutcome(kind="bad_value", message=message, seconds=seconds)
-
-
-def _exception_outcome(error: BaseException, start: float) -> RewardOutcome:
-    text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
-    kind = "memory" if isinstance(error, MemoryError) else "exception"
-    return RewardOutcome(kind=kind, message=text, seconds=time.perf_counter() - start)
+def _bad_value(message: str) -> RewardOutcome:
+    return RewardOutcome(kind="bad_value", message=message)
 
 
 def _plain(value: Any) -> Any:
@@ -220,19 +119,3 @@ def _plain(value: Any) -> Any:
         except (ValueError, RuntimeError, TypeError):  # more than one element
             return str(value)[:_TEXT_CHARS]
     return str(value)[:_TEXT_CHARS]
-
-
-def _arguments(call: RewardCall) -> dict[str, Any]:
-    return {
-        "data_source": call.data_source,
-        "solution_str": call.solution_str,
-        "ground_truth": call.ground_truth,
-        "extra_info": call.extra_info,
-    }
-
-
-def _run(awaitable: Any) -> Any:
-    async def wait() -> Any:
-        return await awaitable
-
-    return asyncio.run(wait())

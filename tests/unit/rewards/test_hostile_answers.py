@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from verl_like.rewards.graders import GRADERS, compute_score
 from verl_like.rewards.math_equal import compare
-from verl_like.rewards.pool import WorkerPool
 from verl_like.rewards.reward_call import RewardCall, ScorerSpec
+from verl_like.services.pool import WorkerPool
 
 INSTRUCTIONS = {
     "instruction_id_list": [

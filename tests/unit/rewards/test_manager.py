@@ -317,7 +317,7 @@ def test_workers_die_with_a_killed_trainer(tmp_path: Path) -> None:
     path = write(tmp_path, BAD_ROWS)
     script = f"""
         import time
-        from verl_like.rewards.pool import WorkerPool
+        from verl_like.services.pool import WorkerPool
         from verl_like.rewards.reward_call import RewardCall, ScorerSpec
         pool = WorkerPool(ScorerSpec(path={str(path)!r}, timeout=1000), num_workers=2)
         pool.start()

@@ -23,11 +23,11 @@ import torch
 from tests.unit.rewards.factory import make_manager, make_rollouts
 from tests.unit.rewards.test_manager import gone, write
 from verl_like.batch import PromptRow
-from verl_like.rewards import pool
-from verl_like.rewards.channel import BrokenChannelError, Channel
 from verl_like.rewards.grading import RewardError, to_scores
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
 from verl_like.rewards.worker import to_outcome
+from verl_like.services import pool
+from verl_like.services.channel import BrokenChannelError, Channel
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 
@@ -271,7 +271,7 @@ def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path) -> None:
     note = tmp_path / "note"
     script = f"""
         import time
-        from verl_like.rewards.pool import WorkerPool
+        from verl_like.services.pool import WorkerPool
         from verl_like.rewards.reward_call import RewardCall, ScorerSpec
         pool = WorkerPool(ScorerSpec(path={str(write(tmp_path, START_CHILDREN))!r}), num_workers=1)
         pool.submit([RewardCall(data_source="a", solution_str="x", ground_truth={str(note)!r})])[0].result()

@@ -18,8 +18,8 @@ from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.rewards.grading import RewardError
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.pool import WorkerPool
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, ScorerSpec
+from verl_like.services.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(60)
 

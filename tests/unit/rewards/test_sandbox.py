@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.rewards.sandbox import cleaning, probe, seccomp, wire
+from verl_like.rewards.sandbox import probe, seccomp, wire
 from verl_like.rewards.sandbox.client import Jail
 from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
+from verl_like.services import cleaning
 
 SETTINGS = SandboxSettings(min_level="limits", timeout=3, memory_limit_mb=512, max_output_kb=256, scratch_mb=8)
 pytestmark = [
@@ -489,9 +490,9 @@ class TestStartAndEnd:
         script = tmp_path / "weak.py"
         patch = "" if fallback == "unprivileged" else "kernel.unshare = refuse"
         script.write_text(
-            "import sys\nfrom verl_like.rewards.sandbox import client, kernel, jail\n"
+            "import sys\nfrom verl_like.rewards.sandbox import client, jail\nfrom verl_like.services import kernel\n"
             "client._BOOTSTRAP = client._BOOTSTRAP.replace('from verl_like.rewards.sandbox import jail;', "
-            "'from verl_like.rewards.sandbox import jail, kernel; exec(%r);' % '''"
+            "'from verl_like.rewards.sandbox import jail; from verl_like.services import kernel; exec(%r);' % '''"
             "def refuse(flags): raise OSError(1, 'refused')\n"
             "_real = jail._enter\n"
             f"{patch or 'jail._enter = lambda flags: flags & kernel.CLONE_NEWUSER != 0 and _real(flags)'}\n''')\n"

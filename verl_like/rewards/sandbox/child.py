@@ -20,8 +20,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl_like.rewards.sandbox import framing, kernel, seccomp, testing, wire
+from verl_like.rewards.sandbox import framing, seccomp, testing, wire
 from verl_like.rewards.sandbox.settings import SandboxSettings
+from verl_like.services import kernel
 
 _STACK_BYTES = 64 * 1024**2  # contest programs recurse deeply
 _MAIN = types.ModuleType("__main__")  # of the program

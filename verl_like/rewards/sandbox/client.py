@@ -12,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verl_like.rewards.sandbox import cleaning, framing
+from verl_like.rewards.sandbox import framing
 from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
+from verl_like.services import cleaning
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ import os
 import resource
 import sys
 
-from verl_like.rewards.sandbox import kernel, supervisor, zygote
+from verl_like.rewards.sandbox import supervisor, zygote
 from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
+from verl_like.services import kernel
 
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 _FIRST_UID = 1_700_000_000  # far above any user's; each jail takes its own, so that process limits are its own too

@@ -15,9 +15,10 @@ import signal
 import time
 from typing import Any
 
-from verl_like.rewards.sandbox import cleaning, framing, seccomp
+from verl_like.rewards.sandbox import framing, seccomp
 from verl_like.rewards.sandbox.settings import SandboxSettings
 from verl_like.rewards.sandbox.zygote import Zygote
+from verl_like.services import cleaning
 
 _ERROR_CHARS = 2000  # of stderr that is reported
 _CLEANING_S = 2.0  # what takes longer to delete goes with the jail

@@ -16,8 +16,9 @@ import time
 import traceback
 from typing import Any
 
-from verl_like.rewards.sandbox import child, kernel, seccomp
+from verl_like.rewards.sandbox import child, seccomp
 from verl_like.rewards.sandbox.settings import SandboxSettings
+from verl_like.services import kernel
 
 _MOST_BYTES, _MOST_DESCRIPTORS = 1024, 16
 

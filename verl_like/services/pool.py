@@ -1,4 +1,4 @@
-"""A pool of reward worker processes that can be killed.
+"""A pool of worker processes that can be killed.
 
     submit(calls) -> futures          one thread of the pool owns all processes:
         queue  --batches-->  worker   it sends batches of calls, receives one result a call,
@@ -8,6 +8,9 @@
 A call that hangs, or takes its process down, costs itself only: the calls that were waiting behind it in the same batch
 go back to the queue. Workers are fresh interpreters (`python -c`), never forks of this process. They die with it, and
 so does what they started (`keeper.py`).
+
+A call may belong to a session: the calls of one go to one worker, one after the other, because what they need is in its
+memory. When the worker is replaced, its sessions are lost, and their calls fail.
 """
 
 from __future__ import annotations
@@ -23,21 +26,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from verl_like.rewards import keeper
-from verl_like.rewards.channel import BrokenChannelError, Channel
-from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
-from verl_like.rewards.temp_folder import TempFolder, remove_leftovers
+from verl_like.services import keeper
+from verl_like.services.channel import BrokenChannelError, Channel
+from verl_like.services.service import Outcome, ServiceError, ServiceSpec
+from verl_like.services.temp_folder import TempFolder, remove_leftovers
+from verl_like.services.waiting import Call, Place, Waiting
 
 logger = logging.getLogger(__name__)
+Payload = TypeVar("Payload")
+Answer = TypeVar("Answer", bound=Outcome)
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from verl_like.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
+    "from verl_like.services.worker import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
 )
 _MAX_BATCH = 32  # calls per message: few enough that a slow function still spreads over the workers
 _ASYNC_GRACE_S = 2.0  # an async worker times its calls out itself; silent for longer, its event loop is stuck
@@ -46,25 +51,10 @@ _MAX_MEMORY_TRIES = 3
 _KILL_S = 10.0  # a keeper that is not done by then is killed itself
 
 
-class _Call:
-    """A submitted call and its future.
-
-    alone: sent in a message of its own, to find out which call kills workers. tries: how often it ran out of memory.
-    """
-
-    __slots__ = ("alone", "call", "future", "group", "tries")
-
-    def __init__(self, call: RewardCall, group: object) -> None:
-        self.call, self.group = call, group  # calls of one group were submitted together
-        self.future: Future[RewardOutcome] = Future()
-        self.alone = False
-        self.tries = 0
-
-
 class _Worker:
     """One process with its keeper, its channel, and the calls it was sent and has not answered, in order."""
 
-    def __init__(self, spec: ScorerSpec) -> None:
+    def __init__(self, spec: ServiceSpec) -> None:
         ours, theirs = socket.socketpair()
         self._temporary = TempFolder()  # a killed process cannot tidy up itself
         with theirs:
@@ -81,7 +71,8 @@ class _Worker:
             self.channel.post(spec)
         self.ready = False
         self.is_async = False
-        self.pending: dict[int, _Call] = {}
+        self.pending: dict[int, Call] = {}
+        self.place = Place()
         self.answered = 0
         self.since = time.monotonic()  # when the process started, was sent calls, or answered last
 
@@ -104,24 +95,22 @@ class _Worker:
         self._temporary.remove()
 
 
-class WorkerPool:
-    """Runs reward calls in `num_workers` processes, each call within `timeout` seconds.
+class WorkerPool(Generic[Payload, Answer]):
+    """Runs calls of a service in `num_workers` processes, each call within the spec's `timeout` seconds.
 
-    `submit` blocks while `max_pending` calls wait for a process, so that a producer cannot run away from the graders.
+    `submit` blocks while `max_pending` calls wait for a process, so that a producer cannot run away from the workers.
 
-    Processes start with the object; `start` waits until they have loaded the reward function and raises
-    RewardFunctionError if they cannot. `submit` may be called from any thread. `close` kills everything.
+    Processes start with the object; `start` waits until they have made the service and raises the spec's `error` (a
+    ServiceError) if they cannot. `submit` may be called from any thread. `close` kills everything.
     """
 
     def __init__(
-        self, spec: ScorerSpec, *, num_workers: int, max_pending: int = 65536, start_timeout: float = 120.0
+        self, spec: ServiceSpec, *, num_workers: int, max_pending: int = 65536, start_timeout: float = 120.0
     ) -> None:
         self._spec, self._num_workers, self._start_timeout = spec, num_workers, start_timeout
         self._max_pending = max_pending
-        self._queue: deque[_Call] = deque()
+        self._waiting = Waiting(max_pending)
         self._workers: list[_Worker] = []
-        self._lock = threading.Condition()  # guards _queue, _error and _closing; told when the queue gets shorter
-        self._error: Exception | None = None
         self._closing = False
         self._failed_starts = 0
         self._next_id = 0
@@ -131,33 +120,38 @@ class WorkerPool:
         self._wake_sender.setblocking(False)
         # Workers are started by this thread, which lives as long as the pool: Linux kills a child when the thread that
         # started it ends, not when the process does.
-        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{spec.noun}-pool", daemon=True)
         self._thread.start()
 
     def start(self) -> None:
-        """Wait until every worker has loaded the reward function."""
+        """Wait until every worker has made the service."""
         self._started.result()
 
-    def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
-        """Queue calls; each future gets a RewardOutcome, also for a call that hangs or crashes."""
+    def submit(self, calls: Sequence[Payload], *, session: Hashable | None = None) -> list[Future[Answer]]:
+        """Queue calls; each future gets an outcome, also for a call that hangs or crashes.
+
+        session: all calls with this key go to one worker, one after the other. When that is replaced, they fail with
+        kind "crash", and so do later ones until `end_session`. ValueError for a spec with `batch`.
+        """
+        if session is not None and self._spec.batch:
+            raise ValueError("calls of a session are answered one by one: a service with batch=True has no sessions")
         group = object()
-        items = [_Call(call, group) for call in calls]
+        items = [Call(call, group) for call in calls]
         step = len(items) if self._spec.batch else self._max_pending
         for start in range(0, len(items), max(1, step)):
-            self._enqueue(items[start : start + step])
+            part = items[start : start + step]
+            if lost := self._waiting.put(part, session):
+                for item in part:
+                    self._resolve(item, self._spec.outcome(kind="crash", message=lost))
+            self._wake()
         return [item.future for item in items]
 
-    def _enqueue(self, items: list[_Call]) -> None:
-        with self._lock:
-            self._lock.wait_for(
-                lambda: len(self._queue) < self._max_pending or self._closing or self._error is not None
-            )
-            if self._closing:
-                raise RuntimeError("the reward pool is closed")
-            if self._error is not None:
-                raise self._error
-            self._queue.extend(items)
-        self._wake()
+    def end_session(self, session: Hashable) -> None:
+        """Forget a session: what was submitted still runs, a later call with this key begins another one.
+
+        The worker is not told: where it keeps something of the session, let a last call remove that.
+        """
+        self._waiting.end_session(session)
 
     def worker_pids(self) -> list[int]:
         """Process ids of the live workers."""
@@ -165,9 +159,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kill the workers. Calls still waiting get a RuntimeError. Safe to call twice."""
-        with self._lock:
-            self._closing = True
-            self._lock.notify_all()
+        self._closing = True
+        self._waiting.refuse(RuntimeError(f"the {self._spec.noun} pool is closed"))
         self._wake()
         self._thread.join()
 
@@ -178,7 +171,7 @@ class WorkerPool:
     # Everything below runs in the pool's thread.
 
     def _run(self) -> None:
-        reason: Exception = RuntimeError("the reward pool was closed")
+        reason: Exception = RuntimeError(f"the {self._spec.noun} pool was closed")
         try:
             remove_leftovers()
             self._workers = [_Worker(self._spec) for _ in range(self._num_workers)]
@@ -188,23 +181,21 @@ class WorkerPool:
                 self._expire()
         except Exception as error:
             reason = error
-            if not isinstance(error, RewardFunctionError):
-                logger.exception("the reward pool failed")
+            if not isinstance(error, ServiceError):
+                logger.exception("the %s pool failed", self._spec.noun)
         finally:
             self._end(reason)
 
     def _end(self, reason: Exception) -> None:
-        with self._lock:
-            self._error = reason
-            waiting = [*self._queue, *(item for worker in self._workers for item in worker.pending.values())]
-            self._queue.clear()
-            self._lock.notify_all()
+        self._waiting.refuse(reason, unless_refused=True)
+        at_work = [item for worker in self._workers for item in worker.pending.values()]
+        left = self._waiting.drain(at_work, [worker.place for worker in self._workers])
         for worker in self._workers:
             worker.end()  # all at once
         for worker in self._workers:
             worker.kill()
         self._workers = []
-        for item in waiting:
+        for item in left:
             if item.future.set_running_or_notify_cancel():
                 item.future.set_exception(reason)
         if not self._started.done():
@@ -213,15 +204,20 @@ class WorkerPool:
         self._wake_sender.close()
 
     def _assign(self) -> None:
-        """Give every idle worker its next batch."""
-        for worker in list(self._workers):
-            room = self._room(worker)
-            if room:
-                with self._lock:
-                    batch = self._take_batch(room, idle=not worker.pending)
-                    self._lock.notify_all()
-                if batch:
-                    self._send(worker, batch)
+        """Give workers calls, those with the fewest sessions first, until there are none, or no worker has room."""
+        workers = self._workers
+        while workers:  # an async one that took something may have room for more
+            workers = sorted(workers, key=lambda worker: len(worker.place.sessions))
+            workers = [worker for worker in workers if self._send_next(worker)]
+
+    def _send_next(self, worker: _Worker) -> bool:
+        room = self._room(worker)
+        if not room:
+            return False
+        batch = self._waiting.take(
+            worker.place, room, idle=not worker.pending, together=self._spec.batch, share=2 * self._num_workers
+        )
+        return bool(batch) and self._send(worker, batch)
 
     def _room(self, worker: _Worker) -> int:
         """How many calls the worker may be sent now."""
@@ -232,28 +228,11 @@ class WorkerPool:
         suspects = any(item.alone for item in worker.pending.values())
         return 0 if suspects else self._spec.concurrency - len(worker.pending)
 
-    def _take_batch(self, room: int, *, idle: bool) -> list[_Call]:
-        if self._spec.batch:
-            group = self._queue[0].group if self._queue else None
-            return [self._queue.popleft() for _ in range(sum(item.group is group for item in self._queue))]
-        # Batches shrink towards the end of the queue, so that the workers finish together.
-        waiting = len(self._queue)
-        size = min(room, max(1, waiting // (2 * self._num_workers)))
-        batch: list[_Call] = []
-        while self._queue and len(batch) < size:
-            if self._queue[0].alone and (batch or not idle):
-                break  # to an idle worker, and with nothing else
-            item = self._queue.popleft()
-            batch.append(item)
-            if item.alone:
-                break
-        return batch
-
-    def _send(self, worker: _Worker, batch: list[_Call]) -> None:
+    def _send(self, worker: _Worker, batch: list[Call]) -> bool:
         message = []
         for item in batch:
             worker.pending[self._next_id] = item
-            message.append((self._next_id, item.call))
+            message.append((self._next_id, item.payload))
             self._next_id += 1
         worker.since = time.monotonic()
         try:
@@ -263,24 +242,26 @@ class WorkerPool:
             # `_exchange` reads what it still answered, and replaces it.
             for number, _ in message:
                 del worker.pending[number]
-            with self._lock:
-                self._queue.extendleft(reversed(batch))
-        except Exception as error:  # ground truths or extra_info may be anything
+            self._waiting.put_back(batch)
+            return False
+        except Exception as error:  # payloads may hold anything
             for number, _ in message:
                 del worker.pending[number]
-            self._refuse(batch, f"ground_truth or extra_info cannot be sent to the reward process: {error!r:.500}")
+            what = f"{self._spec.payload_name} cannot be sent to the {self._spec.noun} process"
+            self._refuse(batch, f"{what}: {error!r:.500}")
+            return True
+        self._waiting.sent(batch[0], worker.place)  # a call of a session is alone
+        return True
 
-    def _refuse(self, batch: list[_Call], message: str) -> None:
+    def _refuse(self, batch: list[Call], message: str) -> None:
         """Fail a call that cannot be sent; of several, find out which by sending each alone."""
         if len(batch) == 1 or self._spec.batch:
             for item in batch:
-                self._resolve(item, RewardOutcome(kind="exception", message=message))
+                self._resolve(item, self._spec.outcome(kind="exception", message=message))
         else:
             for item in batch:
                 item.alone = True
-            with self._lock:
-                self._queue.extendleft(reversed(batch))
-        self._wake()  # the worker is still idle
+            self._waiting.put_back(batch)
 
     def _exchange(self) -> None:
         """Wait until something happens; read what the workers wrote, and write what they have room for."""
@@ -308,7 +289,7 @@ class WorkerPool:
 
     def _handle(self, worker: _Worker, message: Any) -> None:
         match message:
-            case ("result", int(number), RewardOutcome() as outcome) if number in worker.pending:
+            case ("result", int(number), Outcome() as outcome) if self._is_expected(worker, number, outcome):
                 worker.since = time.monotonic()
                 item = worker.pending.pop(number)
                 if outcome.kind == "memory":
@@ -323,33 +304,34 @@ class WorkerPool:
                 if not self._started.done() and all(w.ready for w in self._workers):
                     self._started.set_result(None)
             case ("load_error", str(text)):
-                raise RewardFunctionError(text)
+                raise self._spec.error(text)
             case _:
                 raise BrokenChannelError(f"it sent {message!r:.80}")
 
-    def _out_of_memory(self, worker: _Worker, item: _Call, outcome: RewardOutcome) -> None:
+    def _is_expected(self, worker: _Worker, number: int, outcome: Outcome) -> bool:
+        return number in worker.pending and isinstance(outcome, self._spec.outcome)
+
+    def _out_of_memory(self, worker: _Worker, item: Call, outcome: Outcome) -> None:
         """Replace the worker: its memory may be full of what earlier calls left, and then no call is to blame.
 
-        The call is tried again, unless the process was new, and had nothing else to do; or this was often enough.
+        The call is tried again, unless the process was new, and had nothing else to do; or this was often enough; or
+        it belongs to a session, which ends with the process.
         """
-        others = list(worker.pending.values())
-        worker.pending.clear()
+        hopeless = worker.answered == 0 and (not worker.is_async or not worker.pending)
+        others = self._take_back(worker)
         together = [item, *others] if self._spec.batch else [item]
         item.tries += 1
-        if (worker.answered == 0 and (not worker.is_async or not others)) or item.tries >= _MAX_MEMORY_TRIES:
+        if hopeless or item.tries >= _MAX_MEMORY_TRIES or item.session is not None:
             for each in together:
                 self._resolve(each, outcome)
-            requeued = [each for each in others if each not in together]
+            again = [each for each in others if each not in together]
         else:
             item.alone = not self._spec.batch
-            requeued = [item, *others]
-        with self._lock:
-            self._queue.extendleft(reversed(requeued))
-        limit = self._spec.memory_limit_mb
-        logger.info(
-            "a reward worker ran out of memory (custom_reward_function.memory_limit_mb=%s); it is replaced", limit
-        )
-        self._replace(worker)
+            again = [item, *others]
+        self._waiting.put_back(again)
+        what = f"ran out of memory ({self._spec.section}memory_limit_mb={self._spec.memory_limit_mb})"
+        logger.info("a %s worker %s; it is replaced", self._spec.noun, what)
+        self._replace(worker, what)
 
     def _patience(self) -> float | None:
         """Seconds until the next time limit runs out, or None if nothing is running."""
@@ -368,14 +350,13 @@ class WorkerPool:
         for worker in list(self._workers):
             if (worker.pending or not worker.ready) and now >= worker.since + self._limit(worker):
                 if not worker.ready:
-                    raise RewardFunctionError(
-                        f"custom_reward_function.path={self._spec.path}: importing it took more than "
-                        f"{self._start_timeout:g} s"
+                    raise self._spec.error(
+                        f"{self._spec.source}: importing it took more than {self._start_timeout:g} s"
                     )
-                message = f"no result within custom_reward_function.timeout={self._spec.timeout:g} s; process killed"
+                what = f"no result within {self._spec.section}timeout={self._spec.timeout:g} s"
                 worker.kill()
-                self._blame(worker, "timeout", message, now - worker.since)
-                self._replace(worker)
+                self._blame(worker, "timeout", f"{what}; process killed", now - worker.since)
+                self._replace(worker, f"gave {what}")
 
     def _lost(self, worker: _Worker) -> None:
         """The worker's pipe closed: its process ended without being asked to."""
@@ -383,42 +364,50 @@ class WorkerPool:
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:
-                raise RewardFunctionError(
-                    f"custom_reward_function.path={self._spec.path}: {self._failed_starts} reward workers in a row "
-                    f"ended before they were ready ({status})"
+                raise self._spec.error(
+                    f"{self._spec.source}: {self._failed_starts} {self._spec.noun} workers in a row ended before they "
+                    f"were ready ({status})"
                 )
         self._discard(worker, status)
 
     def _discard(self, worker: _Worker, what: str) -> None:
-        self._blame(worker, "crash", f"the reward worker {what}", time.monotonic() - worker.since)
-        self._replace(worker)
+        self._blame(worker, "crash", f"the {self._spec.noun} worker {what}", time.monotonic() - worker.since)
+        self._replace(worker, what)
 
     def _blame(self, worker: _Worker, kind: str, message: str, seconds: float) -> None:
         """Fail the call that the lost worker was at; queue the others again."""
-        items = list(worker.pending.values())
-        worker.pending.clear()
-        if self._spec.batch:  # one call for all of them
-            for item in items:
-                self._resolve(item, RewardOutcome(kind=kind, message=message, seconds=seconds))
-            requeued = []
-        elif worker.is_async and len(items) > 1:
-            for item in items:  # any of them may be the one: try each alone
+        if worker.is_async and len(worker.pending) > 1 and not self._spec.batch:
+            again = self._take_back(worker)
+            for item in again:  # any of them may be the one: try each alone
                 item.alone = True
-            requeued = items
         else:
-            for item in items[:1]:
-                self._resolve(item, RewardOutcome(kind=kind, message=message, seconds=seconds))
-            requeued = items[1:]
-        with self._lock:
-            self._queue.extendleft(reversed(requeued))
+            items = list(worker.pending.values())
+            worker.pending.clear()
+            guilty = len(items) if self._spec.batch else 1  # one call for all of them
+            for item in items[:guilty]:
+                note = "" if item.session is None else f"; {item.session} is lost"
+                self._resolve(item, self._spec.outcome(kind=kind, message=message + note, seconds=seconds))
+            again = items[guilty:]
+        self._waiting.put_back(again)
 
-    def _replace(self, worker: _Worker) -> None:
+    @staticmethod
+    def _take_back(worker: _Worker) -> list[Call]:
+        """What the worker was sent and may be sent again: what stays pending belongs to its sessions."""
+        taken = [item for item in worker.pending.values() if item.session is None]
+        worker.pending = {number: item for number, item in worker.pending.items() if item.session is not None}
+        return taken
+
+    def _replace(self, worker: _Worker, why: str) -> None:
         worker.kill()
         self._workers.remove(worker)
         self._workers.append(_Worker(self._spec))
+        behind = self._waiting.lose(worker.place, f"the {self._spec.noun} worker that had it {why}")
+        for item in [*worker.pending.values(), *behind]:
+            assert item.session is not None
+            self._resolve(item, self._spec.outcome(kind="crash", message=item.session.lost))
 
-    @staticmethod
-    def _resolve(item: _Call, outcome: RewardOutcome) -> None:
+    def _resolve(self, item: Call, outcome: Outcome) -> None:
+        self._waiting.done(item)
         if item.future.set_running_or_notify_cancel():
             item.future.set_result(outcome)
 

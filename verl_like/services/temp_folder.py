@@ -13,9 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from verl_like.rewards.sandbox.cleaning import empty_folder
+from verl_like.services.cleaning import empty_folder
 
-_PREFIX = "verl_like_reward_"
+_PREFIX = "verl_like_service_"
 _PATIENCE_S = 30.0
 _NEW_S = 60.0  # between making a folder and locking it
 

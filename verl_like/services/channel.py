@@ -1,4 +1,4 @@
-"""Messages between the pool and a reward worker: pickles over a socket, each behind a mark and its length.
+"""Messages between a pool and one of its workers: pickles over a socket, each behind a mark and its length.
 
 The worker's end is open in a process that runs users' code, which may write anything into it, or half of something. So
 the pool never waits for the rest of a message, nor for a worker to read one, and takes nothing for a message that does

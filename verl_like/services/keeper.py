@@ -1,6 +1,6 @@
-"""The parent of a reward worker: when the worker ends, or the trainer does, nothing that it started is left.
+"""The parent of a worker: when the worker ends, or the trainer does, nothing that it started is left.
 
-    pool -> keeper (waits) -> worker (runs the reward function) -> whatever the function starts
+    pool -> keeper (waits) -> worker (runs the service) -> whatever that starts
 
 On Linux the keeper is a "subreaper": a process whose parent has ended becomes its child, whatever session or group it
 made for itself, so everything the worker ever started is found below it in /proc. It runs no code of users'. Elsewhere
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from verl_like.rewards.sandbox import cleaning, kernel
+from verl_like.services import cleaning, kernel
 
 END = signal.SIGUSR1  # ends a keeper and all below. Not SIGTERM: batch systems send that to every process of a job
 _PATIENCE_S = 5.0

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.rewards import temp_folder
-from verl_like.rewards.temp_folder import TempFolder, remove_leftovers
+from verl_like.services import temp_folder
+from verl_like.services.temp_folder import TempFolder, remove_leftovers
 
 _KILLED = """
 import os, signal
-from verl_like.rewards.temp_folder import TempFolder
+from verl_like.services.temp_folder import TempFolder
 print(TempFolder().path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
