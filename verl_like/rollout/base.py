@@ -130,6 +130,12 @@ class EngineBase:
     def wake(self) -> None:
         """Nothing to undo."""
 
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        raise NotImplementedError
+
+    def snapshot(self) -> dict[str, Sampled]:
+        raise NotImplementedError
+
     def open(self) -> None:
         raise NotImplementedError
 
