@@ -34,6 +34,10 @@ def test_the_oldest_call_goes_first_and_calls_of_sessions_alone() -> None:
     submit(waiting, "v")
     assert take(waiting, one) == "b"  # older than v
     assert take(waiting, one) == "v"
+    submit(waiting, "p")
+    submit(waiting, "q", session="t")
+    assert take(waiting, one) == "p"
+    assert take(waiting, one) == "q"
 
 
 def test_what_is_to_be_sent_alone_waits_for_an_idle_worker() -> None:
