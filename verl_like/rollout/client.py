@@ -123,15 +123,26 @@ class LocalLink:
             else:
                 future.add_done_callback(lambda done, name=request.request_id: self._ended.put((name, done)))
         if abort:
-            self._engine.abort(abort)
+            try:
+                self._engine.abort(abort)
+            except Exception as error:
+                self._died(error)
 
     def snapshot(self) -> dict[str, Sampled]:
-        return self._engine.snapshot()
+        try:
+            return self._engine.snapshot()
+        except Exception as error:
+            self._died(error)
+            return {}
 
     def close(self) -> None:
         self._ended.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
+
+    def _died(self, error: Exception) -> None:
+        what = f"{type(error).__name__}: {error}"
+        self._ended.put(("", error if isinstance(error, RolloutError) else RolloutError(what)))
 
     def _run(self) -> None:
         assert self._on_events is not None
@@ -148,7 +159,7 @@ class LocalLink:
                 return
             progress: dict[str, Sampled] = {}
             if self._progress_s is not None and time.monotonic() - told >= self._progress_s:
-                progress, told = self._engine.snapshot(), time.monotonic()
+                progress, told = self.snapshot(), time.monotonic()
             self._on_events(_events([item for item in batch if item is not None], progress))
 
 

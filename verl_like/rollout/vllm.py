@@ -236,7 +236,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         if self._sleep_mode and not self._asleep:
             with self._exclusive():
                 self._rest()
-                self._llm.sleep(level=1)
+                self._llm.sleep(level=1, mode="keep")  # by default vLLM would abort what is under way
             self._asleep = set(_SLEEPERS)
 
     def wake(self) -> None:

@@ -389,3 +389,29 @@ def test_a_refused_request_in_threads(threaded: Make) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         router.submit(request(1, 10**7)).result(LIMIT_S)
     assert right(_done(router.submit(request(2, 5))), 2, 5)
+
+
+@pytest.mark.parametrize("tells_progress", [True, False])
+def test_an_engine_that_cannot_be_asked_is_a_dead_replica(
+    tells_progress: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise RolloutError("the engine's process is gone")
+
+    rollout = FakeTimeRollout(FakeTimeEngine(length_of=lambda r: 10**9))
+    rollout.open()
+    link = LocalLink("replica 0", rollout, interval_s=0.002, progress_s=0.01 if tells_progress else None)
+    router = Router([link], max_running_requests=1)
+    running, queued = router.submit(request(1, 10**6)), router.submit(request(2, 5))
+    monkeypatch.setattr(rollout, "snapshot", gone)
+    monkeypatch.setattr(rollout, "abort", gone)
+    if tells_progress:
+        for future in (running, queued):
+            with pytest.raises(RolloutError, match="is gone"):
+                future.result(LIMIT_S)
+    else:
+        router.abort()
+        assert [future.result(LIMIT_S).finish_reason for future in (running, queued)] == ["abort", "abort"]
+    assert router.snapshot() == {}
+    router.close()
+    rollout.shutdown()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from verl_like.rollout import vllm_compat
+from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 from verl_like.rollout.step_loop import StepLoop
-from verl_like.rollout.vllm import VLLMRolloutEngine
+from verl_like.rollout.vllm import VLLMRolloutEngine, _Running
 
 
 class Recorder:
@@ -23,8 +24,8 @@ class Recorder:
         self.llm_engine.engine_core.engine_core.batch_queue.pop()
         self.events.append("step")
 
-    def sleep(self, level: int) -> None:
-        self.events.append("sleep")
+    def sleep(self, level: int, mode: str = "abort") -> None:
+        self.events += ["sleep"] if mode == "keep" else [mode, "sleep"]
 
     def wake_up(self, tags: list[str]) -> None:
         self.events += tags
@@ -73,6 +74,14 @@ def test_a_step_launched_ahead_is_taken_in_before_sleep_and_load(engine: VLLMRol
     queue.append("in flight")
     engine.load_weights([], version=1)
     assert engine._llm.events[2:] == ["step", "weights", "reload", "kv_cache"]
+    engine.shutdown()
+
+
+def test_sleep_keeps_requests_that_are_under_way(engine: VLLMRolloutEngine) -> None:
+    request = GenerationRequest(request_id="r", prompt_ids=[1], sampling=SamplingParams(max_tokens=2))
+    engine._running["r"] = _Running(request, [(0, 1)])
+    engine.sleep()
+    assert engine._llm.events == ["sleep"]
     engine.shutdown()
 
 
