@@ -6,15 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.remote import RemoteEngine
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled, SamplingParams
 
 REQUEST = GenerationRequest(request_id="r", prompt_ids=[1], sampling=SamplingParams(max_tokens=4))
 
@@ -41,6 +46,17 @@ class Engine:
         raise OSError("no device")
 
     def shutdown(self) -> None: ...
+
+
+class Counting(FakeTimeRollout):
+    """A whole engine that takes the names a, b, ... and no others."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeTimeEngine(length_of=lambda request: 10**9))
+
+    def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
+        names = [name for name, _ in stream]
+        assert names == ["a", "b"][: len(names)], names
 
 
 def refused() -> Engine:
@@ -105,3 +121,101 @@ def test_the_process_does_not_outlive_the_one_that_started_it(tmp_path: Path) ->
     while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_what_others_say_in_the_midst_of_weights_is_done_after_them() -> None:
+    engine = RemoteEngine(Counting)
+    engine.load_weights([], 1)
+    engine._timeout_s = 20.0
+    waiting = engine.submit(REQUEST)
+    with ThreadPoolExecutor() as threads:
+        looking: list[Future[dict[str, Sampled]]] = []
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            yield "a", torch.zeros(2)
+            engine.abort(["r"])
+            looking.append(threads.submit(engine.snapshot))
+            while len(engine._answers) < 2:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            yield "b", torch.zeros(2)
+
+        engine.load_weights(stream(), 2)
+        assert looking[0].result() == {}
+    assert waiting.result(20).finish_reason == "abort"
+    engine.shutdown()
+
+
+def test_adapters_alone_build_on_the_weights_of_before() -> None:
+    engine = RemoteEngine(Counting)
+    engine.load_weights([("a", torch.zeros(2))], 1)
+    engine.load_weights([("a", torch.zeros(2))], 2, partial=True)
+    assert engine.weight_version == 2
+    engine.shutdown()
+
+
+def test_callbacks_may_submit_abort_and_look() -> None:
+    engine = RemoteEngine(Counting)
+    engine.load_weights([], 1)
+    engine.open()
+    engine._timeout_s = 20.0
+    found: Future[tuple[dict[str, Sampled], Future[Completion]]] = Future()
+
+    def ended(_: Future[Completion]) -> None:
+        prompt = [1] * 300_000  # more than the pipe holds
+        next_one = GenerationRequest(request_id="next", prompt_ids=prompt, sampling=SamplingParams(max_tokens=2))
+        future = engine.submit(next_one)
+        engine.abort(["unknown"])
+        found.set_result((engine.snapshot(), future))
+
+    engine.submit(REQUEST).add_done_callback(ended)
+    seen, future = found.result(20)
+    assert seen.keys() <= {"next"}
+    assert len(future.result(20).sampled) == 2
+    engine.shutdown()
+
+
+def test_what_has_ended_before_a_pause_is_known_after_it() -> None:
+    engine = RemoteEngine(Counting)
+    engine.load_weights([], 1)
+    for i in range(20):
+        engine.open()
+        engine.submit(GenerationRequest(request_id=f"{i}", prompt_ids=[1], sampling=SamplingParams(max_tokens=i + 1)))
+        time.sleep(0.01)
+        engine.pause()
+        assert engine._pending.keys() == engine.snapshot().keys()
+    engine.shutdown()
+
+
+def test_a_request_that_cannot_travel_leaves_its_id_free() -> None:
+    engine = opened()
+    with pytest.raises(AttributeError):  # by pickle
+        engine.submit(GenerationRequest(request_id="r", prompt_ids=[1], sampling=REQUEST.sampling, session=lambda: 0))  # type: ignore[arg-type]
+    engine.submit(REQUEST)
+    engine.shutdown()
+
+
+def test_an_engine_ends_though_its_process_has_just_died() -> None:
+    engine, gate = opened(), threading.Event()
+    fail = engine._fail
+
+    def late(text: str) -> None:
+        gate.wait(20)
+        fail(text)
+
+    engine._fail = late  # type: ignore[method-assign]
+    engine._process.kill()
+    connection.wait([engine._process.sentinel])
+    threading.Timer(0.5, gate.set).start()
+    engine.shutdown()
+
+
+def test_a_message_that_cannot_be_read_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened()
+    future = engine.submit(REQUEST)
+    monkeypatch.setattr("verl_like.rollout.remote._KNOWN", {"OSError": None})
+    with pytest.raises(RolloutError, match="cannot be read"):
+        engine.wake()
+    with pytest.raises(RolloutError, match="cannot be read"):
+        future.result(20)
+    engine.shutdown()

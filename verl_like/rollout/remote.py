@@ -2,7 +2,8 @@
 
     this process                                        the engine's process
     RemoteEngine.submit, abort, load_weights, ... ───>  main thread: one message after the other
-    futures  <── reader thread <──────────────────────  answers, and completions as they end
+    answers  <── reader thread <──────────────────────  answers, and completions as they end
+    futures  <── thread of their callbacks <──┘
 
 What is said here is done there, in that order. The process ends with its pipe, so it never outlives this one.
 """
@@ -14,13 +15,15 @@ import os
 import pickle
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -49,6 +52,7 @@ class RemoteEngine(EngineBase):
 
     build: makes the engine, there; it is pickled. reads_text: whether that engine was given a tokenizer. timeout_s: how
     long a call, or the start, may take; then RolloutError, and the process is ended. Not for tensor-parallel replicas.
+    Callbacks of the futures may submit, abort and look, but not open, pause or shut down.
     """
 
     def __init__(
@@ -64,9 +68,14 @@ class RemoteEngine(EngineBase):
         self._changed = threading.Lock()  # guards everything below
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Any]] = {}
+        self._asked_inside: set[int] = set()  # by callbacks, which the resolver waits for
         self._pending: dict[str, Future[Completion]] = {}
         self._open, self._error = False, ""
         started = self._answers[_START] = Future[Any]()
+        self._known: SimpleQueue[tuple[Future[Any], Any] | None] = SimpleQueue()
+        # Callbacks are not the reader's: one that asks for something, or sends much, would wait for the reader itself.
+        self._resolver = threading.Thread(target=self._resolve, name="rollout-futures", daemon=True)
+        self._resolver.start()
         self._reader = threading.Thread(target=self._read, name="rollout-replies", daemon=True)
         self._reader.start()
         facts = dict(zip(_FACTS, self._result(started, "start"), strict=True))
@@ -95,7 +104,7 @@ class RemoteEngine(EngineBase):
         """See RolloutEngine. Tensors are copied through the pipe, one at a time."""
         if partial and not self._holds_weights:
             raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
-        self.unload()
+        super().unload()  # the other engine does so itself, if it takes the weights at all
         answer = self._ask("load", version, partial)
         try:
             for name, tensor in stream:
@@ -123,14 +132,13 @@ class RemoteEngine(EngineBase):
 
     def shutdown(self) -> None:
         super().unload()
-        with self._changed:
-            stopped = bool(self._error)
-        if not stopped:
+        with suppress(RolloutError):  # it has ended already
             self._send(("stop",))
         self._process.join(_STOP_S)
         self._process.kill()
         self._process.join()
         self._reader.join(_STOP_S)
+        self._resolver.join(_STOP_S)
         self._pipe.close()
 
     def _queue(self, request: GenerationRequest) -> Future[Completion]:
@@ -140,7 +148,12 @@ class RemoteEngine(EngineBase):
             if request.request_id in self._pending:
                 raise ValueError(f"request id {request.request_id!r} is already in use")
             self._pending[request.request_id] = future
-        self._send(("submit", request))
+        try:
+            self._send(("submit", request))
+        except BaseException:
+            with self._changed:
+                self._pending.pop(request.request_id, None)
+            raise
         return future
 
     def _exclusive(self) -> AbstractContextManager[None]:
@@ -160,6 +173,8 @@ class RemoteEngine(EngineBase):
         with self._changed:
             number = next(self._numbers)
             self._answers[number] = answer
+            if threading.current_thread() is self._resolver:
+                self._asked_inside.add(number)
         self._send((kind, number, *arguments))
         return answer
 
@@ -183,31 +198,53 @@ class RemoteEngine(EngineBase):
         try:
             while True:
                 kind, key, value = pickle.loads(self._pipe.recv_bytes())
+                if kind not in ("answer", "completion"):
+                    name, text = value
+                    value = _KNOWN[name](text) if name in _KNOWN else RolloutError(f"{name}: {text}")
                 with self._changed:
                     waiting: dict[Any, Future[Any]] = self._answers if kind.startswith("answer") else self._pending
                     future = waiting.pop(key)
-                if kind in ("answer", "completion"):
-                    future.set_result(value)
-                else:
-                    name, text = value
-                    future.set_exception(_KNOWN[name](text) if name in _KNOWN else RolloutError(f"{name}: {text}"))
+                    inside = waiting is self._answers and key in self._asked_inside
+                    self._asked_inside -= {key}
+                if inside:
+                    _set(future, value)
+                else:  # an answer comes when everything that ended before it is known
+                    self._known.put((future, value))
         except (EOFError, OSError):
             self._process.join(_STOP_S)
             self._fail(f"the engine's process has ended (exit code {self._process.exitcode})")
+        except Exception as error:
+            self._process.kill()
+            self._fail(f"what the engine's process said cannot be read: {error!r}")
+
+    def _resolve(self) -> None:
+        while (known := self._known.get()) is not None:
+            _set(*known)
 
     def _fail(self, text: str) -> None:
         with self._changed:
             self._error = text
-            lost = [*self._answers.values(), *self._pending.values()]
+            answers, pending = list(self._answers.values()), list(self._pending.values())
             self._answers, self._pending = {}, {}
-        for future in lost:
+        for future in answers:
             future.set_exception(RolloutError(text))
+        for future in pending:
+            self._known.put((future, RolloutError(text)))
+        self._known.put(None)
+
+
+def _set(future: Future[Any], value: Any) -> None:
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
 
 
 def serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
     """The engine's process: build it, do what is asked, end with the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
     sending = threading.Lock()
+    later: deque[tuple[Any, ...]] = deque()  # what was said in the midst of a stream of weights
 
     def send(kind: str, key: int | str, value: Any) -> None:
         with sending:
@@ -242,7 +279,7 @@ def serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
     send("answer", _START, [getattr(engine, fact) for fact in _FACTS])
     try:
         while True:
-            match pickle.loads(pipe.recv_bytes()):
+            match later.popleft() if later else pickle.loads(pipe.recv_bytes()):
                 case ("submit", request):
                     submit(request)
                 case ("abort", request_ids):
@@ -250,7 +287,7 @@ def serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
                 case ("call", number, method, arguments):
                     answer(number, partial(getattr(engine, method), *arguments))
                 case ("load", number, version, adapters_alone):
-                    answer(number, partial(_load, pipe, engine, version, adapters_alone))
+                    answer(number, partial(_load, pipe, later, engine, version, adapters_alone))
                 case ("stop",):
                     break
         engine.shutdown()
@@ -258,25 +295,39 @@ def serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
         os._exit(1)
 
 
-def _load(pipe: Connection, engine: RolloutEngine, version: int, adapters_alone: bool) -> None:
-    """Read a stream to its end, also where the engine has refused it in the middle: other messages follow."""
-    messages = iter(lambda: pickle.loads(pipe.recv_bytes()), ("end",))
+def _load(
+    pipe: Connection, later: deque[tuple[Any, ...]], engine: RolloutEngine, version: int, adapters_alone: bool
+) -> None:
+    """Read a stream to its end, also where the engine has refused it in the middle. What other threads say between its
+    tensors is done after it."""
+    messages = _of_stream(pipe, later)
     ended = False
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         nonlocal ended
         for message in messages:
+            if message[0] == "tensor":
+                yield message[1], message[2]
+                continue
+            ended = True
             if message[0] == "broken":
-                ended = True
                 raise WeightLoadError("the stream of weights broke off")
-            yield message[1], message[2]
-        ended = True
+            return
 
     try:
         engine.load_weights(stream(), version, partial=adapters_alone)
     finally:
-        while not ended and next(messages, ("end",))[0] == "tensor":
+        while not ended and next(messages)[0] == "tensor":
             pass
+
+
+def _of_stream(pipe: Connection, later: deque[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    while True:
+        message = pickle.loads(pipe.recv_bytes())
+        if message[0] in ("tensor", "broken", "end"):
+            yield message
+        else:
+            later.append(message)
 
 
 def _told(error: BaseException) -> tuple[str, str]:
