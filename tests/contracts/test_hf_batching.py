@@ -395,3 +395,13 @@ def test_caches_that_cannot_be_joined_are_decoded_in_turn(
     steps(engine)
     assert_churn_is_right(engine, 1e-4)
     engine.shutdown()
+
+
+def test_tokens_name_the_weights_that_drew_them_also_once_these_are_unloaded(make: Make) -> None:
+    engine = make()
+    engine.add(GenerationRequest(request_id="r", prompt_ids=[1], sampling=ENDLESS, seed=1))
+    engine.step()
+    engine.unload()  # as a weight sync does before it finds that the engine is open
+    engine.step()
+    assert engine.progress()["r"].weight_versions.tolist() == [1, 1]
+    engine.drop(["r"])

@@ -39,6 +39,7 @@ class EngineBase:
         self._reads_text = reads_text  # it has a tokenizer
         self._random = OwnRandomNumbers(seed)  # for requests without a seed
         self._version: int | None = None
+        self._held = -1  # version of the weights in memory, also once they are unloaded; -1: of none
         self._holds_weights = False
 
     @property
@@ -112,8 +113,9 @@ class EngineBase:
             raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
         with preserve_rng(), self._exclusive():
             self.unload()
+            self._held = -1
             self._load(_no_grad(stream), partial=partial)
-            self._version, self._holds_weights = version, True
+            self._version, self._held, self._holds_weights = version, version, True
             self._weights_changed()
 
     def cached_tokens(self) -> int:

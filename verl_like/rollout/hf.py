@@ -106,7 +106,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
                 stepped.append((batch, logits_bV))
         done: list[Completion] = []
         for batch, logits_bV in stepped:
-            batch.sample(logits_bV, -1 if self._version is None else self._version)
+            batch.sample(logits_bV, self._held)
             done += self._collect(batch)
         self._batches = [batch for batch, _ in stepped if batch.rows]
         return done
