@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 _RIGHT = "right"  # [B, R]: row i holds response_length_B[i] real entries, then padding
@@ -171,9 +170,7 @@ def pad_to_width(value: Tensor, width: int, side: str, fill: float) -> Tensor:
     return torch.nn.functional.pad(value, padding, value=fill) if missing else value
 
 
-def pad_rows(
-    rows: Iterable[Sequence[float] | NDArray[Any]], *, side: str, dtype: torch.dtype, fill: float = 0
-) -> Tensor:
+def pad_rows(rows: Iterable[Sequence[float] | Tensor], *, side: str, dtype: torch.dtype, fill: float = 0) -> Tensor:
     """Stack sequences of different lengths into [B, longest], padded with `fill` on `side` ("left" or "right")."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
     width = max((len(t) for t in tensors), default=0)

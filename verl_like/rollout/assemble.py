@@ -56,7 +56,7 @@ def assemble_rollouts(prompts: Prompts, n: int, completions: Sequence[Completion
     sampled = [c.sampled for c in completions]
     lengths = [len(each) for each in sampled]
     response_length_B = torch.tensor(lengths, dtype=torch.int64)
-    response_ids_BR = pad_rows((each.token_ids for each in sampled), side="right", dtype=torch.int32)
+    response_ids_BR = pad_rows((torch.from_numpy(each.token_ids) for each in sampled), side="right", dtype=torch.int32)
     return Rollouts(
         prompt_ids_BP=repeated.prompt_ids_BP,
         prompt_length_B=repeated.prompt_length_B,
@@ -64,8 +64,12 @@ def assemble_rollouts(prompts: Prompts, n: int, completions: Sequence[Completion
         response_length_B=response_length_B,
         response_mask_BR=torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None],
         group_B=repeated.group_B,
-        rollout_log_probs_BR=pad_rows((each.log_probs for each in sampled), side="right", dtype=torch.float32),
-        weight_version_BR=pad_rows((each.weight_versions for each in sampled), side="right", dtype=torch.int32),
+        rollout_log_probs_BR=pad_rows(
+            (torch.from_numpy(each.log_probs) for each in sampled), side="right", dtype=torch.float32
+        ),
+        weight_version_BR=pad_rows(
+            (torch.from_numpy(each.weight_versions) for each in sampled), side="right", dtype=torch.int32
+        ),
         finish_reasons=[c.finish_reason for c in completions],
         rows=repeated.rows,
     )
