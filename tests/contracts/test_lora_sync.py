@@ -343,13 +343,17 @@ def rank_main(rank: int, port: int, folder: Path, path: str, names: list[str]) -
         version_after_error = rollout.weight_version
         engine.export_weights = export  # type: ignore[method-assign]
         recovered = sync.sync(5)
+        follows = name == "vllm" and rank > 0  # a replica's first rank is given the requests
+        done = [rollout.generate([] if follows else REQUESTS)]
+        if name == "vllm":
+            torch.distributed.broadcast_object_list(done, src=0)
         out[name] = {
             "forms": [report.form for report in reports],
             "gaps": [report.probe_gap for report in [*reports, recovered]],
             "error": error,
             "version_after_error": version_after_error,
             "form_after_error": recovered.form,
-            "generated_gap": gap(engine, rollout.generate(REQUESTS)),
+            "generated_gap": gap(engine, done[0]),
         }
         rollout.shutdown()
     shutdown_distributed()

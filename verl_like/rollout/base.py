@@ -115,8 +115,9 @@ class EngineBase:
             self.unload()
             self._held = -1
             self._load(_no_grad(stream), partial=partial)
-            self._version, self._held, self._holds_weights = version, version, True
+            self._held = version
             self._weights_changed()
+            self._version, self._holds_weights = version, True
 
     def cached_tokens(self) -> int:
         self._require_weights()

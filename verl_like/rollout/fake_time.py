@@ -202,5 +202,4 @@ class FakeTimeRollout(SteppedRolloutEngine):
             pass
 
     def _weights_changed(self) -> None:
-        assert self._version is not None
-        self.fake.load(self._version)
+        self.fake.load(self._held)

@@ -89,6 +89,7 @@ class WeightSync:
         optimizer_moved: since the last sync the optimizer made steps that float32 weights cannot have missed.
         """
         start = time.perf_counter()
+        self._rollout.pause()  # nothing is drawn from weights that are being replaced, or not proved yet
         header = self._header(version)
         changed = header.num_changed(self._last)
         if changed == 0 and optimizer_moved:
