@@ -106,7 +106,7 @@ def build_with_tokenizer(name: str, folder: Path) -> RolloutEngine:
     return build(name, folder, single_process(), stop=["loads the tokenizer"], engine_kwargs=small_blocks)
 
 
-@pytest.fixture(scope="module", params=["hf", "hf in a process", "vllm"])
+@pytest.fixture(scope="module", params=["hf", pytest.param("hf in a process", marks=pytest.mark.engines), "vllm"])
 def unloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
     if request.param == "vllm":
         pytest.importorskip("vllm")

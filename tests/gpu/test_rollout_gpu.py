@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -85,3 +86,31 @@ def test_generation_begins_after_the_load(rollout: RolloutEngine) -> None:
     for number, responses in enumerate(found[1:], start=1):  # other batches may flip a token
         equal = [a == b for a, b in zip(found[0], responses, strict=True)]
         assert sum(equal) > 24 if number % 2 == 0 else sum(equal) < 8
+
+
+def test_requests_go_on_after_sleep_and_a_load(rollout: RolloutEngine) -> None:
+    """Paused with requests under way, put to sleep, given other weights: tokens stay, later ones are of the new model."""
+    models = [tiny_model(seed=s) for s in (3, 4)]
+    old, new = ({name: p.detach().cuda() for name, p in model.named_parameters()} for model in models)
+    sampling = SamplingParams(max_tokens=100)
+    requests = [GenerationRequest(request_id=str(i), prompt_ids=[1 + i], sampling=sampling, seed=i) for i in range(40)]
+    rollout.load_weights(iter(old.items()), 20)
+    rollout.open()
+    futures = [rollout.submit(request) for request in requests]
+    deadline = time.monotonic() + 60
+    while min(len(rollout.snapshot()[str(i)]) for i in range(8)) < 3:
+        assert time.monotonic() < deadline
+    rollout.pause()
+    kept = rollout.snapshot()
+    rollout.sleep()
+    rollout.load_weights(iter(new.items()), 21)
+    rollout.open()
+    done = [future.result(120) for future in futures]
+    rollout.pause()
+    for request, completion in zip(requests, done, strict=True):
+        begun = kept[request.request_id]
+        assert completion.token_ids[: len(begun)] == begun.token_ids.tolist()
+        assert completion.sampled.weight_versions.tolist() == [20] * len(begun) + [21] * (100 - len(begun))
+        scored = rollout.score([request.prompt_ids + completion.token_ids])[0]
+        gaps = [abs(a - b) for a, b in zip(scored, completion.log_probs, strict=True)]
+        assert sum(gaps[len(begun) :]) / max(1, len(gaps[len(begun) :])) < 0.1
