@@ -89,7 +89,7 @@ def test_generation_begins_after_the_load(rollout: RolloutEngine) -> None:
 
 
 def test_requests_go_on_after_sleep_and_a_load(rollout: RolloutEngine) -> None:
-    """Paused with requests under way, put to sleep, given other weights: tokens stay, later ones are of the new model."""
+    """Paused with requests under way, put to sleep, given other weights: tokens stay, later ones are of the new."""
     models = [tiny_model(seed=s) for s in (3, 4)]
     old, new = ({name: p.detach().cuda() for name, p in model.named_parameters()} for model in models)
     sampling = SamplingParams(max_tokens=100)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl_like.rollout.rng import OwnRandomNumbers, preserve_rng
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, UnloadedError
 from verl_like.rollout.step_loop import Phase, StepLoop
 
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
@@ -157,7 +157,7 @@ class EngineBase:
 
     def _require_weights(self) -> None:
         if self._version is None:
-            raise RolloutError("the rollout engine holds no weights: a full weight sync must succeed first")
+            raise UnloadedError("the rollout engine holds no weights: a full weight sync must succeed first")
 
     def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
         raise NotImplementedError

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled, UnloadedError
 
 _JOIN_S = 10.0
 
@@ -95,7 +95,8 @@ class Sampler(Protocol):
 
 
 class LocalLink:
-    """A replica in this process. Its RolloutError means that it is dead; any other error, a refused request.
+    """A replica in this process. Its RolloutError means that it is dead, unless it only lacks weights; any other error,
+    a refused request.
 
     interval_s: what ends this close together is one batch. progress_s: how often progress is told (None: never).
     """
@@ -171,7 +172,7 @@ def _events(batch: Sequence[tuple[str, Future[Completion] | Exception]], progres
         error = ended if isinstance(ended, Exception) else ended.exception()
         if isinstance(ended, Future) and error is None:
             completions.append(ended.result())
-        elif isinstance(error, RolloutError):
+        elif isinstance(error, RolloutError) and not isinstance(error, UnloadedError):
             death = death or str(error)
         elif isinstance(error, Exception):
             refusals.append((request_id, error))

@@ -25,6 +25,10 @@ class RolloutError(RuntimeError):
     """The engine cannot serve: it has no weights, is shut down, or its step loop died."""
 
 
+class UnloadedError(RolloutError):
+    """The engine holds no weights: it serves again after the next weight sync."""
+
+
 class WeightLoadError(RuntimeError):
     """A weight stream did not arrive whole. The engine is unloaded until a full stream succeeds."""
 

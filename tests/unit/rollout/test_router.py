@@ -391,6 +391,18 @@ def test_a_refused_request_in_threads(threaded: Make) -> None:
     assert right(_done(router.submit(request(2, 5))), 2, 5)
 
 
+def test_a_replica_without_weights_is_not_a_dead_one(threaded: Make) -> None:
+    """A weight sync empties it for a moment; what comes then is refused, and it serves again afterwards."""
+    router, (rollout,) = threaded(1)
+    rollout.unload()
+    with pytest.raises(RolloutError, match="holds no weights"):
+        router.submit(request(1, 5)).result(LIMIT_S)
+    rollout.pause()
+    rollout.load_weights([], 3)
+    rollout.open()
+    assert right(_done(router.submit(request(2, 5))), 2, 5)
+
+
 @pytest.mark.parametrize("tells_progress", [True, False])
 def test_an_engine_that_cannot_be_asked_is_a_dead_replica(
     tells_progress: bool, monkeypatch: pytest.MonkeyPatch
