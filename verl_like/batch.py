@@ -1,6 +1,6 @@
 """The data that moves through a training step: one frozen struct per stage.
 
-    Prompts -> Rollouts -> Scores -> Evaluated -> Experience
+    Prompt -> Rollouts -> Scores -> Evaluated -> Experience
 
 Letters in names give the axes: B sequences, P padded prompt, R padded response. A prompt is left padded to [B, P], a
 response right padded to [B, R]; R is the longest response present, never a configured maximum. Every struct is a
@@ -215,17 +215,13 @@ class PromptRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts(TensorStruct):
-    """One batch drawn from the sampler: B prompts, each once."""
+class Prompt:
+    """One prompt that was drawn, to be answered by a group of responses."""
 
-    prompt_ids_BP: Tensor = _padded(_LEFT)  # int32
-    prompt_length_B: Tensor  # int64
-    group_B: Tensor  # int64: the draw's running number, unique within a run, the same after a resume
-    rows: list[PromptRow]
-
-    def token_lists(self) -> list[list[int]]:
-        """The prompts as Python lists, without padding."""
-        return _unpadded_left(self.prompt_ids_BP, self.prompt_length_B)
+    ids: list[int]  # tokens
+    row: PromptRow
+    group: int  # the draw's running number, unique within a run, the same after a resume
+    position: int  # in the data set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

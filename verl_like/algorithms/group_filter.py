@@ -43,6 +43,12 @@ def has_signal_B(
     return torch.isin(rollouts.group_B, passing)
 
 
+def large_enough_B(rollouts: Rollouts, scores: Scores, least: int) -> Tensor:
+    """True for the rows whose group has so many responses with a score (algorithm.min_group_size): bool [B]."""
+    groups = group_statistics(scores.valid_B.float(), rollouts.group_B)
+    return groups.of_rows(groups.sums_of(scores.valid_B.float()) >= least)
+
+
 def _metric(
     config: FilterGroupsConfig,
     reward_model: RewardModelConfig,

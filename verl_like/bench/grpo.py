@@ -25,7 +25,7 @@ from verl_like.bench.inputs import write_inputs
 from verl_like.bench.phase import POLICY
 from verl_like.bench.report import Report, Row, check_comparable, finish
 from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError, Workload
-from verl_like.bench.sources import ForcedLengths, Replay
+from verl_like.bench.sources import ForcedLengths, ReplayCollector, Replayed
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.models.cost import BACKWARD
@@ -35,7 +35,6 @@ from verl_like.trainer.build import build_trainer, log_dir, resolve_world
 from verl_like.trainer.compose import compose
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.run import worker_groups
-from verl_like.trainer.source import PlainSource
 
 PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 
@@ -121,14 +120,15 @@ def run(
 
 
 def choose_source(trainer: PPOTrainer, workload: Workload, recording: Sequence[Sequence[Sequence[int]]] | None) -> None:
-    """Exchange the trainer's source for one that replays or forces lengths, where asked."""
-    plain = trainer.source
-    assert isinstance(plain, PlainSource)
-    parts = {"loader": plain.loader, "sampling": plain.sampling, "n": plain.n, "seed": plain.seed}
+    """Exchange what the trainer's responses are by a recording or by forced lengths, where asked."""
+    source = trainer.source
+    how, sizes = source.how, {"prompts": trainer.config.data.train_batch_size, "n": source.how.n}
     if recording is not None:
-        trainer.source = Replay(**parts, recording=recording)
+        how.runner = Replayed(how.sampling, recording, **sizes)
+        trainer.source = ReplayCollector(source.loader, source.rewards, source.replicas, how, source.config)
+        source.close()
     elif workload.mean_response is not None:
-        trainer.source = ForcedLengths(**parts, lengths=workload.draw_lengths)
+        how.runner = ForcedLengths(how.sampling, workload.draw_lengths, **sizes)
 
 
 def summary(

@@ -10,6 +10,7 @@ report (observe/roofline.py): operations, or weights and cache that decoding mus
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 
@@ -26,7 +27,7 @@ from verl_like.models.lora import adapters_apart, attach
 from verl_like.observe.roofline import generation_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.assemble import build_requests
+from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import GenerationRequest
 from verl_like.rollout.sampling import train_sampling
 from verl_like.trainer.dispatch import rows_per_rank
@@ -65,21 +66,21 @@ def requests_of(job: Job, rank: int, number: int) -> list[GenerationRequest]:
     """What this rank's replica generates in round `number`; of a tensor-parallel one only the first rank."""
     rollout, workload = job.spec.config.actor_rollout_ref.rollout, job.workload
     prompts = random_prompts(workload, job.spec.tokenizer_size, seed=number)
-    requests = build_requests(
-        prompts,
-        workload.responses_per_prompt,
-        train_sampling(rollout, ()),
-        seed=job.spec.config.trainer.seed,
-        step=number,
-        seed_per_request=rollout.seed_per_request,
-        max_tokens=workload.response_lengths(seed=1),
-    )
-    plan, n = job.spec.plan, workload.responses_per_prompt
+    plan, n, seed = job.spec.plan, workload.responses_per_prompt, job.spec.config.trainer.seed
     if rank % plan.tensor_parallel_size:
         return []
-    shares = rows_per_rank(prompts.prompt_length_B.tolist(), plan.rollout_replicas, balance=True)
-    mine = shares[rank // plan.tensor_parallel_size]
-    return [requests[prompt * n + i] for prompt in mine for i in range(n)]
+    lengths, sampling = workload.response_lengths(seed=1), train_sampling(rollout, ())
+    shares = rows_per_rank([len(ids) for ids in prompts], plan.rollout_replicas, balance=True)
+    return [
+        GenerationRequest(
+            request_id=f"{number}-{prompt}-{sample}",
+            prompt_ids=prompts[prompt],
+            sampling=dataclasses.replace(sampling, max_tokens=lengths[prompt * n + sample]),
+            seed=request_seed(seed, number, prompt, sample) if rollout.seed_per_request else None,
+        )
+        for prompt in shares[rank // plan.tensor_parallel_size]
+        for sample in range(n)
+    ]
 
 
 def random_weights(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:

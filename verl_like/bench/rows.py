@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl_like.batch import Experience, PromptRow, Prompts, pad_rows
+from verl_like.batch import Experience, pad_rows
 from verl_like.bench.shapes import Workload
 
 _FIRST_WORD = 3  # ids below are special tokens
@@ -18,7 +18,7 @@ def grouped_rows(workload: Workload, vocab_size: int, *, seed: int) -> Experienc
     response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
     length_B = torch.tensor(lengths)
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < length_B[:, None]
-    prompts = random_prompts(workload, vocab_size, seed=seed).prompt_ids_BP
+    prompts = torch.tensor(random_prompts(workload, vocab_size, seed=seed), dtype=torch.int32)
     return Experience(
         prompt_ids_BP=prompts.repeat_interleave(n, dim=0),
         prompt_length_B=torch.full((len(lengths),), workload.prompt_length),
@@ -30,16 +30,10 @@ def grouped_rows(workload: Workload, vocab_size: int, *, seed: int) -> Experienc
     )
 
 
-def random_prompts(workload: Workload, vocab_size: int, *, seed: int) -> Prompts:
+def random_prompts(workload: Workload, vocab_size: int, *, seed: int) -> list[list[int]]:
     """The prompts alone, each once; another seed gives others."""
     generator, count = torch.Generator().manual_seed(seed), workload.num_prompts
-    ids = torch.randint(_FIRST_WORD, vocab_size, (count, workload.prompt_length), generator=generator)
-    return Prompts(
-        prompt_ids_BP=ids.int(),
-        prompt_length_B=torch.full((count,), workload.prompt_length),
-        group_B=torch.arange(count),
-        rows=[PromptRow(index=i, data_source="bench", messages=[]) for i in range(count)],
-    )
+    return torch.randint(_FIRST_WORD, vocab_size, (count, workload.prompt_length), generator=generator).tolist()
 
 
 def tokens_with_shared_prompts(batch: Experience) -> int:

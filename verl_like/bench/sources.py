@@ -1,78 +1,65 @@
-"""Where a benchmark's batches come from: responses of forced lengths, or the tokens that another trainer sampled."""
+"""What a benchmark's responses are: of forced lengths, or the tokens that another trainer sampled."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import torch
-
-from verl_like.batch import Rollouts, pad_rows
-from verl_like.data.loader import PromptLoader
-from verl_like.rewards.grading import Grading
-from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.rollout_engine import SamplingParams
-from verl_like.trainer.roles import PolicyGroup
-from verl_like.trainer.source import PlainSource
+from verl_like.batch import Prompt, Rollouts
+from verl_like.episodes.collector import Collector
+from verl_like.episodes.episode import Ask, Episode, Turn
+from verl_like.episodes.pending import PendingBatch
+from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 
 
-class ForcedLengths(PlainSource):
-    """Each response has exactly the length that `lengths(step)` gives it: the end token does not end it."""
+class ForcedLengths:
+    """An EpisodeRunner whose responses have exactly the lengths that `lengths(step)` gives: no end token ends them.
 
-    def __init__(
-        self,
-        loader: PromptLoader,
-        sampling: SamplingParams,
-        *,
-        n: int,
-        seed: int | None,
-        lengths: Callable[[int], Sequence[int]],
-    ) -> None:
-        super().__init__(loader, dataclasses.replace(sampling, stop_token_ids=(), stop=()), n=n, seed=seed)
-        self.lengths = lengths
-
-    def next_rollouts(self, policy: PolicyGroup, rewards: RewardManager, step: int) -> tuple[Rollouts, Grading]:
-        prompts = self.loader.next()
-        grading = rewards.begin(prompts, n=self.n, step=step)
-        rollouts = policy.generate(
-            prompts,
-            self.sampling,
-            n=self.n,
-            seed=self.seed,
-            step=step,
-            on_response=grading.add,
-            max_tokens=self.lengths(step),
-        )
-        return rollouts, grading
-
-
-class Replay(ForcedLengths):
-    """Generates as many tokens as the recording holds, then trains on the recorded ones: same work, same numbers.
-
-    recording[step - 1]: one list of response tokens per row, in the order prompts x n.
+    Rows of a step are in the order prompts x n; a step draws `prompts` prompts, each once.
     """
 
     def __init__(
-        self,
-        loader: PromptLoader,
-        sampling: SamplingParams,
-        *,
-        n: int,
-        seed: int | None,
-        recording: Sequence[Sequence[Sequence[int]]],
+        self, sampling: SamplingParams, lengths: Callable[[int], Sequence[int]], *, prompts: int, n: int
     ) -> None:
-        super().__init__(
-            loader, sampling, n=n, seed=seed, lengths=lambda step: [len(tokens) for tokens in recording[step - 1]]
-        )
+        self.sampling = dataclasses.replace(sampling, stop_token_ids=(), stop=())
+        self.lengths, self.prompts, self.n = lengths, prompts, n
+
+    async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+        return Episode(turns=(Turn.of(prompt.ids, await self.response(prompt, sample, ask)),))
+
+    async def response(self, prompt: Prompt, sample: int, ask: Ask) -> Completion:
+        """As many tokens as this row of its step must have."""
+        step, row = self.place(prompt, sample)
+        return await ask(prompt.ids, dataclasses.replace(self.sampling, max_tokens=self.lengths(step)[row]))
+
+    def place(self, prompt: Prompt, sample: int) -> tuple[int, int]:
+        """The step, from 1, and the row in it."""
+        return prompt.group // self.prompts + 1, prompt.group % self.prompts * self.n + sample
+
+
+class Replayed(ForcedLengths):
+    """Samples as many tokens as the recording holds, then gives the recorded ones: same work, same numbers.
+
+    recording[step - 1]: one list of response tokens per row.
+    """
+
+    def __init__(
+        self, sampling: SamplingParams, recording: Sequence[Sequence[Sequence[int]]], *, prompts: int, n: int
+    ) -> None:
+        super().__init__(sampling, lambda step: [len(ids) for ids in recording[step - 1]], prompts=prompts, n=n)
         self.recording = recording
 
-    def next_rollouts(self, policy: PolicyGroup, rewards: RewardManager, step: int) -> tuple[Rollouts, Grading]:
-        prompts = self.loader.next()
-        sampled = policy.generate(
-            prompts, self.sampling, n=self.n, seed=self.seed, step=step, max_tokens=self.lengths(step)
-        )
-        grading = rewards.begin(prompts, n=self.n, step=step)
-        for row, tokens in enumerate(self.recording[step - 1]):
-            grading.add_tokens(row, tokens)
-        recorded = pad_rows(self.recording[step - 1], side="right", dtype=torch.int32)
-        return sampled.replace(response_ids_BR=recorded, rollout_log_probs_BR=None), grading
+    async def response(self, prompt: Prompt, sample: int, ask: Ask) -> Completion:
+        """Recorded tokens, with the log-probs of those that were sampled."""
+        done, (step, row) = await super().response(prompt, sample, ask), self.place(prompt, sample)
+        drawn = done.sampled
+        recorded = Sampled.of(self.recording[step - 1][row], drawn.log_probs.tolist(), drawn.weight_versions.tolist())
+        return dataclasses.replace(done, sampled=recorded)
+
+
+class ReplayCollector(Collector):
+    """Batches of recorded tokens: they have no log-probs of the engine."""
+
+    def next_batch(self, step: int) -> tuple[Rollouts, PendingBatch]:
+        rollouts, pending = super().next_batch(step)
+        return rollouts.replace(rollout_log_probs_BR=None), pending

@@ -115,6 +115,9 @@ class AlgorithmConfig(ConfigNode):
     """Resample responses by score, after advantages (PF-PPO)."""
     pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
     """Options of PF-PPO."""
+    min_group_size: int | None = None
+    """[responses] A prompt's responses are trained on where at least so many have a score; the others of the batch are
+    counted (groups/too_small). With filter_groups another prompt is drawn instead. Null: any number."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
@@ -124,4 +127,5 @@ class AlgorithmConfig(ConfigNode):
         on_menu(self, "adv_estimator", ADV_ESTIMATORS, "algorithm.adv_estimator")
         on_menu(self, "kl_penalty", tuple(KLKind), KL_MENU)
         between(self, 0, 1, "gamma", "lam", "step_reward_gamma")
+        at_least(self, 1, "min_group_size")
         at_least(self, 0, "reward_clip", "token_reward_clip", "advantage_clip")

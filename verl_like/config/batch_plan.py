@@ -107,7 +107,7 @@ class BatchPlan:
             world_size=world_size,
             prompts_per_step=prompts,
             prompts_per_draw=draw,
-            draws_until_full=config.algorithm.filter_groups.enable and config.algorithm.filter_groups.resample,
+            draws_until_full=draws_until_full(config),
             responses_per_prompt=n,
             sequences_per_step=prompts * n,
             data_parallel_size=data_parallel,
@@ -185,8 +185,8 @@ class BatchPlan:
     def _draw_rows(self) -> list[tuple[str, str]]:
         if not self.draws_until_full:
             return []
-        text = f"draws of {self.prompts_per_draw:,} prompts until {self.prompts_per_step:,} groups have a signal"
-        return [("dynamic sampling", text)]
+        text = f"up to {self.prompts_per_draw:,} prompts at once, until {self.prompts_per_step:,} groups fill the batch"
+        return [("prompts in flight", text)]
 
     def table(self) -> str:
         """The plan as aligned text, for the start of a run."""
@@ -288,9 +288,17 @@ def _lengths(problems: list[str], config: PPOConfig, num_train_prompts: int | No
     return per_epoch, per_epoch * config.trainer.total_epochs if total is None else total
 
 
+def draws_until_full(config: PPOConfig) -> bool:
+    """Whether a step goes on drawing prompts until its batch is full: every prompt of an epoch is drawn then."""
+    rules, extra = config.algorithm.filter_groups, config.actor_rollout_ref.rollout.scheduler.additional_prompts
+    return extra.enable or (rules.enable and rules.resample)
+
+
 def _draw(problems: list[str], config: PPOConfig, num_train_prompts: int | None) -> int:
     """Prompts of one draw: data.gen_batch_size where dynamic sampling draws again, else data.train_batch_size."""
-    rules, data = config.algorithm.filter_groups, config.data
+    rules, data, extra = config.algorithm.filter_groups, config.data, config.actor_rollout_ref.rollout.scheduler
+    if extra.additional_prompts.enable:
+        return data.train_batch_size + extra.additional_prompts.max
     if not (rules.enable and rules.resample) or data.gen_batch_size is None:
         return data.train_batch_size
     if num_train_prompts is not None and data.gen_batch_size > num_train_prompts:

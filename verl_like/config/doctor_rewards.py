@@ -16,6 +16,7 @@ def impossible_rewards(config: PPOConfig) -> list[str]:
         + _normalisation(config)
         + _overlong(config)
         + _filter_groups(config)
+        + _groups(config)
         + _estimators(config)
         + _positive(config)
         + _controller(config)
@@ -107,6 +108,42 @@ def _filter_groups(config: PPOConfig) -> list[str]:
             f"{draw} can never fill data.train_batch_size={data.train_batch_size}; raise one of the two"
         )
     return problems
+
+
+def _groups(config: PPOConfig) -> list[str]:
+    rollout, least, problems = config.actor_rollout_ref.rollout, config.algorithm.min_group_size, []
+    extra, batch = rollout.scheduler.additional_prompts, config.data.train_batch_size
+    if least is not None and least > rollout.n:
+        problems.append(
+            f"algorithm.min_group_size={least} with {_ROLLOUT}.n={rollout.n}: no group is so "
+            "large; lower it, or raise n"
+        )
+    if extra.enable and extra.max > batch:
+        problems.append(
+            f"{_ROLLOUT}.scheduler.additional_prompts.max={extra.max} with data.train_batch_size={batch}: a prompt "
+            "could be aborted step after step; lower it to the batch size or less"
+        )
+    if extra.enable and config.algorithm.filter_groups.enable and not config.algorithm.filter_groups.resample:
+        problems.append(
+            f"{_ROLLOUT}.scheduler.additional_prompts.enable=True with algorithm.filter_groups.resample=False: the "
+            "batch is to keep groups without a signal; set one of the two to its default"
+        )
+    if extra.enable and config.algorithm.filter_groups.enable and _scored_together(config):
+        problems.append(
+            f"{_ROLLOUT}.scheduler.additional_prompts.enable=True with algorithm.filter_groups.enable=True: a group is "
+            f"chosen as soon as it ends, but {_scored_together(config)} gives scores to whole batches; disable one of "
+            "them"
+        )
+    return problems
+
+
+def _scored_together(config: PPOConfig) -> str:
+    """The setting by which responses get their scores as a batch; empty where each gets its own."""
+    if config.actor_rollout_ref.rollout.scheduler.mode == "batch":
+        return f"{_ROLLOUT}.scheduler.mode=batch"
+    if config.reward_model.enable:
+        return "reward_model.enable=True"
+    return "reward_model.reward_manager=batch" if config.reward_model.reward_manager == "batch" else ""
 
 
 def _estimators(config: PPOConfig) -> list[str]:

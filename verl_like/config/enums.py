@@ -249,6 +249,7 @@ DEFAULT_AGGREGATION = "token-mean"  # where loss_agg_mode is null and the loss h
 CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_zero")
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 ROLLOUT_MODES = ("sync", "async")
+SCHEDULER_MODES = ("request", "batch")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "model", "rollout"))
 _PLACEMENT = "none: trainer.nnodes and trainer.n_gpus_per_node count the processes, which all roles share"
-_REQUESTS = "none: the engine always works request by request, rollout.max_num_seqs of them at once"
-_SURPLUS = "none: data.gen_batch_size with algorithm.filter_groups.enable draws more prompts than a step needs"
+_SCHEDULER = f"{_ROLLOUT}.scheduler"
 _ENVIRONMENTS = "none: environments of agents are not available yet"
 _MEGATRON = "none: Megatron training is not available; see fsdp_config.tensor_parallel_size"
 _FILTER = "algorithm.filter_groups.range, algorithm.filter_groups.std_threshold"
@@ -41,11 +40,11 @@ ROLL: dict[str, str] = {
     "num_nodes": "trainer.nnodes",
     "num_gpus_per_node": "trainer.n_gpus_per_node",
     "num_return_sequences_in_group": f"{_ROLLOUT}.n",
-    "generate_opt_level": _REQUESTS,
-    "is_num_return_sequences_expand": _REQUESTS,
-    "max_running_requests": f"{_ROLLOUT}.max_num_seqs",
-    "is_use_additional_prompts": _SURPLUS,
-    "max_additional_running_prompts": _SURPLUS,
+    "generate_opt_level": f"{_SCHEDULER}.mode (0: batch, 1: request)",
+    "is_num_return_sequences_expand": f"{_SCHEDULER}.expand_n",
+    "max_running_requests": f"{_SCHEDULER}.max_running_requests",
+    "is_use_additional_prompts": f"{_SCHEDULER}.additional_prompts.enable",
+    "max_additional_running_prompts": f"{_SCHEDULER}.additional_prompts.max",
     "query_filter_config": _FILTER,
     "ppo_epochs": f"{_ACTOR}.ppo_epochs, critic.ppo_epochs",
     "max_grad_norm": f"{_ACTOR}.grad_clip, critic.grad_clip",

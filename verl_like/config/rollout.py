@@ -6,7 +6,7 @@ from typing import Any
 from verl_like.config.actor import not_both
 from verl_like.config.base import ConfigNode, above, at_least, between, minus_one_or_positive, one_of, require
 from verl_like.config.data import CustomClassConfig
-from verl_like.config.enums import DTYPES, ROLLOUT_MODES, LoadFormat, RolloutName
+from verl_like.config.enums import DTYPES, ROLLOUT_MODES, SCHEDULER_MODES, LoadFormat, RolloutName
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,6 +116,42 @@ class AgentConfig(ConfigNode):
 
 
 @dataclass(kw_only=True, slots=True)
+class AdditionalPromptsConfig(ConfigNode):
+    """`rollout.scheduler.additional_prompts.*`: more prompts than a step needs, of which the fastest are used."""
+
+    enable: bool = False
+    """A step takes the first data.train_batch_size groups that end, and aborts the others: no waiting for the longest
+    responses, and shorter responses in the batch than the policy writes (scheduler/response_length/* shows it). Aborted
+    prompts come first in the next step, which waits for them. Such a run does not resume bit for bit."""
+    max: int = 16
+    """[prompts] Prompts in flight beyond data.train_batch_size."""
+
+    def check(self) -> None:
+        at_least(self, 1, "max")
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerConfig(ConfigNode):
+    """`rollout.scheduler.*`: which requests run where and when (ROLL's scheduler)."""
+
+    mode: str = "request"
+    """request: each response is graded as it ends, and dynamic sampling starts another prompt for each group without a
+    signal. batch: responses are graded when all have ended, and dynamic sampling works in whole draws."""
+    max_running_requests: int | None = None
+    """[requests] Most requests in each replica; others wait in the driver. Null: all, and the engine itself runs
+    max_num_seqs of them."""
+    expand_n: bool = False
+    """The n responses of a prompt may be sampled by different replicas: loads are more even, and the prompt is computed
+    by each. false: by one replica, which computes it once."""
+    additional_prompts: AdditionalPromptsConfig = field(default_factory=AdditionalPromptsConfig)
+    """More prompts than a step needs."""
+
+    def check(self) -> None:
+        one_of(self, "mode", SCHEDULER_MODES)
+        at_least(self, 1, "max_running_requests")
+
+
+@dataclass(kw_only=True, slots=True)
 class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout.*`."""
 
@@ -200,7 +236,8 @@ class RolloutConfig(ConfigNode):
     calculate_log_probs: bool = False
     """Report the difference between the sampler's and the trainer's probabilities."""
     seed_per_request: bool = True
-    """A seed for each request, from trainer.seed, step, prompt and sample: responses do not depend on batching."""
+    """A seed for each request, from trainer.seed, the prompt's draw, sample and turn: responses do not depend on
+    batching."""
     sync_probe: bool = True
     """At each weight sync compare checksums of the trainer's shards, of what is sent and of what the engine holds, and
     log-probs of probe prompts."""
@@ -209,6 +246,8 @@ class RolloutConfig(ConfigNode):
     (float32) or 2e-2 and 1e-1 (bfloat16)."""
     engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
     """Arguments passed to the engine as they are."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """Which requests run where and when."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     """Sampling during validation."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)

@@ -6,19 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from verl_like.batch import Prompts, Rollouts, Scores, pad_rows
+from verl_like.batch import Prompt, Rollouts, Scores
 from verl_like.data.dataset import Dataset
 from verl_like.data.sampler import Sampler
 
 
 class PromptLoader:
-    """Draws `batch_size` prompts at a time, for ever. group_B is the draw's running number, unique within a run.
+    """Draws `batch_size` prompts at a time, for ever, each with the draw's running number.
 
     drop_last: a batch is all of one epoch, what is left of an epoch is skipped; otherwise every prompt is drawn.
-    Batches are read when asked for, never ahead, so that the state always tells exactly what was consumed. Dynamic
-    sampling gives prompts that it did not need back: the sampler's state then lists them.
+    Prompts are read when asked for, never ahead, so that the state always tells exactly what was consumed. Those that
+    were drawn and not needed are given back: the sampler's state then lists them.
     """
 
     def __init__(self, dataset: Dataset, sampler: Sampler, batch_size: int, *, drop_last: bool = True) -> None:
@@ -40,18 +39,24 @@ class PromptLoader:
         """The epoch that the last batch came from, from 0."""
         return self._sampler.epoch
 
-    def next(self) -> Prompts:
-        """The next batch."""
-        return self.draw()[0]
+    @property
+    def draws(self) -> int:
+        """Prompts drawn since the run began: the number of the next one that was never drawn before."""
+        return self._sampler.draws
 
-    def draw(self) -> tuple[Prompts, list[int]]:
-        """The next batch, and where in the data set its prompts are (for `give_back`)."""
-        positions, numbers = self._sampler.draw(self._batch_size, drop_last=self._drop_last)
-        return collate(self._dataset, positions, numbers), positions
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that were given back and not drawn again."""
+        return len(self._sampler.returned)
 
-    def give_back(self, unused: Sequence[tuple[int, int]]) -> None:
-        """Prompts that were drawn and not used, as (position, group): they come first in the next batch."""
-        self._sampler.give_back(unused)
+    def draw(self, count: int | None = None) -> list[Prompt]:
+        """The next `count` prompts, by default a batch."""
+        positions, numbers = self._sampler.draw(count or self._batch_size, drop_last=self._drop_last)
+        return read_prompts(self._dataset, positions, numbers)
+
+    def give_back(self, unused: Sequence[Prompt]) -> None:
+        """Prompts that were drawn and not used: they come first in the next batch, in this order."""
+        self._sampler.give_back([(prompt.position, prompt.group) for prompt in unused])
 
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:
         """What became of the last batch: for a sampler of the user's that learns from it."""
@@ -66,23 +71,21 @@ class PromptLoader:
         self._sampler.load_state_dict(state)
 
 
-def collate(dataset: Dataset, indices: Sequence[int], groups: Sequence[int]) -> Prompts:
-    """Prompts at `indices` of the dataset; `groups` become group_B."""
-    tokens, rows = zip(*(dataset[index] for index in indices), strict=True)
-    return Prompts(
-        prompt_ids_BP=pad_rows(tokens, side="left", dtype=torch.int32),
-        prompt_length_B=torch.tensor([len(ids) for ids in tokens], dtype=torch.int64),
-        group_B=torch.tensor(groups, dtype=torch.int64),
-        rows=list(rows),
-    )
+def read_prompts(dataset: Dataset, positions: Sequence[int], groups: Sequence[int]) -> list[Prompt]:
+    """The prompts at these positions of the data set, with these numbers."""
+    prompts = []
+    for position, group in zip(positions, groups, strict=True):
+        ids, row = dataset[position]
+        prompts.append(Prompt(ids=list(ids), row=row, group=group, position=position))
+    return prompts
 
 
 def iterate_all(
     dataset: Dataset, batch_size: int | None = None, *, shuffle: bool = False, seed: int = 1
-) -> Iterator[Prompts]:
-    """Every prompt once, the last batch may be short; batch_size None: all in one. group_B is the dataset index."""
+) -> Iterator[list[Prompt]]:
+    """Every prompt once, the last batch may be short; batch_size None: all in one. A group's number is its position."""
     order = np.random.default_rng(seed).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
     size = len(order) if batch_size is None else batch_size
     for start in range(0, len(order), size):
-        indices = order[start : start + size].tolist()
-        yield collate(dataset, indices, indices)
+        positions = order[start : start + size].tolist()
+        yield read_prompts(dataset, positions, positions)

@@ -1,4 +1,4 @@
-"""One batch on its way through the graders: responses go in as they end, scores come out in row order."""
+"""Responses on their way through the graders: each goes in as it ends, a batch's scores come out in row order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -37,11 +36,26 @@ class Scorer:
     grader: str | None = None
 
 
-class Response(Protocol):
-    """What grading needs of a completion of the rollout engine."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Graded:
+    """One response that the graders have, or will have: `RewardManager.grade` makes it."""
 
-    @property
-    def token_ids(self) -> Sequence[int]: ...
+    answer: Answer
+    text: str  # the response, decoded
+    scorers: Sequence[Scorer] = ()
+    futures: Sequence[Future[RewardOutcome]] = ()  # one for each scorer; none where a batch is graded as a whole
+
+    def call(self, scorer: Scorer) -> RewardCall:
+        """What this scorer is asked."""
+        row = self.answer.row
+        return RewardCall(
+            data_source=row.data_source,
+            solution_str=self.text,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info,
+            question=question_of(row),
+            grader=scorer.grader,
+        )
 
 
 class RewardError(RuntimeError):
@@ -49,73 +63,41 @@ class RewardError(RuntimeError):
 
 
 class Grading:
-    """Scores of one batch, some of them perhaps still being computed. `RewardManager.begin` makes one.
+    """Scores of one batch, some of them perhaps still being computed. `RewardManager.gather` makes one.
 
-    Call `add` for every row, in any order and from one thread, then `result`. What a row's score is does not depend on
-    the order or on the time of arrival.
+    What a row's score is does not depend on the order or on the time in which responses were given to the graders.
     """
 
     def __init__(
         self,
-        rows: Sequence[PromptRow],
+        graded: Sequence[Graded],
         *,
         step: int,
-        decode: Callable[[Sequence[int]], str],
-        scorers_of: Callable[[PromptRow], Sequence[Scorer]],
         may_all_fail: bool = False,
         model: ModelScore | None = None,
-        prompt_ids: Sequence[Sequence[int]] = (),
-        together: bool = False,
         failure_penalty: float | None = None,
         max_failure_fraction: float = 1.0,
         graded_by: str = "",
     ) -> None:
-        """together: all rows in one call of `submit`, when the last has come. failure_penalty: score of failed rows.
+        """failure_penalty: score of failed rows. max_failure_fraction: more failed rows are a RewardError, which names
+        `graded_by`.
 
-        max_failure_fraction: more failed rows are a RewardError, which names `graded_by`.
+        Responses without futures are graded by one call of `submit` for all of them.
         """
-        self._rows, self._step, self._may_all_fail = rows, step, may_all_fail
-        self._model, self._prompt_ids = model, prompt_ids
+        self._graded, self._step, self._may_all_fail = graded, step, may_all_fail
+        self._model, self._failure_penalty = model, failure_penalty
         self._rule = model is None or model.needs_rule
-        self._responses: dict[int, Sequence[int]] = {}
-        self._decode, self._together, self._failure_penalty = decode, together, failure_penalty
         self._most = max_failure_fraction if failure_penalty is None else 1.0
         self._graded_by = graded_by
-        self._scorers = [tuple(scorers_of(row)) for row in rows] if self._rule else []
-        self._calls: dict[int, RewardCall] = {}
-        self._futures: dict[int, list[Future[RewardOutcome]]] = {}
+        self._futures = [each.futures for each in graded]
+        if self._rule and graded and not graded[0].futures:
+            scorer = graded[0].scorers[0]  # one function for the whole batch
+            self._futures = [[future] for future in scorer.submit([each.call(scorer) for each in graded])]
         self._scores: Scores | None = None
-
-    def add(self, row: int, response: Response) -> None:
-        """Start grading the response of one row."""
-        self.add_tokens(row, response.token_ids)
-
-    def add_tokens(self, row: int, token_ids: Sequence[int]) -> None:
-        """Start grading one row's response, given as tokens. A reward model scores all rows at once, in `result`."""
-        self._responses[row] = token_ids
-        if not self._rule:
-            return
-        source = self._rows[row]
-        self._calls[row] = RewardCall(
-            data_source=source.data_source,
-            solution_str=self._decode(token_ids),
-            ground_truth=source.ground_truth,
-            extra_info=source.extra_info,
-            question=question_of(source),
-        )
-        if not self._together:
-            self._futures[row] = [scorer.submit([self._call(row, scorer)])[0] for scorer in self._scorers[row]]
-        elif len(self._calls) == len(self._rows):
-            scorer = self._scorers[0][0]  # one function for the whole batch
-            calls = [self._call(each, scorer) for each in range(len(self._rows))]
-            self._futures = {each: [future] for each, future in enumerate(scorer.submit(calls))}
-
-    def _call(self, row: int, scorer: Scorer) -> RewardCall:
-        return dataclasses.replace(self._calls[row], grader=scorer.grader)
 
     def wait(self) -> None:
         """Return when every row has been graded by its rule."""
-        wait_for([future for futures in self._futures.values() for future in futures])
+        wait_for([future for futures in self._futures for future in futures])
 
     def result(self) -> Scores:
         """Scores in row order. Rows that failed have score NaN, valid_B false and a RewardFailure; they are logged.
@@ -124,10 +106,9 @@ class Grading:
         (`may_all_fail`): `require_enough` is then due.
         """
         if self._scores is None:
-            if missing := len(self._rows) - len(self._responses):
-                raise RuntimeError(f"{missing} of {len(self._rows)} responses were never given to the graders")
-            scores = self._by_rule() if self._rule else without_rule(len(self._rows))
-            self._scores = scores if self._model is None else self._model.add_to(scores, self._answers())
+            scores = self._by_rule() if self._rule else without_rule(len(self._graded))
+            answers = [each.answer for each in self._graded]
+            self._scores = scores if self._model is None else self._model.add_to(scores, answers)
             self._report(self._scores)
             if not self._may_all_fail:
                 require_enough([self._scores], step=self._step, most=self._most, graded_by=self._graded_by)
@@ -135,18 +116,12 @@ class Grading:
 
     def _by_rule(self) -> Scores:
         outcomes = [
-            combine([scorer.part for scorer in self._scorers[row]], [f.result() for f in self._futures[row]])
-            for row in range(len(self._rows))
+            combine([scorer.part for scorer in each.scorers], [future.result() for future in futures])
+            for each, futures in zip(self._graded, self._futures, strict=True)
         ]
         self._report_slowest(outcomes)
-        sources = [row.data_source for row in self._rows]
+        sources = [each.answer.row.data_source for each in self._graded]
         return to_scores(outcomes, sources, failure_penalty=self._failure_penalty)
-
-    def _answers(self) -> list[Answer]:
-        return [
-            Answer(row=row, prompt_ids=self._prompt_ids[i], response_ids=self._responses[i])
-            for i, row in enumerate(self._rows)
-        ]
 
     def _report(self, scores: Scores) -> None:
         failures = [failure for failure in scores.failures if failure is not None]
@@ -158,19 +133,21 @@ class Grading:
             "are left out" if self._failure_penalty is None else f"score {self._failure_penalty:g}",
         )
         for failure in failures[:_LOGGED_FAILURES]:
+            failed = self._graded[failure.row]
             logger.warning(
                 "reward %s: row %d (dataset index %d, data_source %s), response %r:\n%s",
-                *(failure.kind, failure.row, self._rows[failure.row].index, failure.data_source),
-                *(self._decode(self._responses[failure.row])[:_HEAD_CHARS], failure.message),
+                *(failure.kind, failure.row, failed.answer.row.index, failure.data_source),
+                *(failed.text[:_HEAD_CHARS], failure.message),
             )
 
     def _report_slowest(self, outcomes: Sequence[RewardOutcome]) -> None:
         row, slowest = max(enumerate(outcomes), key=lambda item: item[1].seconds, default=(0, None))
         if slowest is not None and slowest.seconds >= _SLOW_S:
+            source = self._graded[row].answer.row
             logger.info(
                 "step %d: the slowest reward took %.1f s: row %d (dataset index %d, data_source %s), response %r",
-                *(self._step, slowest.seconds, row, self._rows[row].index, self._rows[row].data_source),
-                self._calls[row].solution_str[:_HEAD_CHARS],
+                *(self._step, slowest.seconds, row, source.index, source.data_source),
+                self._graded[row].text[:_HEAD_CHARS],
             )
 
 

@@ -7,6 +7,7 @@ scored 0.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -15,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from verl_like.batch import PromptRow, Prompts, Rollouts, Scores
+from verl_like.batch import PromptRow, Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import Grading, Scorer, question_of
+from verl_like.rewards.grading import Graded, Grading, Scorer, question_of, require_enough
 from verl_like.rewards.judge import Judge
-from verl_like.rewards.model_score import ModelScore
+from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
 from verl_like.services.pool import WorkerPool
@@ -57,6 +58,7 @@ class RewardManager:
         self._failure_penalty = reward_model.failure_penalty
         self._max_failure_fraction = reward_model.max_failure_fraction
         self.graded_by = _graded_by(custom, reward_model)
+        self._known_kinds: set[tuple[str, str]] = set()  # (data source, style) that have a grader
         has_judge = reward_model.judge.url is not None
         self._weights = Weights(reward_model.weights, has_custom=self._custom, has_judge=has_judge)
         num_workers = _num_workers(custom, self._manager)
@@ -157,40 +159,63 @@ class RewardManager:
                         *(key, name, ", ".join(sorted(sources))),
                     )
 
-    def begin(self, prompts: Prompts, *, n: int, step: int, may_all_fail: bool = False) -> Grading:
-        """Grading of n responses to each prompt, which are yet to come. ValueError for a data source without a grader.
+    @property
+    def grades_alone(self) -> bool:
+        """Whether each response has its score as soon as it is graded; otherwise a batch gets them together."""
+        return self._model is None and self._manager != "batch"
+
+    def grade(self, row: PromptRow, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Graded:
+        """Start to grade one response; from any thread. ValueError for a data source without a grader.
+
+        A batch manager and a reward model score all responses of a batch at once, in `gather` and its result.
+        """
+        answer, text = Answer(row=row, prompt_ids=prompt_ids, response_ids=response_ids), self._decode(response_ids)
+        if not self._rules_now():
+            return Graded(answer=answer, text=text)
+        if (kind := (row.data_source, row.style)) not in self._known_kinds:
+            self.check_rows([kind])
+            self._known_kinds.add(kind)
+        graded = Graded(answer=answer, text=text, scorers=tuple(self._scorers_of(row)))
+        if self._manager == "batch":
+            return graded
+        futures = [scorer.submit([graded.call(scorer)])[0] for scorer in graded.scorers]
+        return dataclasses.replace(graded, futures=futures)
+
+    def gather(self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False) -> Grading:
+        """The scores of responses that are being graded, in this order.
 
         may_all_fail: this is one batch of several, so that its `result` need not hold a score.
         """
-        rows = [row for row in prompts.rows for _ in range(n)]
-        prompt_ids = [ids for ids in prompts.token_lists() for _ in range(n)]
-        return self._grading(rows, prompt_ids, step=step, may_all_fail=may_all_fail)
-
-    def score(self, rollouts: Rollouts, *, step: int) -> Scores:
-        """One reward per response of rollouts that are complete: `begin` and `Grading.result` in one."""
-        grading = self._grading(rollouts.rows, rollouts.prompt_lists(), step=step)
-        lengths = rollouts.response_length_B.tolist()
-        for row, (ids, length) in enumerate(zip(rollouts.response_ids_BR, lengths, strict=True)):
-            grading.add_tokens(row, ids[:length].tolist())
-        return grading.result()
-
-    def _grading(
-        self, rows: Sequence[PromptRow], prompt_ids: Sequence[list[int]], *, step: int, may_all_fail: bool = False
-    ) -> Grading:
-        self.check_rows((row.data_source, row.style) for row in rows)
         return Grading(
-            rows,
+            graded,
             step=step,
-            decode=self._decode,
-            scorers_of=self._scorers_of,
             may_all_fail=may_all_fail,
             model=self._model,
-            prompt_ids=prompt_ids,
-            together=self._manager == "batch",
             failure_penalty=self._failure_penalty,
             max_failure_fraction=self._max_failure_fraction,
             graded_by=self.graded_by,
         )
+
+    def score(self, rollouts: Rollouts, *, step: int) -> Scores:
+        """One reward per response of rollouts that are complete: `grade` and `gather` in one."""
+        responses = zip(rollouts.response_ids_BR, rollouts.response_length_B.tolist(), strict=True)
+        graded = [
+            self.grade(row, prompt, ids[:length].tolist())
+            for row, prompt, (ids, length) in zip(rollouts.rows, rollouts.prompt_lists(), responses, strict=True)
+        ]
+        return self.gather(graded, step=step).result()
+
+    def require_enough(self, batches: Sequence[Scores], *, step: int) -> None:
+        """RewardError if too few of the rewards of these batches, taken together, could be computed."""
+        most = self._max_failure_fraction if self._failure_penalty is None else 1.0
+        require_enough(batches, step=step, most=most, graded_by=self.graded_by)
+
+    def require_any(self, batches: Sequence[Scores], *, step: int) -> None:
+        """RewardError if none could."""
+        require_enough(batches, step=step, graded_by=self.graded_by)
+
+    def _rules_now(self) -> bool:
+        return self._model is None or self._model.needs_rule
 
     def _scorers_of(self, row: PromptRow) -> list[Scorer]:
         """The parts that reward_model.weights names, or the one way that grades the row."""

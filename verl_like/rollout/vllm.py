@@ -24,9 +24,9 @@ from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora
-from verl_like.rollout.assemble import request_seed
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.orders import lockstep_of
+from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, SamplingParams, WeightLoadError
 from verl_like.rollout.step_loop import StepLoop

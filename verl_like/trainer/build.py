@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import KLController
-from verl_like.batch import Prompts
+from verl_like.batch import Prompt
 from verl_like.checkpoint.files import require_writable
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerGroup
@@ -29,6 +29,9 @@ from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
+from verl_like.episodes.answering import Answering
+from verl_like.episodes.collector import Collector
+from verl_like.episodes.episode import SingleTurn
 from verl_like.models.loading import (
     check_score_head,
     check_ulysses,
@@ -45,15 +48,12 @@ from verl_like.rewards.model_score import ModelScore
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
-from verl_like.trainer.dynamic_source import MaskingSource, ResamplingSource
-from verl_like.trainer.greedy_baseline import GreedyBaselineSource
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
-from verl_like.trainer.source import BatchSource, PlainSource
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
@@ -137,7 +137,7 @@ def build_trainer(
         speed = SpeedReport.of(config, plan, costs, peaks, device)
         report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
         stack.callback(report.close)
-        yield assemble(config, plan, inputs, loader, costs, rewards, group, report, stop, checkpoints)
+        yield assemble(config, plan, inputs, loader, costs, rewards, group, report, stop, checkpoints, stack)
 
 
 def model_score(config: PPOConfig, inputs: Inputs, scorer: RewardModelGroup) -> ModelScore:
@@ -192,27 +192,28 @@ def assemble(
     report: Reporter,
     stop: StopFlag,
     checkpoints: Checkpoints,
+    stack: ExitStack,
 ) -> PPOTrainer:
-    """Put the driver's parts around a worker group."""
-    settings, rollout = config.trainer, config.actor_rollout_ref.rollout
-    seed = settings.seed if rollout.seed_per_request else None
+    """Put the driver's parts around a worker group; `stack` closes those that have to be."""
+    settings = config.trainer
     shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
     policy = {"cost": costs.actor, "share_prompts": shares_prompts(config.actor_rollout_ref.model)}
     critic = {"cost": costs.critic, "share_prompts": shares_prompts(config.critic.model)}
+    replicas = PolicyGroup(group, plan, **policy, **shared)
+    collector = Collector(loader, rewards, replicas, answering(config, inputs, validation=False), config)
+    stack.callback(collector.close)
     return trainer_class(config)(
         config=config,
         plan=plan,
         total_steps=required(plan.total_training_steps),
         state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
-        source=build_source(config, plan, loader, inputs, seed),
-        policy=PolicyGroup(group, plan, **policy, **shared),
+        source=collector,
+        policy=replicas,
         critic=CriticGroup(group, plan, **critic, **shared) if plan.needs_critic else None,
         rewards=rewards,
         validator=Validator(
             lambda: validation_batches(config, inputs.val),
-            validation_sampling(rollout, inputs.eos_ids, inputs.tokenizer),
-            n=rollout.val_kwargs.n,
-            seed=seed,
+            answering(config, inputs, validation=True),
             on_samples=report.validation_samples,
         ),
         checkpoints=checkpoints,
@@ -286,19 +287,20 @@ def check_tensor_parallel(config: PPOConfig, hf_config: PretrainedConfig) -> Non
         check_model(model, load_hf_config(model), critic.fsdp.tensor_parallel_size, critic.tensor_key)
 
 
-def build_source(
-    config: PPOConfig, plan: BatchPlan, loader: PromptLoader, inputs: Inputs, seed: int | None
-) -> BatchSource:
-    """Plain batches, or with algorithm.filter_groups those of dynamic sampling; remax adds its greedy responses."""
-    rollout, rules = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    sampling = train_sampling(rollout, inputs.eos_ids, inputs.tokenizer)
-    if not rules.enable:
-        source = PlainSource(loader, sampling, n=rollout.n, seed=seed)
-    else:
-        kind = ResamplingSource if rules.resample else MaskingSource
-        source = kind(loader, sampling, config, n=rollout.n, seed=seed)
-    remax = config.algorithm.adv_estimator == "remax"
-    return GreedyBaselineSource(source, sampling, config) if remax else source
+def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answering:
+    """How prompts are answered, in training or in validation."""
+    rollout = config.actor_rollout_ref.rollout
+    sampling = (validation_sampling if validation else train_sampling)(rollout, inputs.eos_ids, inputs.tokenizer)
+    return Answering(
+        runner=SingleTurn(),
+        sampling=sampling,
+        n=rollout.val_kwargs.n if validation else rollout.n,
+        seed=config.trainer.seed if rollout.seed_per_request else None,
+        purpose="val" if validation else "train",
+        spread=rollout.scheduler.expand_n,
+        greedy_too=config.algorithm.adv_estimator == "remax" and not validation,
+        grade_at_end=rollout.scheduler.mode == "batch",
+    )
 
 
 def with_system_prompt(config: PPOConfig) -> DataConfig:
@@ -362,7 +364,7 @@ def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampl
     return sampler
 
 
-def validation_batches(config: PPOConfig, dataset: Dataset | None) -> Iterable[Prompts]:
+def validation_batches(config: PPOConfig, dataset: Dataset | None) -> Iterable[list[Prompt]]:
     """The whole validation set; without one, nothing."""
     if dataset is None:
         return ()

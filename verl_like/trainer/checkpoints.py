@@ -32,10 +32,10 @@ from verl_like.checkpoint.layout import (
 from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped
+from verl_like.episodes.collector import Collector
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.resume import CONFIG_FILE
 from verl_like.trainer.roles import CriticGroup, PolicyGroup
-from verl_like.trainer.source import BatchSource
 from verl_like.trainer.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Run(Protocol):
 
     config: PPOConfig
     state: TrainState
-    source: BatchSource
+    source: Collector
     policy: PolicyGroup
     critic: CriticGroup | None
     total_steps: int

@@ -20,12 +20,12 @@ from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import ActorConfig, CriticConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import RunStopped
+from verl_like.episodes.collector import Collector
 from verl_like.observe.timing import StepClock
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules
-from verl_like.trainer.source import BatchSource
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
 
@@ -40,7 +40,7 @@ class PPOTrainer:
     plan: BatchPlan
     state: TrainState
     total_steps: int
-    source: BatchSource
+    source: Collector
     policy: PolicyGroup
     critic: CriticGroup | None
     rewards: RewardManager
@@ -62,7 +62,7 @@ class PPOTrainer:
                 step, clock = self.begin_step()
                 with self.profiled(step), clock("step"):
                     with clock("gen"):
-                        rollouts, grading = self.source.next_rollouts(self.policy, self.rewards, step)
+                        rollouts, grading = self.source.next_batch(step)
                     if not self.config.reward_model.launch_reward_fn_async:
                         with clock("reward"):
                             grading.wait()
@@ -182,6 +182,7 @@ class PPOTrainer:
     def sync_weights(self) -> dict[str, float]:
         """Trained weights into the rollout engine, proved; a failed proof raises and stops the run."""
         sync = self.policy.sync_weights(self.state.weight_version)
+        self.source.weights_changed(self.state.weight_version)
         if sync is None:
             return {}
         metrics = {"weight_sync/seconds": sync.seconds, "weight_sync/num_tensors": float(sync.num_tensors)}
@@ -216,7 +217,7 @@ class PPOTrainer:
     def validate(self) -> dict[str, float]:
         """Metrics of the whole validation set under the weights that the rollout engine holds."""
         with self.clock("testing"):
-            return self.validator.run(self.policy, self.rewards, self.state.step)
+            return self.validator.run(self.source, self.state.step)
 
     def _due(self, every: int) -> bool:
         step = self.state.step

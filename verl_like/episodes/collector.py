@@ -1,0 +1,213 @@
+"""Where batches come from: the first of the loop's four seams.
+
+    loader --prompts--> Collector --requests--> replicas, open while it collects
+                            |  <--responses--
+                            |  --each as it ends--> graders
+                            +--> a step's rollouts, with their scores on their way
+
+Plain batches, dynamic sampling, masking, greedy baselines, additional prompts and validation differ in what is asked,
+which groups are used, and what is done to the scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
+from verl_like.batch import Prompt, Rollouts, Scores
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import draws_until_full
+from verl_like.data.loader import PromptLoader
+from verl_like.episodes.answering import Answering, Group, cancel
+from verl_like.episodes.baseline import with_baseline
+from verl_like.episodes.choosing import Choosing
+from verl_like.episodes.loop import EpisodeLoop
+from verl_like.episodes.pending import PendingBatch, of_rows
+from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
+from verl_like.episodes.tally import Ledger, filter_metrics
+from verl_like.rewards.manager import RewardManager
+from verl_like.rollout.client import RolloutClient
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Collecting = Callable[[RolloutClient, Callable[[], Awaitable[None]]], Coroutine[Any, Any, T]]
+
+
+class Replicas(Protocol):
+    """What samples: `trainer.roles.PolicyGroup`."""
+
+    def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
+        """Run `work`, which makes its first requests at once, with the replicas open until its future is done."""
+        ...
+
+
+class Collector:
+    """Gives each step its rollouts and their scores, and remembers where in the data it is.
+
+    A batch is sampled by one version of the weights, which the replicas hold while they are open.
+    """
+
+    def __init__(
+        self, loader: PromptLoader, rewards: RewardManager, replicas: Replicas, how: Answering, config: PPOConfig
+    ) -> None:
+        self.loader, self.rewards, self.replicas, self.how, self.config = loader, rewards, replicas, how, config
+        self._chooses = draws_until_full(config)
+        self._masks = config.algorithm.filter_groups.enable and not config.algorithm.filter_groups.resample
+        self._loop = EpisodeLoop()
+        self._ledger = Ledger()
+        self._version: int | None = None
+        self._metrics: dict[str, float] = {}
+
+    def next_batch(self, step: int) -> tuple[Rollouts, PendingBatch]:
+        """The step's rollouts and their scores, which may still be computed.
+
+        Raises RolloutError, RewardError, and ValueError where dynamic sampling finds too few groups.
+        """
+        self._metrics = {}
+        if self._chooses:
+            groups = self._choose(step)
+        else:
+            groups = self._answer(self.loader.draw(), self.how)
+            self._ledger.used += len(groups)
+        rollouts, pending = self._batch(groups, step)
+        self._require_version(rollouts)
+        if self.how.greedy_too:
+            self._add_baseline(groups, rollouts, pending, step)
+        if self._masks:
+            pending.then(partial(self._without_signal_masked, rollouts, step))
+        if self.config.algorithm.min_group_size is not None:
+            pending.then(partial(self._small_groups_masked, rollouts))
+        return rollouts, pending
+
+    def answer(self, prompts: Sequence[Prompt], how: Answering, *, step: int) -> tuple[Rollouts, PendingBatch]:
+        """Answers to these prompts, and their scores, of which all may fail: one batch of a validation."""
+        return self._batch(self._answer(prompts, how), step, may_all_fail=True)
+
+    def weights_changed(self, version: int) -> None:
+        """The replicas hold these weights from now on."""
+        self._version = version
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last batch, complete when its scores are there."""
+        return self._metrics | {"episodes/loop_lag_max": self._loop.take_lag()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data, and what became of the prompts before. Plain values."""
+        return {**self.loader.state_dict(), "ledger": self._ledger.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the very next prompt. ValueError if the data set changed."""
+        self.loader.load_state_dict(state)
+        self._ledger = Ledger.of(state.get("ledger"), num_gone=self.loader.draws - self.loader.num_waiting)
+
+    def close(self) -> None:
+        """End the event loop."""
+        self._loop.close()
+
+    def _answer(self, prompts: Sequence[Prompt], how: Answering) -> list[Group]:
+        """The groups of all these prompts."""
+
+        async def answer(client: RolloutClient, begun: Callable[[], Awaitable[None]]) -> list[Group]:
+            tasks = [asyncio.ensure_future(how.group(client, self.rewards, prompt)) for prompt in prompts]
+            try:
+                await begun()
+                return await asyncio.gather(*tasks)
+            finally:
+                cancel(tasks)
+
+        return self._sample(answer) if prompts else []
+
+    def _choose(self, step: int) -> list[Group]:
+        """The groups of dynamic sampling, or of additional prompts."""
+        choosing = Choosing(self.config, self.loader, self.rewards, self.how, step=step)
+        scored_together = not self.rewards.grades_alone or self.how.grade_at_end
+        if self.config.algorithm.filter_groups.enable and scored_together:
+            choosing.collect_in_waves(partial(self._answer, how=self.how))
+        else:
+            self._sample(choosing.collect)
+        groups = choosing.finish()
+        self._ledger.used += len(groups)
+        self._ledger.dropped += len(choosing.selection.dropped())
+        self._metrics |= choosing.metrics()
+        return groups
+
+    def _sample(self, collecting: Collecting[T]) -> T:
+        """Run it in the event loop, with the replicas open. The first requests are made before they open, so that what
+        a step of an engine begins with does not depend on time."""
+
+        def work(client: RolloutClient) -> Future[T]:
+            first = threading.Event()
+
+            async def begun() -> None:
+                if not first.is_set():
+                    for _ in range(2):  # the tasks of the groups, then those of their episodes
+                        await asyncio.sleep(0)
+                    first.set()
+
+            future = self._loop.submit(collecting(client, begun))
+            future.add_done_callback(lambda _: first.set())
+            first.wait()
+            return future
+
+        return self.replicas.sample(work)
+
+    def _batch(
+        self, groups: Sequence[Group], step: int, *, may_all_fail: bool = False
+    ) -> tuple[Rollouts, PendingBatch]:
+        """The rows of these groups, in this order."""
+        members = [group.sampled for group in groups]
+        episodes = [[member.episode for member in each] for each in members]
+        rollouts = assemble_rollouts([group.prompt for group in groups], episodes)
+        known = [group.scores for group in groups if group.scores is not None]
+        if known:
+            pending = PendingBatch(Scores.concat(known))
+        else:
+            graded = [member.graded(self.rewards) for each in members for member in each]
+            pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=may_all_fail))
+        pending.then(partial(of_rows, episode_of_row=episode_of_rows(episodes)))
+        return rollouts, pending
+
+    def _add_baseline(self, groups: Sequence[Group], rollouts: Rollouts, pending: PendingBatch, step: int) -> None:
+        """ReMax: the reward of each prompt's greedy episode."""
+        greedy = [group.baseline for group in groups]
+        answers = assemble_rollouts([group.prompt for group in groups], [[member.episode] for member in greedy])
+        grading = self.rewards.gather([member.graded(self.rewards) for member in greedy], step=step, may_all_fail=True)
+        self._metrics["remax/response_length/mean"] = answers.response_length_B.double().mean().item()
+
+        def add(scores: Scores) -> Scores:
+            scores, num_failed = with_baseline(self.config, rollouts, scores, answers, grading.result())
+            self._metrics["remax/failures"] = float(num_failed)
+            return scores
+
+        pending.wait_for(grading)
+        pending.then(add)
+
+    def _without_signal_masked(self, rollouts: Rollouts, step: int, scores: Scores) -> Scores:
+        """Groups without a signal stay in the batch, and nothing of them is trained: the batch keeps its size and the
+        step its cost (Colossal-RL's dynamic_batching=false)."""
+        algorithm, limit = self.config.algorithm, self.config.data.max_response_length
+        signal_B = has_signal_B(algorithm.filter_groups, self.config.reward_model, rollouts, scores, limit)
+        num_dropped, drawn = len(rollouts.group_B[~signal_B].unique()), len(rollouts.group_B.unique())
+        self._metrics |= filter_metrics([scores], num_judged=drawn, num_dropped=num_dropped, per_draw=drawn)
+        if not signal_B.any():
+            logger.warning("step %d: no group has a signal (algorithm.filter_groups): nothing is learnt from it", step)
+        return scores.replace(trained_B=signal_B)
+
+    def _small_groups_masked(self, rollouts: Rollouts, scores: Scores) -> Scores:
+        """Groups that lost too many members stay too, and are counted."""
+        enough_B = large_enough_B(rollouts, scores, self.config.algorithm.min_group_size or 1)
+        self._metrics["groups/too_small"] = float(len(rollouts.group_B[~enough_B].unique()))
+        return scores.replace(trained_B=enough_B if scores.trained_B is None else scores.trained_B & enough_B)
+
+    def _require_version(self, rollouts: Rollouts) -> None:
+        """Tokens of other weights would be trained on as if the newest had sampled them."""
+        found = rollouts.weight_version_BR[rollouts.response_mask_BR].unique().tolist()
+        if self._version is not None and found not in ([], [self._version]):
+            raise RuntimeError(f"the batch was sampled with weights of version {found}, not of {self._version} alone")

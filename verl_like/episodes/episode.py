@@ -1,0 +1,98 @@
+"""What an episode is, and how it is run: the seam for everything between one answer and an agent with tools.
+
+    EpisodeRunner.run(prompt, sample, ask) -> Episode      a coroutine; `ask` samples one turn with the policy
+
+An episode is its turns. It becomes one row of the batch, or several where the context was rewritten between two turns:
+what the model saw and wrote is never tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from verl_like.batch import Prompt
+from verl_like.rollout.rollout_engine import Completion, FinishReason, Sampled, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """What the policy sampled between two observations.
+
+    observation_ids: the tokens before it that no earlier turn holds; of the first turn, the prompt. new_row: they are a
+    whole context instead, which begins another row. reward: the environment's for this turn. state_id: equal for equal
+    states before a turn, -1 where states have no identity.
+    """
+
+    observation_ids: Sequence[int]
+    sampled: Sampled
+    finish_reason: FinishReason
+    new_row: bool = False
+    reward: float | None = None
+    state_id: int = -1
+
+    @classmethod
+    def of(cls, observation_ids: Sequence[int], completion: Completion) -> Turn:
+        """A turn of what was asked and answered."""
+        return cls(observation_ids=observation_ids, sampled=completion.sampled, finish_reason=completion.finish_reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Episode:
+    """One answer to one prompt: at least one turn."""
+
+    turns: tuple[Turn, ...]
+
+    def rows(self) -> list[tuple[Turn, ...]]:
+        """The turns of each row, in order."""
+        starts = [0, *(place for place, turn in enumerate(self.turns) if turn.new_row and place)]
+        return [self.turns[start:stop] for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+
+    def response_ids(self) -> list[int]:
+        """Everything after the prompt of the last row: what is graded."""
+        first, *later = self.rows()[-1]
+        ids = first.sampled.token_ids.tolist()
+        for turn in later:
+            ids += [*turn.observation_ids, *turn.sampled.token_ids.tolist()]
+        return ids
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(len(turn.sampled) for turn in self.turns)
+
+
+class EpisodeAborted(Exception):
+    """What `Ask` raises when the episode is no longer wanted; `completion` holds what its turn had sampled."""
+
+    def __init__(self, completion: Completion) -> None:
+        super().__init__(f"request {completion.request_id} was aborted")
+        self.completion = completion
+
+
+class Ask(Protocol):
+    """Samples the next turn of one episode."""
+
+    async def __call__(self, context_ids: list[int], sampling: SamplingParams | None = None) -> Completion:
+        """The policy's continuation of these tokens: all that came before, with earlier turns as they were sampled.
+
+        sampling: None for the run's own. Raises ValueError for what the engine refuses, RolloutError when it died,
+        EpisodeAborted.
+        """
+        ...
+
+
+class EpisodeRunner(Protocol):
+    """Turns a prompt into an episode. One object runs all of them, in one event loop: it must not block."""
+
+    async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+        """The episode with this number of the prompt's group (0 ... n - 1)."""
+        ...
+
+
+class SingleTurn:
+    """The plain case: the prompt, and one response."""
+
+    async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+        return Episode(turns=(Turn.of(prompt.ids, await ask(prompt.ids)),))

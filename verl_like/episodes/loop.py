@@ -1,0 +1,56 @@
+"""An event loop in a thread of its own: where episodes run, beside the driver's tensor work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_BEAT_S = 0.05
+_JOIN_S = 10.0
+
+
+class EpisodeLoop:
+    """Runs coroutines for other threads, and measures how late it is."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._lag_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start it; the future gets its result or error. Cancelling the future cancels the coroutine."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def take_lag(self) -> float:
+        """[s] The longest that the loop was late since the last call: something in it blocked for so long."""
+        lag, self._lag_s = self._lag_s, 0.0
+        return lag
+
+    def close(self) -> None:
+        """Stop; what still runs is cancelled."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._beat(time.monotonic())
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            self._loop.close()
+
+    def _beat(self, due: float) -> None:
+        now = time.monotonic()
+        self._lag_s = max(self._lag_s, now - due)
+        self._loop.call_later(_BEAT_S, self._beat, now + _BEAT_S)

@@ -1,0 +1,113 @@
+"""Episodes as rows of a batch. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verl_like.batch import Prompt, Rollouts, pad_rows
+from verl_like.episodes.episode import Episode, Turn
+
+
+def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Episode]]) -> Rollouts:
+    """The episodes of each prompt: a row each, or several where the context was rewritten. A group's are neighbours."""
+    flat = [(place, episode) for place, group in enumerate(episodes) for episode in group]
+    rows = [(place, number, turns) for number, (place, episode) in enumerate(flat) for turns in episode.rows()]
+    turns_of = [turns for _, _, turns in rows]
+    places = torch.tensor([place for place, _, _ in rows], dtype=torch.long)
+    response_ids_BR = _padded(turns_of, lambda turn: turn.sampled.token_ids, _observed, torch.int32)
+    response_length_B = torch.tensor([sum(_lengths(turns)) for turns in turns_of], dtype=torch.int64)
+    if all(len(turns) == 1 for turns in turns_of):
+        mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]
+    else:
+        mask_BR = _padded(turns_of, lambda turn: np.ones(len(turn.sampled)), _nothing, torch.bool)
+    prompt_ids_BP, prompt_length_B = _contexts(prompts, turns_of, places)
+    return Rollouts(
+        prompt_ids_BP=prompt_ids_BP,
+        prompt_length_B=prompt_length_B,
+        response_ids_BR=response_ids_BR,
+        response_length_B=response_length_B,
+        response_mask_BR=mask_BR,
+        group_B=torch.tensor([prompts[place].group for place, _, _ in rows], dtype=torch.int64),
+        rollout_log_probs_BR=_padded(turns_of, lambda turn: turn.sampled.log_probs, _nothing, torch.float32),
+        weight_version_BR=_padded(turns_of, lambda turn: turn.sampled.weight_versions, _nothing, torch.int32),
+        finish_reasons=[turns[-1].finish_reason for turns in turns_of],
+        rows=[prompts[place].row for place, _, _ in rows],
+        **_turn_columns(turns_of),
+        **({"episode_B": torch.tensor([n for _, n, _ in rows])} if len(rows) > len(flat) else {}),
+    )
+
+
+def episode_of_rows(episodes: Sequence[Sequence[Episode]]) -> list[int]:
+    """Which episode each row of `assemble_rollouts` is a part of."""
+    flat = [episode for group in episodes for episode in group]
+    return [number for number, episode in enumerate(flat) for _ in episode.rows()]
+
+
+def _contexts(prompts: Sequence[Prompt], turns_of: Sequence[Sequence[Turn]], places: Tensor) -> tuple[Tensor, Tensor]:
+    """Left-padded contexts of the rows. Where they are the prompts themselves, a group's is padded once."""
+    if any(turns[0].observation_ids is not prompts[place].ids for turns, place in zip(turns_of, places, strict=True)):
+        contexts = [turns[0].observation_ids for turns in turns_of]
+        return pad_rows(contexts, side="left", dtype=torch.int32), torch.tensor([len(ids) for ids in contexts])
+    ids_GP = pad_rows([prompt.ids for prompt in prompts], side="left", dtype=torch.int32)
+    length_G = torch.tensor([len(prompt.ids) for prompt in prompts])
+    return ids_GP[places], length_G[places]
+
+
+def _lengths(turns: Sequence[Turn]) -> list[int]:
+    """Tokens that each turn adds to the response: its observation, but for the first, and what was sampled."""
+    return [len(turn.sampled) + (len(turn.observation_ids) if place else 0) for place, turn in enumerate(turns)]
+
+
+def _padded(
+    turns_of: Sequence[Sequence[Turn]],
+    sampled: Callable[[Turn], NDArray[Any]],
+    observed: Callable[[Turn], NDArray[Any]],
+    dtype: torch.dtype,
+    fill: float = 0,
+) -> Tensor:
+    """One column [B, R]: of each turn what the observation has, then what the sampled tokens have."""
+
+    def values(turns: Sequence[Turn]) -> NDArray[Any]:
+        if len(turns) == 1:
+            return sampled(turns[0])
+        parts = [part for turn in turns for part in (observed(turn), sampled(turn))][1:]
+        return np.concatenate(parts)
+
+    return pad_rows((torch.from_numpy(values(turns)) for turns in turns_of), side="right", dtype=dtype, fill=fill)
+
+
+def _observed(turn: Turn) -> NDArray[np.int32]:
+    return np.asarray(turn.observation_ids, dtype=np.int32)
+
+
+def _nothing(turn: Turn) -> NDArray[np.float32]:
+    return np.zeros(len(turn.observation_ids), dtype=np.float32)
+
+
+def _turn_columns(turns_of: Sequence[Sequence[Turn]]) -> dict[str, Tensor]:
+    """step_BR, anchor_BR and step_rewards_BR, where there is more to say than that each row is one turn."""
+    turns = [turn for each in turns_of for turn in each]
+    columns: dict[str, Tensor] = {}
+    if len(turns) > len(turns_of) or any(turn.state_id >= 0 or turn.reward is not None for turn in turns):
+        place_of = {id(turn): place for each in turns_of for place, turn in enumerate(each)}
+
+        def column(value: Callable[[Turn], NDArray[Any]], dtype: torch.dtype, fill: float) -> Tensor:
+            return _padded(turns_of, value, lambda turn: np.full(len(turn.observation_ids), fill), dtype, fill)
+
+        columns["step_BR"] = column(lambda t: np.full(len(t.sampled), place_of[id(t)]), torch.int32, -1)
+        columns["anchor_BR"] = column(lambda t: np.full(len(t.sampled), t.state_id), torch.int64, -1)
+    if any(turn.reward is not None for turn in turns):
+
+        def at_end(turn: Turn) -> NDArray[np.float32]:
+            rewards = np.zeros(len(turn.sampled), dtype=np.float32)
+            rewards[-1:] = turn.reward or 0.0
+            return rewards
+
+        columns["step_rewards_BR"] = _padded(turns_of, at_end, _nothing, torch.float32)
+    return columns

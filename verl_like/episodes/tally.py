@@ -1,0 +1,44 @@
+"""What became of the prompts that were drawn: of one step, and of the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl_like.batch import Scores
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Prompts by what became of them since the run began: those drawn are used, dropped, or wait to be drawn again."""
+
+    used: int = 0
+    dropped: int = 0  # judged useless (algorithm.filter_groups)
+
+    def state_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: dict[str, Any] | None, num_gone: int) -> Ledger:
+        """From a checkpoint; of one without a ledger, all prompts that are gone were used."""
+        return cls(used=num_gone) if state is None else cls(**state)
+
+
+def filter_metrics(
+    judged: Sequence[Scores], *, num_judged: int, num_dropped: int, per_draw: int, num_unused: int = 0
+) -> dict[str, float]:
+    """train/num_gen_batches (verl's name) and filter_groups/*, of the groups up to the one that filled the batch.
+
+    judged: their scores. score_mean_drawn is over all their valid responses, so that the choice of groups does not bias
+    it. per_draw: data.gen_batch_size. num_unused: further prompts that were begun, and are drawn again.
+    """
+    scores = [each.score_B[each.valid_B].double() for each in judged]
+    return {
+        "train/num_gen_batches": num_judged / per_draw,
+        "filter_groups/num_drawn": float(num_judged),
+        "filter_groups/num_dropped": float(num_dropped),
+        "filter_groups/num_unused": float(num_unused),
+        "filter_groups/signal_fraction": 1 - num_dropped / max(num_judged, 1),
+        "filter_groups/score_mean_drawn": sum(each.sum().item() for each in scores) / max(sum(map(len, scores)), 1),
+    }
