@@ -51,8 +51,8 @@ class RewardError(RuntimeError):
 class Grading:
     """Scores of one batch, some of them perhaps still being computed. `RewardManager.begin` makes one.
 
-    Call `add` for every row, in any order and from one thread, then `result`. What a row's score is does not depend on
-    the order or on the time of arrival.
+    Call `add` for every row, in any order and from one thread at a time, then `result`. What a row's score is does not
+    depend on the order or on the time of arrival.
     """
 
     def __init__(

@@ -42,6 +42,7 @@ def build_requests(
             prompt_ids=prompt_ids,
             sampling=dataclasses.replace(sampling, max_tokens=limits[row * n + sample]),
             seed=request_seed(seed, step, group, sample) if seed_per_request else None,
+            session=f"{step}-{group}",
         )
         for row, (group, prompt_ids) in enumerate(zip(groups, prompts.token_lists(), strict=True))
         for sample in range(n)

@@ -137,7 +137,9 @@ def build_trainer(
         speed = SpeedReport.of(config, plan, costs, peaks, device)
         report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
         stack.callback(report.close)
-        yield assemble(config, plan, inputs, loader, costs, rewards, group, report, stop, checkpoints)
+        trainer = assemble(config, plan, inputs, loader, costs, rewards, group, report, stop, checkpoints)
+        stack.callback(trainer.policy.close)
+        yield trainer
 
 
 def model_score(config: PPOConfig, inputs: Inputs, scorer: RewardModelGroup) -> ModelScore:
