@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +12,6 @@ from verl_like.cluster.environment import LOOPBACK, free_port, patched_environme
 from verl_like.cluster.janitor import cleanup_shm
 from verl_like.cluster.worker_group import (
     GroupStopped,
-    ItemReader,
     RankEnv,
     WorkerError,
     check_per_rank,
@@ -35,29 +34,6 @@ class LocalResult:
         if self._error is not None:
             raise self._error
         return [self._value]
-
-
-class LocalStream:
-    """A generator of the worker, which runs inside `wait`."""
-
-    def __init__(self, group: LocalWorkerGroup, method: str, items: Generator[Any, None, Any], on_item: ItemReader):
-        self._group, self._method, self._items, self._on_item = group, method, items, on_item
-        self._ended: LocalResult | None = None
-
-    def done(self) -> bool:
-        return self._ended is not None
-
-    def wait(self, timeout: float | None = None) -> list[Any]:
-        while self._ended is None:
-            try:
-                item = next(self._items)
-            except StopIteration as end:
-                self._ended = LocalResult(end.value)
-            except Exception as error:
-                self._ended = self._group.failed(self._method, error)
-            else:
-                self._on_item(0, item)
-        return self._ended.wait()
 
 
 class LocalWorkerGroup:
@@ -113,19 +89,10 @@ class LocalWorkerGroup:
         try:
             return LocalResult(getattr(self._worker, method)(*args, **kwargs))
         except Exception as error:
-            return self.failed(method, error)
-
-    def stream(self, method: str, per_rank: Sequence[tuple[Any, ...]], on_item: ItemReader) -> LocalStream:
-        check_per_rank(per_rank, 1, method)
-        self._check_running(method)
-        return LocalStream(self, method, getattr(self._worker, method)(*per_rank[0]), on_item)
-
-    def failed(self, method: str, error: Exception) -> LocalResult:
-        """Stop the group because of the worker's error, which `wait` then raises."""
-        failure = _wrap(error, method)
-        failure.__cause__ = error
-        self._stopped_by = failure
-        return LocalResult(error=failure)
+            failure = _wrap(error, method)
+            failure.__cause__ = error
+            self._stopped_by = failure
+            return LocalResult(error=failure)
 
     def _check_running(self, method: str) -> None:
         if self._stopped_by is not None:

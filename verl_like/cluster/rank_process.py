@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ class Outcome:
     """What a call gave: a value, or an error told in text (an exception may not unpickle elsewhere)."""
 
     value: Any = None
-    more: bool = False  # `value` is an item of a stream that goes on
     error_type: str = ""
     message: str = ""
     traceback: str = ""
@@ -89,20 +88,6 @@ class RankProcess:
             return Outcome(value=getattr(self._worker, method)(*args, **kwargs))
         except BaseException as error:
             return self._failed(error)
-
-    def stream(self, method: str, args: tuple[Any, ...]) -> Iterator[Outcome]:
-        """What a generator yields, item by item; the last outcome is what it returned, or its error."""
-        try:
-            items = getattr(self._worker, method)(*args)
-            while True:
-                try:
-                    item = next(items)
-                except StopIteration as end:
-                    yield Outcome(value=end.value)
-                    return
-                yield Outcome(value=item, more=True)
-        except BaseException as error:
-            yield self._failed(error)
 
     def stop(self) -> Outcome:
         """Let the worker close what it holds."""

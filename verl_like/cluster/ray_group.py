@@ -29,7 +29,6 @@ from verl_like.cluster.rank_process import Outcome, RankProcess, StartRequest
 from verl_like.cluster.resources import Allocation
 from verl_like.cluster.worker_group import (
     GroupStopped,
-    ItemReader,
     RankEnv,
     WorkerDied,
     WorkerError,
@@ -80,13 +79,10 @@ class _Rank:
 
 
 class RayPendingResult:
-    """Results of one call on all ranks of a Ray group; of a stream, with `on_item`, the refs are generators."""
+    """Results of one call on all ranks of a Ray group."""
 
-    def __init__(
-        self, group: RayWorkerGroup, method: str, refs: Sequence[Any], on_item: ItemReader | None = None
-    ) -> None:
+    def __init__(self, group: RayWorkerGroup, method: str, refs: Sequence[Any]) -> None:
         self.method = method
-        self._on_item = on_item
         self.waiting: dict[Any, int] = {ref: rank for rank, ref in enumerate(refs)}  # what has not been read yet
         self.values: list[Any] = [None] * len(refs)
         self._group = group
@@ -94,8 +90,6 @@ class RayPendingResult:
     def done(self) -> bool:
         if self._group.stopped_by is not None or not self.waiting:
             return True
-        if self._on_item is not None:  # there is no telling an item from the end without taking it
-            return False
         refs = list(self.waiting)
         return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
 
@@ -104,21 +98,17 @@ class RayPendingResult:
         return self.values
 
     def take(self, ref: Any) -> Failure | None:
-        """Read one finished call, or the next item of a stream; a failure is returned, not raised."""
+        """Read one finished call; a failure is returned, not raised."""
         rank = self.waiting.pop(ref)
         try:
-            outcome: Outcome = ray.get(ref if self._on_item is None else next(ref))
+            outcome: Outcome = ray.get(ref)
         except RayActorError as error:
             return Failure.of_dead_process(rank, self.method, error)
         except Exception as error:  # Ray's own trouble with arguments or results, such as a value that cannot travel
             return Failure.of_transport(rank, self.method, error)
         if outcome.error_type:
             return Failure.of_outcome(rank, self.method, outcome)
-        if outcome.more and self._on_item is not None:
-            self.waiting[ref] = rank
-            self._on_item(rank, outcome.value)
-        else:
-            self.values[rank] = outcome.value
+        self.values[rank] = outcome.value
         return None
 
 
@@ -188,15 +178,6 @@ class RayWorkerGroup:
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> RayPendingResult:
         return self.call(method, [args] * self.world_size, kwargs)
-
-    def stream(self, method: str, per_rank: Sequence[tuple[Any, ...]], on_item: ItemReader) -> RayPendingResult:
-        check_per_rank(per_rank, self.world_size, method)
-        self._check_running(method)
-        refs = [
-            rank.actor.stream.options(num_returns="streaming").remote(method, args)
-            for rank, args in zip(self._ranks, per_rank, strict=True)
-        ]
-        return self._pending(method, refs, on_item)
 
     def shutdown(self) -> None:
         if self.stopped_by is not None or not ray.is_initialized():
@@ -284,8 +265,8 @@ class RayWorkerGroup:
             refs.append(rank.actor.start.remote(request, pickled))
         self._pending("start", refs).wait(timeout)
 
-    def _pending(self, method: str, refs: Sequence[Any], on_item: ItemReader | None = None) -> RayPendingResult:
-        result = RayPendingResult(self, method, refs, on_item)
+    def _pending(self, method: str, refs: Sequence[Any]) -> RayPendingResult:
+        result = RayPendingResult(self, method, refs)
         self._outstanding.append(result)
         return result
 

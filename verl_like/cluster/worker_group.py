@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,9 +82,6 @@ class GroupStopped(WorkerError):
     """A call to a group that was shut down or has failed before."""
 
 
-ItemReader = Callable[[int, Any], None]  # rank, item
-
-
 class PendingResult(Protocol):
     """The results of one call, perhaps still being computed."""
 
@@ -115,14 +112,6 @@ class WorkerGroup(Protocol):
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call `method` on every rank with the same arguments."""
-        ...
-
-    def stream(self, method: str, per_rank: Sequence[tuple[Any, ...]], on_item: ItemReader) -> PendingResult:
-        """Call a generator `method`: while it runs, `on_item(rank, item)` is called with each item it yields.
-
-        Items are handed over by the thread that is in `wait`, each rank's in order, all of them before `wait` returns
-        what the generators returned. An item that `on_item` refuses (it raises) ends the wait with that exception.
-        """
         ...
 
     def shutdown(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
 from time import monotonic, sleep
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_like.rollout.rng import OwnRandomNumbers, preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, UnloadedError
-from verl_like.rollout.step_loop import Phase, StepLoop
+from verl_like.rollout.step_loop import Phase, StepLoop, submit_each
 
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
 
@@ -51,6 +51,9 @@ class EngineBase:
         self._check(request)
         return self._queue(request)
 
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        return submit_each(self.submit, requests)
+
     def _check(self, request: GenerationRequest) -> None:
         what, sampling = f"request {request.request_id}", request.sampling
         room = self.max_model_len - len(request.prompt_ids)
@@ -74,11 +77,20 @@ class EngineBase:
         done = {c.request_id: c for completions in self.stream(requests) for c in completions}
         return [done[request.request_id] for request in requests]
 
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
+    @contextmanager
+    def opened(self) -> Iterator[None]:
         self._require_weights()
         was_paused = self.paused
         with self._random.used():
             self.open()
+            try:
+                yield
+            finally:
+                if was_paused:
+                    self.pause()
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
+        with self.opened():
             mine: list[str] = []
             missing = len(requests)
             try:
@@ -93,8 +105,6 @@ class EngineBase:
             finally:
                 if missing:  # one failed, or the caller has left: nobody would read the others
                     self.abort(mine)
-                if was_paused:
-                    self.pause()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._require_weights()
@@ -189,6 +199,10 @@ class SteppedRolloutEngine(EngineBase):
     @property
     def paused(self) -> bool:
         return self._loop.phase is Phase.PAUSED
+
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        with self._loop.between_orders():
+            return super().submit_all(requests)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._loop.abort(request_ids)

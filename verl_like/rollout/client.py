@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled, UnloadedError
 
 _JOIN_S = 10.0
+_LOOK_S = 0.002  # between two looks whether all has ended: less would take the step thread's time
 
 
 class RolloutClient(Protocol):
@@ -87,7 +89,7 @@ class Link(Protocol):
 class Sampler(Protocol):
     """What a LocalLink needs of an engine: a RolloutEngine, or a StepLoop alone."""
 
-    def submit(self, request: GenerationRequest) -> Future[Completion]: ...
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]: ...
 
     def abort(self, request_ids: Sequence[str] | None) -> None: ...
 
@@ -98,7 +100,8 @@ class LocalLink:
     """A replica in this process. Its RolloutError means that it is dead, unless it only lacks weights; any other error,
     a refused request.
 
-    interval_s: what ends this close together is one batch. progress_s: how often progress is told (None: never).
+    interval_s: what ends this close together is one batch, unless it was all there is. progress_s: how often progress
+    is told (None: never).
     """
 
     def __init__(
@@ -107,7 +110,8 @@ class LocalLink:
         self.name = name
         self._engine = engine
         self._interval_s, self._progress_s = interval_s, progress_s
-        self._ended: SimpleQueue[tuple[str, Future[Completion] | Exception] | None] = SimpleQueue()
+        self._under_way: set[str] = set()
+        self._ended: SimpleQueue[_Ended | Callable[[], None] | None] = SimpleQueue()
         self._on_events: Callable[[Events], None] | None = None
         self._thread = threading.Thread(target=self._run, name=f"link-{name}", daemon=True)
 
@@ -116,13 +120,9 @@ class LocalLink:
         self._thread.start()
 
     def send(self, add: Sequence[GenerationRequest], abort: Sequence[str]) -> None:
-        for request in add:
-            try:
-                future = self._engine.submit(request)
-            except Exception as error:
-                self._ended.put((request.request_id, error))
-            else:
-                future.add_done_callback(lambda done, name=request.request_id: self._ended.put((name, done)))
+        self._under_way.update(request.request_id for request in add)
+        for request, future in zip(add, self._engine.submit_all(add), strict=True):
+            future.add_done_callback(partial(self._end, request.request_id))
         if abort:
             try:
                 self._engine.abort(abort)
@@ -136,10 +136,18 @@ class LocalLink:
             self._died(error)
             return {}
 
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Call `action` in the link's thread, when all that has ended so far was handed over."""
+        self._ended.put(action)
+
     def close(self) -> None:
         self._ended.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
+
+    def _end(self, request_id: str, future: Future[Completion]) -> None:
+        self._under_way.discard(request_id)
+        self._ended.put((request_id, future))
 
     def _died(self, error: Exception) -> None:
         what = f"{type(error).__name__}: {error}"
@@ -151,7 +159,9 @@ class LocalLink:
         while True:
             try:
                 batch = [self._ended.get(timeout=self._progress_s)]
-                time.sleep(self._interval_s)
+                sent_at = time.monotonic() + self._interval_s
+                while self._under_way and (left := sent_at - time.monotonic()) > 0:
+                    time.sleep(min(left, _LOOK_S))
             except Empty:
                 batch = []
             while not self._ended.empty():
@@ -161,10 +171,18 @@ class LocalLink:
             progress: dict[str, Sampled] = {}
             if self._progress_s is not None and time.monotonic() - told >= self._progress_s:
                 progress, told = self.snapshot(), time.monotonic()
-            self._on_events(_events([item for item in batch if item is not None], progress))
+            ended = [item for item in batch if isinstance(item, tuple)]
+            if ended or progress:
+                self._on_events(_events(ended, progress))
+            for item in batch:
+                if callable(item):
+                    item()
 
 
-def _events(batch: Sequence[tuple[str, Future[Completion] | Exception]], progress: Mapping[str, Sampled]) -> Events:
+_Ended = tuple[str, Future[Completion] | Exception]
+
+
+def _events(batch: Sequence[_Ended], progress: Mapping[str, Sampled]) -> Events:
     completions: list[Completion] = []
     refusals: list[tuple[str, Exception]] = []
     death: str | None = None

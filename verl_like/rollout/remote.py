@@ -36,16 +36,14 @@ from verl_like.rollout.rollout_engine import (
     RolloutEngine,
     RolloutError,
     Sampled,
-    UnloadedError,
     WeightLoadError,
 )
+from verl_like.rollout.travel import heard, told
 
 _TIMEOUT_S = 600.0
 _STOP_S = 30.0
 _START = -1  # the number of the first answer, which nobody asked for
 _FACTS = ("dtype", "tokenizer_size", "max_model_len", "keeps_adapters")
-# Errors that come back as what they were; others as RolloutError, since they may not be importable here.
-_KNOWN = {error.__name__: error for error in (ValueError, RuntimeError, RolloutError, UnloadedError, WeightLoadError)}
 
 
 class RemoteEngine(EngineBase):
@@ -200,8 +198,7 @@ class RemoteEngine(EngineBase):
             while True:
                 kind, key, value = pickle.loads(self._pipe.recv_bytes())
                 if kind not in ("answer", "completion"):
-                    name, text = value
-                    value = _KNOWN[name](text) if name in _KNOWN else RolloutError(f"{name}: {text}")
+                    value = heard(value)
                 with self._changed:
                     waiting: dict[Any, Future[Any]] = self._answers if kind.startswith("answer") else self._pending
                     future = waiting.pop(key)
@@ -255,7 +252,7 @@ def serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
         try:
             value = work()
         except Exception as error:
-            send("answer error", number, _told(error))
+            send("answer error", number, told(error))
         else:
             send("answer", number, value)
 
@@ -265,17 +262,17 @@ def serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
             if error is None:
                 send("completion", request.request_id, future.result())
             else:
-                send("request error", request.request_id, _told(error))
+                send("request error", request.request_id, told(error))
 
         try:
             engine.submit(request).add_done_callback(ended)
         except Exception as error:
-            send("request error", request.request_id, _told(error))
+            send("request error", request.request_id, told(error))
 
     try:
         engine = build()
     except Exception as error:
-        send("answer error", _START, _told(error))
+        send("answer error", _START, told(error))
         return
     send("answer", _START, [getattr(engine, fact) for fact in _FACTS])
     try:
@@ -329,8 +326,3 @@ def _of_stream(pipe: Connection, later: deque[tuple[Any, ...]]) -> Iterator[tupl
             yield message
         else:
             later.append(message)
-
-
-def _told(error: BaseException) -> tuple[str, str]:
-    """An error as text: an exception's class may not be importable elsewhere."""
-    return type(error).__name__, str(error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -176,6 +177,11 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        """Queue many at once: an engine in this process takes all of them up with the same step, so that what runs
+        together does not depend on time. What `submit` would raise is set on the request's future."""
+        ...
+
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (None: all) before the next step: their futures get what was sampled, with reason "abort".
         Those that ended already are left alone; of a paused engine, those that run end as it opens or pauses again."""
@@ -192,6 +198,11 @@ class RolloutEngine(Protocol):
     def pause(self) -> None:
         """Return when no step runs or begins, on all ranks of the replica between the same two; collective. Requests
         stay as they are, and those submitted meanwhile wait."""
+        ...
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Open inside, and paused again at the end if it was paused; requests without a seed draw from the engine's own
+        random numbers, not from the caller's. Collective, as `open` and `pause` are."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,29 +58,29 @@ class _Replica:
 class Router:
     """A RolloutClient over the replicas that `links` lead to.
 
-    max_running_requests: of one replica; the rest is queued here, where it can still go anywhere.
+    max_running_requests: of one replica (None: any number); the rest is queued here, where it can still go anywhere.
     requeue: what runs on a replica that dies goes on elsewhere, from the last tokens seen (by `snapshot`, or in the
     link's own reports); otherwise it fails with RolloutError, which names the replica.
     session_of: requests of one session, or group, share their beginnings (None: it is alone). source_of: what responses
-    of similar length have in common.
+    of similar length have in common (None: nothing; max_tokens are expected).
     deterministic: a request's replica, and the order of what is submitted while held, follow from the list of requests
     alone. A round is what is submitted between two calls of `hold`; load is what the round has brought so far, whatever
-    has ended meanwhile, and expected lengths are those known as it began.
+    has ended meanwhile, expected lengths are those known as it began, and sessions choose their replica anew.
     """
 
     def __init__(
         self,
         links: Iterable[Link],
         *,
-        max_running_requests: int,
+        max_running_requests: int | None,
         requeue: bool = False,
         deterministic: bool = False,
         session_of: Callable[[GenerationRequest], str | None] = lambda request: request.session,
-        source_of: Callable[[GenerationRequest], str] = lambda request: "",
+        source_of: Callable[[GenerationRequest], str | None] = lambda request: "",
     ) -> None:
-        if max_running_requests < 1:
+        if max_running_requests is not None and max_running_requests < 1:
             raise ValueError(f"max_running_requests={max_running_requests} must be at least 1")
-        self._capacity = max_running_requests
+        self._capacity = math.inf if max_running_requests is None else max_running_requests
         self._requeue, self._deterministic = requeue, deterministic
         self._session_of, self._source_of = session_of, source_of
         self._lock = threading.RLock()  # guards everything below; futures are resolved outside
@@ -87,7 +88,7 @@ class Router:
         self._entries: dict[str, _Entry] = {}
         self._queue: _Queue = []  # what may run anywhere
         self._homes: OrderedDict[str, _Replica] = OrderedDict()
-        self._lengths: dict[str, tuple[int, int]] = {}  # source -> tokens, responses
+        self._lengths: dict[str | None, tuple[int, int]] = {}  # source -> tokens, responses
         self._known = {} if deterministic else self._lengths  # what routing may look at
         self._arrivals = itertools.count()
         self._closed = False
@@ -256,8 +257,8 @@ class Router:
         return len(entry.request.prompt_ids) + max(len(entry.seen), min(limit, tokens // responses))
 
     def _learn(self, entry: _Entry, completion: Completion) -> None:
-        if completion.finish_reason != "abort":
-            source = self._source_of(entry.request)
+        source = self._source_of(entry.request)
+        if completion.finish_reason != "abort" and source is not None:
             tokens, responses = self._lengths.get(source, (0, 0))
             self._lengths[source] = (tokens + len(completion.sampled), responses + 1)
 
@@ -319,6 +320,7 @@ class Router:
                 self._held = held
                 if held and self._deterministic:
                     self._known = dict(self._lengths)
+                    self._homes.clear()
                     for replica in self._replicas:
                         replica.load = 0
             self._admit()

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Protocol
 
@@ -63,6 +63,20 @@ class SteppedEngine(Protocol):
     def progress(self) -> dict[str, Sampled]:
         """What the requests that run have sampled."""
         ...
+
+
+def submit_each(
+    submit: Callable[[GenerationRequest], Future[Completion]], requests: Sequence[GenerationRequest]
+) -> list[Future[Completion]]:
+    """A future for each request; what `submit` raises is set on it."""
+    futures: list[Future[Completion]] = []
+    for request in requests:
+        try:
+            futures.append(submit(request))
+        except Exception as error:
+            futures.append(Future())
+            futures[-1].set_exception(error)
+    return futures
 
 
 class StepLoop:
@@ -116,6 +130,15 @@ class StepLoop:
             self._waiting[request.request_id] = request
             self._changed.notify_all()
         return future
+
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        """Queue requests so that all of them are added before the same step; see `RolloutEngine.submit_all`."""
+        with self.between_orders():
+            return submit_each(self.submit, requests)
+
+    def between_orders(self) -> AbstractContextManager[object]:
+        """Inside, no orders are collected: whatever is submitted goes into the same ones."""
+        return self._changed
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
         """End these requests, or all: at once where they wait, before the next step where they run."""

@@ -201,6 +201,7 @@ def assemble(
     critic = {"cost": costs.critic, "share_prompts": shares_prompts(config.critic.model)}
     replicas = PolicyGroup(group, plan, **policy, **shared)
     collector = Collector(loader, rewards, replicas, answering(config, inputs, validation=False), config)
+    stack.callback(replicas.close)
     stack.callback(collector.close)
     return trainer_class(config)(
         config=config,

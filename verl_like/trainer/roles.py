@@ -6,9 +6,10 @@ Each method splits its struct over the data-parallel ranks, calls, waits and joi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +22,6 @@ from verl_like.batch import (
     Evaluated,
     Experience,
     Metric,
-    Prompts,
     Rollouts,
     Sequences,
     merge_metrics,
@@ -31,12 +31,12 @@ from verl_like.cluster.worker_group import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.models.cost import ModelCost
-from verl_like.rollout.assemble import assemble_rollouts, build_requests
-from verl_like.rollout.rollout_engine import Completion, SamplingParams
-from verl_like.trainer.dispatch import RowBalance, join_rows, rows_per_rank, split_rows
+from verl_like.rollout.client import RolloutClient
+from verl_like.trainer.dispatch import RowBalance, join_rows, split_rows
+from verl_like.trainer.replicas import Replicas, SamplingClient
 from verl_like.weight_sync.sync import SyncReport
 
-ResponseReader = Callable[[int, Completion], None]  # row of the batch, its response
+T = TypeVar("T")
 Minibatches = list[tuple[Experience, Denominators]]
 
 
@@ -137,51 +137,53 @@ class RoleGroup:
 class PolicyGroup(RoleGroup):
     """Actor, reference and rollout of the pool."""
 
+    _replicas: Replicas | None = None  # from the first call of `sample` on
+
     def ranks_per_row(self) -> int:
         return self.plan.actor_ranks_per_row
 
-    def generate(
-        self,
-        prompts: Prompts,
-        sampling: SamplingParams,
-        *,
-        n: int,
-        seed: int | None,
-        step: int,
-        on_response: ResponseReader | None = None,
-        max_tokens: Sequence[int] | None = None,
-    ) -> Rollouts:
-        """n responses to each prompt; a prompt's n requests stay on one replica, which then shares its prefix.
+    def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
+        """Let the replicas sample until the future that `work` returns is done; its result.
 
-        `on_response` is called with every response as it ends, in whatever order, while others are still decoded.
-        max_tokens: a limit of its own for each response, in place of the sampling's.
+        work(client): submits what is to begin together, and returns; more may be submitted later, from any thread. If
+        it fails, all that is pending is aborted, its client refuses from then on, and its error is raised. What is
+        pending otherwise stays where it is, and goes on in the next call.
+        Raises WorkerError when a rank fails; then the pending futures fail, and there is no next call.
         """
-        requests = build_requests(
-            prompts,
-            n,
-            sampling,
-            seed=seed or 0,
-            step=step,
-            seed_per_request=seed is not None,
-            max_tokens=max_tokens,
-        )
-        replicas, ranks_each = self.plan.rollout_replicas, self.plan.tensor_parallel_size
-        shares = rows_per_rank(prompts.prompt_length_B.tolist(), replicas, balance=self.balance.even)
-        by_replica = [[requests[p * n + i] for p in sorted(share) for i in range(n)] for share in shares]
-        leads = [rank % ranks_each == 0 for rank in range(self.group.world_size)]
-        per_rank = [(by_replica[rank // ranks_each] if first else [],) for rank, first in enumerate(leads)]
-        row_of = {request.request_id: row for row, request in enumerate(requests)}
-        responses: dict[int, Completion] = {}
+        if self._replicas is None:
+            ways = self.wait(self.group.call_all("open_link"))
+            self._replicas = Replicas.open(ways, self.plan.tensor_parallel_size)
+        replicas = self._replicas
+        client = SamplingClient(replicas.router)
+        try:
+            future = work(client)
+        except BaseException:
+            client.close()
+            raise
+        served = replicas.release()
+        told: Future[list[Future[None]]] = Future()
 
-        def read(rank: int, ended: list[Completion]) -> None:
-            for completion in ended:
-                row = row_of[completion.request_id]
-                responses[row] = completion
-                if on_response is not None:
-                    on_response(row, completion)
+        def end(ended: Future[T]) -> None:
+            replicas.router.hold()
+            if ended.cancelled() or ended.exception() is not None:
+                client.close()
+            told.set_result([link.pause() for link in replicas.links])
 
-        self.wait(self.group.stream("generate", per_rank, read))
-        return assemble_rollouts(prompts, n, [responses[row] for row in sorted(responses)])
+        future.add_done_callback(end)
+        try:
+            self.wait(self.group.call("serve", served))
+            for paused in told.result(self.timeout_s):
+                paused.result(self.timeout_s)  # what ended there is known here: the next call begins with nothing of it
+        except BaseException:
+            self.close()
+            raise
+        return future.result()
+
+    def close(self) -> None:
+        """Cut the links; what is pending fails."""
+        replicas, self._replicas = self._replicas, None
+        if replicas is not None:
+            replicas.router.close()
 
     def old_log_probs(self, rollouts: Rollouts) -> Evaluated:
         return self.evaluate("old_log_probs", rollouts)

@@ -5,14 +5,12 @@ The driver calls these methods by name on all ranks at once (`WorkerGroup.call`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest
 from verl_like.weight_sync.sync import SyncReport
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.policy import PolicyWorker
@@ -26,6 +24,7 @@ class HybridWorker:
     """Actor, reference, rollout and critic of one rank."""
 
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
+        self.env = env
         with joined(spec, env) as self.process:
             self.profiler = build_profiler(spec, self.process)
             # The rollout engine comes last: at its start gpu_memory_utilization of the device must be free.
@@ -42,9 +41,12 @@ class HybridWorker:
         """What this rank's device can do at most, in the actor's compute precision."""
         return device_peak(self.process.device, self.policy.compute_dtype())
 
-    def generate(self, requests: list[GenerationRequest]) -> Iterator[list[Completion]]:
+    def open_link(self) -> tuple[tuple[str, int], bytes] | None:
+        return self.policy.open_link(self.env)
+
+    def serve(self, num_orders: int) -> None:
         with self.profiler.phase("actor", "generate"):
-            yield from self.policy.generate(requests)
+            self.policy.serve(num_orders)
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:
         with self.profiler.phase("actor", "old_log_probs"):

@@ -7,7 +7,6 @@ arrived. All methods are SPMD: every rank of the pool is called with its own sha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
+from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import resolve_dtype
 from verl_like.config.batch_plan import needs_sum_pi_squared, two_policies
 from verl_like.engine.fsdp import FSDPEngine
@@ -24,7 +24,9 @@ from verl_like.models.loading import load_hf_config
 from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.build import build_rollout_engine
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutEngine
+from verl_like.rollout.link_server import LinkServer
+from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.wire import address_towards
 from verl_like.weight_sync.sync import SyncReport, WeightSync
 from verl_like.workers.phase import Phase, PhaseSwitch
 from verl_like.workers.spec import WorkerSpec
@@ -47,6 +49,7 @@ class PolicyWorker:
         actor, correction = spec.config.actor_rollout_ref.actor, spec.config.algorithm.rollout_correction
         self.objective = PolicyObjective(actor, correction, two_policies=two_policies(actor, correction))
         self.rollout = self._build_rollout(run_id)
+        self.link: LinkServer | None = None
         self.weight_sync = WeightSync(
             self.actor,
             self.rollout,
@@ -135,12 +138,25 @@ class PolicyWorker:
         """Give the device to the trainer's engines; the critic's too, which this worker does not own."""
         self.switch.switch(Phase.train)
 
-    def generate(self, requests: list[GenerationRequest]) -> Iterator[list[Completion]]:
-        """Completions as they end. Of a tensor-parallel replica the first rank gets all requests, the others none."""
+    def open_link(self, env: RankEnv) -> tuple[tuple[str, int], bytes] | None:
+        """Address and key under which the driver reaches this replica, on its first rank; None on the others."""
+        if self.link is not None:
+            self.link.close()
+        if env.rank % self.spec.plan.tensor_parallel_size:
+            return None
+        self.link = LinkServer(self.rollout, address_towards(env.master_address, env.master_port))
+        return self.link.address, self.link.authkey
+
+    def serve(self, num_orders: int) -> None:
+        """Sample what the driver orders through the links until it says pause. num_orders: see LinkServer.serve."""
         if not self._changed_since_sync:  # another engine had the device meanwhile, but the weights are the actor's
             self.switch.switch(Phase.rollout)
-        self.switch.require(Phase.rollout, "generate")
-        yield from self.rollout.stream(requests)
+        self.switch.require(Phase.rollout, "serve")
+        if self.link is not None:
+            self.link.serve(num_orders)
+        else:
+            with self.rollout.opened():
+                pass  # a replica's other ranks pause when its first one does
 
     def old_log_probs(self, batch: Sequences) -> Evaluated:
         """Log-probs, entropy and what else the estimator needs of the current actor on this rank's rows (or none)."""
@@ -213,6 +229,8 @@ class PolicyWorker:
         self.actor.load(path, contents=self.spec.config.actor_rollout_ref.actor.checkpoint.load_contents)
 
     def shutdown(self) -> None:
+        if self.link is not None:
+            self.link.close()
         self.rollout.shutdown()
 
 

@@ -16,6 +16,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.compose import compose
+from verl_like.trainer.roles import PolicyGroup
 from verl_like.workers.phase import Phase, PhaseSwitch
 from verl_like.workers.policy import moves_weights
 from verl_like.workers.spec import WorkerSpec
@@ -82,9 +83,11 @@ def experience() -> Experience:
 
 
 def generate(group: LocalWorkerGroup) -> list[Completion]:
-    ended: list[Completion] = []
-    group.stream("generate", [([REQUEST],)], lambda rank, completions: ended.extend(completions)).wait()
-    return ended
+    policy = PolicyGroup(group, group._worker.policy.spec.plan, balance=True, timeout_s=60)
+    try:
+        return [policy.sample(lambda client: client.submit(REQUEST))]
+    finally:
+        policy.close()
 
 
 def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
@@ -125,7 +128,7 @@ def test_a_step_moves_weights_unless_rounding_may_swallow_it(lr: float, norm: fl
 
 
 def test_generating_before_a_sync_is_refused(group: LocalWorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="generate needs the rollout phase"):
+    with pytest.raises(WorkerError, match="serve needs the rollout phase"):
         generate(group)
 
 

@@ -1,0 +1,22 @@
+"""Errors between processes, as names and texts: an exception's own class may not be importable where it is told."""
+
+from __future__ import annotations
+
+from verl_like.rollout.rollout_engine import RolloutError, UnloadedError, WeightLoadError
+
+# Errors that arrive as what they were; others as RolloutError.
+_KNOWN = {error.__name__: error for error in (ValueError, RuntimeError, RolloutError, UnloadedError, WeightLoadError)}
+
+Told = tuple[str, str]  # class name, message
+
+
+def told(error: BaseException) -> Told:
+    """What travels of an error. A ValueError of a library's own kind is a ValueError: it refuses one request."""
+    name = "ValueError" if isinstance(error, ValueError) else type(error).__name__
+    return name, str(error)
+
+
+def heard(what: Told) -> Exception:
+    """The error at the other end."""
+    name, text = what
+    return _KNOWN[name](text) if name in _KNOWN else RolloutError(f"{name}: {text}")

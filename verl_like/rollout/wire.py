@@ -1,0 +1,98 @@
+"""One TCP connection between two processes of a run, on which whole Python objects travel."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import struct
+import threading
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+_CONNECT_S = 60.0
+_HANDSHAKE_S = 10.0  # for the other end's answer; who says nothing is not one of ours
+
+
+class Wire:
+    """A connected socket whose other end has shown that it knows `authkey`, as has this one.
+
+    `send` may be called from any thread, `receive` from one. Both raise OSError or EOFError when the wire is cut.
+    """
+
+    def __init__(self, connected: socket.socket, authkey: bytes, *, asks_first: bool) -> None:
+        self._socket = connected
+        self._sending = threading.Lock()
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = Connection(os.dup(connected.fileno()))
+        self._limit_reading(_HANDSHAKE_S)
+        try:
+            for ask in (asks_first, not asks_first):
+                (deliver_challenge if ask else answer_challenge)(self._connection, authkey)
+        except BaseException:
+            self.close()
+            raise
+        self._limit_reading(0.0)
+
+    @classmethod
+    def to(cls, address: tuple[str, int], authkey: bytes) -> Wire:
+        """Raises OSError when nobody is there, AuthenticationError when it is somebody else."""
+        return cls(socket.create_connection(address, timeout=_CONNECT_S), authkey, asks_first=False)
+
+    def send(self, message: Any) -> None:
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            self._connection.send_bytes(data)
+
+    def receive(self) -> Any:
+        return pickle.loads(self._connection.recv_bytes())
+
+    def cut(self) -> None:
+        """End it for both ends, from any thread: who waits in `receive` is told. Then `close`, in that thread."""
+        with suppress(OSError):  # it is cut already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
+        with self._sending:
+            self._connection.close()
+            self._socket.close()
+
+    def _limit_reading(self, seconds: float) -> None:
+        limit = struct.pack("ll", int(seconds), 0)  # a struct timeval; 0: none
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+class Socket:
+    """Where one `Wire` can be connected to: `address` and `authkey` say how."""
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.create_server((host, 0))
+        self.authkey = secrets.token_bytes(32)
+        name = self._socket.getsockname()
+        self.address: tuple[str, int] = (name[0], name[1])
+
+    def accept(self) -> Wire:
+        """The first that knows the key; nobody after it. Raises OSError when `close` is called meanwhile."""
+        try:
+            while True:
+                connected = self._socket.accept()[0]
+                with suppress(AuthenticationError, EOFError, OSError):  # a stranger
+                    return Wire(connected, self.authkey, asks_first=True)
+        finally:
+            self._socket.close()
+
+    def close(self) -> None:
+        with suppress(OSError):  # it is closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address in the network that leads to `host`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
