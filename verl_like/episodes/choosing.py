@@ -79,27 +79,22 @@ class Choosing:
         return [self._groups[name] for name in self.selection.chosen()]
 
     def metrics(self) -> dict[str, float]:
-        """Of a batch that is full."""
+        """Of a batch that is full. scheduler/* depends on time: on what had begun when the batch was full."""
         chosen, dropped = self.selection.chosen(), self.selection.dropped()
-        found: dict[str, float] = {}
-        unused = self._unused()
-        if self._rules.enable:
-            names = (*chosen, *dropped)
-            found |= filter_metrics(
-                [self._scores_of(name) for name in names],
-                num_judged=len(names),
-                num_dropped=len(dropped),
-                per_draw=self.per_draw,
-                num_unused=len(unused),
-            )
-        aborted = self._how.take_aborted()
         used = [member.episode.num_sampled for name in chosen for member in self._groups[name].sampled]
         ended = [member.episode.num_sampled for group in self._groups.values() for member in group.sampled]
-        found["scheduler/num_unused"] = float(len(unused))
-        found["scheduler/unused_tokens"] = float(sum(ended) + sum(aborted) - sum(used))
-        if isinstance(self.selection, CompletionOrder):
+        begun = ended + self._how.take_aborted()
+        found = {
+            "scheduler/num_unused": float(len(self._unused())),
+            "scheduler/unused_tokens": float(sum(begun) - sum(used)),
+        }
+        if isinstance(self.selection, CompletionOrder):  # what it does to lengths; aborted ones would be longer yet
             found["scheduler/response_length/used"] = sum(used) / max(len(used), 1)
-            found["scheduler/response_length/begun"] = (sum(ended) + sum(aborted)) / max(len(ended) + len(aborted), 1)
+            found["scheduler/response_length/begun"] = sum(begun) / max(len(begun), 1)
+        if self._rules.enable:
+            judged = [self._scores_of(name) for name in (*chosen, *dropped)]
+            num_dropped, draw = len(dropped), self.per_draw
+            found |= filter_metrics(judged, num_judged=len(judged), num_dropped=num_dropped, per_draw=draw)
         return found
 
     def _selection(self) -> Selection:

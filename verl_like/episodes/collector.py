@@ -96,7 +96,7 @@ class Collector:
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, complete when its scores are there."""
-        return self._metrics | {"episodes/loop_lag_max": self._loop.take_lag()}
+        return self._metrics | {"timing_s/episodes_lag_max": self._loop.take_lag()}
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and what became of the prompts before. Plain values."""

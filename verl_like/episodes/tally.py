@@ -25,20 +25,17 @@ class Ledger:
         return cls(used=num_gone) if state is None else cls(**state)
 
 
-def filter_metrics(
-    judged: Sequence[Scores], *, num_judged: int, num_dropped: int, per_draw: int, num_unused: int = 0
-) -> dict[str, float]:
+def filter_metrics(judged: Sequence[Scores], *, num_judged: int, num_dropped: int, per_draw: int) -> dict[str, float]:
     """train/num_gen_batches (verl's name) and filter_groups/*, of the groups up to the one that filled the batch.
 
     judged: their scores. score_mean_drawn is over all their valid responses, so that the choice of groups does not bias
-    it. per_draw: data.gen_batch_size. num_unused: further prompts that were begun, and are drawn again.
+    it. per_draw: data.gen_batch_size.
     """
     scores = [each.score_B[each.valid_B].double() for each in judged]
     return {
         "train/num_gen_batches": num_judged / per_draw,
         "filter_groups/num_drawn": float(num_judged),
         "filter_groups/num_dropped": float(num_dropped),
-        "filter_groups/num_unused": float(num_unused),
         "filter_groups/signal_fraction": 1 - num_dropped / max(num_judged, 1),
         "filter_groups/score_mean_drawn": sum(each.sum().item() for each in scores) / max(sum(map(len, scores)), 1),
     }

@@ -1,0 +1,149 @@
+"""Replicas with fake time behind a real router and real links, graders that are scripted, and a data set."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.unit.data.factory import CharTokenizer, write_prompts
+from verl_like.batch import PromptRow
+from verl_like.config import AlgorithmConfig, DataConfig, PPOConfig
+from verl_like.data.dataset import PromptDataset
+from verl_like.data.loader import PromptLoader
+from verl_like.data.sampler import ResumableSampler
+from verl_like.episodes.answering import Answering
+from verl_like.episodes.collector import Collector
+from verl_like.episodes.episode import EpisodeRunner, SingleTurn
+from verl_like.rewards.grading import Graded, Grading, Scorer, require_enough
+from verl_like.rewards.model_score import Answer
+from verl_like.rewards.parts import Part
+from verl_like.rewards.reward_call import RewardCall, RewardOutcome
+from verl_like.rollout.client import LocalLink, RolloutClient
+from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
+from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
+from verl_like.rollout.router import Router
+
+T = TypeVar("T")
+N = 2
+Verdict = Callable[[int, int], float | None]  # (position in the data set, which of its responses ended) -> score
+
+
+def teaches(position: int, nth: int) -> float:
+    """Two prompts of three have a signal: the first response to end scores, the others do not."""
+    return 1.0 if position % 3 == 0 else float(position) * (nth == 0)
+
+
+class Fleet:
+    """What the collector samples with."""
+
+    def __init__(self, *engines: FakeTimeEngine) -> None:
+        self.engines = [FakeTimeRollout(engine) for engine in engines or (FakeTimeEngine(),)]
+        links = [LocalLink(f"replica {i}", engine, interval_s=0.001) for i, engine in enumerate(self.engines)]
+        self.router = Router(links, max_running_requests=None, deterministic=True)
+        self.router.hold()
+        self.asked: list[GenerationRequest] = []
+        self._submit, self.router.submit = self.router.submit, self._seen  # type: ignore[method-assign]
+
+    def _seen(self, request: GenerationRequest) -> Any:
+        self.asked.append(request)
+        return self._submit(request)
+
+    def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
+        future = work(self.router)
+        self.router.release()
+        for engine in self.engines:
+            engine.open()
+        try:
+            return future.result(60)
+        finally:
+            self.router.hold()
+            self.router.abort()
+            deadline = time.monotonic() + 10
+            while self.router.snapshot() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            for engine in self.engines:
+                engine.pause()
+
+    def close(self) -> None:
+        self.router.close()
+        for engine in self.engines:
+            engine.shutdown()
+
+
+class Rewards:
+    """Scores by position; None is a failure. `alone` False: as a batch manager does."""
+
+    graded_by = "the test"
+
+    def __init__(self, verdict: Verdict, *, alone: bool = True) -> None:
+        self.verdict, self.grades_alone = verdict, alone
+        self.seen: dict[int, int] = {}
+
+    def grade(self, row: PromptRow, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Graded:
+        answer = Answer(row=row, prompt_ids=prompt_ids, response_ids=response_ids)
+        graded = Graded(answer=answer, text="", scorers=(Scorer(Part("custom"), self.submit),))
+        futures = self.submit([graded.call(graded.scorers[0])])
+        return Graded(answer=answer, text="", scorers=graded.scorers, futures=futures if self.grades_alone else ())
+
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
+        return [self._outcome(int(call.ground_truth)) for call in calls]
+
+    def _outcome(self, position: int) -> Future[RewardOutcome]:
+        nth = self.seen[position] = self.seen.get(position, -1) + 1
+        score, future = self.verdict(position, nth % N), Future[RewardOutcome]()
+        failure = RewardOutcome(kind="timeout", message="too slow")
+        future.set_result(failure if score is None else RewardOutcome(score=score))
+        return future
+
+    def gather(self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False) -> Grading:
+        return Grading(graded, step=step, may_all_fail=may_all_fail, graded_by=self.graded_by)
+
+    def require_enough(self, batches: Any, *, step: int) -> None:
+        require_enough(batches, step=step, graded_by=self.graded_by)
+
+    require_any = require_enough
+
+
+def dataset(folder: Path, count: int = 12) -> PromptDataset:
+    """Prompt i has i % 5 + 1 characters, and the ground truth i."""
+    files = write_prompts(folder / "a.parquet", ["x" * (i % 5 + 1) for i in range(count)])
+    return PromptDataset(DataConfig(), files, CharTokenizer(template=False), split="train")
+
+
+@contextmanager
+def collector(
+    data: PromptDataset,
+    *,
+    batch: int = 4,
+    draw: int | None = None,
+    verdict: Verdict = teaches,
+    alone: bool = True,
+    runner: EpisodeRunner | None = None,
+    engines: Sequence[FakeTimeEngine] = (),
+    additional: int = 0,
+    algorithm: AlgorithmConfig | None = None,
+    **how: Any,
+) -> Iterator[tuple[Collector, Fleet]]:
+    """A collector of N responses to each of `batch` prompts a step."""
+    config = PPOConfig(data=DataConfig(train_batch_size=batch, gen_batch_size=draw))
+    config.algorithm = algorithm or AlgorithmConfig()
+    extra = config.actor_rollout_ref.rollout.scheduler.additional_prompts
+    extra.enable, extra.max = additional > 0, max(additional, 1)
+    chooses = additional > 0 or (config.algorithm.filter_groups.enable and config.algorithm.filter_groups.resample)
+    sampler = ResumableSampler(len(data), shuffle=False, seed=1, identity=data.identity())
+    loader = PromptLoader(data, sampler, draw or batch, drop_last=not chooses)
+    fleet = Fleet(*engines)
+    answering = Answering(
+        **{"n": N, "seed": 1, "purpose": "train", "sampling": SamplingParams(max_tokens=4096), **how},
+        runner=runner or SingleTurn(),
+    )
+    made = Collector(loader, Rewards(verdict, alone=alone), fleet, answering, config)  # type: ignore[arg-type]
+    try:
+        yield made, fleet
+    finally:
+        fleet.close()
+        made.close()

@@ -1,0 +1,362 @@
+"""The collector over replicas with fake time: what is drawn, kept, given back, counted and resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.episodes.fleet import N, Verdict, collector, dataset, teaches
+from verl_like.batch import Prompt
+from verl_like.config import AlgorithmConfig, FilterGroupsConfig, LengthRewardConfig, RewardModelConfig
+from verl_like.data.dataset import PromptDataset
+from verl_like.episodes.answering import Answering
+from verl_like.episodes.episode import Ask, Episode, SingleTurn, Turn
+from verl_like.rewards.grading import RewardError
+from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
+from verl_like.rollout.requests import request_seed
+from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, SamplingParams
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> PromptDataset:
+    return dataset(tmp_path)
+
+
+def filtering(**rules: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True, **rules))
+
+
+def steps(made: Any, count: int, first: int = 1) -> list[tuple[list[int], list[int], list[float]]]:
+    """(positions, tokens, scores) of each step's batch."""
+    taken = []
+    for step in range(first, first + count):
+        rollouts, pending = made.next_batch(step)
+        pending.wait()
+        rollouts.check()
+        taken.append(
+            ([row.index for row in rollouts.rows], rollouts.response_ids_BR.tolist(), pending.result().score_B.tolist())
+        )
+    return taken
+
+
+# ---- plain batches
+
+
+def test_a_plain_batch_holds_n_responses_to_each_prompt_in_the_order_of_draws(data: PromptDataset) -> None:
+    with collector(data, engines=[FakeTimeEngine(), FakeTimeEngine()]) as (made, fleet):
+        rollouts, pending = made.next_batch(1)
+        assert rollouts.group_B.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        for row, (group, sample) in enumerate((g, s) for g in range(4) for s in range(N)):
+            length = int(rollouts.response_length_B[row])
+            seed = request_seed(1, "train", group, sample, 0)
+            assert rollouts.response_ids_BR[row, :length].tolist() == tokens_of(seed, length).tolist()
+        assert sorted(pending.result().score_B.tolist()) == sorted([1.0, 1.0, 1.0, 0.0, 2.0, 0.0, 1.0, 1.0])
+        assert [engine.fake.num_sampled > 0 for engine in fleet.engines] == [True, True]
+        for group in range(4):  # one replica computes a prompt, for all of its responses
+            assert len({r.session for r in fleet.asked if r.request_id.startswith(f"train-{group}-")}) == 1
+        made.next_batch(2)
+        assert len(fleet.asked) == 16 and made.state_dict()["draws"] == 8
+        assert made.state_dict()["ledger"] == {"used": 8, "dropped": 0}
+
+
+def test_noise_depends_on_the_draw_and_not_on_the_step(data: PromptDataset) -> None:
+    with collector(data) as (made, _), collector(data) as (again, _):
+        assert made.next_batch(1)[0].response_ids_BR.tolist() == again.next_batch(77)[0].response_ids_BR.tolist()
+    with collector(data, seed=2) as (other, _), collector(data, purpose="val") as (val, _):
+        drawn = [each.next_batch(1)[0].response_ids_BR[0, :3].tolist() for each in (other, val)]
+    assert drawn[0] != drawn[1]
+
+
+def test_without_seeds_requests_have_none_and_spread_ones_have_sessions_of_their_own(data: PromptDataset) -> None:
+    with collector(data, seed=None, spread=True) as (made, fleet):
+        made.next_batch(1)
+        assert {request.seed for request in fleet.asked} == {None}
+        assert len({request.session for request in fleet.asked}) == 8
+
+
+def test_tokens_of_other_weights_are_refused(data: PromptDataset) -> None:
+    with collector(data) as (made, _):
+        made.weights_changed(0)
+        made.next_batch(1)
+        made.weights_changed(1)
+        with pytest.raises(RuntimeError, match=r"weights of version \[0\], not of 1 alone"):
+            made.next_batch(2)
+
+
+def test_a_dead_replica_ends_the_step(data: PromptDataset) -> None:
+    engine = FakeTimeEngine()
+    engine.failure = RuntimeError("power cut")
+    with collector(data, engines=[engine]) as (made, _), pytest.raises(RolloutError, match="power cut"):
+        made.next_batch(1)
+
+
+def test_a_request_that_the_engine_refuses_ends_the_step_and_the_next_one_works(data: PromptDataset) -> None:
+    with collector(data, engines=[FakeTimeEngine(max_model_len=5000)]) as (made, fleet):
+        made.how.sampling = SamplingParams(max_tokens=10_000)
+        with pytest.raises(ValueError, match="does not fit"):
+            made.next_batch(1)
+        made.how.sampling = SamplingParams(max_tokens=100)
+        assert len(made.next_batch(2)[0]) == 8
+        assert fleet.router.snapshot() == {}
+
+
+# ---- episodes of several turns
+
+
+class ThreeTurns:
+    """Asks three times; what it is told between is the turn's number."""
+
+    async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+        turns, context, observed = [], list(prompt.ids), list(prompt.ids)
+        for number in range(3):
+            done = await ask(context, SamplingParams(max_tokens=5))
+            turns.append(Turn.of(observed, done))
+            await asyncio.sleep(0.001 * sample)  # a tool
+            observed = [number]
+            context = [*context, *done.token_ids, *observed]
+        return Episode(turns=tuple(turns))
+
+
+def test_turns_of_an_episode_share_a_session_and_have_seeds_of_their_own(data: PromptDataset) -> None:
+    with collector(data, runner=ThreeTurns()) as (made, fleet):
+        rollouts, pending = made.next_batch(1)
+        rollouts.check()
+        assert rollouts.step_BR is not None and int(rollouts.step_BR.max()) == 2 and len(pending.result()) == 8
+        assert [r.turn for r in fleet.asked if r.request_id.startswith("train-2-1-")] == [0, 1, 2]
+        seeds = [r.seed for r in fleet.asked]
+        assert len(set(seeds)) == len(seeds) == 24 and len({r.session for r in fleet.asked}) == 4
+        last = rollouts.response_ids_BR[0].tolist()
+        assert last[5] == 0 and last[11] == 1 and int(rollouts.response_mask_BR[0].sum()) == 15
+
+
+def test_an_error_in_an_episode_is_the_steps(data: PromptDataset) -> None:
+    class Broken(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            if prompt.group == 2:
+                raise KeyError("my bug")
+            return await super().run(prompt, sample, ask)
+
+    with collector(data, runner=Broken()) as (made, fleet):
+        with pytest.raises(KeyError, match="my bug"):
+            made.next_batch(1)
+        assert fleet.router.snapshot() == {}
+
+
+# ---- dynamic sampling
+
+
+def test_it_draws_until_the_batch_is_full_of_groups_with_a_signal(data: PromptDataset) -> None:
+    """Positions 0, 3, 6, 9 teach nothing."""
+    with collector(data, draw=4, algorithm=filtering()) as (made, _):
+        rollouts, pending = made.next_batch(1)
+        assert [row.index for row in rollouts.rows] == [1, 1, 2, 2, 4, 4, 5, 5]
+        assert rollouts.group_B.tolist() == [1, 1, 2, 2, 4, 4, 5, 5]
+        assert pending.result().score_B.view(4, N).sum(dim=1).tolist() == [1.0, 2.0, 4.0, 5.0]
+        metrics = made.metrics()
+        assert metrics["train/num_gen_batches"] == 6 / 4
+        assert metrics["filter_groups/num_drawn"] == 6 and metrics["filter_groups/num_dropped"] == 2
+        assert metrics["filter_groups/signal_fraction"] == pytest.approx(2 / 3)
+        assert metrics["filter_groups/score_mean_drawn"] == pytest.approx((2 * 1 + 2 * 1 + 1 + 2 + 4 + 5) / 12)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("before", range(5))
+def test_a_resumed_collector_goes_on_exactly_where_it_stopped(data: PromptDataset, before: int, alone: bool) -> None:
+    settings: dict[str, Any] = {"batch": 3, "draw": 4, "algorithm": filtering(), "alone": alone}
+    with collector(data, **settings) as (made, _):
+        whole = steps(made, 5)
+    with collector(data, **settings) as (first, _):
+        steps(first, before)
+        state = json.loads(json.dumps(first.state_dict()))
+    with collector(data, **settings) as (second, _):
+        second.load_state_dict(state)
+        assert steps(second, 5 - before, first=before + 1) == whole[before:]
+    assert len({str(step) for step in whole}) > 1
+
+
+@pytest.mark.parametrize(("batch", "draw"), [(2, 4), (4, 6), (2, 3), (4, 4), (1, 5)])
+@pytest.mark.parametrize("alone", [True, False])
+def test_no_prompt_is_lost_or_trained_on_twice_in_an_epoch(
+    data: PromptDataset, batch: int, draw: int, alone: bool
+) -> None:
+    useful = [p for p in range(12) if p % 3]
+    with collector(data, batch=batch, draw=draw, algorithm=filtering(), alone=alone) as (made, _):
+        taken = steps(made, 8 // batch)
+        assert sorted(row for rows, _, _ in taken for row in rows) == sorted(useful * N)
+        state = made.state_dict()
+        ledger = state["ledger"]
+        assert ledger["used"] == 8 and ledger["used"] + ledger["dropped"] + len(state["returned"]) == state["draws"]
+
+
+def test_groups_are_taken_in_draw_order_however_long_their_responses_are(data: PromptDataset) -> None:
+    """The first prompts' responses are the longest by far; without rounds, others begin meanwhile."""
+
+    def length(request: GenerationRequest) -> int:
+        return 1500 if request.request_id.split("-")[1] in "12" else 3
+
+    with collector(data, draw=8, algorithm=filtering(), engines=[FakeTimeEngine(length_of=length)]) as (made, _):
+        assert steps(made, 1)[0][0] == [1, 1, 2, 2, 4, 4, 5, 5]
+        assert made.metrics()["scheduler/num_unused"] > 0
+
+
+def test_it_gives_up_and_names_the_keys(data: PromptDataset) -> None:
+    def verdict(position: int, nth: int) -> float:
+        return 1.0 if position else float(nth)
+
+    with collector(data, draw=4, verdict=verdict, algorithm=filtering(max_num_gen_batches=2)) as (made, _):
+        with pytest.raises(ValueError) as caught:
+            made.next_batch(1)
+        text = str(caught.value)
+        assert "step 1: 2 draws (8 prompts, mean score 0.938) gave 1 groups with a signal" in text
+        for key in ("data.train_batch_size=4", "max_num_gen_batches=2", "data.gen_batch_size=4", "resample=false"):
+            assert key in text
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_without_a_bound_it_stops_after_ten_passes(data: PromptDataset, alone: bool) -> None:
+    with collector(data, draw=4, verdict=lambda p, n: 0.0, algorithm=filtering(), alone=alone) as (made, fleet):
+        with pytest.raises(ValueError, match="30 draws"):
+            made.next_batch(1)
+        assert len(fleet.asked) == 120 * N
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_grader_that_always_fails_is_no_lack_of_signals(data: PromptDataset, alone: bool) -> None:
+    with (
+        collector(data, draw=4, verdict=lambda p, n: None, algorithm=filtering(), alone=alone) as (made, fleet),
+        pytest.raises(RewardError, match=r"every response \(8\) failed \(8 x timeout\)"),
+    ):
+        made.next_batch(1)
+    assert len(fleet.asked) < 40 * N
+
+
+def test_keep_and_mask_draws_once(data: PromptDataset) -> None:
+    with collector(data, algorithm=filtering(resample=False)) as (made, fleet):
+        rollouts, pending = made.next_batch(1)
+        assert [row.index for row in rollouts.rows] == [0, 0, 1, 1, 2, 2, 3, 3]
+        trained_B = pending.result().trained_B
+        assert trained_B is not None and trained_B.tolist() == [False, False, True, True, True, True, False, False]
+        assert len(fleet.asked) == 8
+        assert made.metrics()["filter_groups/num_dropped"] == 2 and made.metrics()["train/num_gen_batches"] == 1
+
+
+# ---- groups that lost members
+
+
+def failing(position: int, nth: int) -> float | None:
+    """Of position 1 one response fails, of position 2 both do."""
+    return None if position == 2 or (position == 1 and nth == 0) else teaches(position, nth)
+
+
+def test_small_groups_are_masked_and_counted(data: PromptDataset) -> None:
+    with collector(data, verdict=failing, algorithm=AlgorithmConfig(min_group_size=2)) as (made, _):
+        _, pending = made.next_batch(1)
+        scores = pending.result()
+        assert scores.trained_B is not None and scores.trained_B.view(4, N)[:, 0].tolist() == [True, False, False, True]
+        assert made.metrics()["groups/too_small"] == 2
+    with collector(data, verdict=failing) as (made, _):
+        scores = made.next_batch(1)[1].result()
+        assert scores.trained_B is None and int(scores.valid_B.sum()) == 5
+
+
+def test_failures_name_their_rows_of_the_batch(data: PromptDataset) -> None:
+    verdict: Verdict = lambda p, n: None if p == 4 and n == 1 else teaches(p, n)  # noqa: E731
+    with collector(data, batch=4, draw=6, verdict=verdict, algorithm=filtering()) as (made, _):
+        rollouts, pending = made.next_batch(1)
+        assert 4 not in [row.index for row in rollouts.rows]  # one response has nothing to compare with
+        for row, failure in enumerate(pending.result().failures):
+            assert failure is None or failure.row == row
+
+
+# ---- greedy baselines (remax)
+
+
+def test_each_prompt_is_answered_once_greedily_and_its_score_reaches_all_its_rows(data: PromptDataset) -> None:
+    algorithm = AlgorithmConfig(adv_estimator="remax")
+    with collector(data, verdict=lambda p, n: 10.0 * p, algorithm=algorithm, greedy_too=True) as (made, fleet):
+        rollouts, pending = made.next_batch(1)
+        pending.wait()
+        scores = pending.result()
+        assert len(rollouts) == 8 and scores.baseline_B is not None
+        assert scores.baseline_B.tolist() == [0, 0, 10, 10, 20, 20, 30, 30]
+        greedy = [request for request in fleet.asked if request.sampling.greedy]
+        assert [r.request_id for r in greedy] == [f"train-{p}-2-0" for p in range(4)]
+        metrics = made.metrics()
+        assert metrics["remax/failures"] == 0 and metrics["remax/response_length/mean"] > 0
+
+
+def test_rows_without_a_baseline_are_left_out_and_counted(data: PromptDataset) -> None:
+    asked: dict[int, int] = {}
+
+    def verdict(position: int, nth: int) -> float | None:
+        return None if position == 2 else 10.0 * (position + 1)
+
+    config = AlgorithmConfig(adv_estimator="remax", reward_clip=12.0)
+    with collector(data, verdict=verdict, algorithm=config, greedy_too=True) as (made, _):
+        made.config.reward_model = RewardModelConfig(length_reward=LengthRewardConfig(enable=False))
+        _, pending = made.next_batch(1)
+        scores = pending.result()
+        assert scores.valid_B.view(4, N)[:, 0].tolist() == [True, True, False, True]
+        assert scores.baseline_B is not None and scores.baseline_B.view(4, N)[[0, 1, 3], 0].tolist() == [10, 12, 12]
+        assert scores.score_B.view(4, N)[[0, 1, 3], 0].tolist() == [10, 20, 40]  # those of sampled ones are shaped later
+        assert torch.isnan(scores.score_B.view(4, N)[2]).all() and made.metrics()["remax/failures"] == 1
+    assert not asked
+
+
+# ---- additional prompts: the fastest groups make the batch
+
+
+def slow_first(request: GenerationRequest) -> int:
+    return 1000 if request.request_id.split("-")[1] == "0" else 10 + int(request.request_id.split("-")[1])
+
+
+def test_the_fastest_groups_are_used_and_the_slowest_prompt_is_waited_for_in_the_next_step(data: PromptDataset) -> None:
+    engines = [FakeTimeEngine(length_of=slow_first)]
+    with collector(data, batch=3, additional=2, engines=engines) as (made, fleet):
+        first, _ = made.next_batch(1)
+        assert 0 not in first.group_B.tolist() and len(first) == 3 * N
+        metrics = made.metrics()
+        assert metrics["scheduler/num_unused"] == 2 and metrics["scheduler/unused_tokens"] > 0
+        assert metrics["scheduler/response_length/used"] < 20
+        second, _ = made.next_batch(2)
+        assert 0 in second.group_B.tolist()  # it comes first, and is waited for
+        assert made.state_dict()["ledger"]["used"] == 6
+        ids = [r.request_id for r in fleet.asked if r.request_id.startswith("train-0-")]
+        assert sorted(ids) == ["train-0-0-0", "train-0-0-0", "train-0-1-0", "train-0-1-0"]
+
+
+def test_additional_prompts_lose_and_repeat_none(data: PromptDataset) -> None:
+    with collector(data, batch=3, additional=2, engines=[FakeTimeEngine(), FakeTimeEngine()]) as (made, _):
+        taken = [group for step in range(12) for group in set(made.next_batch(step)[0].group_B.tolist())]
+        state = made.state_dict()
+        assert len(taken) == len(set(taken)) == 36
+        waiting = {number for _, number in state["returned"]}
+        assert set(taken) | waiting == set(range(state["draws"])) and not set(taken) & waiting
+
+
+def test_additional_prompts_with_a_filter(data: PromptDataset) -> None:
+    with collector(data, batch=3, additional=2, draw=3, algorithm=filtering()) as (made, _):
+        for step in range(4):
+            rollouts, pending = made.next_batch(step)
+            assert all(row.index % 3 for row in rollouts.rows) and len(pending.result()) == 6
+
+
+# ---- validation
+
+
+def test_given_prompts_are_answered_in_their_own_way(data: PromptDataset) -> None:
+    how = Answering(runner=SingleTurn(), sampling=SamplingParams(max_tokens=7), n=3, seed=1, purpose="val")
+    prompts = [Prompt(ids=[5], row=data[i][1], group=i, position=i) for i in (4, 2)]
+    with collector(data) as (made, fleet):
+        rollouts, pending = made.answer(prompts, how, step=9)
+        assert [row.index for row in rollouts.rows] == [4, 4, 4, 2, 2, 2] and len(pending.result()) == 6
+        assert int(rollouts.response_length_B.max()) <= 7
+        assert {r.request_id for r in fleet.asked} == {f"val-{g}-{s}-0" for g in (4, 2) for s in range(3)}
+        assert made.state_dict()["draws"] == 0
+    with collector(data, verdict=lambda p, n: None) as (made, _):
+        assert not made.answer(prompts, how, step=9)[1].result().valid_B.any()
