@@ -184,6 +184,17 @@ def test_stream_gives_each_response_as_it_ends(engine: RolloutEngine) -> None:
     assert list(engine.stream([])) == []
 
 
+def test_many_are_submitted_at_once(engine: RolloutEngine) -> None:
+    """What does not fit fails alone, in its own future."""
+    large = requests(1, SamplingParams(max_tokens=MAX_LEN), first=6)
+    with engine.opened():
+        futures = engine.submit_all([*requests(6), *large])
+        done = [future.result(60) for future in futures[:6]]
+        with pytest.raises(ValueError, match="max_model_len=128"):
+            futures[6].result(60)
+    assert [c.token_ids for c in done] == [c.token_ids for c in engine.generate(requests(6))]
+
+
 def test_tokens_do_not_depend_on_the_batch(engine: RolloutEngine) -> None:
     together = {c.request_id: c.token_ids for c in engine.generate(requests(40))}  # more than max_num_seqs
     for request in (*requests(2), *requests(1, first=39)):

@@ -128,32 +128,6 @@ class TestBothGroups:
                 assert fact["threads_at_import"] == variables["OMP_NUM_THREADS"]
 
 
-class TestStreams:
-    def test_items_come_in_order_and_the_return_values_last(self, group: Group) -> None:
-        seen: list[list[int]] = [[] for _ in range(group.world_size)]
-        pending = group.stream(
-            "count", [(3 + rank,) for rank in range(group.world_size)], lambda rank, item: seen[rank].append(item)
-        )
-        assert pending.wait(30) == [f"rank {r} counted to {3 + r}" for r in range(group.world_size)]
-        assert seen == [[100 * r + i for i in range(3 + r)] for r in range(group.world_size)]
-        assert pending.done()
-        assert group.call_all("add", 1).wait()[0] == 2  # the group goes on
-
-    def test_items_arrive_while_the_call_runs(self, group: Group, tmp_path: Path) -> None:
-        seen: list[str] = []
-
-        def on_item(rank: int, item: str) -> None:
-            seen.append(item)
-            (tmp_path / f"go{rank}").touch()  # the worker goes on only now
-
-        group.stream("wait_for", [(str(tmp_path / f"go{r}"),) for r in range(group.world_size)], on_item).wait(60)
-        assert sorted(seen) == ["found"] * group.world_size + ["waiting"] * group.world_size
-
-    def test_wrong_number_of_arguments_is_told(self, group: Group) -> None:
-        with pytest.raises(ValueError, match=f"for 5 ranks, but the group has {group.world_size}"):
-            group.stream("count", [(1,)] * 5, lambda rank, item: None)
-
-
 @pytest.fixture(params=["local", "ray"])
 def fresh(request: pytest.FixtureRequest) -> Iterator[Callable[..., Group]]:
     """Makes groups that a test may break."""
@@ -180,16 +154,6 @@ class TestFailuresInBothGroups:
         assert (caught.value.rank, caught.value.method, caught.value.error_type) == (0, "boom", "KeyError")
         assert "def boom" in caught.value.remote_traceback or "in boom" in caught.value.remote_traceback
         with pytest.raises(GroupStopped, match="stopped: worker rank 0"):
-            broken.call_all("add", 1).wait()
-
-    def test_error_in_a_stream_comes_after_its_items(self, fresh: Callable[..., Group]) -> None:
-        broken = fresh()
-        seen: list[int] = []
-        pending = broken.stream("count", [(5, 2)] * broken.world_size, lambda rank, item: seen.append(item))
-        with pytest.raises(WorkerError, match=r"failed in count\(\): KeyError: 'missing number'"):
-            pending.wait(30)
-        assert seen.count(0) == seen.count(1) == 1
-        with pytest.raises(GroupStopped):
             broken.call_all("add", 1).wait()
 
     def test_constructor_error_is_the_workers_own(self, fresh: Callable[..., Group]) -> None:
@@ -233,11 +197,6 @@ class TestProcesses:
         assert caught.value.rank == 0
         assert caught.value.log_path.endswith("worker_rank0.log")
         assert not any(map(_alive, pids))
-
-    def test_kill_9_in_a_stream_is_named(self, start: Callable[..., RayWorkerGroup]) -> None:
-        group = start()
-        with pytest.raises(WorkerDied, match="its process died"):
-            group.stream("die_after_one", [(), ()], lambda rank, item: None).wait(60)
 
     def test_death_at_start_shows_the_last_output(self, start: Callable[..., RayWorkerGroup]) -> None:
         with pytest.raises(WorkerDied, match="native code says goodbye") as caught:

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -58,25 +57,6 @@ class ToyWorker:
 
     def double(self, batch: Any) -> Any:
         return batch.replace(response_length_B=batch.response_length_B * 2)
-
-    def count(self, end: int, fail_at: int | None = None) -> Iterator[int]:
-        for number in range(end):
-            if number == fail_at:
-                raise KeyError("missing number")
-            yield 100 * self.env.rank + number
-        return f"rank {self.env.rank} counted to {end}"
-
-    def wait_for(self, path: str) -> Iterator[str]:
-        """Yields, then goes on only when the caller has acted on what was yielded."""
-        yield "waiting"
-        deadline = time.monotonic() + 30
-        while not Path(path).exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        yield "found" if Path(path).exists() else "gave up"
-
-    def die_after_one(self) -> Iterator[int]:
-        yield 1
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def boom(self) -> None:
         raise KeyError("missing thing")

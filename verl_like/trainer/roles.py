@@ -160,7 +160,6 @@ class PolicyGroup(RoleGroup):
         except BaseException:
             client.close()
             raise
-        served = replicas.release()
         told: Future[list[Future[None]]] = Future()
 
         def end(ended: Future[T]) -> None:
@@ -169,8 +168,9 @@ class PolicyGroup(RoleGroup):
                 client.close()
             told.set_result([link.pause() for link in replicas.links])
 
-        future.add_done_callback(end)
         try:
+            served = replicas.release()
+            future.add_done_callback(end)
             self.wait(self.group.call("serve", served))
             for paused in told.result(self.timeout_s):
                 paused.result(self.timeout_s)  # what ended there is known here: the next call begins with nothing of it

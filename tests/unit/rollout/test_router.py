@@ -275,6 +275,30 @@ def test_deterministic_routing_does_not_see_how_fast_replicas_are() -> None:
     assert placed[0] != placed[1]
 
 
+def test_a_deterministic_round_knows_nothing_of_the_rounds_before() -> None:
+    """Neither what sessions chose there nor, without a source, what lengths were seen."""
+    fleet = Fleet(2, capacity=None, deterministic=True, source_of=lambda request: None)  # type: ignore[arg-type]
+    for engine in fleet.engines:
+        engine._length_of = lambda request: 1
+    for sessions in ("abc", "bac"):
+        fleet.router.hold()
+        first = 10 * len(fleet.orders[0])
+        for i, session in enumerate(sessions):
+            fleet.router.submit(request(first + i, 100 if i else 300, session=session))
+        fleet.router.release()
+        fleet.clock.run()
+    assert fleet.orders == [["r0", "r10"], ["r1", "r2", "r11", "r12"]]
+
+
+def test_any_number_of_requests_may_run_where_no_limit_is_set() -> None:
+    fleet = Fleet(1, capacity=None)  # type: ignore[arg-type]
+    for i in range(500):
+        fleet.router.submit(request(i))
+    assert len(fleet.at_replicas()[0]) == 500
+    with pytest.raises(ValueError, match="max_running_requests=0 must be at least 1"):
+        Router([], max_running_requests=0)
+
+
 def test_a_simulation_is_the_same_every_time() -> None:
     assert _rounds((0.01, 0.02, 0.03), False) == _rounds((0.01, 0.02, 0.03), False)
 

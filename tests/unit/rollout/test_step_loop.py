@@ -172,6 +172,28 @@ def test_what_is_submitted_while_paused_waits_for_open(make: Make, size: int | N
     again.result(LIMIT_S)
 
 
+def test_a_batch_is_taken_up_with_one_step(make: Make) -> None:
+    """While the loop runs, and though each of its requests wakes it."""
+    replica = make()
+    replica.open()
+    running = replica.first.submit(_request("running", ENDLESS))
+    for number in range(20):
+        names = [f"{number}-{i}" for i in range(5)]
+        futures = replica.first.submit_all([_request(name) for name in names])
+        assert not wait(futures, LIMIT_S).not_done
+        steps = [set(who) & set(names) for what, who in replica.engine.log if what == "step"]
+        assert {len(who) for who in steps} - {0} == {5}
+    twice = replica.first.submit_all([_request("running"), _request("other")])
+    with pytest.raises(ValueError, match="'running' is already in use"):
+        twice[0].result(LIMIT_S)
+    assert len(twice[1].result(LIMIT_S).sampled) == 3
+    replica.first.abort(None)
+    assert running.result(LIMIT_S).finish_reason == "abort"
+    replica.first.close()
+    with pytest.raises(RolloutError, match="was shut down"):
+        replica.first.submit_all([_request("late")])[0].result(LIMIT_S)
+
+
 @pytest.mark.parametrize("size", [2, 5, 64])
 def test_a_pause_parks_all_ranks_between_the_same_two_steps(make: Make, size: int) -> None:
     replica = make(size)

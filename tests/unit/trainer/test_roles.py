@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +18,10 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Evaluated, Experience, Metric, PromptRow, Prompts
 from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
+from verl_like.rollout.assemble import request_seed
+from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
+from verl_like.rollout.link_server import LinkServer
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules, average_steps
 
 
@@ -32,8 +39,8 @@ class Done:
 class FakeGroup:
     """Keeps what each rank was given, and lets `answer(method, rank, *args)` reply."""
 
-    def __init__(self, world_size: int, answer: Any, ranks_each: int = 1) -> None:
-        self._world_size, self.answer, self.ranks_each = world_size, answer, ranks_each
+    def __init__(self, world_size: int, answer: Any) -> None:
+        self._world_size, self.answer = world_size, answer
         self.given: list[tuple[str, list[tuple[Any, ...]]]] = []
 
     @property
@@ -44,13 +51,6 @@ class FakeGroup:
         assert len(per_rank) == self._world_size
         self.given.append((method, list(per_rank)))
         return Done([self.answer(method, rank, *args) for rank, args in enumerate(per_rank)])
-
-    def stream(self, method: str, per_rank: Sequence[tuple[Any, ...]], on_item: Any) -> Done:
-        """Only a replica's first rank reports; responses end one by one, the last request first."""
-        for rank, completions in enumerate(self.call(method, per_rank).values):
-            for completion in reversed(completions) if rank % self.ranks_each == 0 else ():
-                on_item(rank, [completion])
-        return Done([None] * self._world_size)
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> Done:
         return self.call(method, [args] * self._world_size)
@@ -77,52 +77,123 @@ def prompts(lengths: list[int]) -> Prompts:
     )
 
 
-def complete(method: str, rank: int, requests: list[Any]) -> list[Completion]:
-    """Answers name the prompt and the rank that answered, so that a mix-up shows."""
-    return [
-        Completion(
-            request_id=r.request_id,
-            sampled=Sampled.of([r.prompt_ids[-1], rank], [-1.0, -2.0], 3),
-            finish_reason="stop",
-        )
-        for r in requests
-    ]
+class Noting(FakeTimeEngine):
+    """Responses as long as allowed. Notes what it was given, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__(length_of=lambda request: 10**9)
+        self.given: list[GenerationRequest] = []
+
+    def add(self, request: GenerationRequest) -> None:
+        super().add(request)
+        self.given.append(request)
+
+
+class ServedGroup(FakeGroup):
+    """Ranks in threads; the first one of each replica serves an engine with fake time."""
+
+    def __init__(self, world_size: int, ranks_each: int = 1) -> None:
+        super().__init__(world_size, self._run)
+        self.engines = [Noting() if rank % ranks_each == 0 else None for rank in range(world_size)]
+        self._rollouts = [None if engine is None else FakeTimeRollout(engine) for engine in self.engines]
+        self._links = [None if rollout is None else LinkServer(rollout, "127.0.0.1") for rollout in self._rollouts]
+        self._threads = ThreadPoolExecutor(world_size)
+
+    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None) -> Done:
+        calls = [self._threads.submit(self._run, method, rank, *args) for rank, args in enumerate(per_rank)]
+        return Done([call.result(60) for call in calls])
+
+    def _run(self, method: str, rank: int, *args: Any) -> Any:
+        link = self._links[rank]
+        if method == "open_link":
+            return None if link is None else (link.address, link.authkey)
+        assert method == "serve"
+        return None if link is None else link.serve(*args)
+
+    def shutdown(self) -> None:
+        for link, rollout in zip(self._links, self._rollouts, strict=True):
+            if link is not None and rollout is not None:
+                link.close()
+                rollout.shutdown()
+        self._threads.shutdown()
+
+
+@contextmanager
+def served(world_size: int, ranks_each: int = 1) -> Iterator[tuple[ServedGroup, PolicyGroup]]:
+    group = ServedGroup(world_size, ranks_each)
+    policy = PolicyGroup(group, plan(world_size, ranks_each), balance=True, timeout_s=60)
+    yield group, policy
+    policy.close()
+    group.shutdown()
+
+
+def given(group: ServedGroup) -> list[list[str]]:
+    """Request ids by rank, in the order in which they were taken up."""
+    return [[request.request_id for request in engine.given] if engine else [] for engine in group.engines]
 
 
 @pytest.mark.parametrize(("world_size", "tensor_parallel"), [(1, 1), (3, 1), (4, 2)])
 def test_generate_returns_rollouts_in_prompt_order(world_size: int, tensor_parallel: int) -> None:
-    group = FakeGroup(world_size, complete, tensor_parallel)
-    policy = PolicyGroup(group, plan(world_size, tensor_parallel), balance=True, timeout_s=1)
     heard: list[tuple[int, list[int]]] = []
-    rollouts = policy.generate(
-        prompts([3, 1, 2, 5]),
-        SamplingParams(max_tokens=4),
-        n=2,
-        seed=7,
-        step=1,
-        on_response=lambda row, completion: heard.append((row, completion.token_ids)),
-    )
+    inside = threading.Semaphore(1)
+
+    def on_response(row: int, completion: Completion) -> None:
+        assert inside.acquire(blocking=False), "called by two threads at once"
+        time.sleep(0.001)
+        heard.append((row, completion.token_ids))
+        inside.release()
+
+    limits = [30, 4, 3, 30, 4, 3, 2, 1]
+    with served(world_size, tensor_parallel) as (group, policy):
+        rollouts = policy.generate(
+            prompts([3, 1, 2, 5]),
+            SamplingParams(max_tokens=30),
+            n=2,
+            seed=7,
+            step=1,
+            on_response=on_response,
+            max_tokens=limits,
+        )
+        at = given(group)
     assert [row for row, _ in heard] != list(range(8))  # each as it ended ...
-    assert [ids for _, ids in sorted(heard)] == rollouts.response_ids_BR.tolist()  # ... under its own row
-    assert rollouts.response_ids_BR[:, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert sorted(row for row, _ in heard) == list(range(8))
+    for row, ids in heard:  # ... under its own row
+        expected = tokens_of(request_seed(7, 1, 100 + row // 2, row % 2), limits[row]).tolist()
+        assert ids == expected == rollouts.response_ids_BR[row, : limits[row]].tolist()
+    assert rollouts.response_length_B.tolist() == limits
     assert rollouts.group_B.tolist() == [100, 100, 101, 101, 102, 102, 103, 103]
-    ((_, per_rank),) = group.given
-    given = [request.request_id for (requests,) in per_rank for request in requests]
-    assert sorted(given) == sorted(f"1-{group}-{sample}" for group in range(100, 104) for sample in range(2))
-    assert all(bool(requests) == (rank % tensor_parallel == 0) for rank, (requests,) in enumerate(per_rank))
-    answered_by = rollouts.response_ids_BR[:, 1]
-    assert set(answered_by.tolist()) <= set(range(0, world_size, tensor_parallel))
-    assert answered_by[::2].tolist() == answered_by[1::2].tolist()  # a prompt's responses share a replica
+    everything = [name for names in at for name in names]
+    assert sorted(everything) == sorted(f"1-{group}-{sample}" for group in range(100, 104) for sample in range(2))
+    assert all(bool(names) == (rank % tensor_parallel == 0) for rank, names in enumerate(at))
+    for names in at:  # a prompt's responses share a replica, in the order of the rows
+        assert names == sorted(names) and {f"{name[:-1]}{1 - int(name[-1])}" for name in names} == set(names)
+
+
+def test_replicas_and_order_do_not_depend_on_what_was_sampled_before() -> None:
+    """A resumed run has not seen the lengths of the steps before it."""
+
+    def generate(policy: PolicyGroup, step: int) -> None:
+        lengths = [1 + (7 * i + step) % 11 for i in range(12)]
+        limits = [2 + (5 * i) % 17 for i in range(24)]
+        policy.generate(prompts(lengths), SamplingParams(max_tokens=20), n=2, seed=7, step=step, max_tokens=limits)
+
+    with served(3) as (whole, policy):
+        generate(policy, 1)
+        before = [len(names) for names in given(whole)]
+        generate(policy, 2)
+        second = [names[count:] for names, count in zip(given(whole), before, strict=True)]
+    with served(3) as (resumed, policy):
+        generate(policy, 2)
+        assert given(resumed) == second
+    assert all(len(names) >= 4 for names in second)
 
 
 def test_values_come_back_to_their_rows() -> None:
     def values(method: str, rank: int, batch: Any) -> Evaluated:
         return Evaluated(response_length_B=batch.response_length_B, values_BR=batch.response_ids_BR.float() + 0.5)
 
-    group = FakeGroup(2, complete)
-    rollouts = PolicyGroup(group, plan(2), balance=True, timeout_s=1).generate(
-        prompts([3, 1, 2, 5]), SamplingParams(max_tokens=4), n=2, seed=7, step=1
-    )
+    with served(2) as (_, policy):
+        rollouts = policy.generate(prompts([3, 1, 2, 5]), SamplingParams(max_tokens=4), n=2, seed=7, step=1)
     critic = CriticGroup(FakeGroup(2, values), plan(2), balance=True, timeout_s=1)
     assert torch.equal(critic.values(rollouts).values_BR, rollouts.response_ids_BR + 0.5)
 

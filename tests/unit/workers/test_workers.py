@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
@@ -82,10 +83,10 @@ def experience() -> Experience:
     )
 
 
-def generate(group: LocalWorkerGroup) -> list[Completion]:
+def generate(group: LocalWorkerGroup, request: GenerationRequest = REQUEST) -> list[Completion]:
     policy = PolicyGroup(group, group._worker.policy.spec.plan, balance=True, timeout_s=60)
     try:
-        return [policy.sample(lambda client: client.submit(REQUEST))]
+        return [policy.sample(lambda client: client.submit(request))]
     finally:
         policy.close()
 
@@ -116,6 +117,17 @@ def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
     assert not torch.allclose(moved.old_log_probs_BR, old.old_log_probs_BR, atol=1e-3)
     (unmoved,) = group.call_all("ref_log_probs", rows).wait()
     assert torch.equal(unmoved.ref_log_probs_BR, reference.ref_log_probs_BR)
+
+
+def test_sampling_leaves_the_trainers_random_numbers_alone(group: LocalWorkerGroup) -> None:
+    """A request without a seed draws from the engine's own, which go on from call to call."""
+    sampling = dataclasses.replace(REQUEST.sampling, stop_token_ids=())
+    unseeded = dataclasses.replace(REQUEST, seed=None, sampling=sampling)
+    group.call_all("sync_weights", 0).wait()
+    before = torch.get_rng_state()
+    drawn = [str(generate(group, unseeded)[0].token_ids) for _ in range(4)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(set(drawn)) > 1
 
 
 @pytest.mark.parametrize(
