@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verl_like.algorithms.group_filter import has_signal_B
-from verl_like.batch import Prompts, Rollouts, Scores
+from verl_like.batch import Prompts, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.data.loader import PromptLoader
 from verl_like.rewards.manager import RewardManager
@@ -53,6 +53,7 @@ class Tally:
 
     def count(self, rollouts: Rollouts, scores: Scores, dropped: int) -> None:
         """Take one draw in."""
+        rollouts, scores = whole_episodes(rollouts, scores)
         self.draws += 1
         self.drawn += len(rollouts.group_B.unique())
         self.dropped += dropped
