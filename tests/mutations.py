@@ -63,8 +63,8 @@ ALGORITHMS = [
     Mutation(
         "sum-norm by the batch's width",
         "algorithms/aggregate.py",
-        "seq_mean_token_sum(loss_BR, mask_BR, denominators, scale) / scale",
-        "seq_mean_token_sum(loss_BR, mask_BR, denominators, scale) / loss_BR.shape[1]",
+        "seq_mean_token_sum(loss_BR, mask_BR, denominators, scale, None) / scale",
+        "seq_mean_token_sum(loss_BR, mask_BR, denominators, scale, None) / loss_BR.shape[1]",
         "algorithms/test_invariance.py algorithms/test_aggregate.py",
     ),
     Mutation(

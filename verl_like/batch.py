@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -247,12 +247,15 @@ class Sequences(TensorStruct):
 class Rollouts(Sequences):
     """Sampled responses: B = prompts x n rows. Log-probs are those of the distribution that was sampled from."""
 
-    group_B: Tensor  # int64: rows with the same number answer the same prompt
+    group_B: Tensor  # int64: rows with the same number answer the same prompt of the data
+    # int64: rows with the same number are parts of one episode whose history was rewritten, in the order in which they
+    # were sampled; all have its reward. Unique within a run, as group_B. None: every row is an episode. See `Episodes`.
+    episode_B: Tensor | None = None
     rollout_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)  # float32, 0 outside response_mask
     weight_version_BR: Tensor = _padded(_RIGHT)  # int32: version of the weights that sampled each token
     finish_reasons: list[str]  # "stop" (end token), "length" (response budget used up) or "abort"
     rows: list[PromptRow]
-    # Multi-turn only. A turn is what the policy sampled between two observations.
+    # Multi-turn only. A turn is what the policy sampled between two observations; it is counted in the whole episode.
     step_BR: Tensor | None = _padded(_RIGHT, fill=-1, default=None)  # int32: turn of a sampled token, 0, 1, 2 ...; -1
     anchor_BR: Tensor | None = _padded(_RIGHT, fill=-1, default=None)  # int64: id of the state before the turn
     step_rewards_BR: Tensor | None = _padded(_RIGHT, default=None)  # float32: the environment's, on a turn's end
@@ -300,6 +303,8 @@ class Experience(Sequences):
     rollout_log_probs_BR is there when the update is the first to see the trainer's log-probs next to them."""
 
     group_B: Tensor
+    episode_B: Tensor | None = None  # int64: as in Rollouts
+    episode_tokens_B: Tensor | None = None  # int64: trained tokens of the row's episode, in all its rows
     advantages_BR: Tensor = _padded(_RIGHT)
     returns_BR: Tensor | None = _padded(_RIGHT, default=None)
     old_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
@@ -314,12 +319,112 @@ class Experience(Sequences):
     sample_weight_B: Tensor | None = None  # float32: weight of the row in the policy loss
 
 
+Struct = TypeVar("Struct", bound=TensorStruct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """Which rows are parts of one episode, so that whatever counts responses counts an episode once.
+
+    `join` gives one row per episode, its rows' responses one after the other, on which all statistics of responses are
+    taken as if the history had never been rewritten; `of_rows` and `cut` give results back to the rows. Episodes are in
+    order of their first rows. Where every row is an episode, methods return what they are given. Letter: E episodes.
+
+    Example: a, b are rows of episode 4, c of 9, in the order a, c, b: join gives [a b], [c].
+    """
+
+    length_B: Tensor  # int64: response tokens of each row
+    number_B: Tensor | None = None  # int64: which of the E episodes the row is in; None: each row is one
+
+    @classmethod
+    def of(cls, rows: Rollouts | Experience) -> Episodes:
+        """The episodes of these rows. ValueError where one has rows in several groups."""
+        if rows.episode_B is None:
+            return cls(length_B=rows.response_length_B)
+        names, known = rows.episode_B.tolist(), dict[int, int]()
+        number_B = torch.tensor([known.setdefault(name, len(known)) for name in names], dtype=torch.int64)
+        group_of: dict[int, int] = {}
+        for name, group in zip(names, rows.group_B.tolist(), strict=True):
+            if group_of.setdefault(name, group) != group:
+                raise ValueError(f"episode {name} has rows in the groups {group_of[name]} and {group}: it can have one")
+        return cls(length_B=rows.response_length_B, number_B=number_B)
+
+    def __len__(self) -> int:
+        """E."""
+        return len(self.length_B) if self.number_B is None else len(self.number_B.unique())
+
+    def rows(self) -> list[Tensor]:
+        """Positions (int64) of each episode's rows, in their order."""
+        if self.number_B is None:
+            return list(torch.arange(len(self.length_B)).split(1))
+        return list(torch.argsort(self.number_B, stable=True).split(torch.bincount(self.number_B).tolist()))
+
+    def once(self, values_B: Tensor) -> Tensor:
+        """The first row's value of each episode: [E]."""
+        return values_B if self.number_B is None else values_B[[int(rows[0]) for rows in self.rows()]]
+
+    def of_rows(self, values_E: Tensor) -> Tensor:
+        """Its episode's value for each row: [B]."""
+        return values_E if self.number_B is None else values_E[self.number_B]
+
+    def sums(self, values_B: Tensor) -> Tensor:
+        """Sum over the rows of each episode: [E]."""
+        if self.number_B is None:
+            return values_B
+        return values_B.new_zeros(len(self)).index_add(0, self.number_B, values_B)
+
+    def join(self, rows: Struct) -> Struct:
+        """One row per episode: response columns joined, lengths added up, the last row's finish reason, and of all
+        other columns the first row's. Of scores, those of the first row that is not valid, where there is one."""
+        if self.number_B is None:
+            return rows
+        columns: dict[str, Any] = rows.columns()
+        parts = self.rows()
+        chosen = [int(part[0]) for part in parts]
+        if "valid_B" in columns:
+            chosen = [int(part[int(columns["valid_B"][part].int().argmin())]) for part in parts]
+        changes: dict[str, Any] = {
+            f.name: self.join_tokens(columns[f.name], f.metadata["fill"])
+            for f in dataclasses.fields(rows)
+            if f.metadata.get("padded") == _RIGHT and f.name in columns
+        }
+        if "response_length_B" in columns:
+            changes["response_length_B"] = self.sums(self.length_B)
+        if "finish_reasons" in columns:
+            changes["finish_reasons"] = [columns["finish_reasons"][int(part[-1])] for part in parts]
+        return rows.select(chosen).replace(**changes)
+
+    def join_tokens(self, values_BR: Tensor | None, fill: float = 0) -> Tensor | None:
+        """A response column with the rows of each episode one after the other: [E, R of the longest episode]."""
+        if self.number_B is None or values_BR is None:
+            return values_BR
+        order_B, length_E = torch.argsort(self.number_B, stable=True), self.sums(self.length_B)
+        real = values_BR[order_B][_real_mask(self.length_B[order_B], values_BR.shape[1], _RIGHT)]
+        inside_ER = _real_mask(length_E, int(length_E.max()) if len(length_E) else 0, _RIGHT)
+        return values_BR.new_full(inside_ER.shape, fill).masked_scatter(inside_ER, real)
+
+    def cut(self, values_ER: Tensor, width: int) -> Tensor:
+        """Inverse of `join_tokens`: [B, width], 0 in the padding."""
+        if self.number_B is None:
+            return values_ER
+        order_B, length_E = torch.argsort(self.number_B, stable=True), self.sums(self.length_B)
+        inside_BR = _real_mask(self.length_B[order_B], width, _RIGHT)
+        real = values_ER[_real_mask(length_E, values_ER.shape[1], _RIGHT)]
+        return values_ER.new_zeros(inside_BR.shape).masked_scatter(inside_BR, real)[torch.argsort(order_B)]
+
+
+def whole_episodes(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
+    """Both with one row per episode, for whatever counts responses."""
+    episodes = Episodes.of(rollouts)
+    return episodes.join(rollouts), episodes.join(scores)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
     """What a mini-batch's loss sums are divided by: counted over all ranks, before any backward pass."""
 
     num_tokens: int  # response_mask tokens of the mini-batch
-    num_sequences: int  # rows of the mini-batch
+    num_sequences: int  # episodes of the mini-batch: its rows, where every row is one
     max_response_length: int  # the configured constant (seq-mean-token-sum-norm divides by it)
 
 

@@ -24,7 +24,10 @@ GRPO_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """What estimators may look at. Optional columns are there when the run has them."""
+    """What estimators may look at. Optional columns are there when the run has them.
+
+    A row is a whole episode: one whose history was rewritten comes joined to one row (see algorithms/experience.py).
+    """
 
     token_rewards_BR: Tensor  # float32: reward after KL, on the token that earned it, 0 elsewhere
     response_mask_BR: Tensor  # bool: tokens the policy sampled
@@ -72,7 +75,8 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs
     """Generalized advantage estimation, whitened over all tokens (Schulman et al. 2016, arXiv 1506.02438).
 
     A token outside the mask (tool text) is stepped over: the value and the running sum of the next sampled token are
-    carried on undiscounted, so a multi-turn row equals the same row with its tool text cut out.
+    carried on undiscounted, so a multi-turn row equals the same row with its tool text cut out. So they are where an
+    episode goes on in another row: the state after a row's last token is the next row's prompt.
     """
     if inputs.values_BR is None:
         raise ValueError(

@@ -3,6 +3,7 @@
 Every mode returns the given rows' SUM over a GLOBAL denominator, counted over the whole mini-batch and all ranks before
 any backward pass. So contributions of micro-batches and ranks simply add up, and no cut changes loss or gradient.
 Denominators count what the driver decided to train on: rows without a sampled token stay in num_sequences and add 0.
+A sequence is an episode: one row, or several, whose sums add up and whose mean is one over all their tokens.
 """
 
 from __future__ import annotations
@@ -15,47 +16,66 @@ from verl_like.algorithms.masked import masked_mean, masked_sum
 from verl_like.algorithms.registry import Registry
 from verl_like.batch import Denominators
 
-AggregateFunction = Callable[[Tensor, Tensor, Denominators, float], Tensor]
+AggregateFunction = Callable[[Tensor, Tensor, Denominators, float, Tensor | None], Tensor]
 AGGREGATIONS: Registry[AggregateFunction] = Registry("loss_agg_mode")
 
 
 def aggregate(
-    loss_BR: Tensor, mask_BR: Tensor, mode: str, denominators: Denominators, loss_scale_factor: float | None = None
+    loss_BR: Tensor,
+    mask_BR: Tensor,
+    mode: str,
+    denominators: Denominators,
+    loss_scale_factor: float | None = None,
+    episode_tokens_B: Tensor | None = None,
 ) -> Tensor:
     """These rows' contribution to the mini-batch's loss, a scalar.
 
     loss_scale_factor is used by seq-mean-token-sum-norm only; null means data.max_response_length, a constant of the
-    run, never the width of this batch.
+    run, never the width of this batch. episode_tokens_B is used by seq-mean-token-mean only: tokens of the row's
+    episode in all its rows, wherever these are; None: every row is an episode.
     """
     scale = float(denominators.max_response_length) if loss_scale_factor is None else loss_scale_factor
-    return AGGREGATIONS.lookup(mode)(loss_BR, mask_BR, denominators, scale)
+    return AGGREGATIONS.lookup(mode)(loss_BR, mask_BR, denominators, scale, episode_tokens_B)
 
 
 @AGGREGATIONS.register("token-mean")
-def token_mean(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float) -> Tensor:
+def token_mean(
+    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
+) -> Tensor:
     """Every token counts the same (DAPO, arXiv 2503.14476)."""
     return masked_sum(loss_BR, mask_BR) / max(denominators.num_tokens, 1)
 
 
 @AGGREGATIONS.register("token-sum")
-def token_sum(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float) -> Tensor:
+def token_sum(
+    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
+) -> Tensor:
     """Plain sum: the gradient grows with the batch."""
     return masked_sum(loss_BR, mask_BR)
 
 
 @AGGREGATIONS.register("seq-mean-token-sum")
-def seq_mean_token_sum(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float) -> Tensor:
-    """Sum over a row's tokens, mean over rows."""
+def seq_mean_token_sum(
+    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
+) -> Tensor:
+    """Sum over an episode's tokens, mean over episodes."""
     return masked_sum(loss_BR, mask_BR) / max(denominators.num_sequences, 1)
 
 
 @AGGREGATIONS.register("seq-mean-token-mean")
-def seq_mean_token_mean(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float) -> Tensor:
-    """Mean over a row's tokens, mean over rows: every row counts the same (GRPO as published)."""
-    return masked_mean(loss_BR, mask_BR, dim=1).sum() / max(denominators.num_sequences, 1)
+def seq_mean_token_mean(
+    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
+) -> Tensor:
+    """Mean over an episode's tokens, mean over episodes: each counts the same (GRPO as published)."""
+    if episode_tokens_B is None:
+        return masked_mean(loss_BR, mask_BR, dim=1).sum() / max(denominators.num_sequences, 1)
+    shares_B = masked_sum(loss_BR, mask_BR, dim=1) / episode_tokens_B.clamp(min=1)
+    return shares_B.sum() / max(denominators.num_sequences, 1)
 
 
 @AGGREGATIONS.register("seq-mean-token-sum-norm")
-def seq_mean_token_sum_norm(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float) -> Tensor:
-    """Sum over a row's tokens divided by a constant, mean over rows (Dr. GRPO, arXiv 2503.20783)."""
-    return seq_mean_token_sum(loss_BR, mask_BR, denominators, scale) / scale
+def seq_mean_token_sum_norm(
+    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
+) -> Tensor:
+    """Sum over an episode's tokens divided by a constant, mean over episodes (Dr. GRPO, arXiv 2503.20783)."""
+    return seq_mean_token_sum(loss_BR, mask_BR, denominators, scale, None) / scale

@@ -6,8 +6,14 @@ With two policies (bypass mode) old is the rollout engine's, and the weights, if
 
 Where the old log-probs are on the driver, so are the weights and rejections, over the whole batch: rejected tokens
 leave response_mask before anything is counted. Otherwise the update computes them for its micro-batch, and what it
-rejects keeps its place in the denominators. Sources: TIS, Yao et al. 2025 (fengyao.notion.site/off-policy-rl);
-IcePop, Ring-1T, arXiv 2510.18855; Liu et al. 2025 (richardli.xyz/rl-collapse); ROLL's train_infer_correction.
+rejects keeps its place in the denominators.
+
+Weights and rejections of a "sequence" are those of one row, also where an episode has several: a row's tokens were
+sampled in one context, and the product of ratios over a history that was rewritten is the ratio of no distribution that
+anybody sampled from. Metrics and rollout_is_batch_normalize count the episode once.
+
+Sources: TIS, Yao et al. 2025 (fengyao.notion.site/off-policy-rl); IcePop, Ring-1T, arXiv 2510.18855; Liu et al. 2025
+(richardli.xyz/rl-collapse); ROLL's train_infer_correction.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, share_of_episode
 from verl_like.algorithms.mismatch import (
     LOG_LIMIT,
     NONFINITE,
@@ -30,7 +36,7 @@ from verl_like.algorithms.mismatch import (
     gap_between,
     largest,
 )
-from verl_like.batch import Evaluated, Rollouts
+from verl_like.batch import Episodes, Evaluated, Rollouts
 from verl_like.config import ActorConfig, RolloutCorrectionConfig
 from verl_like.config.batch_plan import uses_sampler_log_probs
 from verl_like.config.correction import Bounds, Rejection, corrects, parse_rejections, weight_bounds
@@ -63,10 +69,10 @@ def correct(gap: Gap, correction: RolloutCorrectionConfig, *, weighted: bool = T
     raw_BR = importance_weights(gap.log_ratio_BR, gap.mask_BR, level)
     bounds = weight_bounds(correction.rollout_is_threshold)
     weights_BR = bounded(raw_BR, bounds)
-    tally = tally.joined(count_weights(raw_BR, weights_BR, gap.mask_BR, bounds, level))
+    tally = tally.joined(count_weights(raw_BR, weights_BR, gap, bounds, level))
     factor = None
     if correction.rollout_is_batch_normalize:
-        factor = mean_weight(weights_BR, gap.mask_BR, level).item() or 1.0
+        factor = mean_weight(weights_BR, gap, level).item() or 1.0
         weights_BR = weights_BR / factor
     return Correction(weights_BR=weights_BR, keep_BR=keep_BR, tally=tally, norm_factor=factor)
 
@@ -114,11 +120,12 @@ def bounded(weights_BR: Tensor, bounds: Bounds) -> Tensor:
     return masked_fill_zero(weights_BR, inside_BR)
 
 
-def mean_weight(weights_BR: Tensor, mask_BR: Tensor, level: str) -> Tensor:
-    """Over tokens for token weights, else over rows of the row's mean; 0 where there is none."""
+def mean_weight(weights_BR: Tensor, gap: Gap, level: str) -> Tensor:
+    """Over tokens for token weights, else over rows (an episode's are one) of the row's mean; 0 where there is none."""
     if level == "token":
-        return masked_mean(weights_BR, mask_BR)
-    return masked_mean(masked_mean(weights_BR, mask_BR, dim=1), mask_BR.any(dim=1))
+        return masked_mean(weights_BR, gap.mask_BR)
+    counted_B = gap.counted(gap.mask_BR.any(dim=1))
+    return (masked_mean(weights_BR, gap.mask_BR, dim=1) * counted_B).sum() / counted_B.sum().clamp(min=1e-12)
 
 
 def weight_of_row(weights_BR: Tensor, mask_BR: Tensor) -> Tensor:
@@ -127,7 +134,7 @@ def weight_of_row(weights_BR: Tensor, mask_BR: Tensor) -> Tensor:
     return masked_mean(weights_BR.clamp(min=SMALLEST_WEIGHT).log(), mask_BR, dim=1).exp()[:, None]
 
 
-def count_weights(raw_BR: Tensor, weights_BR: Tensor, mask_BR: Tensor, bounds: Bounds, level: str) -> Tally:
+def count_weights(raw_BR: Tensor, weights_BR: Tensor, gap: Gap, bounds: Bounds, level: str) -> Tally:
     """Sums before (raw) and after the bounds, as verl reports them. Without a lower bound, low means below 1 / cap.
 
     Where a row has one weight, shares outside the bounds and extremes are those of the rows' raw weights; elsewhere
@@ -135,26 +142,27 @@ def count_weights(raw_BR: Tensor, weights_BR: Tensor, mask_BR: Tensor, bounds: B
     """
     high = LARGEST_WEIGHT if bounds.high is None else bounds.high
     low = 1 / high if bounds.low is None else bounds.low
+    mask_BR = gap.mask_BR
     rows_B, raw_B = mask_BR.any(dim=1), masked_mean(raw_BR, mask_BR, dim=1)
-    of_rows = level in ("sequence", "geometric")
-    judged, units = (raw_B, rows_B) if of_rows else (raw_BR, mask_BR)
+    of_rows, counted_B = level in ("sequence", "geometric"), gap.counted(rows_B)
+    judged, units = (raw_B, counted_B) if of_rows else (raw_BR, mask_BR)
     extreme_BR = raw_BR if of_rows else weights_BR
     counted = {
         "weight": weights_BR,
         "weight_squared": weights_BR**2,
         "weight_zeroed": (weights_BR == 0) & mask_BR,
         "weight_tokens": mask_BR,
-        "weight_high": (judged > high) & units,
-        "weight_low": (judged < low) & units,
+        "weight_high": (judged > high) * units,
+        "weight_low": (judged < low) * units,
         "weight_units": units,
-        "weight_rows_high": (raw_B > high) & rows_B,
-        "weight_rows_low": (raw_B < low) & rows_B,
+        "weight_rows_high": (raw_B > high) * counted_B,
+        "weight_rows_low": (raw_B < low) * counted_B,
     }
     tally = Tally(
         sums={name: value.double().sum() for name, value in counted.items()},
         maxima={"max_weight": largest(extreme_BR, mask_BR), "min_weight": largest(-extreme_BR, mask_BR)},
     )
-    return tally.joined(count_rows("weight", masked_mean(weights_BR, mask_BR, dim=1), rows_B))
+    return tally.joined(count_rows("weight", masked_mean(weights_BR, mask_BR, dim=1), rows_B, gap))
 
 
 LARGEST_WEIGHT = 1e9  # above exp(20), which no weight exceeds
@@ -171,19 +179,20 @@ def reject(gap: Gap, known_BR: Tensor, rejections: tuple[Rejection, ...], veto: 
         statistic_BR = rejection_statistic(gap, rejection)
         passed_BR = within(statistic_BR, rejection) | ~gap.mask_BR
         keep_BR = keep_BR & passed_BR
-        tally = tally.joined(_count_option(rejection, statistic_BR, passed_BR, gap.mask_BR))
+        tally = tally.joined(_count_option(rejection, statistic_BR, passed_BR, gap))
     if veto is not None:
         fatal_BR = (gap.log_ratio_BR < math.log(veto)) & gap.mask_BR
         keep_BR = keep_BR & ~fatal_BR.any(dim=1, keepdim=True)
-        sums = {"vetoed_rows": fatal_BR.any(dim=1).double().sum(), "veto_tokens": fatal_BR.double().sum()}
+        vetoed = gap.counted(fatal_BR.any(dim=1)).sum()
+        sums = {"vetoed_rows": vetoed, "veto_tokens": fatal_BR.double().sum()}
         tally = tally.joined(Tally(sums=sums))
     rejected_BR = sampled_BR & ~keep_BR
     counts = {
         "rejected_tokens": rejected_BR,
-        "touched_rows": rejected_BR.any(dim=1),
-        "dropped_rows": sampled_BR.any(dim=1) & ~keep_BR.any(dim=1),
+        "touched_rows": gap.counted(rejected_BR.any(dim=1)),
+        "dropped_rows": gap.counted(sampled_BR.any(dim=1) & ~keep_BR.any(dim=1)),
         "all_tokens": sampled_BR,
-        "all_rows": sampled_BR.any(dim=1),
+        "all_rows": gap.counted(sampled_BR.any(dim=1)),
     }
     return keep_BR, tally.joined(Tally(sums={name: value.double().sum() for name, value in counts.items()}))
 
@@ -230,11 +239,13 @@ def statistic_bounds(rejection: Rejection) -> tuple[float, float]:
     return -math.inf if low is None else low, math.inf if high is None else high
 
 
-def _count_option(rejection: Rejection, statistic_BR: Tensor, passed_BR: Tensor, mask_BR: Tensor) -> Tally:
+def _count_option(rejection: Rejection, statistic_BR: Tensor, passed_BR: Tensor, gap: Gap) -> Tally:
     """Sums behind `rollout_rs_<option>_*`; the row's value of a token's statistic is its mean."""
     name, (low, high) = rejection.name, statistic_bounds(rejection)
+    mask_BR = gap.mask_BR
     rows_B, row_B = mask_BR.any(dim=1), masked_mean(statistic_BR, mask_BR, dim=1)
-    judged, units = (row_B, rows_B) if rejection.level.startswith("seq") else (statistic_BR, mask_BR)
+    counted_B = gap.counted(rows_B)
+    judged, units = (row_B, counted_B) if rejection.level.startswith("seq") else (statistic_BR, mask_BR)
     bounded_BR = masked_fill_zero(statistic_BR.clamp(low, high), mask_BR)
     failed_BR = mask_BR & ~passed_BR
     counted = {
@@ -242,20 +253,20 @@ def _count_option(rejection: Rejection, statistic_BR: Tensor, passed_BR: Tensor,
         "bounded": bounded_BR,
         "bounded_squared": bounded_BR**2,
         "tokens": mask_BR,
-        "high": (judged > high) & units,
-        "low": (judged < low) & units,
+        "high": (judged > high) * units,
+        "low": (judged < low) * units,
         "units": units,
-        "rows_high": (row_B > high) & rows_B,
-        "rows_low": (row_B < low) & rows_B,
+        "rows_high": (row_B > high) * counted_B,
+        "rows_low": (row_B < low) * counted_B,
         "masked": failed_BR,
-        "masked_rows": failed_BR.any(dim=1),
+        "masked_rows": gap.counted(failed_BR.any(dim=1)),
     }
     option = f"option/{name}"
     tally = Tally(
         sums={f"{option}/{key}": value.double().sum() for key, value in counted.items()},
         maxima={f"max_{option}": largest(statistic_BR, mask_BR), f"min_{option}": largest(-statistic_BR, mask_BR)},
     )
-    return tally.joined(count_rows(option, row_B, rows_B))
+    return tally.joined(count_rows(option, row_B, rows_B, gap))
 
 
 # ---- on the driver
@@ -286,7 +297,9 @@ def correct_on_driver(
         return DriverCorrection(mask_BR=mask_BR, metrics={})
     if evaluated.old_log_probs_BR is None or uses_sampler_log_probs(actor, correction):
         return DriverCorrection(mask_BR=mask_BR, rollout_log_probs_BR=rollout_BR, metrics={})
-    gap = gap_between(evaluated.old_log_probs_BR, rollout_BR, mask_BR)
+    episodes = Episodes.of(rollouts)
+    tokens_B = episodes.of_rows(episodes.sums(mask_BR.sum(dim=1)))
+    gap = gap_between(evaluated.old_log_probs_BR, rollout_BR, mask_BR, share_of_episode(mask_BR, tokens_B))
     nonfinite = {NONFINITE: float(gap.unknown_BR.sum())}
     if not corrects(correction):
         return DriverCorrection(mask_BR=mask_BR, metrics=finish(count_gap(gap).numbers()) | nonfinite)

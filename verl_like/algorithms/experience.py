@@ -3,6 +3,9 @@
 Order: rows without a reward are dropped -> the response's reward (shaped: reward_shaping.py) goes on the last sampled
 token -> KL penalty per token -> token shaping -> advantages, shaped -> metrics -> resampling (PF-PPO). Every statistic
 is one of the whole batch; nothing here is computed per mini- or micro-batch.
+
+An episode of several rows is joined to one response first (`batch.Episodes`), so that everything from the reward to the
+advantages, an estimator of the user's own included, sees each episode once; its advantages then go back to the rows.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ from verl_like.algorithms.reward_shaping import (
     trainable_B,
 )
 from verl_like.algorithms.sample_weights import difficulties
-from verl_like.batch import Evaluated, Experience, Rollouts, Scores
+from verl_like.algorithms.stepwise import check_numbering
+from verl_like.batch import Episodes, Evaluated, Experience, Rollouts, Scores
 from verl_like.config import ActorConfig, AlgorithmConfig
+from verl_like.config.enums import STEP_ESTIMATORS
 
 logger = logging.getLogger(__name__)
 
@@ -57,40 +62,58 @@ def make_experience(
     reward_B = (scores.score_B if reward_B is None else reward_B)[kept_B]
     rollouts, scores, evaluated = rollouts.select(kept_B), scores.select(kept_B), evaluated.select(kept_B)
     check_inputs(algorithm, actor, rollouts, scores, evaluated)
-    mask_BR = rollouts.response_mask_BR
     corrected = correct_on_driver(algorithm.rollout_correction, actor, rollouts, evaluated)
-    token_rewards_BR = place_on_last_token(reward_B, mask_BR)
-    if rollouts.step_rewards_BR is not None:
-        token_rewards_BR = token_rewards_BR + masked_fill_zero(rollouts.step_rewards_BR, mask_BR)
+    episodes = Episodes.of(rollouts)
+    whole, graded, known = episodes.join(rollouts), episodes.join(scores), episodes.join(evaluated)
+    mask_BR = whole.response_mask_BR
+    token_rewards_BR = place_on_last_token(episodes.once(reward_B), mask_BR)
+    if whole.step_rewards_BR is not None:
+        token_rewards_BR = token_rewards_BR + masked_fill_zero(whole.step_rewards_BR, mask_BR)
     if algorithm.use_kl_in_reward:
-        token_rewards_BR, kl_metrics = subtract_kl(token_rewards_BR, mask_BR, evaluated, algorithm, kl_coef)
+        token_rewards_BR, kl_metrics = subtract_kl(token_rewards_BR, mask_BR, known, algorithm, kl_coef)
         metrics |= kl_metrics
     token_rewards_BR, shaping_metrics = shape_token_rewards(algorithm, token_rewards_BR, mask_BR)
     inputs = AdvantageInputs(
         token_rewards_BR=token_rewards_BR,
         response_mask_BR=mask_BR,
-        group_B=rollouts.group_B,
-        values_BR=evaluated.values_BR,
-        old_log_probs_BR=evaluated.old_log_probs_BR,
-        components=reward_components(algorithm, scores),
-        step_BR=rollouts.step_BR,
-        anchor_BR=rollouts.anchor_BR,
-        sum_pi_squared_BR=evaluated.sum_pi_squared_BR,
-        importance_weights_BR=corrected.weights_BR,
-        baseline_B=scores.baseline_B,
+        group_B=whole.group_B,
+        values_BR=known.values_BR,
+        old_log_probs_BR=known.old_log_probs_BR,
+        components=reward_components(algorithm, graded),
+        step_BR=whole.step_BR,
+        anchor_BR=whole.anchor_BR,
+        sum_pi_squared_BR=known.sum_pi_squared_BR,
+        importance_weights_BR=episodes.join_tokens(corrected.weights_BR),
+        baseline_B=graded.baseline_B,
     )
     outputs = compute_advantages(inputs, algorithm)
     advantages_BR, advantage_metrics = shape_advantages(algorithm, outputs.advantages_BR, mask_BR)
     metrics |= corrected.metrics | shaping_metrics | advantage_metrics | outputs.metrics
-    metrics |= reward_metrics(scores.score_B, inputs) | credit_metrics(inputs, outputs, advantages_BR)
-    if evaluated.entropy_BR is not None:
-        metrics["actor/entropy"] = masked_mean(evaluated.entropy_BR, mask_BR).item()
-    outputs = dataclasses.replace(outputs, advantages_BR=advantages_BR)
+    metrics |= reward_metrics(graded.score_B, inputs) | credit_metrics(inputs, outputs, advantages_BR)
+    if known.entropy_BR is not None:
+        metrics["actor/entropy"] = masked_mean(known.entropy_BR, mask_BR).item()
+    width = rollouts.response_mask_BR.shape[1]
+    outputs = dataclasses.replace(
+        outputs,
+        advantages_BR=episodes.cut(advantages_BR, width),
+        returns_BR=episodes.cut(outputs.returns_BR, width),
+    )
     experience = put_together(actor, rollouts, scores, evaluated, corrected, outputs)
     if algorithm.use_pf_ppo:
-        rows_B, resampling_metrics = pf_ppo_rows(scores.score_B, algorithm.pf_ppo, seed)
-        experience, metrics = experience.select(rows_B), metrics | resampling_metrics
+        drawn_E, resampling_metrics = pf_ppo_rows(graded.score_B, algorithm.pf_ppo, seed)
+        experience, metrics = drawn_episodes(experience, drawn_E), metrics | resampling_metrics
     return experience.trim(), metrics
+
+
+def drawn_episodes(experience: Experience, drawn_E: Tensor) -> Experience:
+    """All rows of the episodes at these positions; one that was drawn twice counts as two."""
+    rows = Episodes.of(experience).rows()
+    drawn = [rows[position] for position in drawn_E.tolist()]
+    chosen = experience.select(torch.cat(drawn))
+    if experience.episode_B is None:
+        return chosen
+    numbers = [number for number, part in enumerate(drawn) for _ in part]
+    return chosen.replace(episode_B=torch.tensor(numbers))
 
 
 def put_together(
@@ -105,6 +128,8 @@ def put_together(
     trained_BR = corrected.mask_BR
     if scores.trained_B is not None:
         trained_BR = trained_BR & scores.trained_B[:, None]
+    episodes = Episodes.of(rollouts)
+    cut_off_E = torch.tensor([reason == "length" for reason in episodes.join(rollouts).finish_reasons])
     experience = Experience(
         prompt_ids_BP=rollouts.prompt_ids_BP,
         prompt_length_B=rollouts.prompt_length_B,
@@ -112,6 +137,7 @@ def put_together(
         response_length_B=rollouts.response_length_B,
         response_mask_BR=trained_BR,
         group_B=rollouts.group_B,
+        episode_B=rollouts.episode_B,
         advantages_BR=masked_fill_zero(outputs.advantages_BR, trained_BR),
         returns_BR=None if evaluated.values_BR is None else outputs.returns_BR,
         old_log_probs_BR=evaluated.old_log_probs_BR,
@@ -120,7 +146,7 @@ def put_together(
         rollout_is_weights_BR=corrected.weights_BR,
         values_BR=evaluated.values_BR,
         score_B=scores.score_B,
-        truncated_B=torch.tensor([reason == "length" for reason in rollouts.finish_reasons]),
+        truncated_B=episodes.of_rows(cut_off_E),
         difficulty_B=difficulties(rollouts, actor.sample_weight),
     )
     experience.check()
@@ -128,14 +154,15 @@ def put_together(
 
 
 def trainable_rows(rollouts: Rollouts, scores: Scores) -> tuple[Tensor, dict[str, float]]:
-    """Which rows to train on (bool [B]), and how many were left out for which reason."""
-    kept_B = trainable_B(rollouts, scores)
-    num_failed, num_empty = int((~scores.valid_B).sum()), int((scores.valid_B & ~kept_B).sum())
+    """Which rows to train on (bool [B]), and how many were left out for which reason (an episode's reward once)."""
+    kept_B, episodes = trainable_B(rollouts, scores), Episodes.of(rollouts)
+    valid_E = episodes.join(scores).valid_B
+    num_failed, num_empty = int((~valid_E).sum()), int((episodes.of_rows(valid_E) & ~kept_B).sum())
     if not kept_B.any():
         failure = next((failure for failure in scores.failures if failure is not None), None)
         cause = f"; first failure: {failure.kind} ({failure.data_source}): {failure.message}" if failure else ""
         raise ValueError(
-            f"none of the {len(kept_B)} responses can be trained on: {num_failed} without a reward, "
+            f"none of the {len(valid_E)} responses can be trained on: {num_failed} without a reward, "
             f"{num_empty} without a sampled token{cause}"
         )
     if num_failed or num_empty:
@@ -151,6 +178,11 @@ def check_inputs(
         raise ValueError(
             f"scores of valid rows must be finite, got {scores.score_B[~scores.score_B.isfinite()].tolist()}"
         )
+    episodes = Episodes.of(rollouts)
+    if not torch.equal(episodes.of_rows(episodes.once(scores.score_B)), scores.score_B):
+        raise ValueError("rows of one episode have different scores: each must have the episode's")
+    if algorithm.adv_estimator in STEP_ESTIMATORS:
+        check_numbering(algorithm.adv_estimator, rollouts)
     if algorithm.use_kl_in_reward and evaluated.old_log_probs_BR is None:
         raise ValueError(
             "algorithm.use_kl_in_reward=True needs old log-probs on the driver: "
@@ -206,7 +238,7 @@ def subtract_kl(
 
 
 def reward_metrics(score_B: Tensor, inputs: AdvantageInputs) -> dict[str, float]:
-    """Per response: critic/score (as graded), critic/rewards (what the estimator saw); groups without a signal."""
+    """Per episode: critic/score (as graded), critic/rewards (what the estimator saw); groups without a signal."""
     return {
         **_spread("critic/score", score_B),
         **_spread("critic/rewards", inputs.reward_B()),

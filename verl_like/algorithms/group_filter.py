@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl_like.algorithms.groups import group_statistics
 from verl_like.algorithms.reward_shaping import extra_numbers, response_rewards, trainable_B
-from verl_like.batch import Rollouts, Scores
+from verl_like.batch import Rollouts, Scores, whole_episodes
 from verl_like.config import FilterGroupsConfig, RewardModelConfig
 
 _REWARDS = ("seq_reward", "seq_final_reward")
@@ -24,12 +24,13 @@ def has_signal_B(
 
     range: lo < mean of the metric < hi (Colossal-RL's filter_range). std: standard deviation above std_threshold, by
     default 0 unless range is set (DAPO; ROLL's std_filter). Both, if both are set. Only rows that can be trained on
-    count; a group with fewer than two of them has nothing to compare and does not pass.
+    count, those of an episode once; a group with fewer than two has nothing to compare and does not pass.
     """
     kept_B = trainable_B(rollouts, scores)
-    values_B = _metric(config, reward_model, rollouts.select(kept_B), scores.select(kept_B), max_response_length)
+    kept, kept_scores = whole_episodes(rollouts.select(kept_B), scores.select(kept_B))
+    values_B = _metric(config, reward_model, kept, kept_scores, max_response_length)
     # float32: sums of a group's equal values are then exact in float64, and its deviation is exactly 0
-    groups = group_statistics(values_B.float(), rollouts.group_B[kept_B])
+    groups = group_statistics(values_B.float(), kept.group_B)
     passes_G = groups.size_G > 1
     threshold = config.std_threshold
     if config.range is not None:
@@ -39,7 +40,7 @@ def has_signal_B(
         threshold = 0.0
     if threshold is not None:
         passes_G &= groups.std_G > threshold
-    passing = rollouts.group_B[kept_B][groups.of_rows(passes_G)]
+    passing = kept.group_B[groups.of_rows(passes_G)]
     return torch.isin(rollouts.group_B, passing)
 
 

@@ -1,4 +1,5 @@
-"""Statistics per prompt group. Groups are integer ids in any order: rows of a group need not be neighbours.
+"""Statistics per prompt group. Groups are integer ids in any order: rows of a group need not be neighbours. A row is a
+whole episode here: callers join those of several rows first (`batch.Episodes`).
 
 Sums run in float64: group sizes are small, so a group of equal rewards has exactly its reward as mean and 0 as
 deviation, and the result does not depend on the order of rows.

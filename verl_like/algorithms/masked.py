@@ -24,6 +24,16 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
+def share_of_episode(mask_BR: Tensor, episode_tokens_B: Tensor | None) -> Tensor:
+    """Each row's share of its episode's sampled tokens, float64 [B]: with it as weight an episode counts once.
+
+    None: every row is an episode, and its share 1.
+    """
+    if episode_tokens_B is None:
+        return torch.ones(len(mask_BR), dtype=torch.float64, device=mask_BR.device)
+    return mask_BR.sum(dim=1).double() / episode_tokens_B.clamp(min=1)
+
+
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """Unbiased (Bessel) variance over the true entries; 0 with fewer than two."""
     squares = masked_sum((values - masked_mean(values, mask)) ** 2, mask)

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from verl_like.batch import Denominators, Experience
+from verl_like.batch import Denominators, Episodes, Experience
 
 
 def cut_minibatches(
@@ -23,7 +23,8 @@ def cut_minibatches(
 
     Give exactly one of `num_mini_batches` (groups divided evenly, the last one takes the remainder; never more
     mini-batches than groups) and `prompts_per_mini_batch` (the last one takes what is left). Groups need not have equal
-    sizes, and their rows need not be neighbours. `shuffle` draws another order of groups for each (seed, epoch).
+    sizes, and their rows need not be neighbours; an episode is in one group, so that its rows share an optimizer step.
+    `shuffle` draws another order of groups for each (seed, epoch).
     """
     if (num_mini_batches is None) == (prompts_per_mini_batch is None):
         raise ValueError("give exactly one of num_mini_batches and prompts_per_mini_batch")
@@ -44,9 +45,18 @@ def denominators_of(rows: Experience, max_response_length: int) -> Denominators:
     """What the losses of the mini-batch made of these rows are divided by, on every rank."""
     return Denominators(
         num_tokens=int(rows.response_mask_BR.sum()),
-        num_sequences=len(rows),
+        num_sequences=len(Episodes.of(rows)),
         max_response_length=max_response_length,
     )
+
+
+def count_episode_tokens(rows: Experience) -> Experience:
+    """The rows with episode_tokens_B, counted over the mini-batch: before its rows part to micro-batches and ranks."""
+    if rows.episode_B is None:
+        return rows
+    episodes = Episodes.of(rows)
+    tokens_E = episodes.sums(rows.response_mask_BR.sum(dim=1))
+    return rows.replace(episode_tokens_B=episodes.of_rows(tokens_E))
 
 
 def _rows_by_group(group_B: Tensor) -> list[list[int]]:

@@ -3,6 +3,7 @@
 Everything is kept as sums and maxima until the end (`Tally`), so that micro-batches and ranks add up and no cut changes
 a number: the driver counts the whole batch at once, the engines count micro-batches, and `finish` turns either into
 metrics. Notation: p, q = probability of a sampled token for trainer, rollout engine; lr = log p - log q; rho = p / q.
+What is counted in rows counts an episode of several rows once, each row by its share of the episode's sampled tokens.
 Definitions: verl's rollout_corr metrics; Liu et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
 """
 
@@ -17,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, share_of_episode
 
 LOG_LIMIT = 20.0  # log ratios are clamped to +-20 before exp
 PREFIX = "mismatch_tally/"  # names of sums on their way from the engines; `finish` replaces them
@@ -56,15 +57,23 @@ class Gap:
     rollout_BR: Tensor  # log q
     mask_BR: Tensor  # bool: sampled tokens whose log q is known
     unknown_BR: Tensor  # bool: sampled tokens whose log q is NaN or infinite
+    share_B: Tensor  # the row's share of its episode's sampled tokens: what it adds to a count of rows
 
     @property
     def log_ratio_BR(self) -> Tensor:
         """lr; 0 outside the mask."""
         return self.policy_BR - self.rollout_BR
 
+    def counted(self, rows_B: Tensor) -> Tensor:
+        """float64 [B]: what each of these rows (bool) adds to a count in which an episode's rows are one."""
+        return rows_B * self.share_B
 
-def gap_between(policy_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> Gap:
-    """Compare on the sampled tokens; those without a finite rollout log-prob are set aside."""
+
+def gap_between(policy_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor, share_B: Tensor | None = None) -> Gap:
+    """Compare on the sampled tokens; those without a finite rollout log-prob are set aside.
+
+    share_B: see masked.share_of_episode; None: every row is an episode.
+    """
     finite_BR = rollout_BR.isfinite()
     known_BR = mask_BR & finite_BR
     return Gap(
@@ -72,6 +81,7 @@ def gap_between(policy_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> Gap:
         rollout_BR=masked_fill_zero(rollout_BR.double(), known_BR),
         mask_BR=known_BR,
         unknown_BR=mask_BR & ~finite_BR,
+        share_B=share_of_episode(mask_BR, None) if share_B is None else share_B,
     )
 
 
@@ -89,13 +99,14 @@ def count_gap(gap: Gap) -> Tally:
     )
 
 
-def count_rows(name: str, value_B: Tensor, rows_B: Tensor) -> Tally:
-    """The sums behind `_row_spread` of one value per row."""
+def count_rows(name: str, value_B: Tensor, rows_B: Tensor, gap: Gap) -> Tally:
+    """The sums behind `_row_spread` of one value per row (those of `rows_B`, a bool)."""
+    counted_B, value_B = gap.counted(rows_B), masked_fill_zero(value_B, rows_B)
     return Tally(
         sums={
-            f"rows/{name}": masked_sum(value_B, rows_B),
-            f"rows_squared/{name}": masked_sum(value_B**2, rows_B),
-            f"num_rows/{name}": rows_B.double().sum(),
+            f"rows/{name}": (value_B * counted_B).sum(),
+            f"rows_squared/{name}": (value_B**2 * counted_B).sum(),
+            f"num_rows/{name}": counted_B.sum(),
         },
         maxima={f"rows_max/{name}": largest(value_B, rows_B), f"rows_min/{name}": largest(-value_B, rows_B)},
     )
@@ -147,9 +158,10 @@ def _row_sums(gap: Gap) -> Tally:
         "ppl_ratio": _exp(difference),
         "row_rho_squared": (2 * row_ratio).exp(),
     }
-    sums = {name: masked_sum(value, rows_B) for name, value in per_row.items()}
+    counted_B = gap.counted(rows_B)
+    sums = {name: (masked_fill_zero(value, rows_B) * counted_B).sum() for name, value in per_row.items()}
     return Tally(
-        sums=sums | {"rows": rows_B.sum().double()},
+        sums=sums | {"rows": counted_B.sum()},
         maxima={"max_log_ppl": largest(difference, rows_B), "min_log_ppl": largest(-difference, rows_B)},
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_like.algorithms.aggregate import AGGREGATIONS, aggregate
 from verl_like.algorithms.corrections import correct, weight_of_row
 from verl_like.algorithms.kl import FULL_KL_KIND, KL_ESTIMATORS, kl_penalty
-from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, share_of_episode
 from verl_like.algorithms.mismatch import NONFINITE, PREFIX, count_gap, gap_between
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss, log_ratio, token_ratio
 from verl_like.algorithms.value_losses import clipped_value_loss
@@ -69,7 +69,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, dict[str, Metric]]:
         """The micro-batch's share of the loss, and of the metrics."""
         batch = policy_batch(outputs["log_probs"], experience)
-        kept_BR, sums = self._kept_tokens(batch, denominators)
+        kept_BR, sums = self._kept_tokens(batch, experience, denominators)
         token_loss = self.policy_loss.function(batch, self.actor)
         sums |= token_means(token_loss, batch.mask_BR, denominators)
         if "selected_frac" in sums:
@@ -81,15 +81,15 @@ class PolicyObjective:
         if self.actor.use_kl_loss:
             exact = self.actor.kl_loss_type == FULL_KL_KIND
             kl_BR = outputs["full_kl"] if exact else self._kl(batch, experience)
-            sums["kl_loss"] = self._aggregate(kl_BR, kept_BR, denominators)
+            sums["kl_loss"] = self._aggregate(kl_BR, kept_BR, experience, denominators)
             loss = loss + self.actor.kl_loss_coef * sums["kl_loss"]
         loss = self.actor.rl_loss_coef * loss
         entropy_BR = outputs["entropy"]
         sums["entropy"] = masked_sum(entropy_BR.detach(), batch.mask_BR) / max(denominators.num_tokens, 1)
         if self.actor.entropy_coeff != 0:
-            loss = loss - self.actor.entropy_coeff * self._aggregate(entropy_BR, kept_BR, denominators)
+            loss = loss - self.actor.entropy_coeff * self._aggregate(entropy_BR, kept_BR, experience, denominators)
         if self.actor.sft_loss_coef != 0:
-            sums["sft_loss"] = self._imitation(batch, kept_BR, denominators)
+            sums["sft_loss"] = self._imitation(batch, kept_BR, experience, denominators)
             loss = loss + self.actor.sft_loss_coef * sums["sft_loss"]
         return loss, as_metrics(sums | mismatch, maxima)
 
@@ -106,7 +106,8 @@ class PolicyObjective:
             weights_BR = weight_of_row(weights_BR, experience.response_mask_BR)
         if rollout_BR is None:
             return weights_BR, {}, {}
-        gap = gap_between(log_probs_BR, rollout_BR, experience.response_mask_BR)
+        shares_B = share_of_episode(experience.response_mask_BR, experience.episode_tokens_B)
+        gap = gap_between(log_probs_BR, rollout_BR, experience.response_mask_BR, shares_B)
         tally = count_gap(gap)
         if weights_BR is None and corrects(self.correction):
             found = correct(gap, self.correction, weighted=self.weighted)
@@ -120,8 +121,11 @@ class PolicyObjective:
         maxima = {PREFIX + name: value for name, value in tally.maxima.items()}
         return weights_BR, sums | {NONFINITE: gap.unknown_BR.sum()}, maxima
 
-    def _aggregate(self, loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators) -> Tensor:
-        return aggregate(loss_BR, mask_BR, self.side_aggregation, denominators, self.actor.loss_scale_factor)
+    def _aggregate(
+        self, loss_BR: Tensor, mask_BR: Tensor, experience: Experience, denominators: Denominators
+    ) -> Tensor:
+        scale, tokens_B = self.actor.loss_scale_factor, experience.episode_tokens_B
+        return aggregate(loss_BR, mask_BR, self.side_aggregation, denominators, scale, tokens_B)
 
     def _policy_term(
         self, loss_BR: Tensor, kept_BR: Tensor, experience: Experience, denominators: Denominators
@@ -129,18 +133,23 @@ class PolicyObjective:
         """The policy loss under its aggregation and the rows' weights (which the driver normalised)."""
         if experience.sample_weight_B is not None:
             loss_BR = loss_BR * experience.sample_weight_B.to(loss_BR.dtype)[:, None]
-        return aggregate(loss_BR, kept_BR, self.aggregation, denominators, self.actor.loss_scale_factor)
+        scale, tokens_B = self.actor.loss_scale_factor, experience.episode_tokens_B
+        return aggregate(loss_BR, kept_BR, self.aggregation, denominators, scale, tokens_B)
 
-    def _kept_tokens(self, batch: PolicyBatch, denominators: Denominators) -> tuple[Tensor, dict[str, Tensor]]:
+    def _kept_tokens(
+        self, batch: PolicyBatch, experience: Experience, denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The mask without rows whose mean ratio is above ratio_skip_threshold; they stay in the denominators.
 
         Known only after the forward pass, so no denominator can leave them out without depending on the micro-batches.
+        skip_ratio counts an episode once: by the share of its tokens that stand in such rows.
         """
         if self.actor.ratio_skip_threshold is None:
             return batch.mask_BR, {}
         mean_ratio_B = masked_mean(token_ratio(batch).detach(), batch.mask_BR, dim=1)
         skipped_B = mean_ratio_B > self.actor.ratio_skip_threshold
-        skip_ratio = skipped_B.sum() / max(denominators.num_sequences, 1)
+        shares_B = share_of_episode(batch.mask_BR, experience.episode_tokens_B).float()
+        skip_ratio = (skipped_B * shares_B).sum() / max(denominators.num_sequences, 1)
         return batch.mask_BR & ~skipped_B[:, None], {"skip_ratio": skip_ratio}
 
     def _kl(self, batch: PolicyBatch, experience: Experience) -> Tensor:
@@ -155,13 +164,16 @@ class PolicyObjective:
         kl_BR = kl_penalty(current_BR, reference_BR, self.actor.kl_loss_type)
         return kl_BR * token_ratio(batch) if self.actor.use_unbiased_kl else kl_BR
 
-    def _imitation(self, batch: PolicyBatch, kept_BR: Tensor, denominators: Denominators) -> Tensor:
+    def _imitation(
+        self, batch: PolicyBatch, kept_BR: Tensor, experience: Experience, denominators: Denominators
+    ) -> Tensor:
         """-log_prob of rows with a score above 0; the others add 0 and stay in the denominators."""
         if batch.score_B is None:
             raise ValueError(
                 "actor_rollout_ref.actor.sft_loss_coef needs the scores of the rows, but the batch has none"
             )
-        return self._aggregate(-batch.log_probs_BR, kept_BR & (batch.score_B > 0)[:, None], denominators)
+        good_BR = kept_BR & (batch.score_B > 0)[:, None]
+        return self._aggregate(-batch.log_probs_BR, good_BR, experience, denominators)
 
 
 def policy_batch(log_probs_BR: Tensor, experience: Experience) -> PolicyBatch:
@@ -200,7 +212,8 @@ class ValueObjective:
             masked_fill_zero(experience.returns_BR, mask_BR),
             self.critic.cliprange_value,
         )
-        loss = aggregate(token_loss.loss_BR, mask_BR, self.aggregation, denominators)
+        tokens_B = experience.episode_tokens_B
+        loss = aggregate(token_loss.loss_BR, mask_BR, self.aggregation, denominators, episode_tokens_B=tokens_B)
         return loss, as_metrics({"vf_loss": loss, **token_means(token_loss, mask_BR, denominators)})
 
 

@@ -4,7 +4,8 @@ Order, each step off by default (docs/algorithms.md has the picture):
   per response   length reward -> overlong buffer -> reward_norm or agent_reward_norm -> reward_clip
   per token      (score on the last sampled token, minus KL) -> token_reward_clip -> whiten_rewards
   after credit   whiten_advantages -> advantage_clip -> PF-PPO resampling
-Every statistic is one of the whole rollout batch, in float64; only rows that are trained on enter it.
+Every statistic is one of the whole rollout batch, in float64; only rows that are trained on enter it, and an episode
+of several rows enters it once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from verl_like.algorithms.groups import group_statistics
 from verl_like.algorithms.masked import masked_fill_zero, masked_whiten
 from verl_like.algorithms.moments import RunningMoments
-from verl_like.batch import PromptRow, Rollouts, Scores
+from verl_like.batch import Episodes, PromptRow, Rollouts, Scores
 from verl_like.config import (
     AgentRewardNormConfig,
     AlgorithmConfig,
@@ -42,8 +43,9 @@ class ShapedRewards:
 
 
 def trainable_B(rollouts: Rollouts, scores: Scores) -> Tensor:
-    """Rows with a reward in which the policy sampled a token: bool [B]."""
-    return scores.valid_B & rollouts.response_mask_BR.any(dim=1)
+    """Rows in which the policy sampled a token, of episodes all of whose rows have a reward: bool [B]."""
+    episodes = Episodes.of(rollouts)
+    return episodes.of_rows(episodes.join(scores).valid_B) & rollouts.response_mask_BR.any(dim=1)
 
 
 def shape_rewards(
@@ -60,16 +62,17 @@ def shape_rewards(
     in no statistic. Raises ValueError when a column that the configuration names is missing in the data.
     """
     kept_B = trainable_B(rollouts, scores)
-    rewards, metrics = response_rewards(
-        reward_model, rollouts.select(kept_B), scores.select(kept_B), max_response_length
-    )
+    kept = rollouts.select(kept_B)
+    episodes = Episodes.of(kept)
+    whole = episodes.join(kept)
+    rewards, metrics = response_rewards(reward_model, whole, episodes.join(scores.select(kept_B)), max_response_length)
     agent = algorithm.agent_reward_norm
     if agent.method != "identity":
-        rewards = agent_norm(rewards, row_groups(rollouts.select(kept_B), agent.grouping), agent)
-    rewards, moments, norm_metrics = reward_norm(algorithm, rewards, rollouts.group_B[kept_B], moments)
+        rewards = agent_norm(rewards, row_groups(whole, agent.grouping), agent)
+    rewards, moments, norm_metrics = reward_norm(algorithm, rewards, whole.group_B, moments)
     rewards, clip_metrics = clip(rewards, algorithm.reward_clip, "critic/reward_clip_frac")
     reward_B = torch.full((len(kept_B),), float("nan"), dtype=torch.float32)
-    reward_B[kept_B] = rewards.float()
+    reward_B[kept_B] = episodes.of_rows(rewards).float()
     return ShapedRewards(reward_B=reward_B, moments=moments, metrics=metrics | norm_metrics | clip_metrics)
 
 
@@ -85,10 +88,14 @@ def baseline_rewards(
     Length reward, overlong punishment and reward_clip: what the sampled responses get, their baseline must get too.
     """
     kept_B = trainable_B(rollouts, scores)
-    rewards, _ = response_rewards(reward_model, rollouts.select(kept_B), scores.select(kept_B), max_response_length)
+    kept = rollouts.select(kept_B)
+    episodes = Episodes.of(kept)
+    rewards, _ = response_rewards(
+        reward_model, episodes.join(kept), episodes.join(scores.select(kept_B)), max_response_length
+    )
     rewards, _ = clip(rewards, algorithm.reward_clip, "critic/reward_clip_frac")
     reward_B = torch.full((len(kept_B),), float("nan"), dtype=torch.float32)
-    reward_B[kept_B] = rewards.float()
+    reward_B[kept_B] = episodes.of_rows(rewards).float()
     return reward_B
 
 
@@ -98,7 +105,10 @@ def baseline_rewards(
 def response_rewards(
     reward_model: RewardModelConfig, rollouts: Rollouts, scores: Scores, max_response_length: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """Score plus length reward plus overlong punishment of each row (float64 [B]), and metrics. Row by row."""
+    """Score plus length reward plus overlong punishment of each row (float64 [B]), and metrics. Row by row.
+
+    Of joined episodes, where there are such: lengths are then those of the episode's responses together.
+    """
     rewards, metrics = scores.score_B.double(), {}
     if reward_model.length_reward.enable:
         rewards = rewards + length_reward(reward_model.length_reward, rollouts.response_length_B, max_response_length)

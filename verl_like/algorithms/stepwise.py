@@ -2,12 +2,13 @@
 
 A turn is what the policy sampled between two observations. `step_BR` numbers the turns of each row 0, 1, 2 ... and is
 -1 on other tokens; `anchor_BR` holds an integer id of the environment's state before the turn, the same on all of its
-tokens.
+tokens. Rows are whole episodes here (`batch.Episodes.join`).
 Letters: K turns of the longest row, N turns of the whole batch.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from verl_like.algorithms.groups import group_statistics
 from verl_like.algorithms.masked import masked_fill_zero
+from verl_like.batch import Episodes, Rollouts
 
 EPS = 1e-6
 
@@ -53,6 +55,26 @@ def turns_of(step_BR: Tensor, mask_BR: Tensor) -> Turns:
     present_BK = torch.zeros(len(step_BR), num_turns, dtype=torch.int64, device=step_BR.device)
     present_BK = present_BK.scatter_add(1, step_BR, mask_BR.long()) > 0
     return Turns(step_BR=step_BR, mask_BR=mask_BR, present_BK=present_BK)
+
+
+def check_numbering(estimator: str, rollouts: Rollouts) -> None:
+    """ValueError unless turns are numbered on from row to row of each episode.
+
+    A turn is sampled in one context. A number that comes back in a later row is another turn; taken for the same one
+    both would get a wrong return.
+    """
+    if rollouts.step_BR is None or rollouts.episode_B is None:
+        return
+    for rows in Episodes.of(rollouts).rows():
+        steps = [rollouts.step_BR[row][rollouts.response_mask_BR[row]] for row in rows.tolist()]
+        for before, after in itertools.pairwise(found for found in steps if len(found)):
+            if int(after.min()) <= int(before.max()):
+                raise ValueError(
+                    f"algorithm.adv_estimator={estimator!r} needs turns that are numbered through all rows of an "
+                    f"episode, but in episode {int(rollouts.episode_B[rows[0]])} a row with turn {int(after.min())} "
+                    f"follows one with turn {int(before.max())}: let step_BR of each row go on where the row before "
+                    "ended, or use 'grpo'"
+                )
 
 
 def turn_returns(turns: Turns, token_rewards_BR: Tensor, gamma: float) -> Tensor:

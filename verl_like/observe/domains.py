@@ -6,11 +6,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from verl_like.batch import Rollouts, Scores
+from verl_like.batch import Rollouts, Scores, whole_episodes
 
 
 def domain_metrics(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
-    """Empty for a single data source. Rows whose reward failed count in lengths and failures only."""
+    """Empty for a single data source. Rows whose reward failed count in lengths and failures only.
+
+    An episode of several rows is one response.
+    """
+    rollouts, scores = whole_episodes(rollouts, scores)
     rows_of: dict[str, list[int]] = {}
     for i, row in enumerate(rollouts.rows):
         rows_of.setdefault(row.data_source, []).append(i)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_like.batch import Rollouts
+from verl_like.batch import Episodes, Rollouts
 
 _GIB = 1024**3
 
@@ -22,8 +22,9 @@ def rollout_metrics(rollouts: Rollouts, max_prompt_length: int, max_response_len
     """`response_length/*`, `prompt_length/*` (tokens) and `response/aborted_ratio` of a batch of responses.
 
     clip_ratio is the share of rows that reach the configured maximum: those responses were cut off (or ended just
-    there), those prompts were truncated.
+    there), those prompts were truncated. An episode of several rows is one response, to the prompt of its first row.
     """
+    rollouts = Episodes.of(rollouts).join(rollouts)
     aborted = [
         reason == "abort" or length == 0
         for reason, length in zip(rollouts.finish_reasons, rollouts.response_length_B.tolist(), strict=True)

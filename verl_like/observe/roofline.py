@@ -52,7 +52,8 @@ def phase_flops(
     forward_only: share of the tokens that the actor's update gives no backward pass.
     """
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
-    repeated = _repeated(prompts, groups or range(len(prompts)))
+    first = _is_first(groups or range(len(prompts)))
+    repeated = [prompt for prompt, is_first in zip(prompts, first, strict=True) if not is_first]
     forward = shape.actor.forward_flops(totals, sum(responses))
     if shape.actor_shares_prompts:
         forward -= shape.actor.forward_flops(repeated, 0)
@@ -69,25 +70,24 @@ def phase_flops(
     return flops
 
 
-def _repeated(prompts: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """Lengths of the prompts that an earlier row has already."""
+def _is_first(groups: Sequence[int]) -> list[bool]:
+    """True for the rows whose prompt no earlier row has."""
     seen: set[int] = set()
-    repeated = []
-    for prompt, group in zip(prompts, groups, strict=True):
-        if group in seen:
-            repeated.append(prompt)
-        seen.add(group)
-    return repeated
+    return [not (group in seen or seen.add(group)) for group in groups]
 
 
-def generation_floor(shape: RunShape, prompts: Sequence[int], responses: Sequence[int]) -> float:
+def generation_floor(
+    shape: RunShape, prompts: Sequence[int], responses: Sequence[int], groups: Sequence[int] | None = None
+) -> float:
     """Seconds that sampling must take: each prompt read once, then decoding, bound by operations or by memory.
 
     Memory: every step of a replica reads its weights once (there are at least as many steps as the longest response has
     tokens), and each new token reads its row's cache.
     """
-    model, n = shape.actor, shape.responses_per_prompt
-    once = list(prompts[::n])
+    model = shape.actor
+    once = list(prompts[:: shape.responses_per_prompt])
+    if groups is not None:
+        once = [prompt for prompt, first in zip(prompts, _is_first(groups), strict=True) if first]
     prefill = model.forward_flops(once, len(once)) / shape.peak.flops
     decode_flops = sum(
         model.forward_flops([p + r], r) - model.forward_flops([p], 0) for p, r in zip(prompts, responses, strict=True)
@@ -120,7 +120,7 @@ def speed_metrics(
     ran = {name: seconds[name] for name in flops if seconds.get(name, 0.0) > 0}
     metrics = {f"perf/mfu/{_MFU_NAMES[name]}": flops[name] / (taken * shape.peak.flops) for name, taken in ran.items()}
     floors = {name: flops[name] / shape.peak.flops for name in ran}
-    floors["gen"] = generation_floor(shape, prompts, responses)
+    floors["gen"] = generation_floor(shape, prompts, responses, groups)
     floors["update_weights"] = sync_floor(shape)
     ratios = {
         f"perf/floor_ratio/{name}": seconds[name] / floor

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.batch import PromptRow, Rollouts, Scores
+from verl_like.batch import PromptRow, Rollouts, Scores, whole_episodes
 from verl_like.observe.metrics import numeric_extras
 
 _MAX_SUBSETS = 1000
@@ -33,8 +33,11 @@ _CORE_STATISTICS = ("mean@", "best@", "maj@")
 
 
 def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, float]:
-    """Metrics of a whole validation pass. Group numbers need to be unique within a batch only."""
-    batches = list(batches)
+    """Metrics of a whole validation pass. Group numbers need to be unique within a batch only.
+
+    An episode of several rows is one response, so that best@n and maj@n draw n episodes.
+    """
+    batches = [whole_episodes(rollouts, scores) for rollouts, scores in batches]
     names = report_names(row for rollouts, _ in batches for row in rollouts.rows)
     sources: dict[str, dict[tuple[int, int], list[_Response]]] = {}
     failed: dict[str, int] = {}

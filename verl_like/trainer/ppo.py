@@ -15,7 +15,7 @@ from functools import partial
 from verl_like.algorithms.experience import make_experience
 from verl_like.algorithms.mismatch import finish as finish_mismatch
 from verl_like.algorithms.reward_shaping import shape_rewards
-from verl_like.batch import Evaluated, Experience, Rollouts, Scores
+from verl_like.batch import Evaluated, Experience, Rollouts, Scores, whole_episodes
 from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import ActorConfig, CriticConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
@@ -69,10 +69,11 @@ class PPOTrainer:
                     evaluated = self.evaluate(rollouts)
                     with clock("reward"):
                         scores = grading.result()
-                    self.on_scores(rollouts, scores)
+                    episodes, graded = whole_episodes(rollouts, scores)
+                    self.on_scores(episodes, graded)
                     with clock("adv"):
                         experience, metrics = self.make_experience(rollouts, scores, evaluated)
-                    metrics |= self.source.metrics() | self.rewards.metrics(scores, rollouts.rows)
+                    metrics |= self.source.metrics() | self.rewards.metrics(graded, episodes.rows)
                     self.checkpoints.update_begins()
                     if self.critic is not None:
                         with clock("update_critic"):
@@ -81,7 +82,7 @@ class PPOTrainer:
                     if actor_updates:
                         with clock("update_actor"):
                             metrics |= self.update_actor(experience, step)
-                    self.state = self.state.advance(metrics, num_sequences=len(rollouts), actor_updated=actor_updates)
+                    self.state = self.state.advance(metrics, num_sequences=len(episodes), actor_updated=actor_updates)
                     self.checkpoints.step_ended(self)
                     self.unreported = partial(self.report.step, step, rollouts, scores, metrics, clock)
                     self.save_if_due()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from verl_like.algorithms.minibatch import cut_minibatches, denominators_of
+from verl_like.algorithms.minibatch import count_episode_tokens, cut_minibatches, denominators_of
 from verl_like.algorithms.mismatch import without_gap
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
@@ -121,6 +121,7 @@ class RoleGroup:
     def _append_minibatch(self, per_share: list[Minibatches], rows: Experience, rules: UpdateRules) -> None:
         """Cut first, balance second: rows change ranks only inside their own mini-batch."""
         denominators = denominators_of(rows, rules.max_response_length)
+        rows = count_episode_tokens(rows)
         forward_only_B = None if rules.actor is None else PolicyObjective(rules.actor).without_gradient(rows)
         shares = self.balance.shares(rows, self.group.world_size // self.ranks_per_row(), forward_only_B)
         for minibatches, part in zip(per_share, split_rows(rows, shares), strict=True):

@@ -14,6 +14,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config, shares_prompts
+from verl_like.models.shared_prompts import prompt_numbers
 from verl_like.observe.advice import Settings, advise
 from verl_like.observe.roofline import RunShape, speed_line, speed_metrics
 from verl_like.parallel.device_peak import DevicePeak
@@ -79,13 +80,17 @@ class SpeedReport:
     def metrics(
         self, rollouts: Rollouts, seconds: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """perf/mfu/* and perf/floor_ratio/* of one step, whose other metrics are known."""
+        """perf/mfu/* and perf/floor_ratio/* of one step, whose other metrics are known.
+
+        Rows of a group answer one prompt, unless an episode's later rows have prompts of their own.
+        """
+        numbers = rollouts.group_B.tolist() if rollouts.episode_B is None else prompt_numbers(rollouts)
         return speed_metrics(
             self.shape,
             seconds,
             rollouts.prompt_length_B.tolist(),
             rollouts.response_length_B.tolist(),
-            rollouts.group_B.tolist(),
+            numbers,
             metrics.get("perf/forward_only_share", 0.0),
         )
 

@@ -282,6 +282,16 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], set[str]]] = 
         lambda m: counted(m, lambda r, d: dataclasses.replace(d, num_sequences=2 * d.num_sequences)),
         BOTH,
     ),
+    "N_seq counts the rows of an episode": (
+        "by row",
+        lambda m: counted(m, lambda r, d: dataclasses.replace(d, num_sequences=len(r))),
+        BOTH,
+    ),
+    "mean over each row of an episode": (
+        "by row",
+        lambda m: m.setattr(roles, "count_episode_tokens", lambda rows: rows),
+        BOTH,
+    ),
     "last token left out by the driver": ("by token", lambda m: masked(m, without_last), BOTH),
     "last token left out by the engine": ("by token", engine_without_last, {*BOTH, LOG_PROBS}),
     "response mask ignored": ("by token", lambda m: masked(m, inside), BOTH),

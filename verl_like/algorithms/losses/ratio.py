@@ -2,6 +2,10 @@
 
 Rules: padding is set to 0 first, so that it can neither overflow nor spread NaN; a logarithm is clamped to +-20 right
 before exp, and nowhere else; a ratio of a whole row is built from unclamped differences, then clamped once.
+
+Ratios of a "sequence" (gspo, gspo_token, luspo, geo_mean, topr, vespo, kimi's penalty) are those of one ROW, also where
+an episode has several: a row is what was sampled in one context, and the model gives a probability to nothing longer.
+Their losses are joined by episode (aggregate.py): with seq-mean-token-mean a row weighs by its share of the tokens.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 # Noise by row: of the sampler's log-probs (within any bound, near, far enough for every cap) and of the old ones.
 MISMATCH, DRIFT = (2e-4, 0.05, 0.6), (0.2, 0.3, 0.02)
 _PERIOD = 6  # of the rows that a loop treats in its own way
+_FIRST_PART = 2  # of six rows the third and fourth are one episode, with a prompt each
 
 OldLogProbs = Literal["given", "sampler", "own"]
 """Old log-probs of an update: computed before it ("given"), the rollout engine's (bypass mode, two policies), or the
@@ -50,7 +51,7 @@ def long_lengths(longest: int) -> list[tuple[int, int]]:
 def random_rollouts(lengths: Sequence[tuple[int, int]], vocab_size: int, *, difficulty_key: str) -> Rollouts:
     """Rows without log-probs; in every third one part of the response was not sampled (tool text).
 
-    Of six rows the second hit its length limit.
+    Of six rows the second hit its length limit, and the third and fourth are one episode whose history was rewritten.
     """
     generator = torch.Generator().manual_seed(len(lengths))
 
@@ -58,11 +59,12 @@ def random_rollouts(lengths: Sequence[tuple[int, int]], vocab_size: int, *, diff
         return torch.randint(vocab_size, (size,), generator=generator).tolist()
 
     prompts = [tokens(prompt) for prompt, _ in lengths]
-    prompts = [prompts[row - row % 2] for row in range(len(lengths))]
+    prompts = [prompts[row if row % _PERIOD == _FIRST_PART + 1 else row - row % 2] for row in range(len(lengths))]
     response_ids_BR = pad_rows([tokens(response) for _, response in lengths], side="right", dtype=torch.int32)
     response_length_B = torch.tensor([response for _, response in lengths])
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]
     mask_BR[::3, 1:3] = False
+    episodes = [row - (row % _PERIOD == _FIRST_PART + 1) for row in range(len(lengths))]
     difficulty = torch.rand(len(lengths), generator=generator).tolist()
     return Rollouts(
         prompt_ids_BP=pad_rows(prompts, side="left", dtype=torch.int32),
@@ -71,11 +73,12 @@ def random_rollouts(lengths: Sequence[tuple[int, int]], vocab_size: int, *, diff
         response_length_B=response_length_B,
         response_mask_BR=mask_BR,
         group_B=torch.arange(len(lengths)) // 2,
+        episode_B=torch.tensor(episodes),
         weight_version_BR=torch.zeros_like(response_ids_BR),
         finish_reasons=["length" if row % _PERIOD == 1 else "stop" for row in range(len(lengths))],
         rows=[
             PromptRow(index=row, data_source="selfcheck", messages=[], extra_info={difficulty_key: difficulty[row]})
-            for row in range(len(lengths))
+            for row in episodes
         ],
     )
 
@@ -100,10 +103,13 @@ def material(rollouts: Rollouts, log_probs_BR: Tensor, values_BR: Tensor, old: O
         sampler_BR[3, 0] = float("nan")
     place = torch.arange(count) % _PERIOD
     advantages_BR = noise() * (place != 4)[:, None]
+    score_B = torch.rand(count, generator=generator).round()
+    later_B = place == _FIRST_PART + 1
+    score_B[later_B] = score_B[later_B.roll(-1)]  # an episode has one score
     return Material(
         rollouts=rollouts.replace(rollout_log_probs_BR=sampler_BR),
         scores=Scores(
-            score_B=torch.rand(count, generator=generator).round(),
+            score_B=score_B,
             valid_B=torch.ones(count, dtype=torch.bool),
             extras=[{} for _ in range(count)],
             failures=[None] * count,

@@ -52,11 +52,15 @@ def weights(log_p: Numbers, log_q: Numbers, mask: Sequence[bool], correction: Ro
     return found
 
 
-def mean_weight(rows: Sequence[Numbers], masks: Sequence[Sequence[bool]], by_token: bool) -> float:
-    """rollout_is_batch_normalize: over all tokens, or over rows of the row's mean. 1 where there is no weight."""
+def mean_weight(
+    rows: Sequence[Numbers], masks: Sequence[Sequence[bool]], shares: Sequence[float], by_token: bool
+) -> float:
+    """rollout_is_batch_normalize: over all tokens, or over rows of the row's mean, each counted by its share of its
+    episode's tokens. 1 where there is no weight."""
     picked = [[w for w, ok in zip(row, mask, strict=True) if ok] for row, mask in zip(rows, masks, strict=True)]
-    values = [w for row in picked for w in row] if by_token else [sum(row) / len(row) for row in picked if row]
-    return (sum(values) / len(values) if values else 0.0) or 1.0
+    counts = [float(len(row)) if by_token else share for row, share in zip(picked, shares, strict=True)]
+    found = [(sum(row) / len(row), count) for row, count in zip(picked, counts, strict=True) if row]
+    return (sum(value * count for value, count in found) / sum(count for _, count in found) if found else 0.0) or 1.0
 
 
 def _statistic(name: str, log_p: float, log_q: float) -> float:

@@ -29,20 +29,19 @@ class Joining:
     """From losses per token to one number: loss_agg_mode with the mini-batch's own counts."""
 
     num_tokens: int
-    num_rows: int
+    num_episodes: int
     constant: float  # of seq-mean-token-sum-norm
 
-    def row(self, loss_R: Tensor, mask_R: Tensor, mode: str) -> Tensor:
+    def row(self, loss_R: Tensor, row: PlainRow, mode: str) -> Tensor:
         """One row's part of the loss."""
-        total, count = loss_R[mask_R].sum(), int(mask_R.sum())
         divisor = {
             "token-mean": self.num_tokens,
             "token-sum": 1,
-            "seq-mean-token-sum": self.num_rows,
-            "seq-mean-token-mean": self.num_rows * max(count, 1),
-            "seq-mean-token-sum-norm": self.num_rows * self.constant,
+            "seq-mean-token-sum": self.num_episodes,
+            "seq-mean-token-mean": self.num_episodes * max(row.episode_tokens, 1),
+            "seq-mean-token-sum-norm": self.num_episodes * self.constant,
         }[mode]
-        return total / max(divisor, 1)
+        return loss_R[row.mask_R].sum() / max(divisor, 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,8 +49,10 @@ class PlainRow:
     """One row of the mini-batch; tensors [R] without padding."""
 
     number: int  # in the material
+    episode: int
     mask_R: Tensor  # bool: tokens to train on
     weight_R: Tensor | None = None  # constants on the policy loss
+    episode_tokens: int = 0  # to train on, in all rows of the episode
     sample_weight: float = 1.0
     selected_R: Tensor | None = None
 
@@ -68,17 +69,24 @@ class PlainPolicyLoss:
 
     def __post_init__(self) -> None:
         rollouts, scores, actor = self.material.rollouts, self.material.scores, self.config.actor_rollout_ref.actor
-        rows = [PlainRow(number=row, mask_R=self.cut(rollouts.response_mask_BR, row)) for row in range(len(rollouts))]
+        assert rollouts.episode_B is not None
+        rows = [
+            PlainRow(number=row, episode=episode, mask_R=self.cut(rollouts.response_mask_BR, row))
+            for row, episode in enumerate(rollouts.episode_B.tolist())
+        ]
         if self.old == "given" and corrects(self.config.algorithm.rollout_correction):
             self.correct(rows)
         for row in rows:
             row.mask_R = row.mask_R & bool(scores.trained_B is None or scores.trained_B[row.number])
-        if actor.mask_truncated:
-            rows = [row for row in rows if rollouts.finish_reasons[row.number] != "length"]
+        if actor.mask_truncated:  # by how the episode ended, in the last of its rows
+            ends = {row.episode: rollouts.finish_reasons[row.number] for row in rows}
+            rows = [row for row in rows if ends[row.episode] != "length"]
+        for row in rows:
+            row.episode_tokens = sum(int(part.mask_R.sum()) for part in rows if part.episode == row.episode)
         self.rows = self.weighted(rows)
         tokens = sum(int(row.mask_R.sum()) for row in rows)
         constant = actor.loss_scale_factor or float(self.config.data.max_response_length)
-        self.joining = Joining(num_tokens=tokens, num_rows=len(rows), constant=constant)
+        self.joining = Joining(num_tokens=tokens, num_episodes=len({row.episode for row in rows}), constant=constant)
 
     def cut(self, column_BR: Tensor, row: int) -> Tensor:
         """A row of a column, without padding."""
@@ -98,23 +106,29 @@ class PlainPolicyLoss:
                 found.append(plain_correction.weights(log_p, log_q, mask, rule))
                 known.append([inside and math.isfinite(q) for inside, q in zip(mask, log_q, strict=True)])
         if found:
-            mean = plain_correction.mean_weight(found, known, by_token=rule.rollout_is == "token")
+            tokens = [int(self.cut(self.material.rollouts.response_mask_BR, row.number).sum()) for row in rows]
+            whole = [sum(n for n, part in zip(tokens, rows, strict=True) if part.episode == r.episode) for r in rows]
+            shares = [n / max(total, 1) for n, total in zip(tokens, whole, strict=True)]
+            mean = plain_correction.mean_weight(found, known, shares, by_token=rule.rollout_is == "token")
             for row, weights in zip(rows, found, strict=True):
                 row.weight_R = torch.tensor(weights) / (mean if rule.rollout_is_batch_normalize else 1.0)
 
     def weighted(self, rows: list[PlainRow]) -> list[PlainRow]:
-        """actor.sample_weight: of mean 1 over the rows."""
+        """actor.sample_weight: of mean 1 over the episodes."""
         options, rollouts = self.config.actor_rollout_ref.actor.sample_weight, self.material.rollouts
-        lengths = [int(rollouts.response_length_B[row.number]) for row in rows]
-        for row, length in zip(rows, lengths, strict=True):
+        lengths: dict[int, int] = {}
+        for row in rows:
+            lengths[row.episode] = lengths.get(row.episode, 0) + int(rollouts.response_length_B[row.number])
+        shortest, longest = min(lengths.values(), default=0), max(lengths.values(), default=0)
+        for row in rows:
             if options.difficulty:
                 hard = float(rollouts.rows[row.number].extra_info[options.difficulty_key])
                 row.sample_weight *= 0.5 + 1.5 * min(max(hard, 0.0), 1.0)
             if options.length:
-                row.sample_weight *= 1.5 - (length - min(lengths)) / max(max(lengths) - min(lengths), 1e-8)
-        total = sum(row.sample_weight for row in rows)
+                row.sample_weight *= 1.5 - (lengths[row.episode] - shortest) / max(longest - shortest, 1e-8)
+        total = sum({row.episode: row.sample_weight for row in rows}.values())
         for row in rows:
-            row.sample_weight *= len(rows) / total
+            row.sample_weight *= len(lengths) / total
         return rows
 
     def selecting(self, selected_BR: Tensor | None) -> PlainPolicyLoss:
@@ -148,16 +162,16 @@ class PlainPolicyLoss:
         weight_R = self.update_weights(row, log_probs_R)
         if weight_R is not None:
             loss_R = loss_R * weight_R
-        loss = self.joining.row(loss_R * row.sample_weight, mask_R, joined)
+        loss = self.joining.row(loss_R * row.sample_weight, row, joined)
         if actor.use_kl_loss:
             kl_R = full_kl_R
             if kl_R is None:
                 kl_R = kl_term(log_probs_R - self.cut(material.ref_log_probs_BR, row.number), str(actor.kl_loss_type))
             kl_R = kl_R * ratio_R if actor.use_unbiased_kl else kl_R
-            loss = loss + actor.kl_loss_coef * self.joining.row(kl_R, mask_R, mode)
-        loss = actor.rl_loss_coef * loss - actor.entropy_coeff * self.joining.row(entropy_R, mask_R, mode)
+            loss = loss + actor.kl_loss_coef * self.joining.row(kl_R, row, mode)
+        loss = actor.rl_loss_coef * loss - actor.entropy_coeff * self.joining.row(entropy_R, row, mode)
         if actor.sft_loss_coef and float(material.scores.score_B[row.number]) > 0:
-            loss = loss + actor.sft_loss_coef * self.joining.row(-log_probs_R, mask_R, mode)
+            loss = loss + actor.sft_loss_coef * self.joining.row(-log_probs_R, row, mode)
         return loss
 
     def token_loss(self, row: PlainRow, log_probs_R: Tensor, old_R: Tensor, ratio_R: Tensor) -> tuple[Tensor, str]:
@@ -257,7 +271,7 @@ class PlainValueLoss(PlainPolicyLoss):
         bounded_R = old_R + (values_R - old_R).clip(-critic.cliprange_value, critic.cliprange_value)
         loss_R = torch.maximum((values_R - returns_R) ** 2, (bounded_R - returns_R) ** 2) / 2
         joining = dataclasses.replace(self.joining, constant=float(self.config.data.max_response_length))
-        return joining.row(loss_R, row.mask_R, critic.loss_agg_mode or "token-mean")
+        return joining.row(loss_R, row, critic.loss_agg_mode or "token-mean")
 
 
 def without_length_rule(config: PPOConfig) -> PPOConfig:
