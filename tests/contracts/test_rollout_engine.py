@@ -35,6 +35,7 @@ from verl_like.rollout.remote import RemoteEngine
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
+    ResumeError,
     RolloutEngine,
     RolloutError,
     Sampled,
@@ -412,6 +413,17 @@ def test_a_response_goes_on_from_what_was_sampled_before(engine: RolloutEngine) 
         assert type(engine).__name__ == "VLLMRolloutEngine" or once.token_ids == whole.token_ids
     with pytest.raises(ValueError, match="100 tokens to resume from leave nothing to sample of max_tokens=100"):
         engine.generate([dataclasses.replace(request, resume=whole.sampled)])
+
+
+@pytest.mark.parametrize("shape", [{"stop": ("x",)}, {"frequency_penalty": 0.5}, {"bad_words": ((7,),)}])
+def test_what_cannot_be_resumed_is_refused_as_such(engine: RolloutEngine, shape: dict[str, Any]) -> None:
+    cut = requests(1, dataclasses.replace(ENDLESS, **shape))[0]
+    cut = dataclasses.replace(cut, resume=Sampled.of([1, 2], [-1.0, -1.0], 0))
+    if type(engine).__name__ == "VLLMRolloutEngine":
+        with pytest.raises(ResumeError, match="r0 resumes a response"):
+            engine.generate([cut])
+    else:
+        assert engine.generate([cut])[0].token_ids[:2] == [1, 2]
 
 
 def test_what_has_less_priority_is_taken_up_first(engine: RolloutEngine) -> None:

@@ -29,6 +29,10 @@ class UnloadedError(RolloutError):
     """The engine holds no weights: it serves again after the next weight sync."""
 
 
+class ResumeError(ValueError):
+    """The engine cannot go on with this response: it must be sampled anew, without `resume`."""
+
+
 class WeightLoadError(RuntimeError):
     """A weight stream did not arrive whole. The engine is unloaded until a full stream succeeds."""
 
@@ -172,7 +176,7 @@ class RolloutEngine(Protocol):
         """Queue one request, on a replica's first rank; it is sampled while the engine is open.
 
         Raises RolloutError when unloaded, ValueError for a request that does not fit; later failures are set on the
-        future.
+        future (ResumeError: it would be taken without `resume`).
         """
         ...
 

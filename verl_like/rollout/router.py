@@ -18,7 +18,7 @@ from functools import partial
 from heapq import heappop, heappush
 
 from verl_like.rollout.client import Events, Link
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, ResumeError, RolloutError, Sampled
 
 _MAX_HOMES = 100_000  # sessions remembered; the longest unused is forgotten
 
@@ -29,6 +29,7 @@ class _Entry:
 
     request: GenerationRequest
     place: tuple[int, int]  # (priority, arrival)
+    given: Sampled  # what it came with to resume from
     seen: Sampled  # the last that is known of its tokens
     future: Future[Completion] = field(default_factory=Future)
     replica: _Replica | None = None
@@ -59,7 +60,8 @@ class Router:
 
     max_running_requests: of one replica; the rest is queued here, where it can still go anywhere.
     requeue: what runs on a replica that dies goes on elsewhere, from the last tokens seen (by `snapshot`, or in the
-    link's own reports); otherwise it fails with RolloutError, which names the replica.
+    link's own reports), or begins anew where the engine raises ResumeError for it; otherwise it fails with
+    RolloutError, which names the replica.
     session_of: requests of one session, or group, share their beginnings (None: it is alone). source_of: what responses
     of similar length have in common.
     deterministic: a request's replica, and the order of what is submitted while held, follow from the list of requests
@@ -111,7 +113,7 @@ class Router:
             self._raise_if_none_left()
             if request.request_id in self._entries:
                 raise ValueError(f"request id {request.request_id!r} is already in use")
-            entry = _Entry(request, (request.priority, next(self._arrivals)), request.resume)
+            entry = _Entry(request, (request.priority, next(self._arrivals)), request.resume, request.resume)
             entry.future.set_running_or_notify_cancel()  # `abort` ends a request: cancelling would hide its tokens
             self._entries[request.request_id] = entry
             self._enqueue(entry)
@@ -183,8 +185,12 @@ class Router:
                     self._end(entry)
             for name, error in events.refusals:
                 if (entry := replica.running.get(name)) is not None:
-                    results.append((entry, error))
-                    self._end(entry)
+                    moved = isinstance(error, ResumeError) and len(entry.request.resume) > len(entry.given)
+                    if moved and not entry.aborted:
+                        self._begin_anew(entry)
+                    else:
+                        results.append((entry, entry.abort() if moved else error))
+                        self._end(entry)
             self._saw(replica, events.progress)
             if events.death is not None:
                 results += self._lose(replica, events.death)
@@ -296,6 +302,12 @@ class Router:
             self._unassign(entry)
             self._enqueue(entry)
         return results
+
+    def _begin_anew(self, entry: _Entry) -> None:
+        """The engine cannot go on from what another one has sampled of it."""
+        entry.request, entry.seen = dataclasses.replace(entry.request, resume=entry.given), entry.given
+        self._unassign(entry)
+        self._enqueue(entry)
 
     def _fail_all(self, why: str) -> list[_Result]:
         entries, self._entries = list(self._entries.values()), {}

@@ -28,7 +28,14 @@ from verl_like.rollout.assemble import request_seed
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.rng import preserve_rng
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, SamplingParams, WeightLoadError
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    GenerationRequest,
+    ResumeError,
+    Sampled,
+    SamplingParams,
+    WeightLoadError,
+)
 from verl_like.rollout.step_loop import StepLoop
 from verl_like.rollout.vllm_weights import Layout, checksums, held_by
 
@@ -301,7 +308,7 @@ def _rest_of(request: GenerationRequest) -> SamplingParams:
     """The sampling of a response that is begun already: to vLLM, the beginning is part of the prompt."""
     sampling, done = request.sampling, len(request.resume)
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words or sampling.stop:
-        raise ValueError(
+        raise ResumeError(
             f"request {request.request_id} resumes a response with presence_penalty, frequency_penalty, bad_words or "
             "stop: vLLM would not count the tokens of its beginning; leave these out, or sample it anew"
         )

@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.rollout.client import LocalLink
+from verl_like.rollout.client import Events, LocalLink
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled, SamplingParams
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    GenerationRequest,
+    ResumeError,
+    RolloutError,
+    Sampled,
+    SamplingParams,
+)
 from verl_like.rollout.router import Router
 from verl_like.rollout.simulation import SimulatedLink, VirtualClock
 
@@ -218,6 +225,51 @@ def test_requeue_goes_on_from_the_last_tokens_seen() -> None:
     fresh.clock.run()
     with pytest.raises(RolloutError, match="replica 0 died, and no other is left: KeyError"):
         alone.result(0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_an_engine_cannot_go_on_with_begins_anew(deterministic: bool) -> None:
+    """As vLLM with stop texts; what came with tokens to resume from was never to be sampled anew."""
+    fleet = Fleet(2, capacity=2, requeue=True, deterministic=deterministic)
+    for engine in fleet.engines:
+        engine.add = _never_resuming(engine.add)  # type: ignore[method-assign]
+    futures = [fleet.router.submit(request(i)) for i in range(4)]
+    fleet.clock.run(0.5)
+    seen = fleet.router.snapshot()
+    fleet.engines[1].load(1)
+    fleet.links[0].kill("power cut")
+    fleet.clock.at(0.51, lambda: fleet.router.abort(["r1"]))
+    fleet.clock.run()
+    assert all(right(futures[i], i) for i in (0, 2, 3))
+    ran_there = [i for i in (0, 2, 3) if futures[i].result().sampled.weight_versions.tolist() == [1] * 100]
+    assert ran_there and all(len(seen[f"r{i}"]) > 0 for i in ran_there)  # these tokens were given up
+    resumed = fleet.router.submit(request(9, resume=Sampled.of([4, 5], [-1.0, -1.0], 0)))
+    fleet.clock.run()
+    with pytest.raises(ResumeError, match="cannot go on"):
+        resumed.result(0)
+    assert fleet.router.snapshot() == {}
+
+
+def _never_resuming(add: Callable[[GenerationRequest], None]) -> Callable[[GenerationRequest], None]:
+    def checked(request: GenerationRequest) -> None:
+        if len(request.resume):
+            raise ResumeError("cannot go on")
+        add(request)
+
+    return checked
+
+
+def test_a_moved_request_that_is_aborted_as_it_is_refused_ends_with_its_tokens() -> None:
+    fleet = Fleet(2, capacity=2, requeue=True)
+    future = fleet.router.submit(request(0))
+    fleet.clock.run(0.5)
+    seen = fleet.router.snapshot()["r0"]
+    fleet.links[1].send = lambda add, abort: None  # type: ignore[method-assign]
+    fleet.links[0].kill("power cut")
+    fleet.clock.run()
+    fleet.router.abort(["r0"])
+    fleet.links[1]._on_events(Events(refusals=[("r0", ResumeError("cannot go on"))]))
+    assert future.result(0).finish_reason == "abort" and future.result(0).sampled is seen
 
 
 def test_a_replica_may_come_later() -> None:
