@@ -74,7 +74,6 @@ class HFRolloutEngine(SteppedRolloutEngine):
             if self.keeps_adapters:
                 _attach_adapters(self._model, model, dtype)
         self._stored = CheckpointNames(self._module)
-        self._unseeded = torch.Generator().manual_seed((seed + process.rank) & _SEED_MASK)
         self._places = itertools.count()
         self._waiting: list[Row] = []  # in the order in which they are taken up
         self._batches: list[Batch] = []  # one, unless the model's caches cannot be joined (hf_batch.py)
@@ -85,9 +84,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
-        generator = self._unseeded
-        if request.seed is not None:
-            generator = torch.Generator().manual_seed(request.seed & _SEED_MASK)
+        generator = torch.Generator().manual_seed(self._seed_of(request) & _SEED_MASK)
         uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64).numpy()
         insort(self._waiting, Row(request, next(self._places), uniform), key=_ORDER)
 
