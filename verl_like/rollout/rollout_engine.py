@@ -235,7 +235,8 @@ class RolloutEngine(Protocol):
 
     def cached_tokens(self) -> int:
         """How many tokens of one long prompt, always the same, the engine took from its cache instead of computing
-        them: 0 right after a load, or the cache was not emptied. Leaves the prompt in the cache."""
+        them: 0 right after a load, or the cache was not emptied. Leaves the prompt in the cache. Always 0 of an engine
+        that keeps nothing between requests."""
         ...
 
     def unload(self) -> None:
