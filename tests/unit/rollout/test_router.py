@@ -327,6 +327,36 @@ def test_deterministic_routing_does_not_see_how_fast_replicas_are() -> None:
     assert placed[0] != placed[1]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_admission_looks_at_the_replicas_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 replicas and 2,048 requests that wait; each goes where one that looks at all of them would send it."""
+    looks = 0
+    has_place = Router._has_place
+
+    def counted(self: Router, replica: object) -> bool:
+        nonlocal looks
+        looks += 1
+        return has_place(self, replica)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Router, "_has_place", counted)
+    fleet = Fleet(64, capacity=30, deterministic=deterministic)
+    fleet.router.hold()
+    lengths = [10 + i * 37 % 301 for i in range(2048)]
+    for i, length in enumerate(lengths):
+        fleet.router.submit(request(i, length))
+    looks = 0
+    fleet.router.release()
+    assert looks <= 64 + 2048
+    loads, expected = [0] * 64, [list[str]() for _ in range(64)]
+    for i, length in enumerate(lengths):
+        open_to = [n for n in range(64) if deterministic or len(expected[n]) < 30]
+        if open_to:
+            chosen = min(open_to, key=loads.__getitem__)
+            loads[chosen] += 10 + length
+            expected[chosen].append(f"r{i}")
+    assert fleet.orders == [names[:30] for names in expected]
+
+
 def test_a_simulation_is_the_same_every_time() -> None:
     assert _rounds((0.01, 0.02, 0.03), False) == _rounds((0.01, 0.02, 0.03), False)
 
