@@ -291,6 +291,33 @@ def test_a_pause_in_which_weights_arrive(engine: HFRolloutEngine) -> None:
     engine.pause()
 
 
+def test_a_forward_takes_no_more_tokens_than_allowed(make: Make) -> None:
+    """Padding counted, also after a load under long responses. A row that is longer alone is computed alone."""
+    most, taken = 100, list[int]()
+    asked = [request(i, 1 + 23 * i % 67, SamplingParams(max_tokens=50)) for i in range(32)]
+    wide, bounded = (
+        make(max_num_seqs=32, max_num_batched_tokens=10**6),
+        make(max_num_seqs=32, max_num_batched_tokens=most),
+    )
+    bounded._module.register_forward_pre_hook(
+        lambda module, args, kwargs: taken.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    lengths = [[len(each.prompt_ids) for each in asked], [len(each.prompt_ids) + 40 for each in asked]]
+    done = []
+    for engine in (wide, bounded):
+        for each in asked:
+            engine.add(each)
+        assert not steps(engine, 40) and len(engine._batches) == 1
+        engine.load_weights(iter(state(OTHER).items()), 2)
+        done.append({i: c.token_ids for i, c in steps(engine).items()})
+    assert done[0] == done[1]
+    prefills = [[n for n in part if n > 32] for part in (taken[:40], taken[40:])]
+    for computed, own in zip(prefills, lengths, strict=True):
+        assert max(computed) <= max(most, max(own))
+        assert sum(own) <= sum(computed) + 32 < 1.2 * sum(own)
+    assert max(lengths[1]) > most > max(lengths[0])
+
+
 def test_less_priority_numbers_come_first_and_what_lost_its_cache_before_all(make: Make) -> None:
     engine = make(max_num_seqs=2)
     short = SamplingParams(max_tokens=2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -35,6 +38,7 @@ from verl_like.rollout.remote import RemoteEngine
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
+    ResumeError,
     RolloutEngine,
     RolloutError,
     Sampled,
@@ -425,6 +429,17 @@ def test_a_response_goes_on_from_what_was_sampled_before(engine: RolloutEngine) 
         engine.generate([dataclasses.replace(request, resume=whole.sampled)])
 
 
+@pytest.mark.parametrize("shape", [{"stop": ("x",)}, {"frequency_penalty": 0.5}, {"bad_words": ((7,),)}])
+def test_what_cannot_be_resumed_is_refused_as_such(engine: RolloutEngine, shape: dict[str, Any]) -> None:
+    cut = requests(1, dataclasses.replace(ENDLESS, **shape))[0]
+    cut = dataclasses.replace(cut, resume=Sampled.of([1, 2], [-1.0, -1.0], 0))
+    if type(engine).__name__ == "VLLMRolloutEngine":
+        with pytest.raises(ResumeError, match="r0 resumes a response"):
+            engine.generate([cut])
+    else:
+        assert engine.generate([cut])[0].token_ids[:2] == [1, 2]
+
+
 def test_what_has_less_priority_is_taken_up_first(engine: RolloutEngine) -> None:
     short = dataclasses.replace(SAMPLING, max_tokens=8, stop_token_ids=())
     last = [dataclasses.replace(r, priority=5) for r in requests(40, short)]
@@ -477,6 +492,38 @@ def test_the_trainers_random_numbers_are_left_alone(engine: RolloutEngine) -> No
     engine.generate([dataclasses.replace(r, seed=None) for r in requests(4)])
     engine.score([[1, 2, 3]])
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_requests_neither_see_nor_change_the_trainers_random_numbers(engine: RolloutEngine) -> None:
+    """However they are submitted, while the trainer draws in its own thread; some greedy, some prompts cut."""
+    greedy = dataclasses.replace(ENDLESS, do_sample=False)
+    asked = [dataclasses.replace(r, seed=None, request_id=f"u{i}") for i, r in enumerate(cut_requests())]
+    asked += [*requests(4, ENDLESS), *requests(4, greedy, first=4)]
+    drawn: list[list[list[int]]] = []
+    for seed in (5, 6):
+        set_number_of_unseeded(engine, 1000)
+        torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+        expected = [(float(torch.rand(())), float(np.random.rand()), random.random()) for _ in range(4)]
+        torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+        with opened(engine):
+            futures, got = [engine.submit(r) for r in asked], []
+            for name in ("u0", "r0", "r4"):
+                got.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+                begun(engine, name)
+            drawn.append([future.result(60).token_ids for future in futures])
+        for _ in engine.stream(asked[:2]):
+            pass
+        got.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+        assert got == expected
+    assert drawn[0] == drawn[1]
+    assert len({str(tokens) for tokens in drawn[0]}) == len(asked)
+
+
+def set_number_of_unseeded(engine: RolloutEngine, number: int) -> None:
+    """As if so many requests without a seed had come."""
+    if isinstance(engine, RemoteEngine):
+        pytest.skip("out of reach")
+    engine._unseeded = itertools.count(number)  # type: ignore[attr-defined]
 
 
 def test_requests_without_a_seed_draw_other_numbers_each_time(engine: RolloutEngine) -> None:

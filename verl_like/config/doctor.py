@@ -159,7 +159,6 @@ _VLLM_ONLY = tuple(
         "gpu_memory_utilization",
         "enforce_eager",
         "cudagraph_capture_sizes",
-        "max_num_batched_tokens",
         "enable_chunked_prefill",
         "enable_prefix_caching",
         "disable_log_stats",

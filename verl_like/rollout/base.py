@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +12,8 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
-from verl_like.rollout.rng import OwnRandomNumbers, preserve_rng
+from verl_like.rollout.assemble import request_seed
+from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, UnloadedError
 from verl_like.rollout.step_loop import Phase, StepLoop, submit_each
 
@@ -37,7 +39,7 @@ class EngineBase:
         self.max_model_len = max_model_len
         self.keeps_adapters = keeps_adapters
         self._reads_text = reads_text  # it has a tokenizer
-        self._random = OwnRandomNumbers(seed)  # for requests without a seed
+        self._seed, self._unseeded = seed, itertools.count()
         self._version: int | None = None
         self._held = -1  # version of the weights in memory, also once they are unloaded; -1: of none
         self._holds_weights = False
@@ -81,6 +83,7 @@ class EngineBase:
     def opened(self) -> Iterator[None]:
         self._require_weights()
         was_paused = self.paused
+<<<<<<< HEAD
         with self._random.used():
             self.open()
             try:
@@ -105,6 +108,25 @@ class EngineBase:
             finally:
                 if missing:  # one failed, or the caller has left: nobody would read the others
                     self.abort(mine)
+=======
+        self.open()
+        mine: list[str] = []
+        missing = len(requests)
+        try:
+            ended: SimpleQueue[Future[Completion]] = SimpleQueue()
+            for request in requests:
+                self.submit(request).add_done_callback(ended.put)
+                mine.append(request.request_id)
+            while missing:
+                futures = _gather(ended, missing)
+                missing -= len(futures)
+                yield [future.result() for future in futures]
+        finally:
+            if missing:  # one failed, or the caller has left: nobody would read the others
+                self.abort(mine)
+            if was_paused:
+                self.pause()
+>>>>>>> mends
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._require_weights()
@@ -164,6 +186,10 @@ class EngineBase:
 
     def _exclusive(self) -> AbstractContextManager[None]:
         raise NotImplementedError
+
+    def _seed_of(self, request: GenerationRequest) -> int:
+        """The request's; without one, a hash of this engine's seed and of how many had none before."""
+        return request_seed(self._seed, 1, next(self._unseeded), 0) if request.seed is None else request.seed
 
     def _require_weights(self) -> None:
         if self._version is None:

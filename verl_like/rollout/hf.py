@@ -1,7 +1,8 @@
 """Generation with transformers alone, for machines without vLLM: a full copy of the model, filled by the weight stream.
 
 Batches are continuous: each step takes up what waits while fewer than max_num_seqs rows are under way, computes the new
-ones' prompts alone, and decodes one token of all others, whose keys and values stay (hf_batch.py).
+ones' prompts alone, in parts of max_num_batched_tokens, and decodes one token of all others, whose keys and values stay
+(hf_batch.py).
 Each request draws its random numbers from its own generator, one per token, so that tokens do not depend on the batch.
 """
 
@@ -65,7 +66,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
                 "the whole model in each process; set it to 1, or rollout.name=vllm"
             )
         self._device = process.device
-        self._max_num_seqs = rollout.max_num_seqs
+        self._max_num_seqs, self._max_prefill = rollout.max_num_seqs, rollout.max_num_batched_tokens
         self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if rollout.stop else None
         with preserve_rng():
             self._model: PreTrainedModel | None = _empty_model(
@@ -74,7 +75,6 @@ class HFRolloutEngine(SteppedRolloutEngine):
             if self.keeps_adapters:
                 _attach_adapters(self._model, model, dtype)
         self._stored = CheckpointNames(self._module)
-        self._unseeded = torch.Generator().manual_seed((seed + process.rank) & _SEED_MASK)
         self._places = itertools.count()
         self._waiting: list[Row] = []  # in the order in which they are taken up
         self._batches: list[Batch] = []  # one, unless the model's caches cannot be joined (hf_batch.py)
@@ -85,9 +85,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
-        generator = self._unseeded
-        if request.seed is not None:
-            generator = torch.Generator().manual_seed(request.seed & _SEED_MASK)
+        generator = torch.Generator().manual_seed(self._seed_of(request) & _SEED_MASK)
         uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64).numpy()
         insort(self._waiting, Row(request, next(self._places), uniform), key=_ORDER)
 
@@ -96,14 +94,11 @@ class HFRolloutEngine(SteppedRolloutEngine):
         """One more token for each row: what is under way is decoded, what waits is taken up where there is room."""
         new = self._take_up()
         stepped = [(batch, self._decode(batch)) for batch in self._batches]
-        if new:
-            batch, logits_bV = self._prefill(new)
-            if stepped and stepped[0][0].can_join(batch):
-                running, running_bV = stepped[0]
-                running.join(batch)
-                stepped = [(running, torch.cat([running_bV, logits_bV]))]
-            else:
-                stepped.append((batch, logits_bV))
+        stepped += [self._prefill(part) for part in _parts(new, self._max_prefill)]
+        if len(stepped) > 1 and all(batch.can_join() for batch, _ in stepped):
+            (running, _), *others = stepped
+            running.join([batch for batch, _ in others])
+            stepped = [(running, torch.cat([logits_bV for _, logits_bV in stepped]))]
         done: list[Completion] = []
         for batch, logits_bV in stepped:
             batch.sample(logits_bV, self._held)
@@ -235,6 +230,18 @@ class HFRolloutEngine(SteppedRolloutEngine):
     def shutdown(self) -> None:
         super().shutdown()
         self._model, self._batches, self._waiting = None, [], []
+
+
+def _parts(rows: list[Row], max_tokens: int) -> Iterator[list[Row]]:
+    """Rows of about the same length, whose padded tokens are `max_tokens` at most; a longer row is alone."""
+    part: list[Row] = []
+    for row in sorted(rows, key=lambda row: len(row.known_ids), reverse=True):
+        if part and (len(part) + 1) * len(part[0].known_ids) > max_tokens:
+            yield part
+            part = []
+        part.append(row)
+    if part:
+        yield part
 
 
 def _empty_model(

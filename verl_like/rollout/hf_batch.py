@@ -149,17 +149,19 @@ class Batch:
         self.length_b = self.length_b + 1
         return positions_b1
 
-    def can_join(self, other: Batch) -> bool:
-        return _joinable(self.cache) and _joinable(other.cache)
+    def can_join(self) -> bool:
+        """Whether its cache can be joined with those of others of the model."""
+        return _joinable(self.cache)
 
-    def join(self, other: Batch) -> None:
-        """Take up another batch's rows, behind one's own; before the next token of both is sampled."""
-        for mine, others in zip(self.cache.layers, other.cache.layers, strict=True):
-            _join(mine, others)
-        width = max(self.mask_bS.shape[1], other.mask_bS.shape[1])
-        self.mask_bS = torch.cat([_padded(self.mask_bS, width, -1), _padded(other.mask_bS, width, -1)])
-        self.length_b = torch.cat([self.length_b, other.length_b])
-        self.rows = self.rows + other.rows
+    def join(self, others: Sequence[Batch]) -> None:
+        """Take up other batches' rows, behind one's own; before the next token of all is sampled."""
+        batches = [self, *others]
+        for layers in zip(*(batch.cache.layers for batch in batches), strict=True):
+            _join(layers)
+        width = max(batch.mask_bS.shape[1] for batch in batches)
+        self.mask_bS = torch.cat([_padded(batch.mask_bS, width, -1) for batch in batches])
+        self.length_b = torch.cat([batch.length_b for batch in batches])
+        self.rows = [row for batch in batches for row in batch.rows]
         self.next_b1 = self._knobs = None
 
     def keep(self, index: list[int]) -> None:
@@ -189,20 +191,21 @@ def _padded(columns: Tensor, width: int, dim: int) -> Tensor:
     return torch.nn.functional.pad(columns, (0, 0) * (-1 - dim) + (missing, 0)) if missing else columns
 
 
-def _join(mine: Any, others: Any) -> None:
-    """Add the others' rows to a layer."""
-    if isinstance(mine, DynamicLayer) and isinstance(others, DynamicLayer) and mine.keys is not None:
-        assert mine.values is not None and others.keys is not None and others.values is not None
-        width = max(mine.keys.shape[-2], others.keys.shape[-2])
-        mine.keys = torch.cat([_padded(mine.keys, width, -2), _padded(others.keys, width, -2)])
-        mine.values = torch.cat([_padded(mine.values, width, -2), _padded(others.values, width, -2)])
-    if isinstance(mine, DynamicSlidingWindowLayer) and isinstance(others, DynamicSlidingWindowLayer):
-        mine.cumulative_length = max(mine.cumulative_length, others.cumulative_length)
-    if isinstance(mine, LinearAttentionLayer) and isinstance(others, LinearAttentionLayer):
-        for own, new in (mine.conv_states, others.conv_states), (mine.recurrent_states, others.recurrent_states):
+def _join(layers: Sequence[Any]) -> None:
+    """Add the rows of the others to the first of these layers."""
+    mine = layers[0]
+    if isinstance(mine, DynamicLayer) and mine.keys is not None:
+        width = max(layer.keys.shape[-2] for layer in layers)
+        mine.keys = torch.cat([_padded(layer.keys, width, -2) for layer in layers])
+        mine.values = torch.cat([_padded(layer.values, width, -2) for layer in layers])
+    if isinstance(mine, DynamicSlidingWindowLayer):
+        mine.cumulative_length = max(layer.cumulative_length for layer in layers)
+    if isinstance(mine, LinearAttentionLayer):
+        for name in ("conv_states", "recurrent_states"):
+            own: dict[int, Any] = getattr(mine, name)
             for i, state in own.items():
                 if state is not None:
-                    own[i] = torch.cat([state, new[i]])
+                    own[i] = torch.cat([getattr(layer, name)[i] for layer in layers])
 
 
 def _cut(layer: Any, width: int) -> None:

@@ -44,30 +44,3 @@ def preserve_rng() -> Iterator[None]:
         yield
     finally:
         outside.put_back()
-
-
-class OwnRandomNumbers:
-    """A stream of random numbers for code that draws from the global generators: it goes on where it stopped.
-
-    With `preserve_rng` alone every call would begin with the trainer's numbers, which nobody draws in between, and so
-    sample with the same ones.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._inside: _Generators | None = None
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Inside, the global generators are this stream's."""
-        with preserve_rng():
-            if self._inside is None:
-                random.seed(self._seed)
-                np.random.seed(self._seed % 2**32)
-                torch.manual_seed(self._seed)
-            else:
-                self._inside.put_back()
-            try:
-                yield
-            finally:
-                self._inside = _Generators.now()

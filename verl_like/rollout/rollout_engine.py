@@ -30,6 +30,10 @@ class UnloadedError(RolloutError):
     """The engine holds no weights: it serves again after the next weight sync."""
 
 
+class ResumeError(ValueError):
+    """The engine cannot go on with this response: it must be sampled anew, without `resume`."""
+
+
 class WeightLoadError(RuntimeError):
     """A weight stream did not arrive whole. The engine is unloaded until a full stream succeeds."""
 
@@ -173,7 +177,7 @@ class RolloutEngine(Protocol):
         """Queue one request, on a replica's first rank; it is sampled while the engine is open.
 
         Raises RolloutError when unloaded, ValueError for a request that does not fit; later failures are set on the
-        future.
+        future (ResumeError: it would be taken without `resume`).
         """
         ...
 
@@ -242,7 +246,8 @@ class RolloutEngine(Protocol):
 
     def cached_tokens(self) -> int:
         """How many tokens of one long prompt, always the same, the engine took from its cache instead of computing
-        them: 0 right after a load, or the cache was not emptied. Leaves the prompt in the cache."""
+        them: 0 right after a load, or the cache was not emptied. Leaves the prompt in the cache. Always 0 of an engine
+        that keeps nothing between requests."""
         ...
 
     def unload(self) -> None:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from verl_like.rollout.client import Events, Link
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, ResumeError, RolloutError, Sampled
 
 _MAX_HOMES = 100_000  # sessions remembered; the longest unused is forgotten
 
@@ -30,6 +31,7 @@ class _Entry:
 
     request: GenerationRequest
     place: tuple[int, int]  # (priority, arrival)
+    given: Sampled  # what it came with to resume from
     seen: Sampled  # the last that is known of its tokens
     future: Future[Completion] = field(default_factory=Future)
     replica: _Replica | None = None
@@ -60,7 +62,8 @@ class Router:
 
     max_running_requests: of one replica (None: any number); the rest is queued here, where it can still go anywhere.
     requeue: what runs on a replica that dies goes on elsewhere, from the last tokens seen (by `snapshot`, or in the
-    link's own reports); otherwise it fails with RolloutError, which names the replica.
+    link's own reports), or begins anew where the engine raises ResumeError for it; otherwise it fails with
+    RolloutError, which names the replica.
     session_of: requests of one session, or group, share their beginnings (None: it is alone). source_of: what responses
     of similar length have in common (None: nothing; max_tokens are expected).
     deterministic: a request's replica, and the order of what is submitted while held, follow from the list of requests
@@ -86,6 +89,7 @@ class Router:
         self._lock = threading.RLock()  # guards everything below; futures are resolved outside
         self._replicas: list[_Replica] = []
         self._entries: dict[str, _Entry] = {}
+        self._num_running = 0  # of them
         self._queue: _Queue = []  # what may run anywhere
         self._homes: OrderedDict[str, _Replica] = OrderedDict()
         self._lengths: dict[str | None, tuple[int, int]] = {}  # source -> tokens, responses
@@ -112,7 +116,7 @@ class Router:
             self._raise_if_none_left()
             if request.request_id in self._entries:
                 raise ValueError(f"request id {request.request_id!r} is already in use")
-            entry = _Entry(request, (request.priority, next(self._arrivals)), request.resume)
+            entry = _Entry(request, (request.priority, next(self._arrivals)), request.resume, request.resume)
             entry.future.set_running_or_notify_cancel()  # `abort` ends a request: cancelling would hide its tokens
             self._entries[request.request_id] = entry
             self._enqueue(entry)
@@ -184,8 +188,12 @@ class Router:
                     self._end(entry)
             for name, error in events.refusals:
                 if (entry := replica.running.get(name)) is not None:
-                    results.append((entry, error))
-                    self._end(entry)
+                    moved = isinstance(error, ResumeError) and len(entry.request.resume) > len(entry.given)
+                    if moved and not entry.aborted:
+                        self._begin_anew(entry)
+                    else:
+                        results.append((entry, entry.abort() if moved else error))
+                        self._end(entry)
             self._saw(replica, events.progress)
             if events.death is not None:
                 results += self._lose(replica, events.death)
@@ -195,7 +203,8 @@ class Router:
     def _enqueue(self, entry: _Entry) -> None:
         home = self._home(entry)
         if home is None and self._deterministic:
-            home = self._choose(entry, [replica for replica in self._replicas if replica.alive])
+            alive = (replica for replica in self._replicas if replica.alive)
+            home = self._settle(entry, min(alive, key=attrgetter("load")))  # of equals the first
         if home is None:
             heappush(self._queue, (entry.place, entry))
         else:
@@ -203,24 +212,48 @@ class Router:
             heappush(home.queue, (entry.place, entry))
 
     def _admit(self) -> None:
-        """Give free places to those that wait, in their order."""
+        """Give free places to those that wait, in their order. One pass over the replicas, then a heap of the first of
+        each queue and one of loads, in which a load that has grown meanwhile stands again, and the old one is void."""
+        if len(self._entries) == self._num_running:
+            return
+        free = {replica: i for i, replica in enumerate(self._replicas) if self._has_place(replica)}
+        firsts: list[tuple[tuple[int, int], _Replica | None]] = []
+        for owner in (None, *free):
+            _push_first(firsts, self._queue if owner is None else owner.queue, owner)
+        if not firsts:
+            return
+        loads = [(replica.load, i, replica) for replica, i in free.items()]
+        heapify(loads)
         orders: dict[_Replica, list[GenerationRequest]] = {}
-        while free := [r for r in self._replicas if r.alive and not r.held and len(r.running) < self._capacity]:
-            queues = [queue for queue in (self._queue, *(r.queue for r in free)) if _first(queue) is not None]
-            if not queues:
-                break
-            entry = heappop(min(queues, key=lambda queue: queue[0][0]))[1]
-            if entry.replica is None:
-                home = self._home(entry)  # its session may have got one while it waited
-                self._assign(entry, home or self._choose(entry, free))
-                if home is not None and home not in free:
-                    heappush(home.queue, (entry.place, entry))
+        while firsts and free:
+            owner = heappop(firsts)[1]
+            if owner is not None and owner not in free:
+                continue  # it has no place any more
+            queue = self._queue if owner is None else owner.queue
+            entry = heappop(queue)[1]
+            _push_first(firsts, queue, owner)
+            replica = entry.replica
+            if replica is None:
+                replica = self._home(entry)  # its session may have got one while it waited
+                if replica is None:
+                    while loads[0][2] not in free or loads[0][0] != loads[0][2].load:
+                        heappop(loads)
+                    replica = self._settle(entry, loads[0][2])
+                self._assign(entry, replica)
+                if replica not in free:
+                    heappush(replica.queue, (entry.place, entry))
                     continue
-            assert entry.replica is not None
-            entry.replica.running[entry.request.request_id] = entry
-            orders.setdefault(entry.replica, []).append(entry.request)
+                heappush(loads, (replica.load, free[replica], replica))
+            replica.running[entry.request.request_id] = entry
+            self._num_running += 1
+            orders.setdefault(replica, []).append(entry.request)
+            if not self._has_place(replica):
+                del free[replica]
         for replica, requests in orders.items():
             replica.link.send(requests, ())
+
+    def _has_place(self, replica: _Replica) -> bool:
+        return replica.alive and not replica.held and len(replica.running) < self._capacity
 
     def _home(self, entry: _Entry) -> _Replica | None:
         session = self._session_of(entry.request)
@@ -230,15 +263,14 @@ class Router:
         self._homes.move_to_end(session)  # type: ignore[arg-type]
         return home
 
-    def _choose(self, entry: _Entry, replicas: Sequence[_Replica]) -> _Replica:
-        """The one with the least to do, of equals the first; home of the request's session from now on."""
-        chosen = min(replicas, key=lambda replica: replica.load)
+    def _settle(self, entry: _Entry, replica: _Replica) -> _Replica:
+        """Make it the home of the request's session from now on."""
         session = self._session_of(entry.request)
         if session is not None:
-            self._homes[session] = chosen
+            self._homes[session] = replica
             if len(self._homes) > _MAX_HOMES:
                 self._homes.popitem(last=False)
-        return chosen
+        return replica
 
     def _assign(self, entry: _Entry, replica: _Replica) -> None:
         entry.replica, entry.tokens = replica, self._expected_tokens(entry)
@@ -246,7 +278,8 @@ class Router:
 
     def _unassign(self, entry: _Entry) -> None:
         if entry.replica is not None:
-            entry.replica.running.pop(entry.request.request_id, None)
+            if entry.replica.running.pop(entry.request.request_id, None) is not None:
+                self._num_running -= 1
             if not self._deterministic:
                 entry.replica.load -= entry.tokens
         entry.replica = None
@@ -298,8 +331,14 @@ class Router:
             self._enqueue(entry)
         return results
 
+    def _begin_anew(self, entry: _Entry) -> None:
+        """The engine cannot go on from what another one has sampled of it."""
+        entry.request, entry.seen = dataclasses.replace(entry.request, resume=entry.given), entry.given
+        self._unassign(entry)
+        self._enqueue(entry)
+
     def _fail_all(self, why: str) -> list[_Result]:
-        entries, self._entries = list(self._entries.values()), {}
+        entries, self._entries, self._num_running = list(self._entries.values()), {}, 0
         for entry in entries:
             entry.ended = True
         return [(entry, entry.abort() if entry.aborted else RolloutError(why)) for entry in entries]
@@ -331,6 +370,11 @@ def _first(queue: _Queue) -> _Entry | None:
     while queue and queue[0][1].ended:
         heappop(queue)
     return queue[0][1] if queue else None
+
+
+def _push_first(firsts: list[tuple[tuple[int, int], _Replica | None]], queue: _Queue, owner: _Replica | None) -> None:
+    if queue and (entry := _first(queue)) is not None:
+        heappush(firsts, (entry.place, owner))
 
 
 def _resolve(results: Iterable[_Result]) -> None:

@@ -28,7 +28,14 @@ from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, SamplingParams, WeightLoadError
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    GenerationRequest,
+    ResumeError,
+    Sampled,
+    SamplingParams,
+    WeightLoadError,
+)
 from verl_like.rollout.step_loop import StepLoop
 from verl_like.rollout.vllm_weights import Layout, checksums, held_by
 
@@ -56,12 +63,11 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         tokenizer: str,
     ) -> None:
         tp = rollout.tensor_model_parallel_size
-        self._seed = request_seed(seed, 0, process.rank // tp, 0) % 2**31  # of this replica
         super().__init__(
             dtype=dtype,
             tokenizer_size=tokenizer_size,
             max_model_len=max_model_len,
-            seed=self._seed,
+            seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
             keeps_adapters=adapters_apart(model),
             reads_text=bool(rollout.stop),
         )
@@ -85,19 +91,17 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         self._rank_in_replica = process.rank % tp
         self._lockstep = lockstep_of(process.rank, process.world_size, tp) if tp > 1 else None
         self._running: dict[str, _Running] = {}
-        self._unseeded, self._places = itertools.count(), itertools.count()
+        self._places = itertools.count()
         self._loop = StepLoop(self, device=process.device, lockstep=self._lockstep)
 
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
-        sampling, seed = request.sampling, request.seed
-        if seed is None and self._tp > 1:  # ranks of a replica draw the same numbers only from a seed
-            seed = request_seed(self._seed, 1, next(self._unseeded), 0)
+        sampling, seed = request.sampling, self._seed_of(request)
         begun = request.resume.token_ids.tolist()
         if begun:
             sampling = _rest_of(request)
-            seed = None if seed is None else request_seed(seed, 2, len(begun), 0)
+            seed = request_seed(seed, 2, len(begun), 0)
         try:
             params = compat.sampling_params(sampling, seed=seed)
             compat.add_request(
@@ -301,7 +305,7 @@ def _rest_of(request: GenerationRequest) -> SamplingParams:
     """The sampling of a response that is begun already: to vLLM, the beginning is part of the prompt."""
     sampling, done = request.sampling, len(request.resume)
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words or sampling.stop:
-        raise ValueError(
+        raise ResumeError(
             f"request {request.request_id} resumes a response with presence_penalty, frequency_penalty, bad_words or "
             "stop: vLLM would not count the tokens of its beginning; leave these out, or sample it anew"
         )

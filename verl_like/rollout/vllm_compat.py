@@ -11,12 +11,13 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from verl_like.rollout.rollout_engine import SamplingParams
 
@@ -51,7 +52,44 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
         torch.cuda.set_stream(torch.cuda.current_stream(device))
     else:
         _draw_nothing_for_cut_prompts(llm)
+    _leave_global_generators_alone(llm, device)
     return llm
+
+
+class _OwnDraws(TorchFunctionMode):
+    """In this thread alone, what would be drawn from the global generator is drawn from `own`."""
+
+    def __init__(self, own: torch.Generator) -> None:
+        super().__init__()
+        self._own = own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.randint, Tensor.exponential_) and kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": self._own}
+        return func(*args, **kwargs)
+
+
+def _leave_global_generators_alone(llm: Any, device: torch.device) -> None:
+    """Give rows without a generator one (of greedy requests, and of those whose prompt is cut), which all share: their
+    draws are thrown away. The global one is the trainer's, which may draw in another thread meanwhile.
+
+    On CPU vLLM 0.32 draws a number for each row from the global generator even where all rows have their own. Source:
+    TopKTopPSampler.forward_cpu, random_sample.
+    """
+    own = torch.Generator(device=device)
+    draws = _OwnDraws(own) if device.type == "cpu" else nullcontext()
+    sampler = getattr(llm.collective_rpc(lambda worker: worker.model_runner)[0].sampler, "topk_topp_sampler", None)
+    if sampler is None:  # the second model runner: its noise is a function of seeds alone
+        return
+    forward = sampler.forward
+
+    def sample(logits: Tensor, generators: dict[int, torch.Generator], *args: Any, **kwargs: Any) -> Any:
+        with draws:
+            filled = {row: generators.get(row, own) for row in range(logits.shape[0])}
+            return forward(logits, filled, *args, **kwargs)
+
+    sampler.forward = sample
 
 
 def _draw_nothing_for_cut_prompts(llm: Any) -> None:
@@ -59,7 +97,7 @@ def _draw_nothing_for_cut_prompts(llm: Any) -> None:
 
     vLLM samples for such a request too, throws the token away and winds the generator back by an offset, which CPU
     generators do not have: it raises RuntimeError. With the generator out of reach meanwhile, the token thrown away is
-    drawn from the global one, and the noise stays a function of (seed, position). Source: vLLM 0.32,
+    drawn from another one, and the noise stays a function of (seed, position). Source: vLLM 0.32,
     GPUModelRunner._bookkeeping_sync and InputBatch.generators (row of the batch -> generator).
     """
     runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
@@ -123,7 +161,7 @@ def sampling_params(sampling: SamplingParams, *, seed: int | None) -> Any:
         stop=list(sampling.stop),
         detokenize=bool(sampling.stop),
         include_stop_str_in_output=True,  # nothing is cut off, text or token
-        seed=None if sampling.greedy else seed,
+        seed=seed,  # also of greedy ones: the second model runner would draw one from numpy's global generator
         logprobs=0,
     )
     # Where vLLM puts the tokens of its own bad_words, which it takes as text

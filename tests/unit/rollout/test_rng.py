@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from verl_like.rollout.rng import OwnRandomNumbers, preserve_rng
+from verl_like.rollout.rng import preserve_rng
 
 
 def _draw() -> tuple[float, float, float]:
@@ -24,19 +24,3 @@ def test_states_come_back_also_after_an_error() -> None:
     except KeyError:
         pass
     assert _draw() == expected
-
-
-def test_own_numbers_go_on_and_leave_the_others_alone() -> None:
-    torch.manual_seed(3), np.random.seed(3), random.seed(3)
-    expected = [_draw(), _draw()]
-    torch.manual_seed(3), np.random.seed(3), random.seed(3)
-    own, drawn, outside = OwnRandomNumbers(2**40 + 1), [], []
-    for _ in range(2):
-        with own.used():
-            drawn.append(_draw())
-        outside.append(_draw())
-    assert outside == expected
-    again = OwnRandomNumbers(2**40 + 1)
-    with again.used():
-        assert [_draw(), _draw()] == drawn
-    assert len({number for numbers in (*drawn, *expected) for number in numbers}) == 12

@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.rollout.client import LocalLink
+from verl_like.rollout.client import Events, LocalLink
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled, SamplingParams
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    GenerationRequest,
+    ResumeError,
+    RolloutError,
+    Sampled,
+    SamplingParams,
+)
 from verl_like.rollout.router import Router
 from verl_like.rollout.simulation import SimulatedLink, VirtualClock
 
@@ -220,6 +227,51 @@ def test_requeue_goes_on_from_the_last_tokens_seen() -> None:
         alone.result(0)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_an_engine_cannot_go_on_with_begins_anew(deterministic: bool) -> None:
+    """As vLLM with stop texts; what came with tokens to resume from was never to be sampled anew."""
+    fleet = Fleet(2, capacity=2, requeue=True, deterministic=deterministic)
+    for engine in fleet.engines:
+        engine.add = _never_resuming(engine.add)  # type: ignore[method-assign]
+    futures = [fleet.router.submit(request(i)) for i in range(4)]
+    fleet.clock.run(0.5)
+    seen = fleet.router.snapshot()
+    fleet.engines[1].load(1)
+    fleet.links[0].kill("power cut")
+    fleet.clock.at(0.51, lambda: fleet.router.abort(["r1"]))
+    fleet.clock.run()
+    assert all(right(futures[i], i) for i in (0, 2, 3))
+    ran_there = [i for i in (0, 2, 3) if futures[i].result().sampled.weight_versions.tolist() == [1] * 100]
+    assert ran_there and all(len(seen[f"r{i}"]) > 0 for i in ran_there)  # these tokens were given up
+    resumed = fleet.router.submit(request(9, resume=Sampled.of([4, 5], [-1.0, -1.0], 0)))
+    fleet.clock.run()
+    with pytest.raises(ResumeError, match="cannot go on"):
+        resumed.result(0)
+    assert fleet.router.snapshot() == {}
+
+
+def _never_resuming(add: Callable[[GenerationRequest], None]) -> Callable[[GenerationRequest], None]:
+    def checked(request: GenerationRequest) -> None:
+        if len(request.resume):
+            raise ResumeError("cannot go on")
+        add(request)
+
+    return checked
+
+
+def test_a_moved_request_that_is_aborted_as_it_is_refused_ends_with_its_tokens() -> None:
+    fleet = Fleet(2, capacity=2, requeue=True)
+    future = fleet.router.submit(request(0))
+    fleet.clock.run(0.5)
+    seen = fleet.router.snapshot()["r0"]
+    fleet.links[1].send = lambda add, abort: None  # type: ignore[method-assign]
+    fleet.links[0].kill("power cut")
+    fleet.clock.run()
+    fleet.router.abort(["r0"])
+    fleet.links[1]._on_events(Events(refusals=[("r0", ResumeError("cannot go on"))]))
+    assert future.result(0).finish_reason == "abort" and future.result(0).sampled is seen
+
+
 def test_a_replica_may_come_later() -> None:
     fleet = Fleet(1, capacity=1)
     futures = [fleet.router.submit(request(i)) for i in range(4)]
@@ -275,6 +327,7 @@ def test_deterministic_routing_does_not_see_how_fast_replicas_are() -> None:
     assert placed[0] != placed[1]
 
 
+<<<<<<< HEAD
 def test_a_deterministic_round_knows_nothing_of_the_rounds_before() -> None:
     """Neither what sessions chose there nor, without a source, what lengths were seen."""
     fleet = Fleet(2, capacity=None, deterministic=True, source_of=lambda request: None)  # type: ignore[arg-type]
@@ -297,6 +350,36 @@ def test_any_number_of_requests_may_run_where_no_limit_is_set() -> None:
     assert len(fleet.at_replicas()[0]) == 500
     with pytest.raises(ValueError, match="max_running_requests=0 must be at least 1"):
         Router([], max_running_requests=0)
+=======
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_admission_looks_at_the_replicas_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 replicas and 2,048 requests that wait; each goes where one that looks at all of them would send it."""
+    looks = 0
+    has_place = Router._has_place
+
+    def counted(self: Router, replica: object) -> bool:
+        nonlocal looks
+        looks += 1
+        return has_place(self, replica)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Router, "_has_place", counted)
+    fleet = Fleet(64, capacity=30, deterministic=deterministic)
+    fleet.router.hold()
+    lengths = [10 + i * 37 % 301 for i in range(2048)]
+    for i, length in enumerate(lengths):
+        fleet.router.submit(request(i, length))
+    looks = 0
+    fleet.router.release()
+    assert looks <= 64 + 2048
+    loads, expected = [0] * 64, [list[str]() for _ in range(64)]
+    for i, length in enumerate(lengths):
+        open_to = [n for n in range(64) if deterministic or len(expected[n]) < 30]
+        if open_to:
+            chosen = min(open_to, key=loads.__getitem__)
+            loads[chosen] += 10 + length
+            expected[chosen].append(f"r{i}")
+    assert fleet.orders == [names[:30] for names in expected]
+>>>>>>> mends
 
 
 def test_a_simulation_is_the_same_every_time() -> None:
