@@ -12,7 +12,7 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
-from verl_like.rollout.assemble import request_seed
+from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, UnloadedError
 from verl_like.rollout.step_loop import Phase, StepLoop, submit_each
@@ -81,52 +81,29 @@ class EngineBase:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        self._require_weights()
         was_paused = self.paused
-<<<<<<< HEAD
-        with self._random.used():
-            self.open()
-            try:
-                yield
-            finally:
-                if was_paused:
-                    self.pause()
+        self.open()
+        try:
+            yield
+        finally:
+            if was_paused:
+                self.pause()
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
-        with self.opened():
-            mine: list[str] = []
-            missing = len(requests)
-            try:
-                ended: SimpleQueue[Future[Completion]] = SimpleQueue()
-                for request in requests:
-                    self.submit(request).add_done_callback(ended.put)
-                    mine.append(request.request_id)
+        self._require_weights()
+        ended: SimpleQueue[Future[Completion]] = SimpleQueue()
+        missing = len(requests)
+        try:
+            for future in self.submit_all(requests):  # before it opens: the first step then has all of them
+                future.add_done_callback(ended.put)
+            with self.opened():
                 while missing:
                     futures = _gather(ended, missing)
                     missing -= len(futures)
                     yield [future.result() for future in futures]
-            finally:
-                if missing:  # one failed, or the caller has left: nobody would read the others
-                    self.abort(mine)
-=======
-        self.open()
-        mine: list[str] = []
-        missing = len(requests)
-        try:
-            ended: SimpleQueue[Future[Completion]] = SimpleQueue()
-            for request in requests:
-                self.submit(request).add_done_callback(ended.put)
-                mine.append(request.request_id)
-            while missing:
-                futures = _gather(ended, missing)
-                missing -= len(futures)
-                yield [future.result() for future in futures]
         finally:
             if missing:  # one failed, or the caller has left: nobody would read the others
-                self.abort(mine)
-            if was_paused:
-                self.pause()
->>>>>>> mends
+                self.abort([request.request_id for request in requests])
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._require_weights()

@@ -33,7 +33,6 @@ from verl_like.rollout.base import EngineBase
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
-    ResumeError,
     RolloutEngine,
     RolloutError,
     Sampled,
@@ -45,14 +44,6 @@ _TIMEOUT_S = 600.0
 _STOP_S = 30.0
 _START = -1  # the number of the first answer, which nobody asked for
 _FACTS = ("dtype", "tokenizer_size", "max_model_len", "keeps_adapters")
-<<<<<<< HEAD
-=======
-# Errors that come back as what they were; others as RolloutError, since they may not be importable here.
-_KNOWN: dict[str, type[Exception]] = {
-    error.__name__: error
-    for error in (ValueError, RuntimeError, RolloutError, UnloadedError, ResumeError, WeightLoadError)
-}
->>>>>>> mends
 
 
 class RemoteEngine(EngineBase):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from verl_like.rollout.rollout_engine import RolloutError, UnloadedError, WeightLoadError
+from verl_like.rollout.rollout_engine import ResumeError, RolloutError, UnloadedError, WeightLoadError
 
 # Errors that arrive as what they were; others as RolloutError.
-_KNOWN = {error.__name__: error for error in (ValueError, RuntimeError, RolloutError, UnloadedError, WeightLoadError)}
+_KNOWN: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (ValueError, RuntimeError, RolloutError, UnloadedError, ResumeError, WeightLoadError)
+}
 
 Told = tuple[str, str]  # class name, message
 
 
 def told(error: BaseException) -> Told:
     """What travels of an error. A ValueError of a library's own kind is a ValueError: it refuses one request."""
-    name = "ValueError" if isinstance(error, ValueError) else type(error).__name__
-    return name, str(error)
+    name = type(error).__name__
+    return "ValueError" if name not in _KNOWN and isinstance(error, ValueError) else name, str(error)
 
 
 def heard(what: Told) -> Exception:

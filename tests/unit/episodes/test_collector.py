@@ -303,7 +303,11 @@ def test_rows_without_a_baseline_are_left_out_and_counted(data: PromptDataset) -
         scores = pending.result()
         assert scores.valid_B.view(4, N)[:, 0].tolist() == [True, True, False, True]
         assert scores.baseline_B is not None and scores.baseline_B.view(4, N)[[0, 1, 3], 0].tolist() == [10, 12, 12]
-        assert scores.score_B.view(4, N)[[0, 1, 3], 0].tolist() == [10, 20, 40]  # those of sampled ones are shaped later
+        assert scores.score_B.view(4, N)[[0, 1, 3], 0].tolist() == [
+            10,
+            20,
+            40,
+        ]  # those of sampled ones are shaped later
         assert torch.isnan(scores.score_B.view(4, N)[2]).all() and made.metrics()["remax/failures"] == 1
     assert not asked
 

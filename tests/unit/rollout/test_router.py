@@ -327,7 +327,6 @@ def test_deterministic_routing_does_not_see_how_fast_replicas_are() -> None:
     assert placed[0] != placed[1]
 
 
-<<<<<<< HEAD
 def test_a_deterministic_round_knows_nothing_of_the_rounds_before() -> None:
     """Neither what sessions chose there nor, without a source, what lengths were seen."""
     fleet = Fleet(2, capacity=None, deterministic=True, source_of=lambda request: None)  # type: ignore[arg-type]
@@ -350,7 +349,8 @@ def test_any_number_of_requests_may_run_where_no_limit_is_set() -> None:
     assert len(fleet.at_replicas()[0]) == 500
     with pytest.raises(ValueError, match="max_running_requests=0 must be at least 1"):
         Router([], max_running_requests=0)
-=======
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_admission_looks_at_the_replicas_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 replicas and 2,048 requests that wait; each goes where one that looks at all of them would send it."""
@@ -379,7 +379,6 @@ def test_admission_looks_at_the_replicas_once(deterministic: bool, monkeypatch: 
             loads[chosen] += 10 + length
             expected[chosen].append(f"r{i}")
     assert fleet.orders == [names[:30] for names in expected]
->>>>>>> mends
 
 
 def test_a_simulation_is_the_same_every_time() -> None:
