@@ -199,17 +199,17 @@ ENGINE_AND_ROLLOUT = [
     ),
     Mutation(
         "all samples of a prompt alike",
-        "rollout/assemble.py",
-        'f"{seed}/{step}/{group}/{sample}"',
-        'f"{seed}/{step}/{group}"',
-        "rollout/test_assemble.py",
+        "rollout/requests.py",
+        '"/".join(map(str, (seed, *draw)))',
+        '"/".join(map(str, (seed, *draw[:2])))',
+        "rollout/test_requests.py",
     ),
     Mutation(
         "padding counted as sampled",
-        "rollout/assemble.py",
+        "episodes/rows.py",
         "torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]",
         "torch.arange(response_ids_BR.shape[1])[None, :] <= response_length_B[:, None]",
-        "rollout/test_assemble.py",
+        "episodes/test_rows.py",
     ),
 ]
 DATA_AND_REWARDS = [

@@ -15,7 +15,7 @@ from tests.architecture.source import ROOT, Source, package_sources, parse
 BASE = {"batch", "config", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
-TRAINER_LEVEL = ROLE_LEVEL | {"cluster", "observe", "data", "rewards", "services", "workers"}
+TRAINER_LEVEL = ROLE_LEVEL | {"cluster", "observe", "data", "rewards", "services", "workers", "episodes"}
 # package -> packages of ours that it may import (itself is always allowed)
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": ENGINE_LEVEL,
     "data": ENGINE_LEVEL,
     "rewards": ENGINE_LEVEL | {"data", "services"},
+    "episodes": BASE | {"algorithms", "data", "rewards", "rollout"},
     "observe": ENGINE_LEVEL,
     "cluster": BASE,
     "workers": ROLE_LEVEL | {"cluster", "observe"},

@@ -10,7 +10,7 @@ import pytest
 from support import metrics_of, overrides, write_task
 
 from verl_like.batch import Rollouts
-from verl_like.trainer import roles
+from verl_like.episodes import collector
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
 
@@ -27,7 +27,7 @@ def run(folder: Path, model: Path, name: str = "out", **settings: Any) -> list[d
 @pytest.fixture
 def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: the rollout engine reports log-probs that are SHIFT too high."""
-    honest = roles.assemble_rollouts
+    honest = collector.assemble_rollouts
 
     def assemble(*arguments: Any) -> Rollouts:
         rollouts = honest(*arguments)
@@ -35,7 +35,7 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
         off = rollouts.rollout_log_probs_BR + SHIFT * rollouts.response_mask_BR
         return rollouts.replace(rollout_log_probs_BR=off)
 
-    monkeypatch.setattr(roles, "assemble_rollouts", assemble)
+    monkeypatch.setattr(collector, "assemble_rollouts", assemble)
 
 
 def test_engines_that_agree_need_no_correction(tmp_path: Path, tiny_model: Path) -> None:
@@ -81,7 +81,7 @@ def test_rejected_rows_go_through_actor_and_critic(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four prompts all responses but the first's are rejected: rows of the first mini-batch, all of the second."""
-    honest = roles.assemble_rollouts
+    honest = collector.assemble_rollouts
 
     def assemble(*arguments: Any) -> Rollouts:
         rollouts = honest(*arguments)
@@ -89,7 +89,7 @@ def test_rejected_rows_go_through_actor_and_critic(
         off_BR = rollouts.response_mask_BR & (rollouts.group_B > rollouts.group_B.min())[:, None]
         return rollouts.replace(rollout_log_probs_BR=rollouts.rollout_log_probs_BR + SHIFT * off_BR)
 
-    monkeypatch.setattr(roles, "assemble_rollouts", assemble)
+    monkeypatch.setattr(collector, "assemble_rollouts", assemble)
     settings = {
         f"{S}.rollout_rs": "seq_mean_k1",
         f"{S}.rollout_rs_threshold": 1.1,

@@ -14,7 +14,6 @@ from verl_like.batch import (
     Evaluated,
     Metric,
     PromptRow,
-    Prompts,
     RewardFailure,
     Rollouts,
     Scores,
@@ -152,15 +151,8 @@ def test_trim_of_nothing() -> None:
     assert len(rollouts(LENGTHS).select([]).trim()) == 0
 
 
-def test_token_lists_drop_left_padding() -> None:
-    batch = rollouts(LENGTHS)
-    prompts = Prompts(
-        prompt_ids_BP=batch.prompt_ids_BP,
-        prompt_length_B=batch.prompt_length_B,
-        group_B=torch.arange(4),
-        rows=batch.rows,
-    )
-    assert prompts.token_lists() == [[1, 2], [101, 102, 103, 104], [201], [301, 302, 303]]
+def test_prompt_lists_drop_left_padding() -> None:
+    assert rollouts(LENGTHS).prompt_lists() == [[1, 2], [101, 102, 103, 104], [201], [301, 302, 303]]
 
 
 def test_num_tokens() -> None:

@@ -46,8 +46,10 @@ def has_signal_B(
 
 def large_enough_B(rollouts: Rollouts, scores: Scores, least: int) -> Tensor:
     """True for the rows whose group has so many responses with a score (algorithm.min_group_size): bool [B]."""
-    groups = group_statistics(scores.valid_B.float(), rollouts.group_B)
-    return groups.of_rows(groups.sums_of(scores.valid_B.float()) >= least)
+    episodes, graded = whole_episodes(rollouts, scores)
+    groups = group_statistics(graded.valid_B.float(), episodes.group_B)
+    enough_G = groups.sums_of(graded.valid_B.float()) >= least
+    return torch.isin(rollouts.group_B, episodes.group_B[groups.of_rows(enough_G)])
 
 
 def _metric(

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from verl_like.algorithms.group_filter import has_signal_B
+from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
 from verl_like.batch import Prompt, Scores
 from verl_like.config import PPOConfig
 from verl_like.data.loader import PromptLoader
@@ -140,18 +140,21 @@ class Choosing:
     def _judge(self, group: Group) -> None:
         name = group.prompt.group
         self._groups[name] = group
-        self.selection.judge(name, kept=not self._rules.enable or self._has_signal(group))
+        self.selection.judge(name, kept=not self._rules.enable or self._is_useful(group))
         if group.scores is not None:
             self._judged.append(group.scores)
             if len(self._judged) % self.per_draw == 0:  # a grader that always fails is no lack of signals
                 self._rewards.require_enough(self._judged[-self.per_draw :], step=self._step)
 
-    def _has_signal(self, group: Group) -> bool:
+    def _is_useful(self, group: Group) -> bool:
+        """It has a signal, and members enough."""
         episodes = [[member.episode for member in group.sampled]]
-        rollouts, scores = assemble_rollouts([group.prompt], episodes), self._scores_of(group.prompt.group)
-        scores = of_rows(scores, episode_of_rows(episodes))
-        limit = self._config.data.max_response_length
-        return bool(has_signal_B(self._rules, self._config.reward_model, rollouts, scores, limit).any())
+        rollouts = assemble_rollouts([group.prompt], episodes)
+        scores = of_rows(self._scores_of(group.prompt.group), episode_of_rows(episodes))
+        limit, least = self._config.data.max_response_length, self._config.algorithm.min_group_size
+        signal_B = has_signal_B(self._rules, self._config.reward_model, rollouts, scores, limit)
+        enough_B = signal_B if least is None else signal_B & large_enough_B(rollouts, scores, least)
+        return bool(enough_B.any())
 
     def _scores_of(self, name: int) -> Scores:
         scores = self._groups[name].scores

@@ -34,8 +34,9 @@ class EpisodeLoop:
         return lag
 
     def close(self) -> None:
-        """Stop; what still runs is cancelled."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Stop; what still runs is cancelled. Safe to call twice."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:

@@ -39,7 +39,7 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
         finish_reasons=[turns[-1].finish_reason for turns in turns_of],
         rows=[prompts[place].row for place, _, _ in rows],
         **_turn_columns(turns_of),
-        **({"episode_B": torch.tensor([n for _, n, _ in rows])} if len(rows) > len(flat) else {}),
+        episode_B=_episode_numbers(prompts, episodes) if len(rows) > len(flat) else None,
     )
 
 
@@ -47,6 +47,18 @@ def episode_of_rows(episodes: Sequence[Sequence[Episode]]) -> list[int]:
     """Which episode each row of `assemble_rollouts` is a part of."""
     flat = [episode for group in episodes for episode in group]
     return [number for number, episode in enumerate(flat) for _ in episode.rows()]
+
+
+def _episode_numbers(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Episode]]) -> Tensor:
+    """Unique within a run, as groups are, which have at most as many episodes as the largest of them."""
+    most = max(map(len, episodes))
+    numbers = [
+        prompt.group * most + sample
+        for prompt, group in zip(prompts, episodes, strict=True)
+        for sample, episode in enumerate(group)
+        for _ in episode.rows()
+    ]
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _contexts(prompts: Sequence[Prompt], turns_of: Sequence[Sequence[Turn]], places: Tensor) -> tuple[Tensor, Tensor]:

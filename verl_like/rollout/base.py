@@ -93,17 +93,17 @@ class EngineBase:
         self._require_weights()
         ended: SimpleQueue[Future[Completion]] = SimpleQueue()
         missing = len(requests)
-        try:
-            for future in self.submit_all(requests):  # before it opens: the first step then has all of them
-                future.add_done_callback(ended.put)
-            with self.opened():
+        for future in self.submit_all(requests):  # before it opens: the first step then has all of them
+            future.add_done_callback(ended.put)
+        with self.opened():
+            try:
                 while missing:
                     futures = _gather(ended, missing)
                     missing -= len(futures)
                     yield [future.result() for future in futures]
-        finally:
-            if missing:  # one failed, or the caller has left: nobody would read the others
-                self.abort([request.request_id for request in requests])
+            finally:
+                if missing:  # one failed, or the caller has left: nobody would read the others
+                    self.abort([request.request_id for request in requests])
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._require_weights()

@@ -132,7 +132,7 @@ def sampler(tmp_path: Path, dataset: Dataset, name: str) -> CustomSampler:
 def test_a_torch_sampler_decides_the_order(tmp_path: Path, dataset: Dataset) -> None:
     own = sampler(tmp_path, dataset, "Backwards")
     loader = PromptLoader(dataset, own, 4)
-    indices = [[row.index for row in loader.next().rows] for _ in range(2)]
+    indices = [[prompt.row.index for prompt in loader.draw()] for _ in range(2)]
     assert indices == [[5, 4, 3, 2], [0, 5, 4, 3]]  # the rest of an epoch is skipped, set_epoch is called
     assert own.epoch == 1 and own.draws == 8
 
@@ -211,8 +211,8 @@ def test_a_torch_data_set_of_verls_rows_works_as_it_is(tmp_path: Path) -> None:
     assert ids == [69, 66]  # padding is left out
     assert (row.index, row.data_source, row.ground_truth, row.style) == (14, "mine", 4, "countdown")
     assert row.extra_info == {"text": "b.jsonl:1"}
-    prompts = PromptLoader(own, CustomSampler(samplers_of(tmp_path), own), 2).next()
-    assert prompts.token_lists() == [[70, 66], [69, 66]]
+    prompts = PromptLoader(own, CustomSampler(samplers_of(tmp_path), own), 2).draw()
+    assert [prompt.ids for prompt in prompts] == [[70, 66], [69, 66]]
     assert json.loads(json.dumps(own.identity()))["rows"] == 6
 
 

@@ -26,18 +26,26 @@ def make_loader(dataset: PromptDataset, batch_size: int = 3, *, shuffle: bool = 
 
 
 def draw(loader: PromptLoader, batches: int) -> list[tuple[list[int], list[int]]]:
-    drawn = [loader.next() for _ in range(batches)]
-    return [([row.index for row in prompts.rows], prompts.group_B.tolist()) for prompts in drawn]
+    drawn = [loader.draw() for _ in range(batches)]
+    return [([p.row.index for p in prompts], [p.group for p in prompts]) for prompts in drawn]
 
 
-def test_a_batch_is_left_padded_and_numbered(dataset: PromptDataset) -> None:
-    prompts = make_loader(dataset, shuffle=False).next()
-    prompts.check()
-    assert prompts.prompt_ids_BP.tolist() == [[0, 0, 2, 120], [0, 2, 120, 120], [2, 120, 120, 120]]
-    assert prompts.prompt_length_B.tolist() == [2, 3, 4]
-    assert [text_of(ids) for ids in prompts.token_lists()] == ["\x02x", "\x02xx", "\x02xxx"]
-    assert prompts.group_B.tolist() == [0, 1, 2]
-    assert [row.ground_truth for row in prompts.rows] == ["0", "1", "2"]
+def test_prompts_are_numbered_as_they_are_drawn(dataset: PromptDataset) -> None:
+    loader = make_loader(dataset, shuffle=False)
+    prompts = loader.draw()
+    assert [text_of(prompt.ids) for prompt in prompts] == ["\x02x", "\x02xx", "\x02xxx"]
+    assert [prompt.group for prompt in prompts] == [prompt.position for prompt in prompts] == [0, 1, 2]
+    assert [prompt.row.ground_truth for prompt in prompts] == ["0", "1", "2"]
+    assert [prompt.group for prompt in loader.draw(5)] == [3, 4, 5, 6, 7] and loader.draws == 8
+
+
+def test_prompts_that_were_given_back_come_first_under_their_numbers(dataset: PromptDataset) -> None:
+    loader = make_loader(dataset)
+    drawn = loader.draw(5)
+    loader.give_back(drawn[2:4])
+    assert loader.num_waiting == 2 and loader.draws == 5
+    again = loader.draw()
+    assert again[:2] == drawn[2:4] and again[2].group == 5 and loader.num_waiting == 0
 
 
 def test_epochs_drop_the_last_incomplete_batch_and_reshuffle(dataset: PromptDataset) -> None:
@@ -92,10 +100,10 @@ def test_a_batch_larger_than_the_data_set_is_refused(dataset: PromptDataset) -> 
 def test_iterate_all_gives_every_prompt_once(dataset: PromptDataset) -> None:
     batches = list(iterate_all(dataset, 4))
     assert [len(batch) for batch in batches] == [4, 4, 2]
-    assert [group for batch in batches for group in batch.group_B.tolist()] == list(range(10))
+    assert [prompt.group for batch in batches for prompt in batch] == list(range(10))
     (whole,) = iterate_all(dataset)
-    assert [row.index for row in whole.rows] == list(range(10))
+    assert [prompt.row.index for prompt in whole] == list(range(10))
     (shuffled,) = iterate_all(dataset, shuffle=True, seed=3)
-    order = [row.index for row in shuffled.rows]
+    order = [prompt.row.index for prompt in shuffled]
     assert order != list(range(10)) and sorted(order) == list(range(10))
-    assert shuffled.group_B.tolist() == order
+    assert [prompt.group for prompt in shuffled] == order

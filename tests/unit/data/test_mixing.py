@@ -129,8 +129,8 @@ def test_sources_of_a_data_set(tmp_path: Path) -> None:
     dataset = PromptDataset(data, files, CharTokenizer(template=False), split="train")
     assert dataset.domains() == ["small"] * 5 + ["large"] * 5  # after the filter
     sampler = WeightedSampler(dataset.domains(), {"small": 1, "large": 3}, shuffle=True, seed=1)
-    prompts = PromptLoader(dataset, sampler, 4).next()
-    assert Counter(row.data_source for row in prompts.rows) == {"small": 1, "large": 3}
+    prompts = PromptLoader(dataset, sampler, 4).draw()
+    assert Counter(prompt.row.data_source for prompt in prompts) == {"small": 1, "large": 3}
 
 
 def test_prompts_that_were_given_back_come_first_and_survive_a_resume() -> None:

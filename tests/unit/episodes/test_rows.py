@@ -70,7 +70,7 @@ def test_a_rewritten_context_begins_another_row_of_the_same_episode() -> None:
     assert rollouts.prompt_ids_BP.tolist() == [[0, 1, 2], [9, 9, 9], [0, 1, 2], [0, 0, 3]]
     assert rollouts.response_ids_BR[1].tolist() == [12, 13, 8, 14]
     assert rollouts.group_B.tolist() == [7, 7, 7, 9]
-    assert rollouts.episode_B is not None and rollouts.episode_B.tolist() == [0, 0, 1, 2]
+    assert rollouts.episode_B is not None and rollouts.episode_B.tolist() == [14, 14, 15, 18]
     assert cut.response_ids() == [12, 13, 8, 14] and episode_of_rows([[cut, plain], [plain]]) == [0, 0, 1, 2]
 
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.algorithms.builders import rollouts
 from verl_like.algorithms.mismatch import finish
 from verl_like.algorithms.objectives import PolicyObjective
-from verl_like.batch import Evaluated, Experience, Metric, PromptRow, Prompts
+from verl_like.batch import Evaluated, Experience, Metric
 from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.rollout.assemble import request_seed
+from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
 from verl_like.rollout.link_server import LinkServer
+from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules, average_steps
 
@@ -67,14 +68,28 @@ def plan(world_size: int, tensor_parallel: int = 1) -> BatchPlan:
     return BatchPlan.build(config, world_size, 100)
 
 
-def prompts(lengths: list[int]) -> Prompts:
-    width = max(lengths)
-    return Prompts(
-        prompt_ids_BP=torch.stack([torch.tensor([0] * (width - n) + [i + 1] * n) for i, n in enumerate(lengths)]).int(),
-        prompt_length_B=torch.tensor(lengths),
-        group_B=torch.arange(len(lengths)) + 100,
-        rows=[PromptRow(index=i, data_source="x", messages=[]) for i in range(len(lengths))],
-    )
+def generate(policy: PolicyGroup, lengths: list[int], limits: list[int], step: int = 1) -> list[Completion]:
+    """Two responses to each prompt, of so many tokens; they are submitted together."""
+    futures: list[Future[Completion]] = []
+    done = Future[None]()
+
+    def work(client: RolloutClient) -> Future[None]:
+        left = threading.Semaphore(len(limits) - 1)
+        for row, limit in enumerate(limits):
+            prompt = row // 2
+            request = GenerationRequest(
+                request_id=f"{step}-{prompt + 100}-{row % 2}",
+                prompt_ids=[prompt + 1] * lengths[prompt],
+                sampling=SamplingParams(max_tokens=limit),
+                seed=request_seed(7, step, prompt, row % 2),
+                session=str(prompt),
+            )
+            futures.append(client.submit(request))
+            futures[-1].add_done_callback(lambda _: left.acquire(blocking=False) or done.set_result(None))
+        return done
+
+    policy.sample(work)
+    return [future.result(0) for future in futures]
 
 
 class Noting(FakeTimeEngine):
@@ -133,57 +148,33 @@ def given(group: ServedGroup) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("world_size", "tensor_parallel"), [(1, 1), (3, 1), (4, 2)])
-def test_generate_returns_rollouts_in_prompt_order(world_size: int, tensor_parallel: int) -> None:
-    heard: list[tuple[int, list[int]]] = []
-    inside = threading.Semaphore(1)
-
-    def on_response(row: int, completion: Completion) -> None:
-        assert inside.acquire(blocking=False), "called by two threads at once"
-        time.sleep(0.001)
-        heard.append((row, completion.token_ids))
-        inside.release()
-
+def test_a_prompts_responses_share_a_replica(world_size: int, tensor_parallel: int) -> None:
     limits = [30, 4, 3, 30, 4, 3, 2, 1]
     with served(world_size, tensor_parallel) as (group, policy):
-        rollouts = policy.generate(
-            prompts([3, 1, 2, 5]),
-            SamplingParams(max_tokens=30),
-            n=2,
-            seed=7,
-            step=1,
-            on_response=on_response,
-            max_tokens=limits,
-        )
+        done = generate(policy, [3, 1, 2, 5], limits)
         at = given(group)
-    assert [row for row, _ in heard] != list(range(8))  # each as it ended ...
-    assert sorted(row for row, _ in heard) == list(range(8))
-    for row, ids in heard:  # ... under its own row
-        expected = tokens_of(request_seed(7, 1, 100 + row // 2, row % 2), limits[row]).tolist()
-        assert ids == expected == rollouts.response_ids_BR[row, : limits[row]].tolist()
-    assert rollouts.response_length_B.tolist() == limits
-    assert rollouts.group_B.tolist() == [100, 100, 101, 101, 102, 102, 103, 103]
+    for row, completion in enumerate(done):
+        assert completion.token_ids == tokens_of(request_seed(7, 1, row // 2, row % 2), limits[row]).tolist()
     everything = [name for names in at for name in names]
     assert sorted(everything) == sorted(f"1-{group}-{sample}" for group in range(100, 104) for sample in range(2))
     assert all(bool(names) == (rank % tensor_parallel == 0) for rank, names in enumerate(at))
-    for names in at:  # a prompt's responses share a replica, in the order of the rows
+    for names in at:  # in the order in which they were asked for
         assert names == sorted(names) and {f"{name[:-1]}{1 - int(name[-1])}" for name in names} == set(names)
 
 
 def test_replicas_and_order_do_not_depend_on_what_was_sampled_before() -> None:
     """A resumed run has not seen the lengths of the steps before it."""
 
-    def generate(policy: PolicyGroup, step: int) -> None:
-        lengths = [1 + (7 * i + step) % 11 for i in range(12)]
-        limits = [2 + (5 * i) % 17 for i in range(24)]
-        policy.generate(prompts(lengths), SamplingParams(max_tokens=20), n=2, seed=7, step=step, max_tokens=limits)
+    def sample(policy: PolicyGroup, step: int) -> None:
+        generate(policy, [1 + (7 * i + step) % 11 for i in range(12)], [2 + (5 * i) % 17 for i in range(24)], step)
 
     with served(3) as (whole, policy):
-        generate(policy, 1)
+        sample(policy, 1)
         before = [len(names) for names in given(whole)]
-        generate(policy, 2)
+        sample(policy, 2)
         second = [names[count:] for names, count in zip(given(whole), before, strict=True)]
     with served(3) as (resumed, policy):
-        generate(policy, 2)
+        sample(policy, 2)
         assert given(resumed) == second
     assert all(len(names) >= 4 for names in second)
 
@@ -192,10 +183,11 @@ def test_values_come_back_to_their_rows() -> None:
     def values(method: str, rank: int, batch: Any) -> Evaluated:
         return Evaluated(response_length_B=batch.response_length_B, values_BR=batch.response_ids_BR.float() + 0.5)
 
-    with served(2) as (_, policy):
-        rollouts = policy.generate(prompts([3, 1, 2, 5]), SamplingParams(max_tokens=4), n=2, seed=7, step=1)
+    batch = rollouts((3, 1, 4, 2, 4, 1, 2, 3), [0, 0, 1, 1, 2, 2, 3, 3])
     critic = CriticGroup(FakeGroup(2, values), plan(2), balance=True, timeout_s=1)
-    assert torch.equal(critic.values(rollouts).values_BR, rollouts.response_ids_BR + 0.5)
+    found = critic.values(batch).values_BR
+    inside_BR = torch.arange(batch.response_ids_BR.shape[1])[None, :] < batch.response_length_B[:, None]
+    assert found is not None and torch.equal(found[inside_BR], batch.response_ids_BR[inside_BR] + 0.5)
 
 
 def experience(num_groups: int, n: int) -> Experience:
