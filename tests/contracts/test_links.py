@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.contracts.link_process import MAX_MODEL_LEN, Elsewhere, Here
+from verl_like.rollout import wire
 from verl_like.rollout.client import Events, LocalLink
 from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.link import SocketLink
@@ -353,13 +354,14 @@ def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
         side.close()
 
 
-def test_strangers_are_turned_away_and_only_one_driver_is_let_in() -> None:
+def test_strangers_are_turned_away_and_only_one_driver_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_HANDSHAKE_S", 1.0)
     end = Here()
     try:
         address, key = end.replica.way()
         with pytest.raises(AuthenticationError):
             Wire.to(address, b"guess")
-        stranger = socket.create_connection(address)
+        silent, stranger = socket.create_connection(address), socket.create_connection(address)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
         link = SocketLink("replica", address, key)
         heard = Heard()
@@ -373,6 +375,7 @@ def test_strangers_are_turned_away_and_only_one_driver_is_let_in() -> None:
         serving.result(LIMIT_S)
         link.close()
         stranger.close()
+        silent.close()
     finally:
         end.close()
 
