@@ -274,6 +274,7 @@ class TestThroughASocket:
         wired.pause()
 
     def test_what_is_aborted_before_a_pause_is_known_when_it_is_made(self, wired: Side) -> None:
+        wired.heard.react = lambda events: time.sleep(0.01)  # the pause is told after what is still being acted on
         for cycle in range(20):
             mine = range(100 * cycle, 100 * cycle + 50)
             wired.link.send([request(i, ENDLESS) for i in mine], ())
