@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.contracts.link_process import MAX_MODEL_LEN, Elsewhere, Here
+from verl_like.rollout import wire
 from verl_like.rollout.client import Events, LocalLink
 from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.link import SocketLink
@@ -273,6 +274,7 @@ class TestThroughASocket:
         wired.pause()
 
     def test_what_is_aborted_before_a_pause_is_known_when_it_is_made(self, wired: Side) -> None:
+        wired.heard.react = lambda events: time.sleep(0.01)  # the pause is told after what is still being acted on
         for cycle in range(20):
             mine = range(100 * cycle, 100 * cycle + 50)
             wired.link.send([request(i, ENDLESS) for i in mine], ())
@@ -353,13 +355,14 @@ def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
         side.close()
 
 
-def test_strangers_are_turned_away_and_only_one_driver_is_let_in() -> None:
+def test_strangers_are_turned_away_and_only_one_driver_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_HANDSHAKE_S", 1.0)
     end = Here()
     try:
         address, key = end.replica.way()
         with pytest.raises(AuthenticationError):
             Wire.to(address, b"guess")
-        stranger = socket.create_connection(address)
+        silent, stranger = socket.create_connection(address), socket.create_connection(address)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
         link = SocketLink("replica", address, key)
         heard = Heard()
@@ -373,6 +376,7 @@ def test_strangers_are_turned_away_and_only_one_driver_is_let_in() -> None:
         serving.result(LIMIT_S)
         link.close()
         stranger.close()
+        silent.close()
     finally:
         end.close()
 

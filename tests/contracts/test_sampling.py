@@ -217,15 +217,16 @@ def test_a_refused_request_fails_the_work_alone(both: Both) -> None:
 def test_what_is_still_pending_goes_on_in_the_next_call(both: Both) -> None:
     group, policy = both
     long: list[Future[Completion]] = []
+    length = 100_000 // policy.plan.tensor_parallel_size**4  # with two ranks a step takes longer
 
     def work(client: RolloutClient) -> Future[Completion]:
-        long.append(client.submit(request(1, 100_000)))
+        long.append(client.submit(request(1, length)))
         return client.submit(request(2, 10))
 
     assert right([policy.sample(work)], [2], 10)
     assert not long[0].done() and sum(facts(group, "pending")) == 1
     group.call_all("load").wait(30)  # as between two training steps
-    assert right([policy.sample(lambda client: long[0])], [1], 100_000)
+    assert right([policy.sample(lambda client: long[0])], [1], length)
     assert long[0].result().sampled.weight_versions[-1] == 1
     assert sampled_again(group, policy)
 
@@ -264,7 +265,10 @@ def test_a_rank_that_is_killed_while_it_serves(both: Both, rank: int) -> None:
 
     with pytest.raises(WorkerDied, match=rf"worker rank {rank} of 2: its process died during serve\(\)"):
         policy.sample(work)
-    assert all(isinstance(future.exception(0), RolloutError) for future in futures)
+    errors = [future.exception(0) for future in futures]
+    assert all(isinstance(error, RolloutError) for error in errors if error) and any(errors)
+    others = [future.result(0) for future, error in zip(futures, errors, strict=True) if error is None]
+    assert all(completion.finish_reason == "abort" for completion in others)  # of the replica that lived on
 
 
 def test_work_without_end_meets_the_time_limit(both: Both) -> None:

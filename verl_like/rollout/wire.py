@@ -29,7 +29,7 @@ class Wire:
         connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = Connection(os.dup(connected.fileno()))
-        self._limit_reading(_HANDSHAKE_S)
+        self._limit_reading(_HANDSHAKE_S if asks_first else _CONNECT_S)  # some strangers may be before us
         try:
             for ask in (asks_first, not asks_first):
                 (deliver_challenge if ask else answer_challenge)(self._connection, authkey)

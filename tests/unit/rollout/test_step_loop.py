@@ -172,14 +172,23 @@ def test_what_is_submitted_while_paused_waits_for_open(make: Make, size: int | N
     again.result(LIMIT_S)
 
 
+class Slow(list[GenerationRequest]):
+    """Steps could be made between two of its requests."""
+
+    def __iter__(self) -> Iterator[GenerationRequest]:
+        for request in super().__iter__():
+            time.sleep(0.005)
+            yield request
+
+
 def test_a_batch_is_taken_up_with_one_step(make: Make) -> None:
     """While the loop runs, and though each of its requests wakes it."""
     replica = make()
     replica.open()
     running = replica.first.submit(_request("running", ENDLESS))
-    for number in range(20):
+    for number in range(3):
         names = [f"{number}-{i}" for i in range(5)]
-        futures = replica.first.submit_all([_request(name) for name in names])
+        futures = replica.first.submit_all(Slow(map(_request, names)))
         assert not wait(futures, LIMIT_S).not_done
         steps = [set(who) & set(names) for what, who in replica.engine.log if what == "step"]
         assert {len(who) for who in steps} - {0} == {5}
