@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_like.batch import (
+    Episodes,
     Evaluated,
     Metric,
     PromptRow,
@@ -22,6 +23,7 @@ from verl_like.batch import (
     merge_metrics,
     pad_rows,
     pad_to_width,
+    whole_episodes,
 )
 
 
@@ -246,3 +248,70 @@ def test_merging_in_two_stages_is_merging_at_once(parts: list[tuple[float, float
     metrics = [{"x": Metric(value=v, reduction=reduction, weight=w)} for v, w in parts]
     stages = [merge_metrics(metrics[:cut]), merge_metrics(metrics[cut:])]
     assert merge_metrics(stages)["x"].value == pytest.approx(merge_metrics(metrics)["x"].value)
+
+
+# ---- episodes of several rows
+
+
+def numbered(numbers: list[int] | None = None) -> Rollouts:
+    """Rows 0 and 1 in group 0, 2 and 3 in group 1."""
+    return rollouts(LENGTHS).replace(episode_B=torch.tensor(numbers or [9, 9, 4, 7]))
+
+
+def test_episode_numbers_travel_with_their_rows() -> None:
+    batch = numbered()
+    assert batch.select([3, 0]).episode_B.tolist() == [7, 9]  # type: ignore[union-attr]
+    assert_same(Rollouts.concat(batch.split([1, 3])), batch)
+    assert_same(pickle.loads(pickle.dumps(batch)), batch)
+    assert_same(Rollouts.concat([part.trim() for part in batch.split([2, 2])]), batch)
+    with pytest.raises(ValueError, match="episode_B is present in some parts and missing in others"):
+        Rollouts.concat([batch, rollouts(LENGTHS)])
+
+
+def test_an_episode_is_joined_by_hand() -> None:
+    batch = numbered([9, 9, 4, 4]).select([2, 0, 3, 1])
+    graded = Scores(
+        score_B=torch.tensor([0.5, 1.0, 0.5, float("nan")]),
+        valid_B=torch.tensor([True, True, True, False]),
+        extras=[{"row": i} for i in range(4)],
+        failures=[None, None, None, RewardFailure(row=3, data_source="toy", kind="timeout", message="")],
+    )
+    whole, scores = whole_episodes(batch, graded)
+    assert whole.response_ids_BR.tolist() == [[2001, 2002, 2003, 2004, 2005, 3001, 3002], [1, 2, 3, 1001, 0, 0, 0]]
+    assert (whole.response_length_B.tolist(), whole.group_B.tolist()) == ([7, 4], [1, 0])
+    assert whole.prompt_ids_BP.tolist() == batch.select([0, 1]).prompt_ids_BP.tolist()
+    assert whole.finish_reasons == ["reason 3", "reason 1"]  # of the last row, all else of the first ...
+    assert [row.index for row in whole.rows] == [2, 0]
+    assert scores.valid_B.tolist() == [True, False] and scores.extras == [{"row": 0}, {"row": 3}]  # ... that failed
+    assert scores.failures[1] is not None and scores.score_B.isnan().tolist() == [False, True]
+    assert_same(whole_episodes(whole, scores)[0], whole)
+
+
+def test_without_numbers_nothing_is_touched() -> None:
+    batch = rollouts(LENGTHS)
+    episodes, values = Episodes.of(batch), torch.arange(4.0)
+    assert episodes.join(batch) is batch and episodes.once(values) is values and episodes.of_rows(values) is values
+    assert episodes.sums(values) is values and len(episodes) == 4
+    assert episodes.cut(batch.response_ids_BR, 5) is batch.response_ids_BR
+    assert [rows.tolist() for rows in episodes.rows()] == [[0], [1], [2], [3]]
+    nothing = numbered().select([])
+    assert len(Episodes.of(nothing)) == 0 == len(Episodes.of(nothing).join(nothing))
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=9), extra=st.integers(0, 3))
+def test_cut_is_the_inverse_of_join_and_sums_stay(rows: list[tuple[int, int]], extra: int) -> None:
+    batch = rollouts([(1, length) for length, _ in rows], extra)
+    batch = batch.replace(group_B=torch.zeros(len(rows)), episode_B=torch.tensor([number for _, number in rows]))
+    episodes, ids = Episodes.of(batch), batch.response_ids_BR
+    joined = episodes.join_tokens(ids)
+    assert joined is not None and torch.equal(episodes.cut(joined, ids.shape[1]), ids)
+    by_number: dict[int, list[int]] = {}
+    for (length, number), row in zip(rows, ids.tolist(), strict=True):
+        by_number.setdefault(number, []).extend(row[:length])
+    assert [row[:n] for row, n in zip(joined.tolist(), episodes.sums(episodes.length_B).tolist(), strict=True)] == [
+        *by_number.values()
+    ]
+    first = [next(i for i, (_, other) in enumerate(rows) if other == number) for number in by_number]
+    assert episodes.once(torch.arange(len(rows))).tolist() == first
+    assert episodes.of_rows(torch.tensor([*by_number])).tolist() == [number for _, number in rows]

@@ -135,7 +135,7 @@ def test_every_estimator_gives_rows_the_credit_of_their_episode(estimator: str, 
         found, found_metrics = make_experience(algorithm, ActorConfig(), *cut, kl_coef=0.1)
         width = expected.response_mask_BR.shape[1]
         assert torch.allclose(whole(found.advantages_BR, parts, width), expected.advantages_BR, atol=1e-5)
-        assert found.returns_BR is not None and expected.returns_BR is not None
+        assert found.returns_BR is not None and expected.returns_BR is not None and expected.truncated_B is not None
         assert torch.allclose(whole(found.returns_BR, parts, width), expected.returns_BR, atol=1e-5)
         assert torch.equal(found.truncated_B, torch.stack([expected.truncated_B[row] for row, _, _ in parts]))
         same(found_metrics, metrics, ROWS_ONLY)
@@ -218,7 +218,7 @@ def test_rows_of_one_episode_must_agree() -> None:
 
 
 def test_a_row_without_a_sampled_token_leaves_and_its_episode_stays() -> None:
-    rows = rollouts((2, 2, 3), [1] * 3).replace(episode_B=torch.tensor([1, 1, 2]))
+    rows = rollouts((2, 2, 3, 1), [1] * 4).replace(episode_B=torch.tensor([1, 1, 1, 2]))
     mask = rows.response_mask_BR.clone()
     mask[1] = False
     known = Evaluated(response_length_B=rows.response_length_B)
@@ -226,11 +226,11 @@ def test_a_row_without_a_sampled_token_leaves_and_its_episode_stays() -> None:
         AlgorithmConfig(adv_estimator="dr_grpo"),
         ActorConfig(),
         rows.replace(response_mask_BR=mask),
-        scores([1.0, 1.0, 0.0]),
+        scores([1.0, 1.0, 1.0, 0.0]),
         known,
         kl_coef=0.0,
     )
-    assert found.advantages_BR[:, 0].tolist() == [0.5, -0.5]
+    assert found.advantages_BR[:, 0].tolist() == [0.5, 0.5, -0.5]
     assert (metrics["training/rows_empty"], metrics["training/rows_without_reward"]) == (1.0, 0.0)
 
 
@@ -257,10 +257,10 @@ REWARDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scaling": ({"reward_scaling": RewardScalingConfig(enable=True, center=True), "reward_clip": 0.3}, {}),
     **{
         f"agent {method} {grouping}": (
-            {"agent_reward_norm": AgentRewardNormConfig(method=method, grouping=grouping)},
+            {"agent_reward_norm": AgentRewardNormConfig(method=AgentNormMethod(method), grouping=grouping)},
             {},
         )
-        for method in AgentNormMethod
+        for method in ("mean", "mean_std", "asym_clip")
         for grouping in ("state", "batch", "index")
     },
 }
@@ -273,21 +273,21 @@ def test_every_reward_option_sees_an_episode_once(name: str) -> None:
     for seed in range(3):
         given = batch(seed)
         cut, parts = in_parts(seed, given)
-        expected = shape_rewards(algorithm, model, *given[:2], before, MAX_RESPONSE_LENGTH)
-        found = shape_rewards(algorithm, model, *cut[:2], before, MAX_RESPONSE_LENGTH)
+        expected = shape_rewards(algorithm, model, *given[:2], before, WIDTH)
+        found = shape_rewards(algorithm, model, *cut[:2], before, WIDTH)
         assert torch.allclose(found.reward_B, expected.reward_B[[row for row, _, _ in parts]], atol=1e-6)
         assert found.moments == expected.moments
         same(found.metrics, expected.metrics)
-        greedy = baseline_rewards(algorithm, model, *given[:2], MAX_RESPONSE_LENGTH)
-        in_rows = baseline_rewards(algorithm, model, *cut[:2], MAX_RESPONSE_LENGTH)
+        greedy = baseline_rewards(algorithm, model, *given[:2], WIDTH)
+        in_rows = baseline_rewards(algorithm, model, *cut[:2], WIDTH)
         assert torch.allclose(in_rows, greedy[[row for row, _, _ in parts]], atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "rules",
     [
-        {},
-        {"metric": "acc"},
+        {"std_threshold": 0.4},
+        {"metric": "acc", "std_threshold": 0.55},
         {"metric": "seq_reward", "std_threshold": 0.2},
         {"range": [0.3, 0.6]},
         {"metric": "seq_final_reward", "range": [-0.1, 0.5], "std_threshold": 0.1},

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.observe import factory
 from verl_like.batch import Rollouts
 from verl_like.observe.domains import domain_metrics
+from verl_like.observe.metrics import rollout_metrics
 from verl_like.observe.samples import make_samples
 from verl_like.observe.validation import validation_metrics
 from verl_like.trainer.reporting import by_validation_set
@@ -87,3 +89,23 @@ def test_samples_carry_the_prompt_id(tmp_path: Path) -> None:
     batch = batch.replace(rows=[dataclasses.replace(batch.rows[0], prompt_id="p-1")])
     (sample,) = make_samples(batch, factory.scores([1.0]), Decoder(), 0)
     assert json.loads(json.dumps(sample["prompt_id"])) == "p-1"
+
+
+def test_an_episode_of_several_rows_is_one_response() -> None:
+    """Its rows counted apart would shift every mean, share and best of n."""
+    sources, preds = ["a", "a", "b", "b"], ["7", "7", "3", "9"]
+    extras = [{"pred": pred} for pred in preds]
+    whole = factory.rollouts([[5, 6, 7], [6], [5], [8, 9]], groups=[0, 0, 1, 1], sources=sources)
+    whole = whole.replace(finish_reasons=["length", "stop", "abort", "stop"])
+    rows = factory.rollouts([[5], [6], [5], [6], [7], [8], [9]], groups=[0, 0, 1, 0, 0, 1, 1], sources=[*"aabaabb"])
+    rows = rows.replace(
+        prompt_ids_BP=torch.nn.functional.pad(rows.prompt_ids_BP, (3, 0)),
+        prompt_length_B=torch.tensor([2, 2, 2, 5, 4, 2, 3]),
+        finish_reasons=["length", "stop", "abort", "stop", "length", "stop", "stop"],
+        episode_B=torch.tensor([10, 11, 12, 10, 10, 13, 13]),
+    )
+    graded = factory.scores([1.0, 0.0, 0.5, None], extras)
+    in_rows = factory.scores([1.0, 0.0, 0.5, 1.0, 1.0, 0.25, None], [extras[i] for i in (0, 1, 2, 0, 0, 3, 3)])
+    assert domain_metrics(rows, in_rows) == domain_metrics(whole, graded)
+    assert validation_metrics([(rows, in_rows)]) == validation_metrics([(whole, graded)])
+    assert rollout_metrics(rows, 4, 3) == rollout_metrics(whole, 4, 3)

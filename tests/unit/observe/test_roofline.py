@@ -93,3 +93,11 @@ def test_tokens_without_a_backward_pass_cost_a_third() -> None:
     half = phase_flops(shape(), PROMPTS, RESPONSES, forward_only=0.5)["update_actor"]
     assert half == pytest.approx(2 * FORWARD)
     assert phase_flops(shape(), PROMPTS, RESPONSES, forward_only=1.0)["update_actor"] == FORWARD
+
+
+def test_prompts_are_read_once_by_their_numbers_where_rows_have_them():
+    prompts, responses = [3, 5, 7, 5, 4], [2, 1, 1, 1, 1]
+    by_number = generation_floor(shape(), prompts, responses, [0, 1, 2, 1, 3])
+    by_count = generation_floor(shape(), prompts, responses)  # every other row
+    read = [MODEL.forward_flops(once, len(once)) / 1000.0 for once in ([3, 5, 7, 4], [3, 7, 4])]
+    assert by_number - by_count == pytest.approx(read[0] - read[1])

@@ -18,11 +18,13 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Evaluated, Experience, Metric
 from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.models.shared_prompts import prompt_numbers
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
 from verl_like.rollout.link_server import LinkServer
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
+from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules, average_steps
 
 
@@ -423,3 +425,33 @@ def test_names_of_spoilt_tensors_come_from_all_ranks() -> None:
     bad = [["b"], [], ["a", "b"]]
     group = FakeGroup(3, lambda method, rank, path: bad[rank])
     assert PolicyGroup(group, plan(1), balance=True, timeout_s=1).save("folder") == ["a", "b"]
+
+
+def parted(rows: Experience) -> Experience:
+    """Three rows of a group are two episodes; the later part of the first has a prompt of its own."""
+    number = torch.tensor([i - (i % 3 == 2) * 2 for i in range(len(rows))])
+    return with_columns(rows).replace(episode_B=number, score_B=number.float())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_episodes_tokens_are_counted_before_its_rows_part(world_size: int) -> None:
+    rows = parted(experience(4, 3))
+    for parts in minibatches_given(ActorConfig(), world_size, rows):
+        found = [row for part, _ in parts for row in part.split([1] * len(part))]
+        totals: dict[int, int] = {}
+        for row in found:
+            number = int(row.episode_B[0])  # type: ignore[index]
+            totals[number] = totals.get(number, 0) + int(row.response_mask_BR.sum())
+        assert {d.num_sequences for _, d in parts} == {len(totals)} == {4}
+        assert [int(row.episode_tokens_B[0]) for row in found] == [  # type: ignore[index]
+            totals[int(row.episode_B[0])]  # type: ignore[index]
+            for row in found
+        ]
+
+
+def test_rows_of_one_group_with_different_prompts_share_none() -> None:
+    """Shared prompts go by their tokens, so that a group whose episodes were rewritten is no special case."""
+    rows = parted(experience(1, 3)).replace(prompt_ids_BP=torch.tensor([[5], [5], [6]], dtype=torch.int32))
+    assert prompt_numbers(rows) == [0, 0, 1]
+    together = RowBalance(share_prompts=True).shares(rows, 1)
+    assert sorted(together[0]) == [0, 1, 2]
