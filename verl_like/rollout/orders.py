@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from verl_like.rollout.rollout_engine import GenerationRequest
+from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError
 
 _SILENCE_S = 600.0  # a first rank that says nothing for so long is taken for dead: one step never takes that long
 
@@ -36,28 +38,57 @@ class Lockstep:
     """
 
     def __init__(self, group: dist.ProcessGroup, leader: int) -> None:
-        self.group = group
+        self._group: dist.ProcessGroup | None = group
         self._leader = leader
         self.is_leader = dist.get_rank() == leader
         self._last = Orders()  # nothing but a step, as most orders are, needs no second message
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """RolloutError after `leave`."""
+        if self._group is None:
+            raise RolloutError("this rank has left its replica")
+        return self._group
+
+    def leave(self) -> None:
+        """Close the connections: what other ranks wait for in the group, or ask of it later, fails at once there. No
+        call of this rank may be under way in it."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None  # gloo closes its sockets with the last reference
 
     def agree(self, orders: Orders | None) -> Orders:
         """The leader's orders. The others pass None, and wait."""
         message = b"" if orders is None or orders == Orders(version=self._last.version) else pickle.dumps(orders)
         size = torch.tensor([len(message)], dtype=torch.int64)
-        dist.broadcast(size, src=self._leader, group=self.group)
+        self._broadcast(size)
         if not size:
             return Orders(version=self._last.version)
         payload = torch.empty(int(size), dtype=torch.uint8)
         if self.is_leader:
             payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        dist.broadcast(payload, src=self._leader, group=self.group)
+        self._broadcast(payload)
         self._last = pickle.loads(payload.numpy().tobytes())
         return self._last
 
     def meet(self) -> None:
         """Return when every rank has come here."""
-        dist.barrier(group=self.group)
+        with _told():
+            dist.barrier(group=self.group)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        with _told():
+            dist.broadcast(tensor, src=self._leader, group=self.group)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except RolloutError:
+        raise
+    except RuntimeError as error:  # gloo's: a socket that was closed at once, silence at the time limit
+        raise RolloutError(f"another rank of this replica has ended, left it or said nothing: {error}") from error
 
 
 def lockstep_of(rank: int, world_size: int, size: int) -> Lockstep:

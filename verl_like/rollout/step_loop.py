@@ -13,7 +13,10 @@ order too: the other ranks leave the broadcast with it, so nothing waits in the 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 10.0  # an idle open replica is sent an empty order this often: its ranks wait with a time limit
 _JOIN_S = 60.0
+_PARTING_S = 30.0  # a rank that closes waits so long for its first rank's word; then it leaves with the next order
 _SHUT_DOWN = "the rollout engine was shut down"
 
 
@@ -102,7 +106,7 @@ class StepLoop:
         self._ordered: dict[str, GenerationRequest] = {}  # in orders, not yet added
         self._futures: dict[str, Future[Completion]] = {}
         self._aborted: dict[str, None] = {}  # to be dropped before the next step
-        self._closing = False
+        self._closing, self._leave_at = False, math.inf
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rollout-steps", daemon=True)
         self._thread.start()
@@ -211,6 +215,7 @@ class StepLoop:
         """Stop the thread. Requests still pending fail with RolloutError."""
         with self._changed:
             self._closing = True
+            self._leave_at = time.monotonic() + _PARTING_S
             self._changed.notify_all()
         self._thread.join(timeout=_JOIN_S)
         self._fail(RolloutError(_SHUT_DOWN))
@@ -228,10 +233,13 @@ class StepLoop:
         except Exception as error:
             logger.exception("the rollout engine's step failed")
             self._fail(error)
+            traceback.clear_frames(error.__traceback__)  # they hold what `leave` lets go of
+            self._leave()
 
     def _advance(self) -> bool:
         """Wait until there is something to do, and do it; False at the end."""
         if not self._wait():
+            self._leave()
             return False
         orders = self._collect() if self.leads else Orders()
         if self._lockstep is not None:
@@ -251,6 +259,11 @@ class StepLoop:
                 self._changed.notify_all()
         return True
 
+    def _leave(self) -> None:
+        """Of an end that was not ordered: ranks that do not know of it are not to wait for this one."""
+        if self._lockstep is not None:
+            self._lockstep.leave()
+
     def _resolve(self, done: list[Completion], refused: dict[str, ValueError]) -> None:
         with self._changed:
             self._ordered = {}
@@ -268,7 +281,8 @@ class StepLoop:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._phase is not Phase.PAUSED)
             if self._closing:  # the first rank says so to the others, which wait for its word
-                return self._lockstep is not None and self._phase is not Phase.PAUSED
+                tells = self._lockstep is not None and self._phase is not Phase.PAUSED
+                return tells and (self.leads or time.monotonic() < self._leave_at)
             if self.leads:
                 patience = None if self._lockstep is None else _KEEPALIVE_S
                 self._changed.wait_for(lambda: self._closing or self._phase is Phase.PAUSING or self._futures, patience)

@@ -20,7 +20,7 @@ def test_controller_curriculum_and_reward_metrics_are_given_episodes() -> None:
     given: list[Any] = []
     trainer.done.side_effect = [False, True]
     trainer.begin_step.return_value = (1, StepClock())
-    trainer.source.next_rollouts.return_value = (batch, MagicMock(result=lambda: graded))
+    trainer.source.next_batch.return_value = (batch, MagicMock(result=lambda: graded))
     trainer.source.metrics.return_value = {}
     trainer.rewards.metrics.side_effect = lambda *seen: given.append(seen) or {}
     trainer.make_experience.return_value = (MagicMock(), {"critic/kl": 0.1})
