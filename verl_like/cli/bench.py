@@ -29,6 +29,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add("head", "head", "log-prob and entropy from hidden states: seconds and memory", head, kernel, files)
     add("attention", "attention", "packed attention against padded rows", sequences, kernel, files)
     add("growth", "growth", "cost by model, batch and length: computed, or measured", growth, files)
+    add("scheduler", "scheduler", "orders of taking groups, simulated: time and length", scheduler, files)
     add("packing", "packing", "how full micro-batches are", packing, files)
     add(
         "all",
@@ -132,6 +133,15 @@ def packing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", choices=every, nargs="+", default=every)
     parser.add_argument("--budgets", type=positive, nargs="+", default=[8192, 16384, 32768], help="tokens")
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 8])
+
+
+def scheduler(parser: argparse.ArgumentParser) -> None:
+    """The simulated fleet, and what is varied."""
+    parser.add_argument("--prompts", type=positive, default=64, help="of a step")
+    parser.add_argument("--n", type=positive, default=8, help="responses to each")
+    parser.add_argument("--replicas", type=positive, default=8)
+    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--extra", type=int, nargs="+", default=[0, 8, 16, 32, 64], help="additional prompts")
 
 
 def growth(parser: argparse.ArgumentParser) -> None:

@@ -250,6 +250,7 @@ CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 ROLLOUT_MODES = ("sync", "async")
 SCHEDULER_MODES = ("request", "batch")
+ABORTED_PROMPTS = ("wait", "drop")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")

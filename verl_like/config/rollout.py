@@ -6,7 +6,7 @@ from typing import Any
 from verl_like.config.actor import not_both
 from verl_like.config.base import ConfigNode, above, at_least, between, minus_one_or_positive, one_of, require
 from verl_like.config.data import CustomClassConfig
-from verl_like.config.enums import DTYPES, ROLLOUT_MODES, SCHEDULER_MODES, LoadFormat, RolloutName
+from verl_like.config.enums import ABORTED_PROMPTS, DTYPES, ROLLOUT_MODES, SCHEDULER_MODES, LoadFormat, RolloutName
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,13 +121,17 @@ class AdditionalPromptsConfig(ConfigNode):
 
     enable: bool = False
     """A step takes the first data.train_batch_size groups that end, and aborts the others: no waiting for the longest
-    responses, and shorter responses in the batch than the policy writes (scheduler/response_length/* shows it). Aborted
-    prompts come first in the next step, which waits for them. Such a run does not resume bit for bit."""
+    responses, and shorter responses in the batch than the policy writes (scheduler/response_length/* shows it). Such a
+    run does not resume bit for bit."""
     max: int = 16
     """[prompts] Prompts in flight beyond data.train_batch_size."""
+    aborted: str = "drop"
+    """What becomes of aborted prompts. drop: they are not trained on in this epoch (ROLL). wait: they come first in the
+    next step, which waits for them; none is lost, and hardly any time is won."""
 
     def check(self) -> None:
         at_least(self, 1, "max")
+        one_of(self, "aborted", ABORTED_PROMPTS)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,6 +29,8 @@ class Choosing:
     ) -> None:
         self._config, self._loader, self._rewards, self._how, self._step = config, loader, rewards, how, step
         self._rules = config.algorithm.filter_groups
+        additional = config.actor_rollout_ref.rollout.scheduler.additional_prompts
+        self._waits = not additional.enable or additional.aborted == "wait"
         self._draws_before = loader.draws
         self._prompts: dict[int, Prompt] = {}  # begun
         self._groups: dict[int, Group] = {}  # ended
@@ -70,12 +72,15 @@ class Choosing:
                 self._judge(group)
 
     def finish(self) -> list[Group]:
-        """The batch. Prompts that it does not need go back to the data. ValueError, or RewardError, when it is not
-        full."""
+        """The batch; prompts that it does not need go back to the data, or are dropped where the key says so.
+
+        Raises ValueError, or RewardError, when it is not full.
+        """
         if self.selection.exhausted():
             self._rewards.require_enough(self._judged, step=self._step)
             raise ValueError(self._gave_up())
-        self._loader.give_back(self._unused())
+        if self._waits:
+            self._loader.give_back(self._unused())
         return [self._groups[name] for name in self.selection.chosen()]
 
     def metrics(self) -> dict[str, float]:

@@ -133,8 +133,10 @@ class Collector:
         else:
             self._sample(choosing.collect)
         groups = choosing.finish()
+        gone = self.loader.draws - self.loader.num_waiting - self._ledger.total
         self._ledger.used += len(groups)
-        self._ledger.dropped += len(choosing.selection.dropped())
+        self._ledger.dropped += (dropped := len(choosing.selection.dropped()))
+        self._ledger.aborted += gone - len(groups) - dropped
         self._metrics |= choosing.metrics()
         return groups
 

@@ -11,10 +11,16 @@ from verl_like.batch import Scores
 
 @dataclass(slots=True)
 class Ledger:
-    """Prompts by what became of them since the run began: those drawn are used, dropped, or wait to be drawn again."""
+    """Prompts by what became of them since the run began; all others that were drawn wait to be drawn again."""
 
     used: int = 0
     dropped: int = 0  # judged useless (algorithm.filter_groups)
+    aborted: int = 0  # others were faster (rollout.scheduler.additional_prompts.aborted=drop)
+
+    @property
+    def total(self) -> int:
+        """Prompts that do not come again."""
+        return self.used + self.dropped + self.aborted
 
     def state_dict(self) -> dict[str, int]:
         return asdict(self)

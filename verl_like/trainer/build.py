@@ -199,7 +199,8 @@ def assemble(
     shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
     policy = {"cost": costs.actor, "share_prompts": shares_prompts(config.actor_rollout_ref.model)}
     critic = {"cost": costs.critic, "share_prompts": shares_prompts(config.critic.model)}
-    replicas = PolicyGroup(group, plan, **policy, **shared)
+    most = config.actor_rollout_ref.rollout.scheduler.max_running_requests
+    replicas = PolicyGroup(group, plan, max_running_requests=most, **policy, **shared)
     collector = Collector(loader, rewards, replicas, answering(config, inputs, validation=False), config)
     stack.callback(replicas.close)
     stack.callback(collector.close)

@@ -21,13 +21,14 @@ class Replicas:
     ranks_each: int
 
     @classmethod
-    def open(cls, ways: Sequence[tuple[tuple[str, int], bytes] | None], ranks_each: int) -> Replicas:
-        """Connect to the first rank of every replica. ways: of each rank, what `open_link` gave."""
+    def open(cls, ways: Sequence[tuple[tuple[str, int], bytes] | None], ranks_each: int, most: int | None) -> Replicas:
+        """Connect to the first rank of every replica. ways: of each rank, what `open_link` gave. most: requests
+        that run in each (None: all)."""
         links = [
             SocketLink(f"the rollout engine of rank {rank}", *way) for rank, way in enumerate(ways) if way is not None
         ]
         # Which replica samples what must be the same after a resume: no length that was seen before may tell.
-        router = Router(links, max_running_requests=None, deterministic=True, source_of=lambda request: None)
+        router = Router(links, max_running_requests=most, deterministic=True, source_of=lambda request: None)
         router.hold()
         return cls(links=links, router=router, ranks_each=ranks_each)
 

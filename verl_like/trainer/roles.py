@@ -138,7 +138,11 @@ class RoleGroup:
 class PolicyGroup(RoleGroup):
     """Actor, reference and rollout of the pool."""
 
-    _replicas: Replicas | None = None  # from the first call of `sample` on
+    def __init__(self, *arguments: Any, max_running_requests: int | None = None, **options: Any) -> None:
+        """max_running_requests: in each replica; None: all. The rest is RoleGroup's."""
+        super().__init__(*arguments, **options)
+        self._max_running_requests = max_running_requests
+        self._replicas: Replicas | None = None  # from the first call of `sample` on
 
     def ranks_per_row(self) -> int:
         return self.plan.actor_ranks_per_row
@@ -153,7 +157,7 @@ class PolicyGroup(RoleGroup):
         """
         if self._replicas is None:
             ways = self.wait(self.group.call_all("open_link"))
-            self._replicas = Replicas.open(ways, self.plan.tensor_parallel_size)
+            self._replicas = Replicas.open(ways, self.plan.tensor_parallel_size, self._max_running_requests)
         replicas = self._replicas
         client = SamplingClient(replicas.router)
         try:

@@ -125,6 +125,7 @@ def collector(
     runner: EpisodeRunner | None = None,
     engines: Sequence[FakeTimeEngine] = (),
     additional: int = 0,
+    aborted: str = "wait",
     algorithm: AlgorithmConfig | None = None,
     **how: Any,
 ) -> Iterator[tuple[Collector, Fleet]]:
@@ -132,7 +133,7 @@ def collector(
     config = PPOConfig(data=DataConfig(train_batch_size=batch, gen_batch_size=draw))
     config.algorithm = algorithm or AlgorithmConfig()
     extra = config.actor_rollout_ref.rollout.scheduler.additional_prompts
-    extra.enable, extra.max = additional > 0, max(additional, 1)
+    extra.enable, extra.max, extra.aborted = additional > 0, max(additional, 1), aborted
     chooses = additional > 0 or (config.algorithm.filter_groups.enable and config.algorithm.filter_groups.resample)
     sampler = ResumableSampler(len(data), shuffle=False, seed=1, identity=data.identity())
     loader = PromptLoader(data, sampler, draw or batch, drop_last=not chooses)

@@ -65,7 +65,7 @@ def test_a_plain_batch_holds_n_responses_to_each_prompt_in_the_order_of_draws(da
             assert len({r.session for r in fleet.asked if r.request_id.startswith(f"train-{group}-")}) == 1
         made.next_batch(2)
         assert len(fleet.asked) == 16 and made.state_dict()["draws"] == 8
-        assert made.state_dict()["ledger"] == {"used": 8, "dropped": 0}
+        assert made.state_dict()["ledger"] == {"used": 8, "dropped": 0, "aborted": 0}
 
 
 def test_noise_depends_on_the_draw_and_not_on_the_step(data: PromptDataset) -> None:
@@ -339,7 +339,7 @@ def test_the_fastest_groups_are_used_and_the_slowest_prompt_is_waited_for_in_the
         assert metrics["scheduler/num_unused"] >= 1 and metrics["scheduler/unused_tokens"] > 0
         assert metrics["scheduler/response_length/used"] == 10 < metrics["scheduler/response_length/begun"]
         second, _ = made.next_batch(2)
-        assert second.group_B.tolist()[:N] == [0] * N  # it is waited for, and comes first
+        assert 0 in second.group_B.tolist()[: 2 * N]  # it is waited for, and comes before those that are new
         assert made.state_dict()["ledger"]["used"] == 6
         ids = [r.request_id for r in fleet.asked if r.request_id.startswith("train-0-")]
         assert sorted(ids) == ["train-0-0-0", "train-0-0-0", "train-0-1-0", "train-0-1-0"]
@@ -352,6 +352,14 @@ def test_additional_prompts_lose_and_repeat_none(data: PromptDataset) -> None:
         assert len(taken) == len(set(taken)) == 36
         waiting = {number for _, number in state["returned"]}
         assert set(taken) | waiting == set(range(state["draws"])) and not set(taken) & waiting
+
+
+def test_aborted_prompts_are_counted_where_they_are_dropped(data: PromptDataset) -> None:
+    with collector(data, batch=3, additional=2, aborted="drop") as (made, _):
+        taken = [group for step in range(6) for group in set(made.next_batch(step)[0].group_B.tolist())]
+        state = made.state_dict()
+        assert len(taken) == len(set(taken)) == 18 and state["returned"] == []
+        assert state["ledger"] == {"used": 18, "dropped": 0, "aborted": state["draws"] - 18}
 
 
 def test_additional_prompts_with_a_filter(data: PromptDataset) -> None:

@@ -136,9 +136,9 @@ class ServedGroup(FakeGroup):
 
 
 @contextmanager
-def served(world_size: int, ranks_each: int = 1) -> Iterator[tuple[ServedGroup, PolicyGroup]]:
+def served(world_size: int, ranks_each: int = 1, **options: Any) -> Iterator[tuple[ServedGroup, PolicyGroup]]:
     group = ServedGroup(world_size, ranks_each)
-    policy = PolicyGroup(group, plan(world_size, ranks_each), balance=True, timeout_s=60)
+    policy = PolicyGroup(group, plan(world_size, ranks_each), balance=True, timeout_s=60, **options)
     yield group, policy
     policy.close()
     group.shutdown()
@@ -162,6 +162,15 @@ def test_a_prompts_responses_share_a_replica(world_size: int, tensor_parallel: i
     assert all(bool(names) == (rank % tensor_parallel == 0) for rank, names in enumerate(at))
     for names in at:  # in the order in which they were asked for
         assert names == sorted(names) and {f"{name[:-1]}{1 - int(name[-1])}" for name in names} == set(names)
+
+
+def test_no_more_requests_run_in_a_replica_than_allowed() -> None:
+    with served(1, max_running_requests=3) as (group, policy):
+        generate(policy, [3, 1, 2, 5], [30, 4, 3, 30, 4, 3, 2, 1])
+        assert group.engines[0] is not None and group.engines[0].most_running == 3
+    with served(1) as (group, policy):
+        generate(policy, [3, 1, 2, 5], [30, 4, 3, 30, 4, 3, 2, 1])
+        assert group.engines[0] is not None and group.engines[0].most_running == 8
 
 
 def test_replicas_and_order_do_not_depend_on_what_was_sampled_before() -> None:

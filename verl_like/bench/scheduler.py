@@ -1,0 +1,130 @@
+"""What the order in which groups are taken costs: steps of a simulated fleet, without a model and without waiting.
+
+    verl-like bench scheduler --extra 0 8 16 32
+
+Responses have lengths as of long reasoning (log-normal, median 200 tokens, one in a hundred above 2,000); decoding
+takes what it takes a model of 1.5B parameters on a large GPU (rollout/fake_time.py). Rows: plain steps; additional
+prompts (rollout.scheduler.additional_prompts); dynamic sampling where half of the groups have a signal, in whole draws
+and in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from verl_like.bench.report import Report, Row, finish
+from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
+from verl_like.rollout.fake_time import FakeTimeEngine, long_tailed
+from verl_like.rollout.requests import request_seed
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
+from verl_like.rollout.router import Router
+from verl_like.rollout.simulation import SimulatedLink, VirtualClock
+
+_SAMPLING = SamplingParams(max_tokens=16_384)
+_PROMPT = [1] * 200
+
+
+def main(arguments: argparse.Namespace) -> Report:
+    """Print the table."""
+    fleet = {"num_prompts": arguments.prompts, "n": arguments.n, "num_replicas": arguments.replicas}
+    wanted, steps = arguments.prompts, arguments.steps
+    rows = []
+    for extra in arguments.extra:
+        limits = Limits(wanted=wanted, in_flight=wanted + extra, most=wanted * 4, extra=extra)
+        for aborted in ("wait", "drop") if extra else ("wait",):
+            name = f"{extra} additional, aborted: {aborted}" if extra else "plain"
+            rows.append(Fleet(**fleet, aborted=aborted).run(name, limits, CompletionOrder, steps))
+    half = Limits(wanted=wanted, in_flight=wanted, most=wanted * 50)
+    for name, in_draws in (("dynamic, in whole draws", True), ("dynamic, in flight", False)):
+        rows.append(Fleet(**fleet, signal=0.5).run(name, half, DrawOrder, steps, in_draws=in_draws))
+    notes = [
+        "Simulated seconds of a step's sampling. used: mean length in the batch; written: of all that was begun, had "
+        "nobody aborted it. begun: prompts. Dynamic sampling: half of the groups have a signal, gen_batch_size = "
+        "train_batch_size."
+    ]
+    work = {**fleet, "steps": steps, "extra": arguments.extra}
+    return finish(Report(bench="scheduler", work=work, rows=rows, notes=notes), arguments.json, arguments.compare)
+
+
+@dataclass(kw_only=True)
+class Fleet:
+    """Replicas that sample groups of n responses. signal: share of groups that are kept. aborted: as the key says."""
+
+    num_prompts: int
+    n: int
+    num_replicas: int
+    signal: float = 1.0
+    aborted: str = "wait"
+    waiting: list[int] = field(default_factory=list)  # prompts that the step before aborted
+    drawn: int = 0
+
+    def run(
+        self, name: str, limits: Limits, kind: Callable[[Limits], Selection], steps: int, *, in_draws: bool = False
+    ) -> Row:
+        """The mean over some steps, one after the other."""
+        found = [self.step(kind(limits), in_draws) for _ in range(steps)]
+        seconds, used, written, started = (fmean(each) for each in zip(*found, strict=True))
+        figures = {
+            "used_tokens": used,
+            "written_tokens": written,
+            "used_by_written": used / written,
+            "started": started,
+        }
+        return Row(name=name, seconds=seconds, figures=figures)
+
+    def step(self, selection: Selection, in_draws: bool) -> tuple[float, float, float, float]:
+        """Seconds, mean length used, mean length of all that was begun, prompts begun."""
+        clock = VirtualClock()
+        links = [SimulatedLink(f"{i}", FakeTimeEngine(max_model_len=2**20), clock) for i in range(self.num_replicas)]
+        router = Router(links, max_running_requests=None)
+        overdue, left, begun, full = set(self.waiting), dict[int, int](), list[int](), 0.0
+
+        def start(count: int) -> None:
+            for _ in range(count):
+                group = self.waiting.pop(0) if self.waiting else self.drawn
+                self.drawn = max(self.drawn, group + 1)
+                selection.start(group, overdue=group in overdue)
+                begun.append(group)
+                left[group] = self.n
+                for sample in range(self.n):
+                    router.submit(self.request(group, sample)).add_done_callback(lambda done, g=group: ended(g, done))
+
+        def ended(group: int, done: Future[Completion]) -> None:
+            nonlocal full
+            left[group] -= 1
+            if left[group] or selection.complete():
+                return
+            selection.judge(group, kept=request_seed(0, group) % 1000 < 1000 * self.signal)
+            if selection.complete():
+                full = clock.now
+            elif not in_draws:
+                start(selection.admits())
+            elif not any(left.values()):
+                start(self.num_prompts)
+
+        start(self.num_prompts if in_draws else selection.admits())
+        while not full:
+            clock.run(clock.now + 1.0)
+        chosen = selection.chosen()
+        if self.aborted == "wait":
+            self.waiting += sorted(set(begun) - {*chosen, *selection.dropped()})
+        return full, fmean(map(self.length, chosen)), fmean(map(self.length, begun)), len(begun)
+
+    @staticmethod
+    def request(group: int, sample: int) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=f"{group}-{sample}",
+            prompt_ids=_PROMPT,
+            sampling=_SAMPLING,
+            seed=request_seed(1, group, sample),
+            session=str(group),
+        )
+
+    def length(self, group: int) -> float:
+        """Mean over the group's responses, as they end by themselves."""
+        most = _SAMPLING.max_tokens
+        return fmean(min(most, long_tailed(self.request(group, sample))) for sample in range(self.n))
