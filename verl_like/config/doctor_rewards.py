@@ -332,6 +332,11 @@ REWARD_IDLE: tuple[Idle, ...] = (
         "algorithm.filter_groups.resample is false: prompts are drawn once a step",
     ),
     Idle(
+        tuple(f"{_ROLLOUT}.scheduler.additional_prompts.{name}" for name in ("max", "aborted")),
+        lambda c: not c.actor_rollout_ref.rollout.scheduler.additional_prompts.enable,
+        f"{_ROLLOUT}.scheduler.additional_prompts.enable is false",
+    ),
+    Idle(
         ("reward_model.launch_reward_fn_async",),
         lambda c: c.algorithm.filter_groups.enable,
         "algorithm.filter_groups chooses groups by their scores, so grading ends before log-probs are computed",

@@ -8,6 +8,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.trainer.compose import compose_with_warnings
 
 R, G = "actor_rollout_ref.rollout", "algorithm=grpo"
+ADDITIONAL = "actor_rollout_ref.rollout.scheduler.additional_prompts"
 GRPO = [G, f"{R}.n=4"]
 FILTER = "algorithm.filter_groups"
 JUDGE = "reward_model.judge.url=http://localhost/v1"
@@ -34,6 +35,14 @@ BUFFER = "reward_model.overlong_buffer"
          "use metric=seq_reward"),
         ([*GRPO, f"{FILTER}.enable=true", f"{FILTER}.max_num_gen_batches=3", "data.gen_batch_size=100"],
          "can never fill data.train_batch_size=1024"),
+        ([*GRPO, "algorithm.min_group_size=9"], "algorithm.min_group_size=9 with actor_rollout_ref.rollout.n=4"),
+        ([*GRPO, "data.train_batch_size=8", f"{ADDITIONAL}.enable=true"],
+         f"{ADDITIONAL}.max=16 with data.train_batch_size=8: a prompt could be aborted step after step"),
+        ([*GRPO, f"{ADDITIONAL}.enable=true", f"{FILTER}.enable=true", f"{FILTER}.resample=false"],
+         f"{ADDITIONAL}.enable=True with algorithm.filter_groups.resample=False"),
+        ([*GRPO, f"{ADDITIONAL}.enable=true", f"{FILTER}.enable=true", f"{R}.scheduler.mode=batch"],
+         f"but {R}.scheduler.mode=batch gives scores to whole batches"),
+        ([f"{R}.scheduler.mode=static"], "choose one of request, batch"),
         (["algorithm.adv_estimator=gdpo", f"{R}.n=4"], "gdpo_reward_keys=[]: name the rewards"),
         (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", "algorithm.gdpo_reward_weights=[1]"],
          "one weight for each key"),
@@ -114,12 +123,15 @@ def test_the_plan_knows_the_draws() -> None:
     config, _ = compose_with_warnings([*dynamic, *mini])
     plan = BatchPlan.build(config, 1, 100)
     assert plan.prompts_per_draw == 96
-    assert "draws of 96 prompts until 32 groups have a signal" in plan.table()
+    assert "up to 96 prompts at once, until 32 groups fill the batch" in plan.table()
     with pytest.raises(ValueError, match=r"data\.gen_batch_size=96: there are only 90 training prompts"):
         BatchPlan.build(config, 1, 90)
     masked, _ = compose_with_warnings([*dynamic, *mini, f"{FILTER}.resample=false"])
     assert BatchPlan.build(masked, 1, 90).prompts_per_draw == 32
-    assert "dynamic sampling" not in BatchPlan.build(masked, 1, 90).table()
+    assert "prompts in flight" not in BatchPlan.build(masked, 1, 90).table()
+    more, _ = compose_with_warnings([*GRPO, *mini, "data.train_batch_size=32", f"{ADDITIONAL}.enable=true"])
+    plan = BatchPlan.build(more, 1, 90)
+    assert plan.prompts_per_draw == 48 and "up to 48 prompts at once" in plan.table()
 
 
 def test_a_judge_among_the_parts_goes_with_a_custom_function() -> None:

@@ -31,6 +31,8 @@ SAMPLES: dict[str, Any] = {
     "algorithm.filter_groups.range": [0.1, 0.9],
     "algorithm.gdpo_reward_weights": [2.0],
     "actor_rollout_ref.rollout.mode": "async",
+    "actor_rollout_ref.rollout.scheduler.mode": "batch",
+    "actor_rollout_ref.rollout.scheduler.additional_prompts.aborted": "wait",
     "actor_rollout_ref.rollout.max_model_len": 4096,
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": "left",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "disable",
