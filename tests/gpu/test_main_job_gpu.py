@@ -65,3 +65,24 @@ def test_main_job_on_cuda(tmp_path: Path, half_billion: Path, offload: bool) -> 
         assert record["training/rollout_probs_diff_mean"] < 1e-2
         assert record["perf/max_memory_allocated_gb"] > 1.0
     assert abs(records[0]["actor/ppo_kl"]) < 1e-3
+
+
+def test_requests_are_added_and_aborted_while_others_decode(tmp_path: Path, half_billion: Path) -> None:
+    """More prompts than a step uses, few at a time: what is left is aborted, and nothing of it is in the next step."""
+    scheduler = "actor_rollout_ref.rollout.scheduler"
+    settings = {
+        "trainer.launcher": "ray",
+        "trainer.device": "cuda",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.total_training_steps": 4,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.4,
+        f"{scheduler}.additional_prompts.enable": True,
+        f"{scheduler}.additional_prompts.max": 4,
+        f"{scheduler}.max_running_requests": 24,
+    }
+    result = main_ppo(overrides(write_task(tmp_path), half_billion, tmp_path / "out", **settings), timeout=1100)
+    assert result.returncode == 0, result.stdout
+    records = metrics_of(tmp_path / "out")
+    assert len(records) == 4 and sum(record["scheduler/num_unused"] for record in records) > 0
+    assert all(record["weight_sync/probe_gap_mean"] < 2e-2 for record in records)
