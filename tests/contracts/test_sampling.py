@@ -22,7 +22,6 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
-from verl_like.trainer.replicas import read_all
 from verl_like.trainer.roles import PolicyGroup
 
 TOY = f"{__name__.rpartition('.')[0] + '.' if '.' in __name__ else ''}toy_replica:ToyReplica"
@@ -34,6 +33,37 @@ pytestmark = pytest.mark.timeout(180)
 def request(i: int, tokens: int = 20, **fields: Any) -> GenerationRequest:
     sampling = SamplingParams(max_tokens=tokens)
     return GenerationRequest(request_id=f"r{i}", prompt_ids=[1, 2], sampling=sampling, seed=i, **fields)
+
+
+def read_all(
+    futures: Sequence[Future[Completion]], on_response: Callable[[int, Completion], None] = lambda row, completion: None
+) -> Future[list[Completion]]:
+    """All completions, in the order of their futures, or the first error, the reader's own too."""
+    whole: Future[list[Completion]] = Future()
+    left, lock = set(range(len(futures))), threading.Lock()
+
+    def ended(row: int, future: Future[Completion]) -> None:
+        with lock:
+            if whole.done():
+                return
+            try:
+                on_response(row, future.result())
+            except BaseException as error:
+                failure: BaseException | None = error
+            else:
+                failure = None
+                left.discard(row)
+            complete = not left
+        if failure is not None:
+            whole.set_exception(failure)
+        elif complete:
+            whole.set_result([each.result() for each in futures])
+
+    if not futures:
+        whole.set_result([])
+    for row, future in enumerate(futures):
+        future.add_done_callback(lambda done, row=row: ended(row, done))
+    return whole
 
 
 def right(completions: Sequence[Completion], seeds: Sequence[int], tokens: int = 20) -> bool:

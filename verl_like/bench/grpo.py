@@ -12,6 +12,7 @@ Below the table stand the project's own targets (bars) with what was reached.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -124,11 +125,11 @@ def choose_source(trainer: PPOTrainer, workload: Workload, recording: Sequence[S
     source = trainer.source
     how, sizes = source.how, {"prompts": trainer.config.data.train_batch_size, "n": source.how.n}
     if recording is not None:
-        how.runner = Replayed(how.sampling, recording, **sizes)
+        how = dataclasses.replace(how, runner=Replayed(how.sampling, recording, **sizes))
         trainer.source = ReplayCollector(source.loader, source.rewards, source.replicas, how, source.config)
         source.close()
     elif workload.mean_response is not None:
-        how.runner = ForcedLengths(how.sampling, workload.draw_lengths, **sizes)
+        source.how = dataclasses.replace(how, runner=ForcedLengths(how.sampling, workload.draw_lengths, **sizes))
 
 
 def summary(

@@ -294,17 +294,25 @@ def draws_until_full(config: PPOConfig) -> bool:
     return extra.enable or (rules.enable and rules.resample)
 
 
+def prompts_in_flight(config: PPOConfig) -> int:
+    """Prompts that a step has at once, at most: data.train_batch_size and the additional ones, or data.gen_batch_size
+    where dynamic sampling draws again and that is more."""
+    rules, data = config.algorithm.filter_groups, config.data
+    extra = config.actor_rollout_ref.rollout.scheduler.additional_prompts
+    draw = (data.gen_batch_size or 0) if rules.enable and rules.resample else 0
+    return max(draw, data.train_batch_size + (extra.max if extra.enable else 0))
+
+
 def _draw(problems: list[str], config: PPOConfig, num_train_prompts: int | None) -> int:
-    """Prompts of one draw: data.gen_batch_size where dynamic sampling draws again, else data.train_batch_size."""
-    rules, data, extra = config.algorithm.filter_groups, config.data, config.actor_rollout_ref.rollout.scheduler
-    if extra.additional_prompts.enable:
-        return data.train_batch_size + extra.additional_prompts.max
-    if not (rules.enable and rules.resample) or data.gen_batch_size is None:
-        return data.train_batch_size
-    if num_train_prompts is not None and data.gen_batch_size > num_train_prompts:
-        fix = f"there are only {num_train_prompts} training prompts; lower it, or add data"
-        problems.append(f"data.gen_batch_size={data.gen_batch_size}: {fix}")
-    return data.gen_batch_size
+    """Prompts in flight, checked against the data."""
+    data, count = config.data, prompts_in_flight(config)
+    if num_train_prompts is not None and data.train_batch_size <= num_train_prompts < count:
+        key = f"data.gen_batch_size={data.gen_batch_size}"
+        if count != data.gen_batch_size:
+            extra = config.actor_rollout_ref.rollout.scheduler.additional_prompts
+            key = f"{_ROLLOUT}.scheduler.additional_prompts.max={extra.max} beside {data.train_batch_size} prompts"
+        problems.append(f"{key}: there are only {num_train_prompts} training prompts; lower it, or add data")
+    return count
 
 
 def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:

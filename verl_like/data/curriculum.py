@@ -130,6 +130,10 @@ class CustomSampler(Sampler):
             raise ValueError(f"data.sampler gives {len(rows)} rows in an epoch, fewer than the batch of {count}")
         return rows
 
+    @property
+    def learns(self) -> bool:
+        return self._update is not None
+
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:
         """Tell a curriculum what became of the rows."""
         if self._update is not None:

@@ -45,6 +45,11 @@ class PromptLoader:
         return self._sampler.draws
 
     @property
+    def learns(self) -> bool:
+        """Whether the order of what is drawn depends on what became of the rows before."""
+        return self._sampler.learns
+
+    @property
     def num_waiting(self) -> int:
         """Prompts that were given back and not drawn again."""
         return len(self._sampler.returned)

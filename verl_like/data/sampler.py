@@ -22,6 +22,7 @@ class Sampler(ABC):
     """
 
     epoch: int
+    learns = False  # whether `feedback` changes the order of what comes
 
     def __init__(self) -> None:
         self.draws = 0  # rows drawn since the run began: the next row's running number
@@ -40,8 +41,8 @@ class Sampler(ABC):
         return [row for row, _ in again] + rows, [number for _, number in again] + numbers
 
     def give_back(self, unused: Sequence[tuple[int, int]]) -> None:
-        """Rows that were drawn and not used, as (row, running number)."""
-        self.returned += unused
+        """Rows that were drawn and not used, as (row, running number): they come again in the order of these."""
+        self.returned = sorted([*self.returned, *unused], key=lambda pair: pair[1])
 
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:  # noqa: B027 (a choice, not a duty)
         """What became of the rows of a step; nothing, for an order that is fixed."""

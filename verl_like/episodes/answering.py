@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,12 +18,50 @@ from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_GRACE_S = 10.0  # for episodes that are no longer wanted, and the last step of their requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """How prompts are answered.
+
+    purpose: keeps ids and seeds of training and validation apart. seed: the run's; None: requests have no seed.
+    spread: the n requests of a prompt may go to different replicas; otherwise one replica shares their beginning.
+    greedy_too: one greedy episode more, for a baseline. grade_at_end: not as episodes end, but when all have.
+    """
+
+    runner: EpisodeRunner
+    sampling: SamplingParams
+    n: int
+    seed: int | None
+    purpose: str
+    spread: bool = False
+    greedy_too: bool = False
+    grade_at_end: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One episode, and what the graders have of it."""
+
+    prompt: Prompt
+    episode: Episode
+    _graded: Graded | None = None
+
+    def graded(self, rewards: RewardManager) -> Graded:
+        """Give it to the graders, unless they have it."""
+        if self._graded is None:
+            context = self.episode.rows()[-1][0].observation_ids
+            self._graded = rewards.grade(self.prompt.row, context, self.episode.response_ids())
+        return self._graded
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The episodes of one prompt, and what the graders have of each; the last is greedy where there is a baseline."""
+    """The episodes of one prompt; the last is greedy where there is a baseline."""
 
     prompt: Prompt
     members: list[Member]
@@ -41,64 +81,57 @@ class Group:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
-    """One episode, and what the graders have of it."""
+class Collection:
+    """The episodes of one call, up to `end`. Its methods run in the event loop."""
 
-    prompt: Prompt
-    episode: Episode
-    _graded: Graded | None = None
+    how: Answering
+    client: RolloutClient
+    rewards: RewardManager
+    ended: bool = False
+    askers: list[Asker] = field(default_factory=list)
 
-    def graded(self, rewards: RewardManager) -> Graded:
-        """Give it to the graders, unless they have it."""
-        if self._graded is None:
-            context = self.episode.rows()[-1][0].observation_ids
-            self._graded = rewards.grade(self.prompt.row, context, self.episode.response_ids())
-        return self._graded
+    async def group(self, prompt: Prompt) -> Group:
+        """All episodes of one prompt. EpisodeAborted after `end`; any other error of one ends the others too."""
+        how = self.how
+        members = [self._member(prompt, sample, how.sampling) for sample in range(how.n)]
+        if how.greedy_too:
+            members.append(self._member(prompt, how.n, dataclasses.replace(how.sampling, do_sample=False)))
+        return Group(prompt, await all_of(members), has_baseline=how.greedy_too)
 
+    async def end(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """Nothing more is asked for: end these tasks, and return when no request of the collection is left."""
+        self.ended = True
+        if left := cancel(tasks):
+            await asyncio.wait(left, timeout=_GRACE_S)
+            for task in left:
+                if not task.done():
+                    logger.error("an episode that was no longer wanted goes on: %r", task.get_coro())
+                elif not task.cancelled() and isinstance(error := task.exception(), Exception):
+                    logger.warning("an episode that was no longer wanted failed", exc_info=error)
+        requests = {name: future for asker in self.askers for name, future in asker.requests if not future.done()}
+        if requests:
+            self.client.abort(list(requests))
+            await asyncio.wait([asyncio.wrap_future(each) for each in requests.values()], timeout=_GRACE_S)
 
-@dataclass(slots=True, kw_only=True)
-class Answering:
-    """How prompts are answered. Its methods run in the event loop.
+    def sampled_tokens(self) -> list[int]:
+        """Of each episode that was begun, without baselines: tokens sampled so far."""
+        return [asker.num_sampled() for asker in self.askers if asker.sample < self.how.n]
 
-    purpose: keeps ids and seeds of training and validation apart. seed: the run's; None: requests have no seed.
-    spread: the n requests of a prompt may go to different replicas; otherwise one replica shares their beginning.
-    greedy_too: one greedy episode more, for a baseline. grade_at_end: not as episodes end, but when all have.
-    """
-
-    runner: EpisodeRunner
-    sampling: SamplingParams
-    n: int
-    seed: int | None
-    purpose: str
-    spread: bool = False
-    greedy_too: bool = False
-    grade_at_end: bool = False
-    _aborted: list[int] = field(default_factory=list, init=False)
-
-    async def group(self, client: RolloutClient, rewards: RewardManager, prompt: Prompt) -> Group:
-        """All episodes of one prompt. EpisodeAborted if one was; any other error of one ends the others too."""
-        members = [self._member(client, rewards, prompt, sample, self.sampling) for sample in range(self.n)]
-        if self.greedy_too:
-            greedy = dataclasses.replace(self.sampling, do_sample=False)
-            members.append(self._member(client, rewards, prompt, self.n, greedy))
-        return Group(prompt, await _all_of(members), has_baseline=self.greedy_too)
-
-    def take_aborted(self) -> list[int]:
-        """Tokens that each episode had sampled when it was aborted, of those since the last call."""
-        aborted, self._aborted = self._aborted, []
-        return aborted
-
-    async def _member(
-        self, client: RolloutClient, rewards: RewardManager, prompt: Prompt, sample: int, sampling: SamplingParams
-    ) -> Member:
-        ask = Asker(self, client, prompt, sample, sampling)
+    async def _member(self, prompt: Prompt, sample: int, sampling: SamplingParams) -> Member:
+        ask = Asker(self, prompt, sample, sampling)
+        self.askers.append(ask)
+        what = f"the episode of prompt {prompt.group} (dataset index {prompt.row.index}), sample {sample},"
         try:
-            member = Member(prompt, await self.runner.run(prompt, sample, ask))
-        except EpisodeAborted:
-            self._aborted.append(ask.num_sampled)
+            member = Member(prompt, await self.how.runner.run(prompt, sample, ask))
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and nobody would hear of it
+            raise RuntimeError(f"{what} tried to end the process: {error!r}") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling() == 0:  # nobody asked for it
+                raise RuntimeError(f"{what} was cancelled from within") from error
             raise
-        if not self.grade_at_end:
-            member.graded(rewards)
+        if not self.how.grade_at_end and not self.ended:
+            member.graded(self.rewards)
         return member
 
 
@@ -106,44 +139,56 @@ class Answering:
 class Asker:
     """`Ask` for one episode: names, seeds and places its requests."""
 
-    how: Answering
-    client: RolloutClient
+    of: Collection
     prompt: Prompt
     sample: int
     sampling: SamplingParams
-    turn: int = 0
-    num_sampled: int = 0
+    requests: list[tuple[str, Future[Completion]]] = field(default_factory=list)  # one for each turn
 
     async def __call__(self, context_ids: list[int], sampling: SamplingParams | None = None) -> Completion:
         """See `episode.Ask`."""
-        how, group = self.how, self.prompt.group
-        draw = (how.purpose, group, self.sample, self.turn)
+        how, group, turn = self.of.how, self.prompt.group, len(self.requests)
+        if self.of.ended:
+            raise EpisodeAborted(f"prompt {group} is no longer wanted")
+        draw = (how.purpose, group, self.sample, turn)
         request = GenerationRequest(
             request_id="-".join(map(str, draw)),
             prompt_ids=context_ids,
             sampling=sampling or self.sampling,
             seed=None if how.seed is None else request_seed(how.seed, *draw),
             session=f"{how.purpose}-{group}-{self.sample}" if how.spread else f"{how.purpose}-{group}",
-            turn=self.turn,
+            turn=turn,
         )
-        self.turn += 1
-        completion = await asyncio.wrap_future(self.client.submit(request))
-        self.num_sampled += len(completion.sampled)
+        future = self.of.client.submit(request)
+        self.requests.append((request.request_id, future))
+        try:
+            completion = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:  # the episode has ended, or the runner's patience with this turn
+            self.of.client.abort([request.request_id])
+            raise
         if completion.finish_reason == "abort":
-            raise EpisodeAborted(completion)
+            raise EpisodeAborted(f"request {request.request_id} was aborted")
         return completion
 
+    def num_sampled(self) -> int:
+        """Tokens of the turns that have ended, in whatever way."""
+        done = [future for _, future in self.requests if future.done() and future.exception() is None]
+        return sum(len(future.result().sampled) for future in done)
 
-async def _all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+
+async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Their results; the first error ends the others."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        cancel(tasks)
+        if left := cancel(tasks):
+            await asyncio.wait(left, timeout=_GRACE_S)
 
 
-def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """End those that have not ended."""
-    for task in list(tasks):
+def cancel(tasks: Iterable[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
+    """Tell those that have not ended to end; which these are."""
+    left = [task for task in tasks if not task.done()]
+    for task in left:
         task.cancel()
+    return left

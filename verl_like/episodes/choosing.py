@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
 from verl_like.batch import Prompt, Scores
 from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import prompts_in_flight
 from verl_like.data.loader import PromptLoader
-from verl_like.episodes.answering import Answering, Group, cancel
-from verl_like.episodes.pending import of_rows
+from verl_like.episodes.answering import Collection, Group
+from verl_like.episodes.pending import of_rows, renumbered
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
 from verl_like.episodes.tally import filter_metrics
 from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.client import RolloutClient
 
 PASSES_WITHOUT_BOUND = 10  # max_num_gen_batches=0: a step that has seen all prompts ten times will not fill up
 
@@ -24,10 +24,8 @@ PASSES_WITHOUT_BOUND = 10  # max_num_gen_batches=0: a step that has seen all pro
 class Choosing:
     """Starts groups, judges each as it ends, and knows when the batch is full; then `finish`."""
 
-    def __init__(
-        self, config: PPOConfig, loader: PromptLoader, rewards: RewardManager, how: Answering, *, step: int
-    ) -> None:
-        self._config, self._loader, self._rewards, self._how, self._step = config, loader, rewards, how, step
+    def __init__(self, config: PPOConfig, loader: PromptLoader, rewards: RewardManager, *, step: int) -> None:
+        self._config, self._loader, self._rewards, self._step = config, loader, rewards, step
         self._rules = config.algorithm.filter_groups
         additional = config.actor_rollout_ref.rollout.scheduler.additional_prompts
         self._waits = not additional.enable or additional.aborted == "wait"
@@ -35,8 +33,7 @@ class Choosing:
         self._prompts: dict[int, Prompt] = {}  # begun
         self._groups: dict[int, Group] = {}  # ended
         self._judged: list[Scores] = []  # in the order of their ends
-        self._grading: set[asyncio.Task[Group]] = set()  # all of the group has ended, but for the graders
-        self._enough = False
+        self._collections: list[Collection] = []
         self.selection = self._selection()
 
     @property
@@ -44,27 +41,25 @@ class Choosing:
         """Prompts that one draw of rounds would take."""
         return self._config.data.gen_batch_size or self._config.data.train_batch_size
 
-    async def collect(self, client: RolloutClient, begun: Callable[[], Awaitable[None]]) -> None:
-        """Keep groups in flight until the batch is full; abort what is left. `begun`: after what is asked at first."""
+    async def collect(self, collection: Collection, begun: Callable[[], Awaitable[None]]) -> None:
+        """Keep groups in flight until the batch is full. `begun`: to be awaited after what is asked at first."""
+        self._collections.append(collection)
         running: dict[asyncio.Task[Group], int] = {}
         try:
             while not self.selection.complete() and not self.selection.exhausted():
                 for prompt in self._start(self.selection.admits()):
-                    running[asyncio.ensure_future(self._ended(client, prompt))] = prompt.group
+                    running[asyncio.ensure_future(self._ended(collection, prompt))] = prompt.group
                 await begun()
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=running.__getitem__):
                     del running[task]
                     self._judge(task.result())
-            self._enough = True
-            client.abort()
-            cancel(self._grading)
-            await asyncio.gather(*running, return_exceptions=True)
         finally:
-            cancel(running)
+            await collection.end(running)
 
     def collect_in_waves(self, answer: Callable[[Sequence[Prompt]], list[Group]]) -> None:
-        """The same in whole draws, for scores that a batch gets together."""
+        """The same in whole draws: for scores that a batch gets together, and for a sampler that learns, which must be
+        asked for the same rows in every run."""
         while not self.selection.complete() and not self.selection.exhausted():
             groups = answer(self._start(min(self.per_draw, self.selection.room())))
             self._score(groups)
@@ -79,6 +74,12 @@ class Choosing:
         if self.selection.exhausted():
             self._rewards.require_enough(self._judged, step=self._step)
             raise ValueError(self._gave_up())
+        if self._rules.enable:  # of the same groups whatever ended when
+            judged = [self._groups[name] for name in (*self.selection.chosen(), *self.selection.dropped())]
+            graded = [member.graded(self._rewards) for group in judged for member in group.sampled]
+            scores = renumbered(Scores.concat([self._scores_of(group.prompt.group) for group in judged]))
+            self._rewards.report(scores, graded, step=self._step)
+            self._rewards.require_enough([scores], step=self._step)
         if self._waits:
             self._loader.give_back(self._unused())
         return [self._groups[name] for name in self.selection.chosen()]
@@ -87,15 +88,13 @@ class Choosing:
         """Of a batch that is full. scheduler/* depends on time: on what had begun when the batch was full."""
         chosen, dropped = self.selection.chosen(), self.selection.dropped()
         used = [member.episode.num_sampled for name in chosen for member in self._groups[name].sampled]
-        ended = [member.episode.num_sampled for group in self._groups.values() for member in group.sampled]
-        begun = ended + self._how.take_aborted()
-        found = {
-            "scheduler/num_unused": float(len(self._unused())),
-            "scheduler/unused_tokens": float(sum(begun) - sum(used)),
-        }
-        if isinstance(self.selection, CompletionOrder):  # what it does to lengths; aborted ones would be longer yet
-            found["scheduler/response_length/used"] = sum(used) / max(len(used), 1)
-            found["scheduler/response_length/begun"] = sum(begun) / max(len(begun), 1)
+        found = {"scheduler/num_unused": float(len(self._unused()))}
+        if self._collections:
+            begun = [tokens for each in self._collections for tokens in each.sampled_tokens()]
+            found["scheduler/unused_tokens"] = float(sum(begun) - sum(used))
+            if isinstance(self.selection, CompletionOrder):  # aborted ones would be longer yet
+                found["scheduler/response_length/used"] = sum(used) / max(len(used), 1)
+                found["scheduler/response_length/begun"] = sum(begun) / max(len(begun), 1)
         if self._rules.enable:
             judged = [self._scores_of(name) for name in (*chosen, *dropped)]
             num_dropped, draw = len(dropped), self.per_draw
@@ -107,10 +106,11 @@ class Choosing:
         num_extra = extra.max if extra.enable else 0
         draw = self.per_draw if self._rules.enable else data.train_batch_size
         passes = PASSES_WITHOUT_BOUND * max(self._loader.steps_per_epoch, 1)
+        in_flight = prompts_in_flight(self._config)
         limits = Limits(
             wanted=data.train_batch_size,
-            in_flight=max(draw, data.train_batch_size + num_extra),
-            most=max(draw * (self._rules.max_num_gen_batches or passes), data.train_batch_size + num_extra),
+            in_flight=in_flight,
+            most=max(draw * (self._rules.max_num_gen_batches or passes), in_flight if num_extra else 0),
             extra=num_extra,
             expected=min(1.0, data.train_batch_size / draw),
         )
@@ -123,22 +123,18 @@ class Choosing:
             self.selection.start(prompt.group, overdue=prompt.group < self._draws_before)
         return prompts
 
-    async def _ended(self, client: RolloutClient, prompt: Prompt) -> Group:
+    async def _ended(self, collection: Collection, prompt: Prompt) -> Group:
         """The group, with its scores where it is judged by them."""
-        group = await self._how.group(client, self._rewards, prompt)
-        if self._rules.enable and not self._enough:
-            task = asyncio.current_task()
-            assert task is not None
-            self._grading.add(task)
+        group = await collection.group(prompt)
+        if self._rules.enable:
             graded = [member.graded(self._rewards) for member in group.sampled]
-            await asyncio.gather(*(asyncio.wrap_future(future) for each in graded for future in each.futures))
-            self._grading.remove(task)
+            await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(f)) for each in graded for f in each.futures))
             self._score([group])
         return group
 
     def _score(self, groups: Sequence[Group]) -> None:
         graded = [member.graded(self._rewards) for group in groups for member in group.sampled]
-        scores = self._rewards.gather(graded, step=self._step, may_all_fail=True).result()
+        scores = self._rewards.gather(graded, step=self._step, may_all_fail=True, quiet=True).result()
         for group, part in zip(groups, scores.split([len(group.sampled) for group in groups]), strict=True):
             group.scores = part
 
@@ -149,7 +145,7 @@ class Choosing:
         if group.scores is not None:
             self._judged.append(group.scores)
             if len(self._judged) % self.per_draw == 0:  # a grader that always fails is no lack of signals
-                self._rewards.require_enough(self._judged[-self.per_draw :], step=self._step)
+                self._rewards.require_any(self._judged[-self.per_draw :], step=self._step)
 
     def _is_useful(self, group: Group) -> bool:
         """It has a signal, and members enough."""

@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
-from verl_like.batch import Prompt, Rollouts, Scores
+from verl_like.batch import Episodes, Prompt, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.loader import PromptLoader
-from verl_like.episodes.answering import Answering, Group, cancel
+from verl_like.episodes.answering import Answering, Collection, Group
 from verl_like.episodes.baseline import with_baseline
 from verl_like.episodes.choosing import Choosing
 from verl_like.episodes.loop import EpisodeLoop
@@ -37,7 +37,7 @@ from verl_like.rollout.client import RolloutClient
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Collecting = Callable[[RolloutClient, Callable[[], Awaitable[None]]], Coroutine[Any, Any, T]]
+Collecting = Callable[[Collection, Callable[[], Awaitable[None]]], Coroutine[Any, Any, T]]
 
 
 class Replicas(Protocol):
@@ -114,24 +114,24 @@ class Collector:
     def _answer(self, prompts: Sequence[Prompt], how: Answering) -> list[Group]:
         """The groups of all these prompts."""
 
-        async def answer(client: RolloutClient, begun: Callable[[], Awaitable[None]]) -> list[Group]:
-            tasks = [asyncio.ensure_future(how.group(client, self.rewards, prompt)) for prompt in prompts]
+        async def answer(collection: Collection, begun: Callable[[], Awaitable[None]]) -> list[Group]:
+            tasks = [asyncio.ensure_future(collection.group(prompt)) for prompt in prompts]
             try:
                 await begun()
                 return await asyncio.gather(*tasks)
             finally:
-                cancel(tasks)
+                await collection.end(tasks)
 
-        return self._sample(answer) if prompts else []
+        return self._sample(answer, how) if prompts else []
 
     def _choose(self, step: int) -> list[Group]:
         """The groups of dynamic sampling, or of additional prompts."""
-        choosing = Choosing(self.config, self.loader, self.rewards, self.how, step=step)
-        scored_together = not self.rewards.grades_alone or self.how.grade_at_end
-        if self.config.algorithm.filter_groups.enable and scored_together:
+        choosing = Choosing(self.config, self.loader, self.rewards, step=step)
+        in_waves = not self.rewards.grades_alone or self.how.grade_at_end or self.loader.learns
+        if self.config.algorithm.filter_groups.enable and in_waves:
             choosing.collect_in_waves(partial(self._answer, how=self.how))
         else:
-            self._sample(choosing.collect)
+            self._sample(choosing.collect, self.how)
         groups = choosing.finish()
         gone = self.loader.draws - self.loader.num_waiting - self._ledger.total
         self._ledger.used += len(groups)
@@ -140,7 +140,7 @@ class Collector:
         self._metrics |= choosing.metrics()
         return groups
 
-    def _sample(self, collecting: Collecting[T]) -> T:
+    def _sample(self, collecting: Collecting[T], how: Answering) -> T:
         """Run it in the event loop, with the replicas open. The first requests are made before they open, so that what
         a step of an engine begins with does not depend on time."""
 
@@ -153,7 +153,7 @@ class Collector:
                         await asyncio.sleep(0)
                     first.set()
 
-            future = self._loop.submit(collecting(client, begun))
+            future = self._loop.submit(collecting(Collection(how, client, self.rewards), begun))
             future.add_done_callback(lambda _: first.set())
             first.wait()
             return future
@@ -179,12 +179,15 @@ class Collector:
     def _add_baseline(self, groups: Sequence[Group], rollouts: Rollouts, pending: PendingBatch, step: int) -> None:
         """ReMax: the reward of each prompt's greedy episode."""
         greedy = [group.baseline for group in groups]
-        answers = assemble_rollouts([group.prompt for group in groups], [[member.episode] for member in greedy])
+        episodes = [[member.episode] for member in greedy]
+        answers, row_episode = assemble_rollouts([g.prompt for g in groups], episodes), episode_of_rows(episodes)
         grading = self.rewards.gather([member.graded(self.rewards) for member in greedy], step=step, may_all_fail=True)
-        self._metrics["remax/response_length/mean"] = answers.response_length_B.double().mean().item()
+        whole = Episodes.of(answers).join(answers)
+        self._metrics["remax/response_length/mean"] = whole.response_length_B.double().mean().item()
 
         def add(scores: Scores) -> Scores:
-            scores, num_failed = with_baseline(self.config, rollouts, scores, answers, grading.result())
+            greedy_scores = of_rows(grading.result(), row_episode)
+            scores, num_failed = with_baseline(self.config, rollouts, scores, answers, greedy_scores)
             self._metrics["remax/failures"] = float(num_failed)
             return scores
 
@@ -197,7 +200,9 @@ class Collector:
         algorithm, limit = self.config.algorithm, self.config.data.max_response_length
         signal_B = has_signal_B(algorithm.filter_groups, self.config.reward_model, rollouts, scores, limit)
         num_dropped, drawn = len(rollouts.group_B[~signal_B].unique()), len(rollouts.group_B.unique())
-        self._metrics |= filter_metrics([scores], num_judged=drawn, num_dropped=num_dropped, per_draw=drawn)
+        self._metrics |= filter_metrics(
+            [whole_episodes(rollouts, scores)[1]], num_judged=drawn, num_dropped=num_dropped, per_draw=drawn
+        )
         if not signal_B.any():
             logger.warning("step %d: no group has a signal (algorithm.filter_groups): nothing is learnt from it", step)
         return scores.replace(trained_B=signal_B)

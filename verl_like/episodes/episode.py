@@ -22,7 +22,7 @@ class Turn:
 
     observation_ids: the tokens before it that no earlier turn holds; of the first turn, the prompt. new_row: they are a
     whole context instead, which begins another row. reward: the environment's for this turn. state_id: equal for equal
-    states before a turn, -1 where states have no identity.
+    states before a turn, -1 where states have no identity. A turn may have no token (the budget is used up).
     """
 
     observation_ids: Sequence[int]
@@ -63,12 +63,9 @@ class Episode:
         return sum(len(turn.sampled) for turn in self.turns)
 
 
-class EpisodeAborted(Exception):
-    """What `Ask` raises when the episode is no longer wanted; `completion` holds what its turn had sampled."""
-
-    def __init__(self, completion: Completion) -> None:
-        super().__init__(f"request {completion.request_id} was aborted")
-        self.completion = completion
+class EpisodeAborted(BaseException):
+    """What `Ask` raises when the episode is no longer wanted. No `Exception`: a runner that tries again after whatever
+    went wrong must not try again after this."""
 
 
 class Ask(Protocol):

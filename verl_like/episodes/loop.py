@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BEAT_S = 0.05
@@ -21,12 +23,16 @@ class EpisodeLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._lag_s = 0.0
+        self._running: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start it; the future gets its result or error. Cancelling the future cancels the coroutine."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
 
     def take_lag(self) -> float:
         """[s] The longest that the loop was late since the last call: something in it blocked for so long."""
@@ -42,13 +48,21 @@ class EpisodeLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._beat(time.monotonic())
+        error: BaseException | None = None
         try:
             self._loop.run_forever()
+        except BaseException as raised:  # SystemExit in a callback, for instance: asyncio lets it through
+            logger.exception("the event loop of the episodes has ended")
+            error = raised
+        try:
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         finally:
+            for future in list(self._running):  # whoever waits for one must hear of it
+                if not future.done():
+                    future.set_exception(RuntimeError(f"the event loop of the episodes has ended: {error!r}"))
             self._loop.close()
 
     def _beat(self, due: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
     flat = [(place, episode) for place, group in enumerate(episodes) for episode in group]
     rows = [(place, number, turns) for number, (place, episode) in enumerate(flat) for turns in episode.rows()]
     turns_of = [turns for _, _, turns in rows]
+    numbers_of = [numbers for _, episode in flat for numbers in _numbers(episode)]
     places = torch.tensor([place for place, _, _ in rows], dtype=torch.long)
     response_ids_BR = _padded(turns_of, lambda turn: turn.sampled.token_ids, _observed, torch.int32)
     response_length_B = torch.tensor([sum(_lengths(turns)) for turns in turns_of], dtype=torch.int64)
@@ -38,7 +40,7 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
         weight_version_BR=_padded(turns_of, lambda turn: turn.sampled.weight_versions, _nothing, torch.int32),
         finish_reasons=[turns[-1].finish_reason for turns in turns_of],
         rows=[prompts[place].row for place, _, _ in rows],
-        **_turn_columns(turns_of),
+        **_turn_columns(turns_of, numbers_of),
         episode_B=_episode_numbers(prompts, episodes) if len(rows) > len(flat) else None,
     )
 
@@ -47,6 +49,12 @@ def episode_of_rows(episodes: Sequence[Sequence[Episode]]) -> list[int]:
     """Which episode each row of `assemble_rollouts` is a part of."""
     flat = [episode for group in episodes for episode in group]
     return [number for number, episode in enumerate(flat) for _ in episode.rows()]
+
+
+def _numbers(episode: Episode) -> list[list[int]]:
+    """The numbers of the turns in each row: they are counted in the whole episode."""
+    counter = itertools.count()
+    return [[next(counter) for _ in turns] for turns in episode.rows()]
 
 
 def _episode_numbers(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Episode]]) -> Tensor:
@@ -81,7 +89,6 @@ def _padded(
     sampled: Callable[[Turn], NDArray[Any]],
     observed: Callable[[Turn], NDArray[Any]],
     dtype: torch.dtype,
-    fill: float = 0,
 ) -> Tensor:
     """One column [B, R]: of each turn what the observation has, then what the sampled tokens have."""
 
@@ -91,7 +98,7 @@ def _padded(
         parts = [part for turn in turns for part in (observed(turn), sampled(turn))][1:]
         return np.concatenate(parts)
 
-    return pad_rows((torch.from_numpy(values(turns)) for turns in turns_of), side="right", dtype=dtype, fill=fill)
+    return pad_rows((torch.from_numpy(values(turns)) for turns in turns_of), side="right", dtype=dtype)
 
 
 def _observed(turn: Turn) -> NDArray[np.int32]:
@@ -102,24 +109,41 @@ def _nothing(turn: Turn) -> NDArray[np.float32]:
     return np.zeros(len(turn.observation_ids), dtype=np.float32)
 
 
-def _turn_columns(turns_of: Sequence[Sequence[Turn]]) -> dict[str, Tensor]:
+def _turn_columns(turns_of: Sequence[Sequence[Turn]], numbers_of: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """step_BR, anchor_BR and step_rewards_BR, where there is more to say than that each row is one turn."""
     turns = [turn for each in turns_of for turn in each]
     columns: dict[str, Tensor] = {}
     if len(turns) > len(turns_of) or any(turn.state_id >= 0 or turn.reward is not None for turn in turns):
-        place_of = {id(turn): place for each in turns_of for place, turn in enumerate(each)}
-
-        def column(value: Callable[[Turn], NDArray[Any]], dtype: torch.dtype, fill: float) -> Tensor:
-            return _padded(turns_of, value, lambda turn: np.full(len(turn.observation_ids), fill), dtype, fill)
-
-        columns["step_BR"] = column(lambda t: np.full(len(t.sampled), place_of[id(t)]), torch.int32, -1)
-        columns["anchor_BR"] = column(lambda t: np.full(len(t.sampled), t.state_id), torch.int64, -1)
+        states_of = [[turn.state_id for turn in each] for each in turns_of]
+        for name, values_of, dtype in (("step_BR", numbers_of, torch.int32), ("anchor_BR", states_of, torch.int64)):
+            columns[name] = pad_rows(map(_of_turns, turns_of, values_of), side="right", dtype=dtype, fill=-1)
     if any(turn.reward is not None for turn in turns):
-
-        def at_end(turn: Turn) -> NDArray[np.float32]:
-            rewards = np.zeros(len(turn.sampled), dtype=np.float32)
-            rewards[-1:] = turn.reward or 0.0
-            return rewards
-
-        columns["step_rewards_BR"] = _padded(turns_of, at_end, _nothing, torch.float32)
+        columns["step_rewards_BR"] = pad_rows(map(_rewards, turns_of), side="right", dtype=torch.float32)
     return columns
+
+
+def _of_turns(turns: Sequence[Turn], values: Sequence[int]) -> Tensor:
+    """One row: at each sampled token the value of its turn, -1 elsewhere."""
+    parts = [
+        part
+        for turn, value in zip(turns, values, strict=True)
+        for part in (np.full(len(turn.observation_ids), -1), np.full(len(turn.sampled), value))
+    ]
+    return torch.from_numpy(np.concatenate(parts[1:]))
+
+
+def _rewards(turns: Sequence[Turn]) -> Tensor:
+    """One row: the reward of each turn on its last token; of one without a token, on the last one before it.
+
+    ValueError where a row has none before it.
+    """
+    rewards = np.zeros(sum(_lengths(turns)), dtype=np.float32)
+    end, last = -len(turns[0].observation_ids), -1
+    for turn in turns:
+        end += len(turn.observation_ids) + len(turn.sampled)
+        last = end - 1 if len(turn.sampled) else last
+        if turn.reward is not None:
+            if last < 0:
+                raise ValueError(f"a turn has reward {turn.reward:g}, but no token was sampled up to its end")
+            rewards[last] += turn.reward
+    return torch.from_numpy(rewards)

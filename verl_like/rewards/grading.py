@@ -74,17 +74,18 @@ class Grading:
         *,
         step: int,
         may_all_fail: bool = False,
+        quiet: bool = False,
         model: ModelScore | None = None,
         failure_penalty: float | None = None,
         max_failure_fraction: float = 1.0,
         graded_by: str = "",
     ) -> None:
-        """failure_penalty: score of failed rows. max_failure_fraction: more failed rows are a RewardError, which names
-        `graded_by`.
+        """quiet: failures are not logged: `report` is due for the whole. failure_penalty: score of failed rows.
+        max_failure_fraction: more failed rows are a RewardError, which names `graded_by`.
 
         Responses without futures are graded by one call of `submit` for all of them.
         """
-        self._graded, self._step, self._may_all_fail = graded, step, may_all_fail
+        self._graded, self._step, self._may_all_fail, self._quiet = graded, step, may_all_fail, quiet
         self._model, self._failure_penalty = model, failure_penalty
         self._rule = model is None or model.needs_rule
         self._most = max_failure_fraction if failure_penalty is None else 1.0
@@ -109,7 +110,8 @@ class Grading:
             scores = self._by_rule() if self._rule else without_rule(len(self._graded))
             answers = [each.answer for each in self._graded]
             self._scores = scores if self._model is None else self._model.add_to(scores, answers)
-            self._report(self._scores)
+            if not self._quiet:
+                report(self._scores, self._graded, step=self._step, failure_penalty=self._failure_penalty)
             if not self._may_all_fail:
                 require_enough([self._scores], step=self._step, most=self._most, graded_by=self._graded_by)
         return self._scores
@@ -123,23 +125,6 @@ class Grading:
         sources = [each.answer.row.data_source for each in self._graded]
         return to_scores(outcomes, sources, failure_penalty=self._failure_penalty)
 
-    def _report(self, scores: Scores) -> None:
-        failures = [failure for failure in scores.failures if failure is not None]
-        if not failures:
-            return
-        logger.warning(
-            "step %d: %d of %d rewards failed (%s); these rows %s",
-            *(self._step, len(failures), len(scores), _kinds(failures)),
-            "are left out" if self._failure_penalty is None else f"score {self._failure_penalty:g}",
-        )
-        for failure in failures[:_LOGGED_FAILURES]:
-            failed = self._graded[failure.row]
-            logger.warning(
-                "reward %s: row %d (dataset index %d, data_source %s), response %r:\n%s",
-                *(failure.kind, failure.row, failed.answer.row.index, failure.data_source),
-                *(failed.text[:_HEAD_CHARS], failure.message),
-            )
-
     def _report_slowest(self, outcomes: Sequence[RewardOutcome]) -> None:
         row, slowest = max(enumerate(outcomes), key=lambda item: item[1].seconds, default=(0, None))
         if slowest is not None and slowest.seconds >= _SLOW_S:
@@ -149,6 +134,25 @@ class Grading:
                 *(self._step, slowest.seconds, row, source.index, source.data_source),
                 self._graded[row].text[:_HEAD_CHARS],
             )
+
+
+def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penalty: float | None) -> None:
+    """Log how many rewards failed, and the first of them in full."""
+    failures = [failure for failure in scores.failures if failure is not None]
+    if not failures:
+        return
+    logger.warning(
+        "step %d: %d of %d rewards failed (%s); these rows %s",
+        *(step, len(failures), len(scores), _kinds(failures)),
+        "are left out" if failure_penalty is None else f"score {failure_penalty:g}",
+    )
+    for failure in failures[:_LOGGED_FAILURES]:
+        failed = graded[failure.row]
+        logger.warning(
+            "reward %s: row %d (dataset index %d, data_source %s), response %r:\n%s",
+            *(failure.kind, failure.row, failed.answer.row.index, failure.data_source),
+            *(failed.text[:_HEAD_CHARS], failure.message),
+        )
 
 
 def question_of(row: PromptRow) -> str:

@@ -21,7 +21,7 @@ from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModel
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import Graded, Grading, Scorer, question_of, require_enough
+from verl_like.rewards.grading import Graded, Grading, Scorer, question_of, report, require_enough
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
@@ -181,15 +181,19 @@ class RewardManager:
         futures = [scorer.submit([graded.call(scorer)])[0] for scorer in graded.scorers]
         return dataclasses.replace(graded, futures=futures)
 
-    def gather(self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False) -> Grading:
+    def gather(
+        self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False, quiet: bool = False
+    ) -> Grading:
         """The scores of responses that are being graded, in this order.
 
-        may_all_fail: this is one batch of several, so that its `result` need not hold a score.
+        may_all_fail: this is one batch of several, so that its `result` need not hold a score. quiet: and its failures
+        are logged with the others, by `report`.
         """
         return Grading(
             graded,
             step=step,
             may_all_fail=may_all_fail,
+            quiet=quiet,
             model=self._model,
             failure_penalty=self._failure_penalty,
             max_failure_fraction=self._max_failure_fraction,
@@ -204,6 +208,10 @@ class RewardManager:
             for row, prompt, (ids, length) in zip(rollouts.rows, rollouts.prompt_lists(), responses, strict=True)
         ]
         return self.gather(graded, step=step).result()
+
+    def report(self, scores: Scores, graded: Sequence[Graded], *, step: int) -> None:
+        """Log the failures among these scores."""
+        report(scores, graded, step=step, failure_penalty=self._failure_penalty)
 
     def require_enough(self, batches: Sequence[Scores], *, step: int) -> None:
         """RewardError if too few of the rewards of these batches, taken together, could be computed."""

@@ -11,10 +11,11 @@ import threading
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from queue import SimpleQueue
 from typing import Any
 
 _CONNECT_S = 60.0
-_HANDSHAKE_S = 10.0  # for the other end's answer; who says nothing is not one of ours
+_HANDSHAKE_S = 10.0  # for all of the other end's answers; who is slower is not one of ours
 
 
 class Wire:
@@ -78,17 +79,44 @@ class Socket:
 
     def accept(self) -> Wire:
         """The first that knows the key; nobody after it. Raises OSError when `close` is called meanwhile."""
+        known: SimpleQueue[Wire | OSError] = SimpleQueue()
+        threading.Thread(target=self._listen, args=(known,), name="link-listen", daemon=True).start()
+        first = known.get()
+        self.close()
+        if isinstance(first, OSError):
+            raise first
+        return first
+
+    def _listen(self, known: SimpleQueue[Wire | OSError]) -> None:
+        """Whoever comes is examined in a thread of its own: strangers keep nobody waiting."""
         try:
             while True:
                 connected = self._socket.accept()[0]
-                with suppress(AuthenticationError, EOFError, OSError):  # a stranger
-                    return Wire(connected, self.authkey, asks_first=True)
+                threading.Thread(target=self._examine, args=(connected, known), name="link-guest", daemon=True).start()
+        except OSError as error:  # it was closed
+            known.put(error)
         finally:
             self._socket.close()
+
+    def _examine(self, connected: socket.socket, known: SimpleQueue[Wire | OSError]) -> None:
+        deadline = threading.Timer(_HANDSHAKE_S, lambda: _cut(connected))  # of the whole, however often it says a byte
+        deadline.daemon = True
+        deadline.start()
+        try:
+            known.put(Wire(connected, self.authkey, asks_first=True))
+        except (AuthenticationError, EOFError, OSError):  # a stranger
+            connected.close()
+        finally:
+            deadline.cancel()
 
     def close(self) -> None:
         with suppress(OSError):  # it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _cut(connected: socket.socket) -> None:
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def address_towards(host: str, port: int) -> str:

@@ -24,9 +24,15 @@ class Replicas:
     def open(cls, ways: Sequence[tuple[tuple[str, int], bytes] | None], ranks_each: int, most: int | None) -> Replicas:
         """Connect to the first rank of every replica. ways: of each rank, what `open_link` gave. most: requests
         that run in each (None: all)."""
-        links = [
-            SocketLink(f"the rollout engine of rank {rank}", *way) for rank, way in enumerate(ways) if way is not None
-        ]
+        links: list[SocketLink] = []
+        try:
+            for rank, way in enumerate(ways):
+                if way is not None:
+                    links.append(SocketLink(f"the rollout engine of rank {rank}", *way))
+        except BaseException:
+            for link in links:
+                link.close()
+            raise
         # Which replica samples what must be the same after a resume: no length that was seen before may tell.
         router = Router(links, max_running_requests=most, deterministic=True, source_of=lambda request: None)
         router.hold()

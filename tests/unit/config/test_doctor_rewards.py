@@ -132,6 +132,10 @@ def test_the_plan_knows_the_draws() -> None:
     more, _ = compose_with_warnings([*GRPO, *mini, "data.train_batch_size=32", f"{ADDITIONAL}.enable=true"])
     plan = BatchPlan.build(more, 1, 90)
     assert plan.prompts_per_draw == 48 and "up to 48 prompts at once" in plan.table()
+    with pytest.raises(ValueError, match=r"additional_prompts\.max=16 beside 32 prompts: there are only 40 training"):
+        BatchPlan.build(more, 1, 40)
+    more.data.gen_batch_size = 300  # of no dynamic sampling
+    assert BatchPlan.build(more, 1, 90).prompts_per_draw == 48
 
 
 def test_a_judge_among_the_parts_goes_with_a_custom_function() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.unit.data.factory import CharTokenizer, write_prompts
-from verl_like.batch import PromptRow
+from verl_like.batch import PromptRow, Scores
 from verl_like.config import AlgorithmConfig, DataConfig, PPOConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import PromptLoader
@@ -24,7 +23,7 @@ from verl_like.rewards.parts import Part
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 from verl_like.rollout.client import LocalLink, RolloutClient
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
-from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
+from verl_like.rollout.rollout_engine import GenerationRequest, Sampled, SamplingParams
 from verl_like.rollout.router import Router
 
 T = TypeVar("T")
@@ -46,6 +45,7 @@ class Fleet:
         self.router = Router(links, max_running_requests=None, deterministic=True)
         self.router.hold()
         self.asked: list[GenerationRequest] = []
+        self.left: dict[str, Sampled] = {}  # what was pending when the last call ended
         self._submit, self.router.submit = self.router.submit, self._seen  # type: ignore[method-assign]
 
     def _seen(self, request: GenerationRequest) -> Any:
@@ -61,10 +61,7 @@ class Fleet:
             return future.result(60)
         finally:
             self.router.hold()
-            self.router.abort()
-            deadline = time.monotonic() + 10
-            while self.router.snapshot() and time.monotonic() < deadline:
-                time.sleep(0.001)
+            self.left = self.router.snapshot()
             for engine in self.engines:
                 engine.pause()
 
@@ -78,6 +75,7 @@ class Rewards:
     """Scores by position; None is a failure. `alone` False: as a batch manager does."""
 
     graded_by = "the test"
+    most_failures = 1.0
 
     def __init__(self, verdict: Verdict, *, alone: bool = True) -> None:
         self.verdict, self.grades_alone = verdict, alone
@@ -99,13 +97,17 @@ class Rewards:
         future.set_result(failure if score is None else RewardOutcome(score=score))
         return future
 
-    def gather(self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False) -> Grading:
-        return Grading(graded, step=step, may_all_fail=may_all_fail, graded_by=self.graded_by)
+    def gather(self, graded: Sequence[Graded], **options: Any) -> Grading:
+        return Grading(graded, graded_by=self.graded_by, **options)
+
+    def report(self, scores: Scores, graded: Sequence[Graded], *, step: int) -> None:
+        assert len(scores) == len(graded)
 
     def require_enough(self, batches: Any, *, step: int) -> None:
-        require_enough(batches, step=step, graded_by=self.graded_by)
+        require_enough(batches, step=step, most=self.most_failures, graded_by=self.graded_by)
 
-    require_any = require_enough
+    def require_any(self, batches: Any, *, step: int) -> None:
+        require_enough(batches, step=step, graded_by=self.graded_by)
 
 
 def dataset(folder: Path, count: int = 12) -> PromptDataset:

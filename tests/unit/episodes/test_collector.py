@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +103,12 @@ def test_a_dead_replica_ends_the_step(data: PromptDataset) -> None:
 
 def test_a_request_that_the_engine_refuses_ends_the_step_and_the_next_one_works(data: PromptDataset) -> None:
     with collector(data, engines=[FakeTimeEngine(max_model_len=5000)]) as (made, fleet):
-        made.how.sampling = SamplingParams(max_tokens=10_000)
+        made.how = dataclasses.replace(made.how, sampling=SamplingParams(max_tokens=10_000))
         with pytest.raises(ValueError, match="does not fit"):
             made.next_batch(1)
-        made.how.sampling = SamplingParams(max_tokens=100)
+        made.how = dataclasses.replace(made.how, sampling=SamplingParams(max_tokens=100))
         assert len(made.next_batch(2)[0]) == 8
-        assert fleet.router.snapshot() == {}
+        assert fleet.left == {}
 
 
 # ---- episodes of several turns
@@ -148,7 +150,84 @@ def test_an_error_in_an_episode_is_the_steps(data: PromptDataset) -> None:
     with collector(data, runner=Broken()) as (made, fleet):
         with pytest.raises(KeyError, match="my bug"):
             made.next_batch(1)
-        assert fleet.router.snapshot() == {}
+        assert fleet.left == {}
+
+
+def test_an_episode_that_tries_to_end_the_process_ends_the_step(data: PromptDataset) -> None:
+    class Exits(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            raise SystemExit("usage: ...")
+
+    with collector(data, runner=Exits()) as (made, _):
+        for step in (1, 2):
+            with pytest.raises(RuntimeError, match=r"prompt \d .*sample \d, tried to end the process: SystemExit"):
+                made.next_batch(step)
+
+
+def test_an_episode_that_cancels_itself_is_named(data: PromptDataset) -> None:
+    class Cancels(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            task = asyncio.ensure_future(asyncio.sleep(60))
+            task.cancel()
+            await task
+            raise AssertionError
+
+    named = pytest.raises(RuntimeError, match=r"sample \d, was cancelled from within")
+    with collector(data, runner=Cancels()) as (made, _), named:
+        made.next_batch(1)
+
+
+def endless_for(*groups: int, short: int = 10) -> list[FakeTimeEngine]:
+    """Responses of these groups never end."""
+
+    def length(request: GenerationRequest) -> int:
+        return 10**9 if int(request.request_id.split("-")[1]) in groups else short
+
+    return [FakeTimeEngine(length_of=length, max_model_len=2 * 10**9)]
+
+
+LONG = SamplingParams(max_tokens=10**9)
+
+
+def test_a_turn_that_a_runner_has_no_patience_for_is_aborted(data: PromptDataset) -> None:
+    class Impatient(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            try:
+                return await asyncio.wait_for(super().run(prompt, sample, ask), 0.2)
+            except TimeoutError:
+                return Episode(turns=(Turn.of(prompt.ids, await ask(prompt.ids, SamplingParams(max_tokens=1))),))
+
+    with collector(data, runner=Impatient(), engines=endless_for(1), sampling=LONG) as (made, fleet):
+        rollouts, _ = made.next_batch(1)
+        assert rollouts.response_length_B.tolist() == [10, 10, 1, 1, 10, 10, 10, 10] and fleet.left == {}
+
+
+class Hangs(SingleTurn):
+    """After its first turn the episodes of prompts 1 and 2 wait for a tool that never answers; it tries again after
+    whatever goes wrong with a turn."""
+
+    async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+        episode = await super().run(prompt, sample, ask)
+        while prompt.group in (1, 2):
+            try:
+                await asyncio.sleep(1000 if sample else 0)
+                await ask(prompt.ids)
+            except Exception:
+                continue
+        return episode
+
+
+def test_a_batch_that_is_full_waits_for_no_tool_and_no_turn(data: PromptDataset) -> None:
+    settings: dict[str, Any] = {"batch": 3, "additional": 2, "aborted": "drop", "engines": endless_for(short=5)}
+    with collector(data, runner=Hangs(), **settings) as (made, fleet):
+        start = time.monotonic()
+        assert made.next_batch(1)[0].group_B.unique().tolist() == [0, 3, 4] and time.monotonic() - start < 8
+        assert fleet.left == {}
+        asked = len(fleet.asked)
+        tokens = 5 * sum(r.request_id.split("-")[1] in "12" for r in fleet.asked)
+        assert 0.5 * tokens <= made.metrics()["scheduler/unused_tokens"] <= tokens  # the last ones may be cut
+        assert made.next_batch(2)[0].group_B.tolist() == [5, 5, 6, 6, 7, 7]
+        assert not any(r.request_id.split("-")[1] in "12" for r in fleet.asked[asked:])
 
 
 # ---- dynamic sampling
@@ -239,6 +318,18 @@ def test_a_grader_that_always_fails_is_no_lack_of_signals(data: PromptDataset, a
     assert len(fleet.asked) < 40 * N
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_too_many_failures_are_too_many_whatever_ends_when(data: PromptDataset, alone: bool) -> None:
+    def verdict(position: int, nth: int) -> float | None:
+        return None if nth == 0 else float(position)
+
+    algorithm = filtering(range=[-1.0, 100.0])
+    with collector(data, n=3, draw=8, verdict=verdict, algorithm=algorithm, alone=alone) as (made, _):
+        made.rewards.most_failures = 0.1  # type: ignore[attr-defined]
+        with pytest.raises(RewardError, match=r"of \d+ rewards failed"):
+            made.next_batch(1)
+
+
 def test_keep_and_mask_draws_once(data: PromptDataset) -> None:
     with collector(data, algorithm=filtering(resample=False)) as (made, fleet):
         rollouts, pending = made.next_batch(1)
@@ -314,6 +405,28 @@ def test_rows_without_a_baseline_are_left_out_and_counted(data: PromptDataset) -
         ]  # not shaped yet
         assert torch.isnan(scores.score_B.view(4, N)[2]).all() and made.metrics()["remax/failures"] == 1
     assert not asked
+
+
+class Rewritten(SingleTurn):
+    """Two rows an episode."""
+
+    async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+        first, second = await ask(prompt.ids), await ask([9, 9])
+        return Episode(turns=(Turn.of(prompt.ids, first), dataclasses.replace(Turn.of([9, 9], second), new_row=True)))
+
+
+@pytest.mark.parametrize("rules", [AlgorithmConfig(), filtering(resample=False), filtering()])
+def test_episodes_of_several_rows_have_one_score_and_one_baseline(data: PromptDataset, rules: AlgorithmConfig) -> None:
+    with collector(data, draw=4, runner=Rewritten(), algorithm=rules, greedy_too=True) as (made, _):
+        rollouts, pending = made.next_batch(1)
+        scores = pending.result()
+        assert len(rollouts) == len(scores) == 4 * N * 2 and rollouts.episode_B is not None
+        assert scores.baseline_B is not None and not scores.baseline_B.isnan().any()
+        for values in (scores.score_B, scores.baseline_B, scores.valid_B):
+            assert values.view(-1, 2)[:, 0].tolist() == values.view(-1, 2)[:, 1].tolist()
+        metrics = made.metrics()
+        if rules.filter_groups.enable:
+            assert metrics["filter_groups/num_drawn"] >= 4 and metrics["filter_groups/score_mean_drawn"] > 0
 
 
 # ---- additional prompts: the fastest groups make the batch

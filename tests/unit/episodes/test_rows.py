@@ -71,12 +71,22 @@ def test_a_rewritten_context_begins_another_row_of_the_same_episode() -> None:
     assert rollouts.response_ids_BR[1].tolist() == [12, 13, 8, 14]
     assert rollouts.group_B.tolist() == [7, 7, 7, 9]
     assert rollouts.episode_B is not None and rollouts.episode_B.tolist() == [14, 14, 15, 18]
+    assert rollouts.step_BR is not None  # turns are counted in the whole episode
+    assert rollouts.step_BR.tolist() == [[0, -1, -1, -1], [1, 1, -1, 2], [0, -1, -1, -1], [0, -1, -1, -1]]
     assert cut.response_ids() == [12, 13, 8, 14] and episode_of_rows([[cut, plain], [plain]]) == [0, 0, 1, 2]
 
 
 def test_a_turn_without_a_token_is_a_row_all_the_same() -> None:
-    rollouts = assemble_rollouts([TWO], [[Episode(turns=(turn([3], [], reward=1.0),))]])
-    assert rollouts.response_ids_BR.shape == (1, 0) and rollouts.step_rewards_BR is not None
+    assert assemble_rollouts([TWO], [[Episode(turns=(turn([3], []),))]]).response_ids_BR.shape == (1, 0)
+
+
+def test_the_reward_of_a_turn_without_a_token_stands_on_the_last_one_before() -> None:
+    spent = Episode(turns=(turn([3], [11, 12], reward=0.5), turn([21], [], reward=7.0)))
+    rollouts = assemble_rollouts([TWO], [[spent]])
+    rollouts.check()
+    assert rollouts.step_rewards_BR is not None and rollouts.step_rewards_BR.tolist() == [[0, 7.5, 0]]
+    with pytest.raises(ValueError, match="a turn has reward 1, but no token was sampled"):
+        assemble_rollouts([TWO], [[Episode(turns=(turn([3], [], reward=1.0),))]])
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_like.data.sampler import ResumableSampler
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
 
 
@@ -62,6 +63,32 @@ def test_completion_order_takes_the_fastest_but_waits_for_the_overdue(
         rest = [group for group in ended if group not in overdue and keeps[group]]
         assert selection.chosen() == [*late, *rest][:wanted]
         assert selection.dropped() == [group for group in ended if not keeps[group]]
+
+
+@pytest.mark.parametrize(("wanted", "draw"), [(4, 6), (4, 8), (8, 12), (16, 24)])
+def test_the_batches_of_a_run_do_not_depend_on_what_ends_when(wanted: int, draw: int) -> None:
+    """Also when prompts that were given back wait behind others for more than one step."""
+
+    def batches(seed: int) -> list[list[int]]:
+        sampler, rng, found = ResumableSampler(500, shuffle=True, seed=1), random.Random(seed), []
+        for _ in range(30):
+            selection = DrawOrder(Limits(wanted=wanted, in_flight=draw, most=10**6, expected=wanted / draw))
+            begun: dict[int, int] = {}
+            running: list[int] = []
+            while not selection.complete():
+                if count := selection.admits():
+                    for row, number in zip(*sampler.draw(count, drop_last=False), strict=True):
+                        selection.start(number)
+                        begun[number] = row
+                        running.append(number)
+                group = running.pop(-1 if rng.random() < 0.8 else 0)
+                selection.judge(group, kept=begun[group] % 3 == 0)
+            used = {*selection.chosen(), *selection.dropped()}
+            sampler.give_back([(row, number) for number, row in begun.items() if number not in used])
+            found.append([begun[number] for number in selection.chosen()])
+        return found
+
+    assert all(batches(seed) == batches(0) for seed in range(1, 12))
 
 
 def test_as_many_groups_are_started_as_are_expected_to_fill_the_batch() -> None:

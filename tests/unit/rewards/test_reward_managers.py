@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import textwrap
 import threading
 import time
@@ -231,7 +232,7 @@ class TestFailures:
             metrics = made.metrics(scores)
         assert scores.seconds_B is not None and scores.seconds_B.argmax() == 1
         assert metrics["reward/seconds/max"] > 1.0 > metrics["reward/seconds/mean"]
-        assert "step 4: the slowest reward took 1.1 s: row 1" in caplog.text
+        assert re.search(r"step 4: the slowest reward took [1-9]\.\d s: row 1 ", caplog.text)
 
     def test_temporary_files_of_killed_processes_are_deleted(self, tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
