@@ -80,9 +80,11 @@ class Socket:
     def accept(self) -> Wire:
         """The first that knows the key; nobody after it. Raises OSError when `close` is called meanwhile."""
         known: SimpleQueue[Wire | OSError] = SimpleQueue()
-        threading.Thread(target=self._listen, args=(known,), name="link-listen", daemon=True).start()
+        listener = threading.Thread(target=self._listen, args=(known,), name="link-listen", daemon=True)
+        listener.start()
         first = known.get()
         self.close()
+        listener.join(_HANDSHAKE_S)
         if isinstance(first, OSError):
             raise first
         return first
