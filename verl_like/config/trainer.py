@@ -32,7 +32,7 @@ class TrainerConfig(ConfigNode):
     trainer_class: str | None = None
     """A class of your own, file.py:Name, derived from verl_like.trainer.ppo.PPOTrainer. Null: that one."""
     rpc_timeout: float = 3600.0
-    """[s] Longest single call to a worker. The sampling of a whole step is one, with graders where they choose groups."""
+    """[s] Longest single call to a worker. Sampling a whole step is one, with graders where they choose groups."""
     worker_start_timeout: float = 600.0
     """[s] Longest time from placing the workers until all of them are built."""
     ray_wait_register_center_timeout: int = 300
