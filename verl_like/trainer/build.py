@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -137,7 +138,13 @@ def build_trainer(
         speed = SpeedReport.of(config, plan, costs, peaks, device)
         report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
         stack.callback(report.close)
-        yield assemble(config, plan, inputs, loader, costs, rewards, group, report, stop, checkpoints, stack)
+        trainer = assemble(config, plan, inputs, loader, costs, rewards, group, report, stop, checkpoints, stack)
+        # What is there now stays as long as the run. Without this the collector of garbage looks through all of it (a
+        # million objects of torch and transformers) every few hundred episodes.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        yield trainer
 
 
 def model_score(config: PPOConfig, inputs: Inputs, scorer: RewardModelGroup) -> ModelScore:
