@@ -398,6 +398,7 @@ def test_the_example_of_the_documentation(repo_root: Path, capsys: pytest.Captur
 @pytest.fixture
 def threaded() -> Iterator[Callable[..., tuple[Router, list[FakeTimeRollout]]]]:
     made: list[tuple[Router, list[FakeTimeRollout]]] = []
+    before = set(threading.enumerate())
 
     def make(count: int, *, capacity: int = 64, length: int = 10**9, **options: object) -> object:
         rollouts = [FakeTimeRollout(FakeTimeEngine(length_of=lambda r: length)) for _ in range(count)]
@@ -412,7 +413,7 @@ def threaded() -> Iterator[Callable[..., tuple[Router, list[FakeTimeRollout]]]]:
         router.close()
         for rollout in rollouts:
             rollout.shutdown()
-        names = {thread.name for thread in threading.enumerate()}
+        names = {thread.name for thread in threading.enumerate() if thread not in before}
         assert not names & {"rollout-steps", "link-replica 0"}
 
 
