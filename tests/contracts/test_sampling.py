@@ -15,7 +15,6 @@ import pytest
 from verl_like.cluster.launch import RaySession, connect
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.ray_group import RayWorkerGroup
-from verl_like.cluster.resources import Allocation, allocate
 from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
@@ -82,13 +81,6 @@ def policy_of(group: Any, ranks: int, ranks_each: int) -> PolicyGroup:
 def session() -> Iterator[RaySession]:
     with connect(num_cpus=4, object_store_memory=200 * 1024**2) as ray_session:
         yield ray_session
-
-
-@pytest.fixture(scope="module")
-def room(session: RaySession) -> Iterator[Allocation]:
-    allocation = allocate(1, 2, timeout=30, may_grow=False)
-    yield allocation
-    allocation.release()
 
 
 @pytest.fixture(scope="module")

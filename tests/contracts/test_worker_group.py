@@ -34,20 +34,6 @@ def session() -> Iterator[RaySession]:
         yield ray_session
 
 
-@pytest.fixture(scope="module")
-def room(session: RaySession) -> Iterator[Allocation]:
-    allocation = allocate(1, 2, timeout=30, may_grow=False)
-    yield allocation
-    allocation.release()
-
-
-@pytest.fixture(scope="module")
-def second_room(session: RaySession) -> Iterator[Allocation]:
-    allocation = allocate(1, 2, timeout=30, may_grow=False)
-    yield allocation
-    allocation.release()
-
-
 @pytest.fixture
 def start(second_room: Allocation, session: RaySession, tmp_path: Path) -> Iterator[Callable[..., RayWorkerGroup]]:
     """Starts Ray groups of two ranks and stops them after the test."""
