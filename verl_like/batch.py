@@ -173,8 +173,17 @@ def pad_to_width(value: Tensor, width: int, side: str, fill: float) -> Tensor:
 def pad_rows(rows: Iterable[Sequence[float] | Tensor], *, side: str, dtype: torch.dtype, fill: float = 0) -> Tensor:
     """Stack sequences of different lengths into [B, longest], padded with `fill` on `side` ("left" or "right")."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    width = max((len(t) for t in tensors), default=0)
-    return torch.stack([pad_to_width(t[None], width, side, fill)[0] for t in tensors])
+    return pad_values(torch.cat(tensors), [len(row) for row in tensors], side=side, fill=fill)
+
+
+def pad_values(values_T: Tensor, lengths: Sequence[int], *, side: str, fill: float = 0) -> Tensor:
+    """The same for rows that lie one behind the other: [T], of which row b has `lengths[b]`, as [B, longest]."""
+    length_B1, width = torch.tensor(lengths)[:, None], max(lengths)
+    place_R = torch.arange(width)
+    mask_BR = place_R < length_B1 if side == _RIGHT else place_R >= width - length_B1
+    padded_BR = torch.full(mask_BR.shape, fill, dtype=values_T.dtype)
+    padded_BR[mask_BR] = values_T
+    return padded_BR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

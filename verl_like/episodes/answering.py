@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 from verl_like.batch import Prompt, Scores
 from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeRunner
+from verl_like.episodes.loop import Arrivals
 from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
+from verl_like.rewards.model_score import Answer
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
@@ -49,14 +51,12 @@ class Member:
 
     prompt: Prompt
     episode: Episode
-    _graded: Graded | None = None
+    graded: Graded | None = None
 
-    def graded(self, rewards: RewardManager) -> Graded:
-        """Give it to the graders, unless they have it."""
-        if self._graded is None:
-            context = self.episode.rows()[-1][0].observation_ids
-            self._graded = rewards.grade(self.prompt.row, context, self.episode.response_ids())
-        return self._graded
+    def answer(self) -> Answer:
+        """What is graded: everything after the prompt of the last row."""
+        prompt_ids = self.episode.rows()[-1][0].observation_ids
+        return Answer(row=self.prompt.row, prompt_ids=prompt_ids, response_ids=self.episode.response_ids())
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +80,15 @@ class Group:
         return self.members[-1]
 
 
+def all_graded(members: Iterable[Member], rewards: RewardManager) -> list[Graded]:
+    """What the graders have of these; those that they do not have yet are given to them."""
+    members = list(members)
+    ungraded = [member for member in members if member.graded is None]
+    for member, graded in zip(ungraded, rewards.grade([member.answer() for member in ungraded]), strict=True):
+        member.graded = graded
+    return [member.graded for member in members if member.graded is not None]
+
+
 @dataclass(slots=True, eq=False)
 class Collection:
     """The episodes of one call, up to `end`. Its methods run in the event loop."""
@@ -87,8 +96,10 @@ class Collection:
     how: Answering
     client: RolloutClient
     rewards: RewardManager
+    arrivals: Arrivals
     ended: bool = False
     askers: list[Asker] = field(default_factory=list)
+    _to_grade: list[Member] = field(default_factory=list)
 
     async def group(self, prompt: Prompt) -> Group:
         """All episodes of one prompt. EpisodeAborted after `end`; any other error of one ends the others too."""
@@ -120,19 +131,31 @@ class Collection:
     async def _member(self, prompt: Prompt, sample: int, sampling: SamplingParams) -> Member:
         ask = Asker(self, prompt, sample, sampling)
         self.askers.append(ask)
-        what = f"the episode of prompt {prompt.group} (dataset index {prompt.row.index}), sample {sample},"
         try:
             member = Member(prompt, await self.how.runner.run(prompt, sample, ask))
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and nobody would hear of it
-            raise RuntimeError(f"{what} tried to end the process: {error!r}") from error
+            raise RuntimeError(f"{ask} tried to end the process: {error!r}") from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling() == 0:  # nobody asked for it
-                raise RuntimeError(f"{what} was cancelled from within") from error
+                raise RuntimeError(f"{ask} was cancelled from within") from error
             raise
         if not self.how.grade_at_end and not self.ended:
-            member.graded(self.rewards)
+            self._grade_soon(member)
         return member
+
+    def _grade_soon(self, member: Member) -> None:
+        """With all others that end in this pass of the event loop."""
+        if not self._to_grade:
+            asyncio.get_running_loop().call_soon(self._grade)
+        self._to_grade.append(member)
+
+    def _grade(self) -> None:
+        members, self._to_grade = self._to_grade, []
+        try:
+            all_graded(() if self.ended else members, self.rewards)
+        except Exception as error:  # whoever needs the scores asks for them again, and is told
+            logger.warning("%d episodes that ended could not be given to the graders: %r", len(members), error)
 
 
 @dataclass(slots=True)
@@ -162,13 +185,17 @@ class Asker:
         future = self.of.client.submit(request)
         self.requests.append((request.request_id, future))
         try:
-            completion = await asyncio.wrap_future(future)
+            completion = await self.of.arrivals.wait_for(future)
         except asyncio.CancelledError:  # the episode has ended, or the runner's patience with this turn
             self.of.client.abort([request.request_id])
             raise
         if completion.finish_reason == "abort":
             raise EpisodeAborted(f"request {request.request_id} was aborted")
         return completion
+
+    def __str__(self) -> str:
+        row = self.prompt.row
+        return f"the episode of prompt {self.prompt.group} (dataset index {row.index}), sample {self.sample},"
 
     def num_sampled(self) -> int:
         """Tokens of the turns that have ended, in whatever way."""

@@ -11,7 +11,7 @@ from verl_like.batch import Prompt, Scores
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import prompts_in_flight
 from verl_like.data.loader import PromptLoader
-from verl_like.episodes.answering import Collection, Group
+from verl_like.episodes.answering import Collection, Group, all_graded
 from verl_like.episodes.pending import of_rows, renumbered
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
@@ -76,7 +76,7 @@ class Choosing:
             raise ValueError(self._gave_up())
         if self._rules.enable:  # of the same groups whatever ended when
             judged = [self._groups[name] for name in (*self.selection.chosen(), *self.selection.dropped())]
-            graded = [member.graded(self._rewards) for group in judged for member in group.sampled]
+            graded = all_graded((member for group in judged for member in group.sampled), self._rewards)
             scores = renumbered(Scores.concat([self._scores_of(group.prompt.group) for group in judged]))
             self._rewards.report(scores, graded, step=self._step)
             self._rewards.require_enough([scores], step=self._step)
@@ -127,13 +127,14 @@ class Choosing:
         """The group, with its scores where it is judged by them."""
         group = await collection.group(prompt)
         if self._rules.enable:
-            graded = [member.graded(self._rewards) for member in group.sampled]
-            await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(f)) for each in graded for f in each.futures))
+            for each in all_graded(group.sampled, self._rewards):
+                for future in each.futures:
+                    await collection.arrivals.wait_for(future)
             self._score([group])
         return group
 
     def _score(self, groups: Sequence[Group]) -> None:
-        graded = [member.graded(self._rewards) for group in groups for member in group.sampled]
+        graded = all_graded((member for group in groups for member in group.sampled), self._rewards)
         scores = self._rewards.gather(graded, step=self._step, may_all_fail=True, quiet=True).result()
         for group, part in zip(groups, scores.split([len(group.sampled) for group in groups]), strict=True):
             group.scores = part

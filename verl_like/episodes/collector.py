@@ -12,6 +12,7 @@ which groups are used, and what is done to the scores.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -24,7 +25,7 @@ from verl_like.batch import Episodes, Prompt, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.loader import PromptLoader
-from verl_like.episodes.answering import Answering, Collection, Group
+from verl_like.episodes.answering import Answering, Collection, Group, all_graded
 from verl_like.episodes.baseline import with_baseline
 from verl_like.episodes.choosing import Choosing
 from verl_like.episodes.loop import EpisodeLoop
@@ -153,7 +154,7 @@ class Collector:
                         await asyncio.sleep(0)
                     first.set()
 
-            future = self._loop.submit(collecting(Collection(how, client, self.rewards), begun))
+            future = self._loop.submit(collecting(Collection(how, client, self.rewards, self._loop.arrivals), begun))
             future.add_done_callback(lambda _: first.set())
             first.wait()
             return future
@@ -171,7 +172,7 @@ class Collector:
         if known:
             pending = PendingBatch(Scores.concat(known))
         else:
-            graded = [member.graded(self.rewards) for each in members for member in each]
+            graded = all_graded(itertools.chain.from_iterable(members), self.rewards)
             pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=may_all_fail))
         pending.then(partial(of_rows, episode_of_row=episode_of_rows(episodes)))
         return rollouts, pending
@@ -181,7 +182,7 @@ class Collector:
         greedy = [group.baseline for group in groups]
         episodes = [[member.episode] for member in greedy]
         answers, row_episode = assemble_rollouts([g.prompt for g in groups], episodes), episode_of_rows(episodes)
-        grading = self.rewards.gather([member.graded(self.rewards) for member in greedy], step=step, may_all_fail=True)
+        grading = self.rewards.gather(all_graded(greedy, self.rewards), step=step, may_all_fail=True)
         whole = Episodes.of(answers).join(answers)
         self._metrics["remax/response_length/mean"] = whole.response_length_B.double().mean().item()
 

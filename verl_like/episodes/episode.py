@@ -46,6 +46,8 @@ class Episode:
 
     def rows(self) -> list[tuple[Turn, ...]]:
         """The turns of each row, in order."""
+        if len(self.turns) == 1:
+            return [self.turns]
         starts = [0, *(place for place, turn in enumerate(self.turns) if turn.new_row and place)]
         return [self.turns[start:stop] for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 

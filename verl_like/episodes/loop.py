@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -22,6 +25,7 @@ class EpisodeLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self.arrivals = Arrivals(self._loop)
         self._lag_s = 0.0
         self._running: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
@@ -69,3 +73,37 @@ class EpisodeLoop:
         now = time.monotonic()
         self._lag_s = max(self._lag_s, now - due)
         self._loop.call_later(_BEAT_S, self._beat, now + _BEAT_S)
+
+
+class Arrivals:
+    """Brings futures of other threads into an event loop, which is woken once for all that are done together:
+    `asyncio.wrap_future` wakes it for each."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._done: deque[tuple[asyncio.Future[Any], Future[Any]]] = deque()
+        self._waking = False
+
+    def wait_for(self, future: Future[T]) -> asyncio.Future[T]:
+        """The same result or error, to be awaited in the loop. Cancelling it leaves `future` alone."""
+        here: asyncio.Future[T] = self._loop.create_future()
+        future.add_done_callback(partial(self._put, here))
+        return here
+
+    def _put(self, here: asyncio.Future[T], future: Future[T]) -> None:
+        self._done.append((here, future))
+        if not self._waking:  # what is appended before `_take` looks needs no second call
+            self._waking = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+                self._loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._waking = False
+        while self._done:
+            here, future = self._done.popleft()
+            if here.done():  # cancelled
+                continue
+            if (error := future.exception()) is not None:
+                here.set_exception(error)
+            else:
+                here.set_result(future.result())

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verl_like.batch import Prompt, Rollouts, pad_rows
+from verl_like.batch import Prompt, Rollouts, pad_rows, pad_values
 from verl_like.episodes.episode import Episode, Turn
 
 
@@ -98,7 +98,8 @@ def _padded(
         parts = [part for turn in turns for part in (observed(turn), sampled(turn))][1:]
         return np.concatenate(parts)
 
-    return pad_rows((torch.from_numpy(values(turns)) for turns in turns_of), side="right", dtype=dtype)
+    rows = [values(turns) for turns in turns_of]
+    return pad_values(torch.from_numpy(np.concatenate(rows)).to(dtype), [len(row) for row in rows], side="right")
 
 
 def _observed(turn: Turn) -> NDArray[np.int32]:

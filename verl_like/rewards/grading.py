@@ -36,7 +36,7 @@ class Scorer:
     grader: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Graded:
     """One response that the graders have, or will have: `RewardManager.grade` makes it."""
 

@@ -7,7 +7,6 @@ scored 0.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModel
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import Graded, Grading, Scorer, question_of, report, require_enough
+from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, question_of, report, require_enough
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
@@ -58,7 +57,7 @@ class RewardManager:
         self._failure_penalty = reward_model.failure_penalty
         self._max_failure_fraction = reward_model.max_failure_fraction
         self.graded_by = _graded_by(custom, reward_model)
-        self._known_kinds: set[tuple[str, str]] = set()  # (data source, style) that have a grader
+        self._known_scorers: dict[tuple[str, str], tuple[Scorer, ...]] = {}  # of a (data source, style)
         has_judge = reward_model.judge.url is not None
         self._weights = Weights(reward_model.weights, has_custom=self._custom, has_judge=has_judge)
         num_workers = _num_workers(custom, self._manager)
@@ -164,22 +163,31 @@ class RewardManager:
         """Whether each response has its score as soon as it is graded; otherwise a batch gets them together."""
         return self._model is None and self._manager != "batch"
 
-    def grade(self, row: PromptRow, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Graded:
-        """Start to grade one response; from any thread. ValueError for a data source without a grader.
+    def grade(self, answers: Sequence[Answer]) -> list[Graded]:
+        """Start to grade these responses; from any thread. ValueError for a data source without a grader.
 
         A batch manager and a reward model score all responses of a batch at once, in `gather` and its result.
         """
-        answer, text = Answer(row=row, prompt_ids=prompt_ids, response_ids=response_ids), self._decode(response_ids)
-        if not self._rules_now():
-            return Graded(answer=answer, text=text)
-        if (kind := (row.data_source, row.style)) not in self._known_kinds:
-            self.check_rows([kind])
-            self._known_kinds.add(kind)
-        graded = Graded(answer=answer, text=text, scorers=tuple(self._scorers_of(row)))
+        graded = [self._ungraded(answer) for answer in answers]
         if self._manager == "batch":
             return graded
-        futures = [scorer.submit([graded.call(scorer)])[0] for scorer in graded.scorers]
-        return dataclasses.replace(graded, futures=futures)
+        calls: dict[Submit, list[tuple[Graded, RewardCall]]] = {}  # one message for all that goes the same way
+        for each in graded:
+            for scorer in each.scorers:
+                calls.setdefault(scorer.submit, []).append((each, each.call(scorer)))
+        futures = {submit: iter(submit([call for _, call in of])) for submit, of in calls.items()}
+        for each in graded:
+            each.futures = [next(futures[scorer.submit]) for scorer in each.scorers]
+        return graded
+
+    def _ungraded(self, answer: Answer) -> Graded:
+        row, text = answer.row, self._tokenizer.decode(answer.response_ids, skip_special_tokens=True)
+        if self._model is not None and not self._model.needs_rule:
+            return Graded(answer=answer, text=text)
+        if (kind := (row.data_source, row.style)) not in self._known_scorers:
+            self.check_rows([kind])
+            self._known_scorers[kind] = tuple(self._scorers_of(row))
+        return Graded(answer=answer, text=text, scorers=self._known_scorers[kind])
 
     def gather(
         self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False, quiet: bool = False
@@ -203,11 +211,11 @@ class RewardManager:
     def score(self, rollouts: Rollouts, *, step: int) -> Scores:
         """One reward per response of rollouts that are complete: `grade` and `gather` in one."""
         responses = zip(rollouts.response_ids_BR, rollouts.response_length_B.tolist(), strict=True)
-        graded = [
-            self.grade(row, prompt, ids[:length].tolist())
+        answers = [
+            Answer(row=row, prompt_ids=prompt, response_ids=ids[:length].tolist())
             for row, prompt, (ids, length) in zip(rollouts.rows, rollouts.prompt_lists(), responses, strict=True)
         ]
-        return self.gather(graded, step=step).result()
+        return self.gather(self.grade(answers), step=step).result()
 
     def report(self, scores: Scores, graded: Sequence[Graded], *, step: int) -> None:
         """Log the failures among these scores."""
@@ -221,9 +229,6 @@ class RewardManager:
     def require_any(self, batches: Sequence[Scores], *, step: int) -> None:
         """RewardError if none could."""
         require_enough(batches, step=step, graded_by=self.graded_by)
-
-    def _rules_now(self) -> bool:
-        return self._model is None or self._model.needs_rule
 
     def _scorers_of(self, row: PromptRow) -> list[Scorer]:
         """The parts that reward_model.weights names, or the one way that grades the row."""
@@ -245,9 +250,6 @@ class RewardManager:
             return Scorer(part, self._judge.submit)
         own_manager = self._manager not in REWARD_MANAGERS and not self._weights.names()
         return Scorer(part, self._pool.submit, None if part.name == CUSTOM or own_manager else part.name)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def metrics(self, scores: Scores, rows: Sequence[PromptRow] | None = None) -> dict[str, float]:
         """reward/failures, reward/timeouts, reward/failure_fraction and the mean of each further numeric value.

@@ -96,7 +96,9 @@ class Router:
         self._known = {} if deterministic else self._lengths  # what routing may look at
         self._arrivals = itertools.count()
         self._closed = False
-        self._held = False
+        self._num_alive = 0
+        self._held = False  # also those that will be attached
+        self._all_held = True
         for link in links:
             self.attach(link)
 
@@ -105,6 +107,8 @@ class Router:
         with self._lock:
             replica = _Replica(link, held=self._held)
             self._replicas.append(replica)
+            self._num_alive += 1
+            self._all_held = self._all_held and self._held
             link.start(partial(self._on_events, replica))
             self._admit()
 
@@ -113,7 +117,8 @@ class Router:
         with self._lock:
             if self._closed:
                 raise RolloutError("the router is closed")
-            self._raise_if_none_left()
+            if not self._num_alive:
+                raise RolloutError(f"no replica is left: {[replica.link.name for replica in self._replicas]} died")
             if request.request_id in self._entries:
                 raise ValueError(f"request id {request.request_id!r} is already in use")
             entry = _Entry(request, (request.priority, next(self._arrivals)), request.resume, request.resume)
@@ -214,7 +219,7 @@ class Router:
     def _admit(self) -> None:
         """Give free places to those that wait, in their order. One pass over the replicas, then a heap of the first of
         each queue and one of loads, in which a load that has grown meanwhile stands again, and the old one is void."""
-        if len(self._entries) == self._num_running:
+        if self._all_held or len(self._entries) == self._num_running:
             return
         free = {replica: i for i, replica in enumerate(self._replicas) if self._has_place(replica)}
         firsts: list[tuple[tuple[int, int], _Replica | None]] = []
@@ -312,9 +317,10 @@ class Router:
     def _lose(self, replica: _Replica, why: str) -> list[_Result]:
         """A replica died: what waits for it goes elsewhere, what runs there too, or fails."""
         replica.alive = False
+        self._num_alive -= 1
         running, waiting = list(replica.running.values()), [entry for _, entry in replica.queue if not entry.ended]
         replica.queue = []
-        if not any(r.alive for r in self._replicas):
+        if not self._num_alive:
             return self._fail_all(f"{replica.link.name} died, and no other is left: {why}")
         results: list[_Result] = []
         for entry in running:
@@ -343,11 +349,6 @@ class Router:
             entry.ended = True
         return [(entry, entry.abort() if entry.aborted else RolloutError(why)) for entry in entries]
 
-    def _raise_if_none_left(self) -> None:
-        if not any(replica.alive for replica in self._replicas):
-            names = [replica.link.name for replica in self._replicas]
-            raise RolloutError(f"no replica is left: {names} died")
-
     def _set_held(self, name: str | None, held: bool) -> None:
         with self._lock:
             chosen = [r for r in self._replicas if name in (None, r.link.name)]
@@ -355,6 +356,7 @@ class Router:
                 raise ValueError(f"no replica {name!r}: there are {[r.link.name for r in self._replicas]}")
             for replica in chosen:
                 replica.held = held
+            self._all_held = all(replica.held for replica in self._replicas)
             if name is None:
                 self._held = held
                 if held and self._deterministic:

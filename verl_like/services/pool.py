@@ -221,7 +221,7 @@ class WorkerPool(Generic[Payload, Answer]):
 
     def _room(self, worker: _Worker) -> int:
         """How many calls the worker may be sent now."""
-        if not worker.ready:
+        if not worker.ready or worker.process.poll() is not None:  # its channel will tell that it died
             return 0
         if not worker.is_async:
             return 0 if worker.pending else _MAX_BATCH

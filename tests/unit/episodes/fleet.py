@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.unit.data.factory import CharTokenizer, write_prompts
-from verl_like.batch import PromptRow, Scores
+from verl_like.batch import Scores
 from verl_like.config import AlgorithmConfig, DataConfig, PPOConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import PromptLoader
@@ -81,11 +81,14 @@ class Rewards:
         self.verdict, self.grades_alone = verdict, alone
         self.seen: dict[int, int] = {}
 
-    def grade(self, row: PromptRow, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Graded:
-        answer = Answer(row=row, prompt_ids=prompt_ids, response_ids=response_ids)
-        graded = Graded(answer=answer, text="", scorers=(Scorer(Part("custom"), self.submit),))
-        futures = self.submit([graded.call(graded.scorers[0])])
-        return Graded(answer=answer, text="", scorers=graded.scorers, futures=futures if self.grades_alone else ())
+    def grade(self, answers: Sequence[Answer]) -> list[Graded]:
+        found = []
+        for answer in answers:
+            graded = Graded(answer=answer, text="", scorers=(Scorer(Part("custom"), self.submit),))
+            futures = self.submit([graded.call(graded.scorers[0])])
+            graded.futures = futures if self.grades_alone else ()
+            found.append(graded)
+        return found
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
         return [self._outcome(int(call.ground_truth)) for call in calls]

@@ -19,6 +19,7 @@ from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.rewards.grading import RewardError
 from verl_like.rewards.manager import RewardManager
+from verl_like.rewards.model_score import Answer
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, ScorerSpec
 from verl_like.services.pool import WorkerPool
 
@@ -324,8 +325,9 @@ def test_scores_do_not_depend_on_the_order_of_arrival() -> None:
     ]
     results = []
     with manager(custom={"num_workers": 2}) as made:
-        for order in (range(30), reversed(range(30))):
-            graded = {row: made.grade(rollouts.rows[row], [1], tokens[row]) for row in order}
+        for order in (range(30), range(29, -1, -1)):
+            answers = [Answer(row=rollouts.rows[row], prompt_ids=[1], response_ids=tokens[row]) for row in order]
+            graded = dict(zip(order, made.grade(answers), strict=True))
             results.append(made.gather([graded[row] for row in range(30)], step=1).result())
     assert torch.equal(results[0].score_B, results[1].score_B)
     assert not math.isnan(float(results[0].score_B.sum()))
