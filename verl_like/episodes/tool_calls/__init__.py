@@ -1,0 +1,1 @@
+"""Tool calls in the text of a response, one file per syntax."""
