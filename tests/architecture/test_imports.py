@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": ENGINE_LEVEL,
     "data": ENGINE_LEVEL,
     "rewards": ENGINE_LEVEL | {"data", "services"},
-    "episodes": BASE | {"algorithms", "data", "rewards", "rollout"},
+    "episodes": BASE | {"algorithms", "data", "rewards", "rollout", "services"},
+    "verl_shim": {"rewards", "episodes"},
     "observe": ENGINE_LEVEL,
     "cluster": BASE,
     "workers": ROLE_LEVEL | {"cluster", "observe"},
@@ -56,7 +57,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "wandb": ("verl_like/observe/",),
     "tensorboard": ("verl_like/observe/",),
     "hydra": ("verl_like/trainer/",),
-    "omegaconf": ("verl_like/trainer/",),
+    "omegaconf": ("verl_like/trainer/", "verl_like/episodes/tools/loading.py"),
+    "pydantic": ("verl_like/verl_shim/",),
     "flash_attn": ("verl_like/models/",),
     "liger_kernel": ("verl_like/models/",),
 }
@@ -121,6 +123,8 @@ def test_a_planted_import_is_found(file: str, code: str, tmp_path: Path, monkeyp
         ("verl_like.algorithms.advantages", ["ray", "vllm", "transformers", "hydra", "torch.distributed.fsdp"]),
         ("verl_like.trainer.main_ppo", [*HEAVY, "torch", "transformers"]),
         ("verl_like.services.pool", [*HEAVY, "torch", "ray", "numpy", "verl_like.rewards"]),
+        ("verl_like.episodes.tools.toolbox", [*HEAVY, "torch", "ray", "numpy", "omegaconf", "pydantic", "verl"]),
+        ("verl_like.episodes.tools.service", [*HEAVY, "torch", "ray", "numpy", "omegaconf", "pydantic", "verl"]),
     ],
 )
 def test_importing_leaves_heavy_packages_out(module: str, absent: list[str]) -> None:

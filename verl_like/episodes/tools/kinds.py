@@ -1,0 +1,194 @@
+"""The three kinds of tools, as a worker runs them: classes of verl's form, functions, environments.
+
+Each has schemas, and a life within an episode: begin, calls, end. What users' code raises is not caught here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl_like.episodes.tools import text
+from verl_like.episodes.tools.schema import plain_schema, schema_of
+from verl_like.episodes.tools.tool_call import ToolOutcome
+
+
+class ToolSource(Protocol):
+    """One tool, or several that share an object."""
+
+    schemas: list[dict[str, Any]]
+    stateful: bool  # calls of an episode need what `begin` and earlier calls left
+
+    async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome: ...
+
+    async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome: ...
+
+    async def end(self, session: str) -> ToolOutcome: ...
+
+
+@dataclass
+class _Instance:
+    """verl's tool instance of one episode."""
+
+    id: str
+    settings: Mapping[str, Any]  # the row's tools_kwargs of this tool
+    agent_data: types.SimpleNamespace
+
+    def keywords(self, step: str) -> dict[str, Any]:
+        return dict(self.settings.get(f"{step}_kwargs") or {})
+
+
+class NativeTool:
+    """An object with verl's `create`, `execute`, `calc_reward` and `release`, of any of verl's generations.
+
+    One object serves all episodes of a worker; an episode has one instance from its begin to its end. Rows give
+    arguments in extra_info.tools_kwargs[name]: create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs.
+    """
+
+    stateful = True
+
+    def __init__(self, tool: Any) -> None:
+        self._tool = tool
+        self.schemas = [plain_schema(tool.tool_schema)]
+        self._name = self.schemas[0]["function"]["name"]
+        self._instances: dict[str, _Instance] = {}
+
+    async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
+        settings = ((row["extra_info"] or {}).get("tools_kwargs") or {}).get(self._name) or {}
+        data = types.SimpleNamespace(
+            request_id=session,
+            messages=list(row["prompt"]),
+            tools_kwargs=(row["extra_info"] or {}).get("tools_kwargs") or {},
+            extra_fields={},
+            metrics={},
+            tool_rewards=[],
+            turn_scores=[],
+        )
+        instance = _Instance(session, settings, data)
+        given = instance.keywords("create")
+        # verl 0.5 spreads a row's create_kwargs over the arguments, later ones pass them as one: tools are written
+        # for either, and are given what their signature takes.
+        offered = {**given, "create_kwargs": given}
+        keywords = _accepted(self._tool.create, offered) if _takes(self._tool.create, "create_kwargs") else given
+        self._instances[session] = instance
+        created = await _settled(self._tool.create(session, **keywords))
+        identity, response = (*created, None, None)[:2] if isinstance(created, tuple) else (created, None)
+        instance.id = identity if isinstance(identity, str) and identity else session
+        return ToolOutcome(text="" if response is None else text.to_text(response))
+
+    async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
+        instance = self._instances[session]
+        keywords = instance.keywords("execute")
+        if _takes(self._tool.execute, "agent_data"):
+            keywords["agent_data"] = instance.agent_data
+        return outcome_of(await _settled(self._tool.execute(instance.id, arguments, **keywords)))
+
+    async def end(self, session: str) -> ToolOutcome:
+        instance = self._instances.pop(session, None)
+        if instance is None:
+            return ToolOutcome()
+        try:
+            reward = None
+            if _is_own(self._tool, "calc_reward"):
+                value = await _settled(self._tool.calc_reward(instance.id, **instance.keywords("calc_reward")))
+                reward = (
+                    None if isinstance(value, list | dict | str) else text.to_reward(value)
+                )  # verl's own give lists
+            return ToolOutcome(reward=reward, metrics=_named(reward, self._name))
+        finally:
+            if hasattr(self._tool, "release"):
+                await _settled(self._tool.release(instance.id, **instance.keywords("release")))
+
+
+class FunctionTool:
+    """A function without state."""
+
+    stateful = False
+
+    def __init__(self, name: str, function: Callable[..., Any], schema: Any) -> None:
+        self._function = function
+        self.schemas = [plain_schema(schema)]
+        self.schemas[0]["function"]["name"] = name  # a schema of the user's own may have another
+
+    async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
+        return ToolOutcome()
+
+    async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
+        return outcome_of(await _settled(self._function(**arguments)))
+
+    async def end(self, session: str) -> ToolOutcome:
+        return ToolOutcome()
+
+
+class Environment:
+    """Objects of a user's class, one for each episode: `reset`, perhaps `get_reward`, other public methods are tools.
+
+    Objects are used again: making one may be expensive, and `reset` is there to begin anew.
+    """
+
+    stateful = True
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.schemas: list[dict[str, Any]] = []
+        self._make = make
+        self._live: dict[str, Any] = {}  # by session
+        self._free = [make()]
+        kind = type(self._free[0])
+        self.gives_reward = callable(getattr(kind, "get_reward", None))
+        if not callable(getattr(kind, "reset", None)):
+            raise ValueError(f"{kind.__name__} has no method reset, which begins an episode")
+        for name, _ in inspect.getmembers(kind, inspect.isfunction):
+            if not name.startswith("_") and name not in ("reset", "get_reward"):
+                self.schemas.append(schema_of(getattr(self._free[0], name), name))
+
+    async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
+        thing = self._free.pop() if self._free else self._make()
+        extra = {str(key): value for key, value in (row["extra_info"] or {}).items()}
+        observation = await _settled(thing.reset(**_accepted(thing.reset, {**extra, **row})))
+        self._live[session] = thing
+        return ToolOutcome(text="" if observation is None else text.to_text(observation))
+
+    async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
+        value = await _settled(getattr(self._live[session], name)(**arguments))
+        return ToolOutcome(text=text.to_text(value))
+
+    async def end(self, session: str) -> ToolOutcome:
+        thing = self._live.pop(session, None)
+        if thing is None:
+            return ToolOutcome()
+        reward = text.to_reward(await _settled(thing.get_reward())) if hasattr(thing, "get_reward") else None
+        self._free.append(thing)  # not one that failed
+        return ToolOutcome(reward=reward, metrics=_named(reward, type(thing).__name__))
+
+
+def outcome_of(value: Any) -> ToolOutcome:
+    """What a tool returned: a response, or (response, reward, metrics)."""
+    response, reward, metrics = text.split_value(value)
+    return ToolOutcome(text=text.to_text(response), reward=text.to_reward(reward), metrics=text.to_metrics(metrics))
+
+
+def _named(reward: float | None, name: str) -> dict[str, float | str | None]:
+    return {} if reward is None else {f"tool_reward/{name}": reward}
+
+
+async def _settled(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be given this keyword."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those keywords that a function can be given."""
+    return {name: value for name, value in offered.items() if _takes(function, name)}
+
+
+def _is_own(tool: Any, method: str) -> bool:
+    """Whether a tool has a method beyond that of verl's base class, which gives 0 for everything."""
+    return getattr(getattr(type(tool), method, None), "__module__", "verl.tools.base_tool") != "verl.tools.base_tool"

@@ -1,0 +1,94 @@
+"""Finds the tools that a ToolSpec names, in a worker. Raises ToolError with key, value and the line that failed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, ToolSource
+from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolSpec
+from verl_like.user_code import load, load_module, resolve_path
+
+# In place of verl's own modules where verl is not installed: the last folder to be searched, and its `verl` has no
+# __init__.py, so that an installed one comes first, and files of a user's own `verl/tools` folder stand beside these.
+_SHIM = str(Path(__file__).parents[2] / "verl_shim")
+_SHIPPED = {
+    "calculator": "verl_like.episodes.tools.calculator:Calculator",
+    "code_interpreter": "verl_like.episodes.tools.code_interpreter:CodeInterpreter",
+}
+_TRACEBACK_LINES = 4
+
+
+def load_tools(spec: ToolSpec) -> list[ToolSource]:
+    """The tools of all sources, each of another name."""
+    if _SHIM not in sys.path:
+        sys.path.append(_SHIM)
+    sources: list[ToolSource] = []
+    if spec.tool_config_path is not None:
+        sources += _native_tools(spec.tool_config_path, f"{KEYS}tool_config_path")
+    if spec.function_tool_path is not None:
+        sources += _function_tools(spec.function_tool_path, f"{KEYS}function_tool_path")
+    if spec.environment_path is not None:
+        key = f"{KEYS}environment_path"
+        make = load(spec.environment_path, key)
+        with _blamed(f"{key}={spec.environment_path}"):
+            sources.append(Environment(make))
+    names = [schema["function"]["name"] for source in sources for schema in source.schemas]
+    if not sources:
+        raise ToolError(f"no tools: set {KEYS}tool_config_path, function_tool_path or environment_path")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ToolError(f"{spec.source}: more than one tool is called {', '.join(twice)}; rename one")
+    return sources
+
+
+def _native_tools(path: str, key: str) -> list[ToolSource]:
+    from omegaconf import OmegaConf  # here: a run without such a file need not wait for it
+
+    with _blamed(f"{key}={path}"):
+        content = OmegaConf.to_container(OmegaConf.load(resolve_path(path, key)), resolve=True)
+    entries = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ToolError(f"{key}={path}: the file must hold a list `tools`, each with class_name, config, tool_schema")
+    return [_native_tool(entry, f"{key}={path}: tools[{place}]") for place, entry in enumerate(entries)]
+
+
+def _native_tool(entry: Any, where: str) -> NativeTool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
+        raise ToolError(f"{where} has no class_name")
+    name = entry["class_name"]
+    settings = entry.get("config") or {}
+    if not isinstance(settings, dict):
+        raise ToolError(f"{where} ({name}): config must be a mapping, not {settings!r:.100}")
+    if settings.get("type", "native") != "native":
+        raise ToolError(f"{where} ({name}): config.type={settings['type']!r} is not supported; write a native tool")
+    reference = _SHIPPED.get(name) or (name if ":" in name else ":".join(name.rsplit(".", 1)))
+    make = load(reference, f"{where}.class_name")
+    with _blamed(f"{where} ({name})"):
+        schema = entry.get("tool_schema")
+        if schema is not None:
+            schema = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)
+        return NativeTool(make(config=settings, tool_schema=schema))
+
+
+def _function_tools(path: str, key: str) -> list[ToolSource]:
+    registry = importlib.import_module("verl.tools.function_tool").FUNCTION_TOOL_REGISTRY
+    load_module(path, key)
+    if not registry:
+        raise ToolError(f"{key}={path}: no function of the file is decorated with @function_tool")
+    with _blamed(f"{key}={path}"):
+        return [FunctionTool(tool.name, tool.fn, tool.tool_schema) for tool in registry.values()]
+
+
+@contextmanager
+def _blamed(where: str) -> Iterator[None]:
+    """Turn whatever users' code raises into a ToolError."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        tail = "".join(traceback.format_exception(error)[-_TRACEBACK_LINES:])
+        raise ToolError(f"{where} failed:\n{tail}") from error

@@ -1,0 +1,143 @@
+"""What runs in a tool worker: the tools, and the episodes that have begun there."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+import traceback
+from typing import Any, TextIO
+
+from verl_like.episodes.tools import text
+from verl_like.episodes.tools.kinds import Environment, ToolSource
+from verl_like.episodes.tools.loading import load_tools
+from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec
+
+_PRINTED_CHARS = 20_000  # of what tools print, that goes to the trainer's output, for each call
+_MESSAGE_CHARS, _TRACEBACK_CHARS = 1000, 2000
+
+
+class ToolService:
+    """The service of tool workers. Making one raises a ToolError that names the key to change.
+
+    It is asynchronous whatever the tools are: then a tool that awaits too long is cancelled, and its worker goes on.
+    """
+
+    is_async = True
+
+    def __init__(self, spec: ToolSpec) -> None:
+        self._spec = spec
+        self._printed = [_Limited(sys.stdout), _Limited(sys.stderr)]
+        sys.stdout, sys.stderr = self._printed
+        self._sources = load_tools(spec)
+        self._by_name = {schema["function"]["name"]: source for source in self._sources for schema in source.schemas}
+        self._begun: dict[str, list[ToolSource]] = {}
+
+    async def call(self, payload: ToolRequest) -> ToolOutcome:
+        """The outcome of a request. Only what the pool must know is raised: the memory is used up, time is over."""
+        for stream in self._printed:
+            stream.left = _PRINTED_CHARS
+        try:
+            match payload.action:
+                case "describe":
+                    return ToolOutcome(text=json.dumps(self._describe()))
+                case "begin":
+                    outcome = await self._begin(payload)
+                case "end":
+                    outcome = await self._end(payload.session)
+                case _:
+                    outcome = await self._call(payload)
+            return outcome
+        except MemoryError:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            return self._failure(payload, error)
+
+    def _describe(self) -> list[Any]:
+        """[schema, whether it has state] of each tool; whether episodes have a life beside calls; whether an
+        environment scores them."""
+        tools = [(schema, source.stateful) for source in self._sources for schema in source.schemas]
+        scored = any(isinstance(source, Environment) and source.gives_reward for source in self._sources)
+        return [tools, any(source.stateful for source in self._sources), scored]
+
+    async def _begin(self, request: ToolRequest) -> ToolOutcome:
+        wanted = {id(self._by_name[name]) for name in request.names}
+        # An environment begins also where a row selects none of its methods: it says what the episode is about.
+        used = [s for s in self._sources if s.stateful and (id(s) in wanted or len(s.schemas) != 1)]
+        self._begun[request.session] = used  # those that fail to begin are ended as well
+        first = [await source.begin(request.session, request.row) for source in used]
+        return ToolOutcome(text=self._plain("\n".join(outcome.text for outcome in first if outcome.text), None))
+
+    async def _call(self, request: ToolRequest) -> ToolOutcome:
+        source = self._by_name[request.name]
+        if source.stateful and source not in self._begun.get(request.session, ()):
+            raise ValueError("the episode was not begun, or it failed to begin")
+        outcome = await source.call(request.session, request.name, request.arguments)
+        shown = self._plain(outcome.text, self._spec.max_response_length)
+        return dataclasses.replace(outcome, text=shown)
+
+    async def _end(self, session: str) -> ToolOutcome:
+        """Every source is ended, also after one that fails; then the first failure is the outcome."""
+        rewards: list[float] = []
+        metrics: dict[str, float | str | None] = {}
+        errors: list[BaseException] = []
+        for source in self._begun.pop(session, []):
+            try:
+                outcome = await source.end(session)
+            except MemoryError:
+                raise
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                errors.append(error)
+                continue
+            metrics |= outcome.metrics
+            if outcome.reward is not None:
+                rewards.append(outcome.reward)
+        if errors:
+            raise errors[0]
+        return ToolOutcome(reward=sum(rewards) if rewards else None, metrics=metrics)
+
+    def _failure(self, request: ToolRequest, error: BaseException) -> ToolOutcome:
+        what = f"executing tool '{request.name}'" if request.name else f"at the {request.action} of the episode"
+        said = self._plain(f"Error {what}: {_told(error)}", self._spec.max_response_length)
+        message = self._plain("".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:], None)
+        return ToolOutcome(kind="exception", text=said, message=message)
+
+    def _plain(self, said: str, length: int | None) -> str:
+        return text.plain_text(said, length, self._spec.truncate_side)
+
+
+def _told(error: BaseException) -> str:
+    try:
+        said = str(error)
+    except Exception:  # its own __str__ fails
+        said = ""
+    return said[:_MESSAGE_CHARS] or type(error).__name__
+
+
+class _Limited(io.TextIOBase):
+    """A stream that lets so many characters through: a tool that prints without end must not fill the run's log."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.left = _PRINTED_CHARS
+
+    def write(self, text: str, /) -> int:
+        if self.left > 0:
+            self._stream.write(text[: self.left])
+            self.left -= len(text)
+            if self.left <= 0:
+                self._stream.write("\n... (a tool printed more than this)\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True

@@ -1,0 +1,84 @@
+"""What travels between the trainer and a tool worker. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
+from verl_like.user_code import load
+
+_SAID = {
+    "timeout": "it took too long",
+    "crash": "its process failed",
+    "memory": "it ran out of memory",
+    "exception": "it failed",
+}
+
+
+class ToolError(ServiceError):
+    """The tools cannot be used at all: missing file or class, failing import, no schema, two tools of one name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOutcome(Outcome):
+    """What became of a call. `kind` is None when it is good, and may also be "unknown_tool" or "bad_arguments".
+
+    text: what the model is to read, also where the call failed; `message` is for people, and may tell more.
+    """
+
+    text: str = ""
+    reward: float | None = None  # of a call: this step's; at the end: the episode's. None where nobody gave one
+    metrics: dict[str, float | str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind in _SAID and not self.text:  # an outcome that the pool made
+            object.__setattr__(self, "text", f"Error executing tool: {_SAID[self.kind]}")
+
+
+KEYS = "actor_rollout_ref.rollout.multi_turn."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec(ServiceSpec):
+    """Which tools a worker loads: any of the three sources, at least one.
+
+    concurrency: calls that one worker handles at a time. More than 1 is for tools that wait for a network: a tool that
+    computes or blocks holds up the others, and one that hangs takes their episodes with it.
+    """
+
+    factory: str = "verl_like.episodes.tools.service:ToolService"
+    concurrency: int = 1
+    noun: str = "tool"
+    section: str = f"{KEYS}tool_"  # tool_timeout, tool_memory_limit_mb
+
+    tool_config_path: str | None = None  # YAML file that lists classes (verl's form)
+    function_tool_path: str | None = None  # Python file with @function_tool functions
+    environment_path: str | None = None  # a class whose methods are tools: file.py:Name or pkg://module:Name
+    max_response_length: int | None = None  # characters of a tool's text; None: a mebibyte
+    truncate_side: str = "middle"  # which part of a longer one is cut: left, middle, right
+
+    outcome: ClassVar[type[Outcome]] = ToolOutcome
+    error: ClassVar[type[ServiceError]] = ToolError
+    payload_name: ClassVar[str] = "the row, or a tool's arguments,"
+
+    @property
+    def source(self) -> str:
+        """The keys that name tools, for messages."""
+        names = ("tool_config_path", "function_tool_path", "environment_path")
+        return ", ".join(f"{KEYS}{n}={getattr(self, n)}" for n in names if getattr(self, n) is not None)
+
+    def make(self) -> Service:
+        return load(self.factory, "factory")(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolRequest:
+    """One message to a worker. action: "describe", "begin", "call" or "end"."""
+
+    action: str
+    session: str = ""
+    name: str = ""  # of the tool to call
+    names: tuple[str, ...] = ()  # of the tools that the episode may call
+    arguments: dict[str, Any] = field(default_factory=dict)
+    row: dict[str, Any] = field(default_factory=dict)  # see `toolbox.fields_of`
