@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from verl_like.cli import bench, selfcheck
+from verl_like.cli import bench, check_template, selfcheck
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -17,6 +17,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         commands.add_parser(
             "selfcheck", help="show that loss and gradient are right on your model, however a batch is cut"
         )
+    )
+    check_template.add_arguments(
+        commands.add_parser("check-template", help="show what the chat template does to turns of a conversation")
     )
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run

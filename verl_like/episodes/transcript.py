@@ -1,0 +1,271 @@
+"""A conversation beside its tokens: how an episode of several turns is sent on without re-tokenising what was sampled.
+
+    transcript = Transcript(encoder, prompt.ids, messages, tools, follow_template=False)
+    completion = await ask(transcript.context_ids)
+    transcript.wrote(completion.sampled.token_ids.tolist(), {"role": "assistant", "content": ...})
+    seen = transcript.observe([{"role": "tool", "content": "42"}])   # the next turn's observation_ids and new_row
+
+A chat template only renders whole conversations. What follows an answer is found as text:
+
+    rendering of the whole = what was sent before + what was sampled + delta                  (the proof)
+
+and the delta alone is tokenised. Where the template rewrites what came before (drops thinking, trims, writes a tool
+call its own way), no delta exists; then `follow_template` decides between a new row and the model's own history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.data.chat import Messages, PromptEncoder
+from verl_like.episodes.rendering import difference, first_difference, forms, with_stopped_clock, without_calls
+
+_STAND_IN = "standinforcontent"  # nothing that a template would trim, escape or take for markup
+_LONG = 24  # characters of a text that no template has of itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What stands between two answers: `observation_ids` and `new_row` of the next Turn.
+
+    reason: of a new row, what the template renders otherwise than it was sent or written.
+    """
+
+    ids: list[int]
+    new_row: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What was sampled. endings: the text of the last special token, of the last two, ...; none if it was cut off."""
+
+    message: dict[str, Any]
+    text: str
+    endings: tuple[str, ...]
+    last_id: int | None
+
+
+_Way = Callable[[Messages, _Answer, Messages], tuple[Messages, str] | None]
+
+
+class Transcript:
+    """A conversation as messages and, at its side, the exact tokens that the model was sent and wrote.
+
+    prompt_ids: the tokens of `messages`, perhaps truncated (a new row never is). follow_template: True begins a new row
+    where the template rewrites history; False keeps history as it was written, always in one row (verl's default,
+    use_inference_chat_template=False). context_ids: what the engine is sent for the next turn. messages: so far, as
+    they were given. Raises ValueError for messages that the template refuses.
+    """
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        prompt_ids: Sequence[int],
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        follow_template: bool,
+    ) -> None:
+        self.context_ids = list(prompt_ids)
+        self.messages = list(messages)
+        self._encoder = with_stopped_clock(encoder)
+        self._tools = tools
+        self._follow = follow_template
+        self._history = [forms(message)[0] for message in messages]  # the messages as the template is given them
+        self._text = self._render(self._history)  # of this row: sent, sampled, sent, ...
+        self._proved = True  # whether the template renders _history as _text
+        self._ends: set[str] = set()  # what the template ends turns with, as far as it was sampled
+        self._answer: _Answer | None = None
+        self._refusals: list[str] = []
+
+    def wrote(self, token_ids: Sequence[int], message: dict[str, Any]) -> None:
+        """What the policy sampled, its end-of-turn token included if there is one, and the message parsed from it.
+
+        Raises ValueError for another role than assistant, and for a second answer to the same context.
+        """
+        if message.get("role") != "assistant":
+            raise ValueError(f"what the policy wrote has the role assistant, not {message.get('role')!r}")
+        if self._answer is not None:
+            raise ValueError("two answers in a row: observe() must come between them")
+        endings = tuple(self._endings(token_ids))
+        last_id = token_ids[-1] if endings else None
+        self._answer = _Answer(message=message, text=self._decode(token_ids), endings=endings, last_id=last_id)
+        self.context_ids = [*self.context_ids, *token_ids]
+        self.messages.append(message)
+
+    def observe(self, messages: Sequence[dict[str, Any]]) -> Observation:
+        """Tool or user messages after an answer; context_ids then ends in a generation prompt.
+
+        Raises ValueError if the template refuses them or leaves one out; nothing has changed then.
+        """
+        if (answer := self._answer) is None or not messages:
+            raise ValueError("observe() needs an answer before it and at least one message")
+        observed = [forms(message)[0] for message in messages]
+        self._refusals = []
+        said, reason, new_row = self._text + answer.text, "", False
+        # A template may refuse, turns later, a tool call that was given as text: then the parsed messages are tried.
+        histories = [self._history, [forms(message)[0] for message in self.messages[:-1]]]
+        found = self._first(self._exact, histories, answer, observed) if self._proved else None
+        if found is None and self._follow:
+            found = self._rewritten(answer, observed)
+            said, new_row, reason = "", True, difference(said, found[1])
+        elif found is None:
+            found = self._first(self._kept, histories, answer, observed)
+            if found is None:
+                raise self._refused(observed)
+            self._proved = False
+        history, delta = found
+        ids = self._encoder.encode_text(delta) if new_row else self._encode(delta, answer)
+        self.context_ids = ids if new_row else [*self.context_ids, *ids]
+        self.messages.extend(messages)
+        self._history, self._text, self._answer = history, said + delta, None
+        return Observation(ids=list(ids), new_row=new_row, reason=reason)
+
+    def _first(
+        self, way: _Way, histories: Sequence[Messages], answer: _Answer, observed: Messages
+    ) -> tuple[Messages, str] | None:
+        for number, history in enumerate(histories):
+            if history not in histories[:number] and (found := way(history, answer, observed)) is not None:
+                return found
+        return None
+
+    def _exact(self, history: Messages, answer: _Answer, observed: Messages) -> tuple[Messages, str] | None:
+        """The messages so far and the delta, if the template renders some form of the answer as it was written."""
+        said = self._text + answer.text
+        for form in [*self._verbatim(answer), *forms(answer.message)]:
+            whole = self._attempt([*history, form], observed)
+            if whole is None or not whole.startswith(said):
+                continue
+            if self._holds_no_answer(whole[len(said) :], history, answer, observed):
+                return [*history, form, *observed], whole[len(said) :]
+        return None
+
+    def _holds_no_answer(self, delta: str, history: Messages, answer: _Answer, observed: Messages) -> bool:
+        """Whether the answer had ended. A template may complete what was cut off, a tool call for instance."""
+        if answer.endings and answer.endings[0] in self._ends:
+            return True
+        proved = any(delta == way(history, answer, observed) for way in (self._after_stand_in, self._after_ending))
+        self._ends |= set(answer.endings[:1]) if proved else set()
+        return proved
+
+    def _rewritten(self, answer: _Answer, observed: Messages) -> tuple[Messages, str]:
+        """The messages so far and the whole context, as the template renders it now."""
+        choices = [forms(message) for message in self.messages]
+        for number in range(max(map(len, choices))):
+            given = [choice[min(number, len(choice) - 1)] for choice in choices]
+            whole = self._attempt(given, observed)
+            if whole is not None and self._calls_are_shown([*given, *observed], whole):
+                return [*given, *observed], whole
+        for form in self._verbatim(answer):
+            if (whole := self._attempt([*self._history, form], observed)) is not None:
+                return [*self._history, form, *observed], whole
+        raise self._refused(observed)
+
+    def _kept(self, history: Messages, answer: _Answer, observed: Messages) -> tuple[Messages, str] | None:
+        """The messages so far and what follows this answer, from renderings in which something else may differ."""
+        ways = [self._after_stand_in, self._after_ending]
+        if answer.message.get("tool_calls"):  # a stand-in has no calls, and some templates need them to place a result
+            ways.reverse()
+        delta = next((delta for way in ways if (delta := way(history, answer, observed)) is not None), None)
+        for form in [*self._verbatim(answer), *forms(answer.message)]:
+            if delta is not None and self._attempt([*history, form], observed) is not None:
+                return [*history, form, *observed], delta
+        return None
+
+    def _after_stand_in(self, history: Messages, answer: _Answer, observed: Messages) -> str | None:
+        """What follows a plain answer, less the end of turn that the policy sampled itself; None if refused."""
+        whole = self._attempt([*history, {"role": "assistant", "content": _STAND_IN}], observed)
+        if whole is None or _STAND_IN not in whole:
+            return None
+        tail = whole.rpartition(_STAND_IN)[2]
+        return tail.removeprefix(next((end for end in reversed(answer.endings) if tail.startswith(end)), ""))
+
+    def _after_ending(self, history: Messages, answer: _Answer, observed: Messages) -> str | None:
+        """What follows the sampled end of turn in the rendering of the parsed message; None if it is not there."""
+        marked = {**observed[0], "content": _STAND_IN}
+        for form in forms(answer.message) if answer.endings else ():
+            earlier = [*history, form]
+            whole, head = self._attempt(earlier, observed), self._attempt(earlier, [marked, *observed[1:]])
+            if whole is None or head is None:
+                continue
+            start = first_difference(whole, self._render(history))  # where the answer begins
+            place = whole.rfind(answer.endings[0], start, head.find(_STAND_IN, start))
+            if place >= 0:
+                return whole[place + len(answer.endings[0]) :]
+        return None
+
+    def _verbatim(self, answer: _Answer) -> Iterator[dict[str, Any]]:
+        """The answer's text as content, so that nothing in it is serialised anew. A thought that the generation prompt
+        began belongs to it for some templates."""
+        opened = self._text[self._text.rfind("<think>") :] if "<think>" in self._text else ""
+        for end in answer.endings or ("",):
+            spoken = answer.text.removesuffix(end)
+            yield {"role": "assistant", "content": spoken}
+            if opened:
+                yield {"role": "assistant", "content": opened + spoken}
+
+    def _attempt(self, earlier: Messages, observed: Messages) -> str | None:
+        """The whole as text. None, with a note, where the template refuses it or leaves out an observation."""
+        try:
+            whole = self._render([*earlier, *observed])
+            if self._shows(observed, whole) or self._follows(observed, earlier):
+                return whole
+            self._refusals.append("it leaves out a message without a word")
+        except ValueError as error:
+            if earlier[-1].get("content", "") is not None:  # what it says of None is no news to the user
+                self._refusals.append(str(error.__cause__ or error))
+        return None
+
+    def _shows(self, observed: Messages, whole: str) -> bool:
+        """Whether each observation is plainly there: long enough, and more often than before."""
+        assert self._answer is not None
+        texts = [text.strip() for message in observed if isinstance(text := message.get("content"), str)]
+        said = (self._text, self._answer.text)
+        return len(texts) == len(observed) and all(
+            len(text) >= _LONG and whole.count(text) > sum(part.count(text) for part in said) for text in texts
+        )
+
+    def _follows(self, observed: Messages, earlier: Messages) -> bool:
+        """Whether the rendering changes with each observation. Templates without tool messages often skip them."""
+        marked = [{**m, "content": m["content"] + _STAND_IN} for m in observed if isinstance(m.get("content"), str)]
+        return len(marked) < len(observed) or self._render([*earlier, *marked]).count(_STAND_IN) >= len(marked)
+
+    def _calls_are_shown(self, history: Messages, whole: str) -> bool:
+        """Whether the rendering depends on the tool calls; templates leave out what they do not know."""
+        without = without_calls(history)
+        try:
+            return without == history or self._render(without) != whole
+        except ValueError:  # they are needed, so they are seen
+            return True
+
+    def _refused(self, observed: Messages) -> ValueError:
+        roles = " and ".join(dict.fromkeys(str(message.get("role")) for message in observed))
+        why = "; ".join(dict.fromkeys(self._refusals))
+        return ValueError(f"the chat template takes no message of the role {roles} after this answer: {why}")
+
+    def _render(self, history: Messages) -> str:
+        return self._encoder.render((history, self._tools))
+
+    def _encode(self, delta: str, answer: _Answer) -> list[int]:
+        """Behind the sampled end of turn, if there is one: some of these tokens swallow the white space after them."""
+        behind = self._encoder.encode_text((answer.endings or ("",))[0] + delta)
+        return behind[1:] if behind and behind[0] == answer.last_id else self._encoder.encode_text(delta)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Behind the token before them: some tokenizers drop a space at the start of what they decode."""
+        before, both = (self._text_of([*self.context_ids[-1:], *ids]) for ids in ([], token_ids))
+        return both[len(before) :] if both.startswith(before) else self._text_of(token_ids)
+
+    def _endings(self, token_ids: Sequence[int]) -> Iterator[str]:
+        for count in range(1, min(3, len(token_ids)) + 1):
+            ending = list(token_ids[-count:])
+            if self._text_of(ending[:1]) == "" or self._text_of(ending[:1], skip_special_tokens=True):
+                return
+            yield self._text_of(ending)
+
+    def _text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        decode = self._encoder.tokenizer.decode
+        return decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
