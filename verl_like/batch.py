@@ -219,7 +219,8 @@ class PromptRow:
     style: str = ""  # reward_model.style: "rule", "model", or the name of a built-in grader
     prompt_id: str | None = None  # data.prompt_id_key
     validation_set: str = ""  # its name where data.val_files is a dictionary
-    tools: list[dict[str, Any]] | None = None  # data.tools_key: schemas that the prompt offers
+    tools: list[dict[str, Any]] | None = None  # schemas that the prompt offers (data.tools_key, rollout.multi_turn)
+    agent: str = ""  # the column agent_name
     media: list[MediaHandle] = dataclasses.field(default_factory=list)
 
 

@@ -70,14 +70,20 @@ NOT_YET: list[NotYet] = [
     NotYet("actor_rollout_ref.hybrid_engine", lambda v: not v, "set it to true: actor and rollout share processes"),
     NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),
     *_off(f"{_ROLLOUT}.use_fire_sampling"),
-    NotYet(f"{_ROLLOUT}.multi_turn.enable", _truthy, "set it to false", (f"{_ROLLOUT}.multi_turn.",)),
-    NotYet(
-        f"{_ROLLOUT}.agent.agent_loop_config_path",
-        _truthy,
-        "leave it out: rollout is single-turn",
-        (f"{_ROLLOUT}.agent.num_workers",),
+    *_off(
+        f"{_ROLLOUT}.multi_turn.interaction_config_path",
+        f"{_ROLLOUT}.multi_turn.completion_callback",
+        instead="leave it out: tools answer the model (rollout.multi_turn.tool_config_path), or an environment does",
     ),
-    NotYet(f"{_ROLLOUT}.agent.default_agent_loop", _is_not("single_turn_agent"), "use single_turn_agent"),
+    *_off(
+        f"{_ROLLOUT}.agent.agent_loop_config_path",
+        instead="leave it out: rows are single_turn_agent or, with rollout.multi_turn.enable, tool_agent",
+    ),
+    NotYet(
+        f"{_ROLLOUT}.agent.default_agent_loop",
+        _is_not("single_turn_agent", "tool_agent"),
+        "use single_turn_agent or tool_agent",
+    ),
     *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
         f"{_ROLLOUT}.agent.custom_async_server.name",
@@ -97,6 +103,11 @@ NO_EFFECT: dict[str, str] = {
     f"{_ROLLOUT}.update_weights_bucket_megabytes": "trainer and engine share memory: tensors go one by one",
     f"{_ROLLOUT}.layered_summon": "weights are always gathered tensor by tensor",
     f"{_ROLLOUT}.calculate_log_probs": "the sampler's log-probs always come along and are always compared",
+    **{
+        f"{_ROLLOUT}.multi_turn.{name}": "tokens are never made again from text; `verl-like check-template` shows what "
+        "a chat template rewrites"
+        for name in ("enable_tokenization_sanity_check", "tokenization_sanity_check_mode")
+    },
     f"{_ROLLOUT}.mode": "sync and async are the same: the engine always works request by request",
     **{
         f"{s}.grad_offload": "gradients are freed after every optimizer step; offload_policy also moves them during it"

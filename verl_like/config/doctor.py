@@ -49,6 +49,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + impossible_losses(config.actor_rollout_ref.actor)
         + impossible_paths(config)
         + _lengths(config)
+        + _tools(config)
         + _run(config)
         + impossible_rewards(config)
         + impossible_reward_model(config)
@@ -116,6 +117,24 @@ def _lengths(config: PPOConfig) -> list[str]:
             f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} with "
             f"enable_chunked_prefill=False: must be at least max_model_len ({longest})"
         )
+    return problems
+
+
+def _tools(config: PPOConfig) -> list[str]:
+    rollout, problems = config.actor_rollout_ref.rollout, []
+    turns, key = rollout.multi_turn, f"{_ROLLOUT}.multi_turn"
+    if turns.enable and not (turns.tool_config_path or turns.function_tool_path or turns.environment_path):
+        problems.append(
+            f"{key}.enable=True, but there is nothing that the model could call: set {key}.tool_config_path, "
+            f"{key}.function_tool_path or {key}.environment_path, or {key}.enable=false"
+        )
+    if turns.enable and config.data.chat_template == "none":
+        problems.append(
+            f"{key}.enable=True with data.chat_template=none: a conversation needs a chat template; use native, or one "
+            "of your own"
+        )
+    if not turns.enable and rollout.agent.default_agent_loop == "tool_agent":
+        problems.append(f"{_ROLLOUT}.agent.default_agent_loop=tool_agent needs {key}.enable=True")
     return problems
 
 
@@ -238,6 +257,11 @@ IDLE: tuple[Idle, ...] = (
         tuple(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
         lambda c: not c.actor_rollout_ref.rollout.val_kwargs.do_sample,
         f"{_ROLLOUT}.val_kwargs.do_sample is false",
+    ),
+    Idle(
+        (f"{_ROLLOUT}.multi_turn.", f"{_ROLLOUT}.agent.num_workers"),
+        lambda c: not c.actor_rollout_ref.rollout.multi_turn.enable,
+        f"{_ROLLOUT}.multi_turn.enable is false",
     ),
     Idle(
         (f"{_ROLLOUT}.sync_probe_tolerance",),

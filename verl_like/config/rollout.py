@@ -63,27 +63,39 @@ class MultiTurnConfig(ConfigNode):
     """`rollout.multi_turn.*`: tools and conversations."""
 
     enable: bool = False
-    """Let the model call tools and go on."""
+    """Let the model call tools and go on: all rows but those whose agent_name is single_turn_agent."""
     max_turns: int | None = None
-    """[turns] Bound of tool-calling turns (older name)."""
+    """[turns] Bound of the model's turns (older name of max_assistant_turns; the smaller one counts)."""
     max_assistant_turns: int | None = None
-    """[turns] Bound of the model's turns."""
+    """[turns] Bound of the model's turns. Null: data.max_response_length alone, which counts tool text too."""
     max_user_turns: int | None = None
-    """[turns] Bound of user and tool turns."""
+    """[turns] How often tools may answer."""
     max_parallel_calls: int = 1
-    """[calls] Tool calls of one turn that run."""
+    """[calls] Tool calls of one turn that run; the model is told that the others did not."""
     max_tool_response_length: int = 256
     """[characters] Longest tool response."""
     tool_response_truncate_side: str = "middle"
     """Which part of a long tool response is cut: left, middle, right."""
     tool_config_path: str | None = None
-    """YAML file that lists the tools."""
+    """YAML file that lists the tools: verl's BaseTool classes."""
+    function_tool_path: str | None = None
+    """Python file whose functions with @function_tool are tools."""
+    environment_path: str | None = None
+    """file.py:Class of an environment: reset(**row), get_reward(), and public methods, which are the tools."""
+    tool_timeout: float = 60.0
+    """[s] Longest time of one tool call; the process is killed then, and the episode left out of training."""
+    tool_memory_limit_mb: int | None = None
+    """[MB] Memory of one tool process."""
+    malformed_calls: str = "answer"
+    """What follows a call that cannot be read. answer: the model is told what is wrong, and goes on. end: the episode
+    ends there, and is graded as it is."""
     interaction_config_path: str | None = None
     """YAML file that lists simulated users."""
     completion_callback: str | None = None
     """Import path of a function called after each turn."""
     use_inference_chat_template: bool = False
-    """Keep the chat template's inference format between turns."""
+    """Where the chat template rewrites what came before (strips earlier thinking, say), send the model what it writes:
+    the episode goes on in a new row. False: history stays as the model wrote it."""
     enable_tokenization_sanity_check: bool = True
     """Compare turn-by-turn tokenisation with the whole conversation's."""
     tokenization_sanity_check_mode: str = "strict"
@@ -92,6 +104,9 @@ class MultiTurnConfig(ConfigNode):
     """Syntax of tool calls."""
 
     def check(self) -> None:
+        above(self, 0, "tool_timeout")
+        at_least(self, 1, "tool_memory_limit_mb")
+        one_of(self, "malformed_calls", ("answer", "end"))
         at_least(self, 1, "max_turns", "max_assistant_turns", "max_user_turns", "max_parallel_calls")
         at_least(self, 1, "max_tool_response_length")
         one_of(self, "tool_response_truncate_side", ("left", "middle", "right"))
@@ -103,9 +118,9 @@ class AgentConfig(ConfigNode):
     """`rollout.agent.*`: agent loops."""
 
     num_workers: int = 8
-    """[processes] Processes that run agent loops."""
+    """[processes] Processes that run tools (verl: agent loops, which are coroutines of the driver here)."""
     default_agent_loop: str = "single_turn_agent"
-    """Agent loop of rows that name none."""
+    """Agent loop of rows that name none (verl). Here rollout.multi_turn.enable decides."""
     agent_loop_config_path: str | None = None
     """YAML file that lists agent loops."""
     custom_async_server: CustomClassConfig = field(default_factory=CustomClassConfig)

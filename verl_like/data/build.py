@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from verl_like.config import DataConfig
@@ -10,8 +11,16 @@ from verl_like.data.foreign import build_custom
 from verl_like.data.reading import Files
 
 
-def build_dataset(data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int = 1) -> Dataset:
-    """PromptDataset, or the class of data.custom_cls: see `foreign.build_custom`."""
+def build_dataset(
+    data: DataConfig,
+    files: Files,
+    tokenizer: Any,
+    *,
+    split: str,
+    seed: int = 1,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Dataset:
+    """PromptDataset, or the class of data.custom_cls: see `foreign.build_custom`. tools: see PromptDataset."""
     if data.custom_cls.path is None:
-        return PromptDataset(data, files, tokenizer, split=split, seed=seed)
-    return build_custom(data, files, tokenizer, split=split, seed=seed)
+        return PromptDataset(data, files, tokenizer, split=split, seed=seed, tools=tools)
+    return build_custom(data, files, tokenizer, split=split, seed=seed, tools=tools)

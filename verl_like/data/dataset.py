@@ -8,6 +8,7 @@ import itertools
 import logging
 from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +32,7 @@ from verl_like.data.templates import find_system_prompt, find_template
 
 logger = logging.getLogger(__name__)
 
+SINGLE_TURN = "single_turn_agent"  # verl's agent_name of rows that are answered at once
 _SPLITS = ("train", "val")
 _LONGEST = 1000  # rows that `check_rows` tokenises
 
@@ -71,14 +73,24 @@ class PromptDataset:
     that were dropped.
 
     files: a path, a list, or a dictionary of named validation sets. split: "train" or "val": whose max_samples counts
-    (for each named set), and which key messages name. seed: used where data.seed is null.
+    (for each named set), and which key messages name. seed: used where data.seed is null. tools: schemas that the
+    prompts of rows without any (data.tools_key) offer; what extra_info.tool_selection names of them, where it does.
     A class of your own (data.custom_cls) derives from this one and may override `messages` or `row`.
     """
 
-    def __init__(self, data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int = 1) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        files: Files,
+        tokenizer: Any,
+        *,
+        split: str,
+        seed: int = 1,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> None:
         if split not in _SPLITS:
             raise ValueError(f"split must be one of {_SPLITS}, not {split!r}")
-        self.data, self.split = data, split
+        self.data, self.split, self.tools = data, split, tools
         self.encoder = make_encoder(data, tokenizer)
         self.system_prompt = find_system_prompt(data.system_prompt)
         self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
@@ -124,7 +136,7 @@ class PromptDataset:
         meant = {k: c for k, c in self._media_keys.items() if c != DEFAULT_MEDIA_KEYS[k]}
         refuse_tags(messages, {k: c for k, c in meant.items() if c not in file.rows.columns}, place)
         messages = insert_media(messages, media, self._media_keys, place) if media else messages
-        tools = None if self.data.tools_key is None else tools_of(row, self.data.tools_key, place)
+        tools = self._tools(row, place)
         return PromptRow(
             index=position,
             data_source=source_of(row, self.data),
@@ -136,8 +148,19 @@ class PromptDataset:
             prompt_id=None if self.data.prompt_id_key is None else str(row.get(self.data.prompt_id_key)),
             validation_set=file.name,
             tools=tools,
+            agent=str(row.get("agent_name") or ""),
             media=media,
         )
+
+    def _tools(self, row: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
+        own = None if self.data.tools_key is None else tools_of(row, self.data.tools_key, place)
+        if own is not None or not self.tools or row.get("agent_name") == SINGLE_TURN:
+            return own
+        chosen = dictionary_of(row, "extra_info", place).get("tool_selection")
+        if not chosen:
+            return list(self.tools)
+        known = {tool["function"]["name"]: tool for tool in self.tools}
+        return [known[name] for name in chosen if name in known] or None
 
     def messages(self, row: dict[str, Any], place: str) -> list[dict[str, Any]]:
         """Chat messages of a row, after data.system_prompt. `place` names the row in error messages."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from verl_like.batch import PromptRow
@@ -22,14 +23,22 @@ from verl_like.user_code import check_call, load_class
 logger = logging.getLogger(__name__)
 
 
-def build_custom(data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int) -> Dataset:
+def build_custom(
+    data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int, tools: Sequence[dict[str, Any]] = ()
+) -> Dataset:
     """The class of data.custom_cls, constructed as PromptDataset is, or as verl does and wrapped."""
     keys = {"path_key": "data.custom_cls.path", "name_key": "data.custom_cls.name"}
     cls = load_class(str(data.custom_cls.path), data.custom_cls.name, **keys)
     if issubclass(cls, PromptDataset):
-        keywords = {"split": split, "seed": seed, **data.custom_cls.kwargs}
+        keywords: dict[str, Any] = {"split": split, "seed": seed, **data.custom_cls.kwargs}
+        keywords |= {"tools": tools} if tools else {}
         check_call(cls, f"data.custom_cls={cls.__name__}", "data", "files", "tokenizer", keywords=keywords)
         return cls(data, files, tokenizer, **keywords)
+    if tools:
+        raise ValueError(
+            f"data.custom_cls.name={cls.__name__} with rollout.multi_turn.enable=True: only a class derived from "
+            "verl_like.data.dataset.PromptDataset can show the tools in its prompts"
+        )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(cls, name)]
     if missing:
         raise ValueError(

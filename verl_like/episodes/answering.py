@@ -16,6 +16,7 @@ from verl_like.episodes.loop import Arrivals
 from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import Answer
+from verl_like.rewards.reward_call import RewardOutcome
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
@@ -55,8 +56,16 @@ class Member:
 
     def answer(self) -> Answer:
         """What is graded: everything after the prompt of the last row."""
-        prompt_ids = self.episode.rows()[-1][0].observation_ids
-        return Answer(row=self.prompt.row, prompt_ids=prompt_ids, response_ids=self.episode.response_ids())
+        prompt_ids, row = self.episode.rows()[-1][0].observation_ids, self.prompt.row
+        if self.episode.info:
+            row = dataclasses.replace(row, extra_info={**row.extra_info, **self.episode.info})
+        return Answer(row=row, prompt_ids=prompt_ids, response_ids=self.episode.response_ids())
+
+    def known_outcome(self) -> RewardOutcome | None:
+        """Of an episode that needs no grader."""
+        if (failure := self.episode.failure) is not None:
+            return RewardOutcome(kind=failure.kind, message=failure.message)
+        return None if self.episode.reward is None else RewardOutcome(score=self.episode.reward)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +93,8 @@ def all_graded(members: Iterable[Member], rewards: RewardManager) -> list[Graded
     """What the graders have of these; those that they do not have yet are given to them."""
     members = list(members)
     ungraded = [member for member in members if member.graded is None]
-    for member, graded in zip(ungraded, rewards.grade([member.answer() for member in ungraded]), strict=True):
+    answers, outcomes = [m.answer() for m in ungraded], [m.known_outcome() for m in ungraded]
+    for member, graded in zip(ungraded, rewards.grade(answers, outcomes), strict=True):
         member.graded = graded
     return [member.graded for member in members if member.graded is not None]
 
@@ -168,16 +178,21 @@ class Asker:
     sampling: SamplingParams
     requests: list[tuple[str, Future[Completion]]] = field(default_factory=list)  # one for each turn
 
-    async def __call__(self, context_ids: list[int], sampling: SamplingParams | None = None) -> Completion:
+    async def __call__(
+        self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
+    ) -> Completion:
         """See `episode.Ask`."""
         how, group, turn = self.of.how, self.prompt.group, len(self.requests)
         if self.of.ended:
             raise EpisodeAborted(f"prompt {group} is no longer wanted")
+        sampling = sampling or self.sampling
+        if max_tokens is not None and max_tokens < sampling.max_tokens:
+            sampling = dataclasses.replace(sampling, max_tokens=max_tokens)
         draw = (how.purpose, group, self.sample, turn)
         request = GenerationRequest(
             request_id="-".join(map(str, draw)),
             prompt_ids=context_ids,
-            sampling=sampling or self.sampling,
+            sampling=sampling,
             seed=None if how.seed is None else request_seed(how.seed, *draw),
             session=f"{how.purpose}-{group}-{self.sample}" if how.spread else f"{how.purpose}-{group}",
             turn=turn,

@@ -31,7 +31,7 @@ from verl_like.episodes.choosing import Choosing
 from verl_like.episodes.loop import EpisodeLoop
 from verl_like.episodes.pending import PendingBatch, of_rows
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
-from verl_like.episodes.tally import Ledger, filter_metrics
+from verl_like.episodes.tally import Ledger, conversation_metrics, filter_metrics
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
 
@@ -79,6 +79,7 @@ class Collector:
             self._ledger.used += len(groups)
         rollouts, pending = self._batch(groups, step)
         self._require_version(rollouts)
+        self._metrics |= conversation_metrics([member.episode for group in groups for member in group.sampled])
         if self.how.greedy_too:
             self._add_baseline(groups, rollouts, pending, step)
         if self._masks:

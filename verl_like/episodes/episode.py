@@ -8,9 +8,9 @@ what the model saw and wrote is never tokenised again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from verl_like.batch import Prompt
 from verl_like.rollout.rollout_engine import Completion, FinishReason, Sampled, SamplingParams
@@ -33,16 +33,33 @@ class Turn:
     state_id: int = -1
 
     @classmethod
-    def of(cls, observation_ids: Sequence[int], completion: Completion) -> Turn:
+    def of(cls, observation_ids: Sequence[int], completion: Completion, *, new_row: bool = False) -> Turn:
         """A turn of what was asked and answered."""
-        return cls(observation_ids=observation_ids, sampled=completion.sampled, finish_reason=completion.finish_reason)
+        sampled, reason = completion.sampled, completion.finish_reason
+        return cls(observation_ids=observation_ids, sampled=sampled, finish_reason=reason, new_row=new_row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFailure:
+    """Why an episode says nothing about the policy: it is left out of training, as one whose grader failed."""
+
+    kind: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
-    """One answer to one prompt: at least one turn."""
+    """One answer to one prompt: at least one turn.
+
+    reward: the environment's for the whole, which is its score; None: graders score it. info: what graders find in
+    extra_info beside the row's own. counts: what happened, summed over a batch in the metrics tools/*.
+    """
 
     turns: tuple[Turn, ...]
+    reward: float | None = None
+    failure: EpisodeFailure | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
 
     def rows(self) -> list[tuple[Turn, ...]]:
         """The turns of each row, in order."""
@@ -73,11 +90,13 @@ class EpisodeAborted(BaseException):
 class Ask(Protocol):
     """Samples the next turn of one episode."""
 
-    async def __call__(self, context_ids: list[int], sampling: SamplingParams | None = None) -> Completion:
+    async def __call__(
+        self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
+    ) -> Completion:
         """The policy's continuation of these tokens: all that came before, with earlier turns as they were sampled.
 
-        sampling: None for the run's own. Raises ValueError for what the engine refuses, RolloutError when it died,
-        EpisodeAborted.
+        sampling: None for the run's own. max_tokens: at most so many, and never more than `sampling` allows. Raises
+        ValueError for what the engine refuses, RolloutError when it died, EpisodeAborted.
         """
         ...
 

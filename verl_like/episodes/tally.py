@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from verl_like.batch import Scores
+from verl_like.episodes.episode import Episode
+
+# What a conversation counts beside its calls, as far as it happened.
+CONVERSATION_COUNTS = ("failed_calls", "malformed_calls", "new_rows", "out_of_tokens", "out_of_turns")
 
 
 @dataclass(slots=True)
@@ -44,4 +49,24 @@ def filter_metrics(judged: Sequence[Scores], *, num_judged: int, num_dropped: in
         "filter_groups/num_dropped": float(num_dropped),
         "filter_groups/signal_fraction": 1 - num_dropped / max(num_judged, 1),
         "filter_groups/score_mean_drawn": sum(each.sum().item() for each in scores) / max(sum(map(len, scores)), 1),
+    }
+
+
+def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """num_turns/* (verl's names, and its way to count: the prompt and tool answers are turns too) and tools/*: what the
+    episodes' `counts` say, in sum; calls for each episode in the mean. Nothing where no episode may have several turns.
+    """
+    turns = [episode.info["num_turns"] for episode in episodes if "num_turns" in episode.info]
+    if not turns:
+        return {}
+    counts: Counter[str] = Counter()
+    for episode in episodes:
+        counts.update(episode.counts)
+    return {
+        "num_turns/min": float(min(turns)),
+        "num_turns/max": float(max(turns)),
+        "num_turns/mean": sum(turns) / len(turns),
+        "tools/calls/mean": counts["calls"] / len(turns),
+        "tools/lost_episodes": float(sum(episode.failure is not None for episode in episodes)),
+        **{f"tools/{name}": float(counts[name]) for name in CONVERSATION_COUNTS},
     }

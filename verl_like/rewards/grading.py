@@ -91,9 +91,11 @@ class Grading:
         self._most = max_failure_fraction if failure_penalty is None else 1.0
         self._graded_by = graded_by
         self._futures = [each.futures for each in graded]
-        if self._rule and graded and not graded[0].futures:
-            scorer = graded[0].scorers[0]  # one function for the whole batch
-            self._futures = [[future] for future in scorer.submit([each.call(scorer) for each in graded])]
+        left = [place for place, futures in enumerate(self._futures) if not futures]
+        if self._rule and left:
+            scorer = graded[left[0]].scorers[0]  # one function for the whole batch
+            for place, future in zip(left, scorer.submit([graded[i].call(scorer) for i in left]), strict=True):
+                self._futures[place] = [future]
         self._scores: Scores | None = None
 
     def wait(self) -> None:
@@ -107,7 +109,7 @@ class Grading:
         (`may_all_fail`): `require_enough` is then due.
         """
         if self._scores is None:
-            scores = self._by_rule() if self._rule else without_rule(len(self._graded))
+            scores = self._by_rule() if self._rule or any(self._futures) else without_rule(len(self._graded))
             answers = [each.answer for each in self._graded]
             self._scores = scores if self._model is None else self._model.add_to(scores, answers)
             if not self._quiet:
@@ -119,6 +121,8 @@ class Grading:
     def _by_rule(self) -> Scores:
         outcomes = [
             combine([scorer.part for scorer in each.scorers], [future.result() for future in futures])
+            if futures
+            else RewardOutcome(score=0.0)  # a reward model scores it
             for each, futures in zip(self._graded, self._futures, strict=True)
         ]
         self._report_slowest(outcomes)

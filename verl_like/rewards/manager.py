@@ -12,6 +12,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -31,6 +32,7 @@ from verl_like.user_code import is_reference, resolve_path
 logger = logging.getLogger(__name__)
 
 _MOST_WORKERS = 64
+_KNOWN = Scorer(Part("environment"), lambda calls: [])  # nothing is submitted to it
 
 
 class RewardManager:
@@ -163,25 +165,31 @@ class RewardManager:
         """Whether each response has its score as soon as it is graded; otherwise a batch gets them together."""
         return self._model is None and self._manager != "batch"
 
-    def grade(self, answers: Sequence[Answer]) -> list[Graded]:
+    def grade(self, answers: Sequence[Answer], known: Sequence[RewardOutcome | None] | None = None) -> list[Graded]:
         """Start to grade these responses; from any thread. ValueError for a data source without a grader.
 
-        A batch manager and a reward model score all responses of a batch at once, in `gather` and its result.
+        known: outcomes of responses that need no grader (an environment has scored them, or nothing can). A batch
+        manager and a reward model score all responses of a batch at once, in `gather` and its result.
         """
-        graded = [self._ungraded(answer) for answer in answers]
+        outcomes = known or [None] * len(answers)
+        graded = [self._ungraded(answer, outcome) for answer, outcome in zip(answers, outcomes, strict=True)]
         if self._manager == "batch":
             return graded
         calls: dict[Submit, list[tuple[Graded, RewardCall]]] = {}  # one message for all that goes the same way
         for each in graded:
-            for scorer in each.scorers:
+            for scorer in () if each.futures else each.scorers:
                 calls.setdefault(scorer.submit, []).append((each, each.call(scorer)))
         futures = {submit: iter(submit([call for _, call in of])) for submit, of in calls.items()}
-        for each in graded:
+        for each in (each for each in graded if not each.futures):
             each.futures = [next(futures[scorer.submit]) for scorer in each.scorers]
         return graded
 
-    def _ungraded(self, answer: Answer) -> Graded:
+    def _ungraded(self, answer: Answer, known: RewardOutcome | None) -> Graded:
         row, text = answer.row, self._tokenizer.decode(answer.response_ids, skip_special_tokens=True)
+        if known is not None:
+            done: Future[RewardOutcome] = Future()
+            done.set_result(known)
+            return Graded(answer=answer, text=text, scorers=(_KNOWN,), futures=(done,))
         if self._model is not None and not self._model.needs_rule:
             return Graded(answer=answer, text=text)
         if (kind := (row.data_source, row.style)) not in self._known_scorers:

@@ -25,7 +25,7 @@ from verl_like.config.errors import ConfigError
 from verl_like.config.row_groups import actor_group, critic_group, reference_group
 from verl_like.data.build import build_dataset
 from verl_like.data.curriculum import CustomSampler
-from verl_like.data.dataset import Dataset, PromptDataset
+from verl_like.data.dataset import Dataset, PromptDataset, make_encoder
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler, Sampler
@@ -33,6 +33,9 @@ from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.episode import SingleTurn
+from verl_like.episodes.tool_agent import Bounds, ToolAgent
+from verl_like.episodes.tool_calls.formats import parser_of
+from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.models.loading import (
     check_score_head,
     check_ulysses,
@@ -57,6 +60,7 @@ from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
+from verl_like.trainer.tools import open_toolbox, require_tool_messages
 from verl_like.trainer.validation import Validator
 from verl_like.user_code import external_modules, is_reference
 from verl_like.workers.reward import network_config
@@ -86,6 +90,7 @@ class Inputs:
     val: Dataset | None
     eos_ids: tuple[int, ...]
     reward_tokenizers: tuple[Any, Any] | None  # of the policy's texts and of the reward model, where these differ
+    toolbox: Toolbox | None = None  # rollout.multi_turn
 
 
 @contextmanager
@@ -102,7 +107,8 @@ def build_trainer(
             device, ranks_per_node = resolve_world(config)
             world_size = config.trainer.nnodes * ranks_per_node
             check_own_code(config)
-            inputs = load_inputs(config)
+            toolbox = open_toolbox(config.actor_rollout_ref.rollout, stack)
+            inputs = load_inputs(config, toolbox)
             plan = BatchPlan.build(config, world_size, len(inputs.train))
             loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
             logger.info("%d process(es) on %s; %s", world_size, device, plan.table())
@@ -120,14 +126,8 @@ def build_trainer(
             rewards = stack.enter_context(
                 RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
             )
-            styles = [style for dataset in (inputs.train, inputs.val) if dataset for style in dataset.reward_styles()]
-            rewards.check_rows(styles)
-            for dataset in filter(None, (inputs.train, inputs.val)):
-                refuse_missing_answers(config, dataset)
-            rewards.warn_of_unknown_sources(source for source, _ in styles)
-            try_out(inputs.train, rewards)
-            if config.data.self_check_rows and rewards.rule_grades:
-                self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
+            if toolbox is None or not toolbox.gives_reward:
+                check_rewards(config, inputs, rewards)
         groups = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
         group = groups.policy
         if plan.needs_reward_model:
@@ -145,6 +145,18 @@ def build_trainer(
         gc.freeze()
         stack.callback(gc.unfreeze)
         yield trainer
+
+
+def check_rewards(config: PPOConfig, inputs: Inputs, rewards: RewardManager) -> None:
+    """ValueError, RewardFunctionError where the graders cannot score the rows."""
+    styles = [style for dataset in (inputs.train, inputs.val) if dataset for style in dataset.reward_styles()]
+    rewards.check_rows(styles)
+    for dataset in filter(None, (inputs.train, inputs.val)):
+        refuse_missing_answers(config, dataset)
+    rewards.warn_of_unknown_sources(source for source, _ in styles)
+    try_out(inputs.train, rewards)
+    if config.data.self_check_rows and rewards.rule_grades:
+        self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
 
 
 def model_score(config: PPOConfig, inputs: Inputs, scorer: RewardModelGroup) -> ModelScore:
@@ -232,8 +244,8 @@ def assemble(
     )
 
 
-def load_inputs(config: PPOConfig) -> Inputs:
-    """Tokenizer, model configuration and datasets, checked against each other."""
+def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
+    """Tokenizer, model configuration and datasets, checked against each other. The prompts offer toolbox's tools."""
     model, data = config.actor_rollout_ref.model, with_system_prompt(config)
     check_locations(config)
     key = "data.tokenizer" if data.tokenizer else "actor_rollout_ref.model.path"
@@ -255,8 +267,9 @@ def load_inputs(config: PPOConfig) -> Inputs:
         )
     reward_tokenizers = load_reward_model(config.reward_model) if config.reward_model.enable else None
     seed = config.trainer.seed
-    train = build_dataset(data, data.train_files, tokenizer, split="train", seed=seed)
-    val = build_dataset(data, data.val_files, tokenizer, split="val", seed=seed) if data.val_files else None
+    options = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
+    train = build_dataset(data, data.train_files, tokenizer, split="train", **options)
+    val = build_dataset(data, data.val_files, tokenizer, split="val", **options) if data.val_files else None
     for split, dataset in (("train", train), ("val", val)):
         if dataset is not None:
             refuse_media(dataset, f"data.{split}_files", hf_config)
@@ -268,6 +281,7 @@ def load_inputs(config: PPOConfig) -> Inputs:
         val=val,
         eos_ids=end_token_ids(tokenizer, hf_config),
         reward_tokenizers=reward_tokenizers,
+        toolbox=toolbox,
     )
 
 
@@ -301,7 +315,7 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
     rollout = config.actor_rollout_ref.rollout
     sampling = (validation_sampling if validation else train_sampling)(rollout, inputs.eos_ids, inputs.tokenizer)
     return Answering(
-        runner=SingleTurn(),
+        runner=SingleTurn() if inputs.toolbox is None else tool_agent(config, inputs, inputs.toolbox),
         sampling=sampling,
         n=rollout.val_kwargs.n if validation else rollout.n,
         seed=config.trainer.seed if rollout.seed_per_request else None,
@@ -309,6 +323,31 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
         spread=rollout.scheduler.expand_n,
         greedy_too=config.algorithm.adv_estimator == "remax" and not validation,
         grade_at_end=rollout.scheduler.mode == "batch",
+    )
+
+
+def tool_agent(config: PPOConfig, inputs: Inputs, toolbox: Toolbox) -> ToolAgent:
+    """The conversations of rollout.multi_turn."""
+    data, turns = config.data, config.actor_rollout_ref.rollout.multi_turn
+    limits = [limit for limit in (turns.max_turns, turns.max_assistant_turns) if limit is not None]
+    bounds = Bounds(
+        prompt=data.max_prompt_length,
+        response=data.max_response_length,
+        turns=min(limits, default=None),
+        observations=turns.max_user_turns,
+        calls=turns.max_parallel_calls,
+    )
+    encoder = make_encoder(data, inputs.tokenizer)
+    require_tool_messages(encoder, toolbox.schemas, inputs.eos_ids)
+    return ToolAgent(
+        encoder,
+        toolbox,
+        parser_of(turns.format),
+        bounds,
+        end_ids=inputs.eos_ids,
+        follow_template=turns.use_inference_chat_template,
+        malformed_end=turns.malformed_calls == "end",
+        environment=turns.environment_path is not None,
     )
 
 

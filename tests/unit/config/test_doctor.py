@@ -233,7 +233,10 @@ def test_every_row_names_real_keys():
     [
         (f"{A}.strategy=megatron", f"{A}.strategy=megatron: not available yet; use fsdp2"),
         (f"{R}.name=sglang", f"{R}.name=sglang: not available yet; use vllm or hf"),
-        (f"{R}.multi_turn.enable=True", "not available yet"),
+        (f"{R}.multi_turn.enable=True", f"set {R}.multi_turn.tool_config_path"),
+        (f"{R}.agent.default_agent_loop=tool_agent", f"needs {R}.multi_turn.enable=True"),
+        (f"{R}.multi_turn.interaction_config_path=x.yaml", "not available yet"),
+        (f"{R}.agent.agent_loop_config_path=x.yaml", "not available yet"),
         ("actor_rollout_ref.hybrid_engine=False", "not available yet"),
         ("+trainer.v1.trainer_mode=async", "not available yet (asynchronous trainers)"),
     ],

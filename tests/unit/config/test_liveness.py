@@ -36,6 +36,7 @@ SAMPLES: dict[str, Any] = {
     "actor_rollout_ref.rollout.max_model_len": 4096,
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": "left",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "disable",
+    "actor_rollout_ref.rollout.multi_turn.malformed_calls": "end",
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0",
     "algorithm.rollout_correction.rollout_rs": "token_k1,seq_max_k2",

@@ -81,12 +81,15 @@ class Rewards:
         self.verdict, self.grades_alone = verdict, alone
         self.seen: dict[int, int] = {}
 
-    def grade(self, answers: Sequence[Answer]) -> list[Graded]:
+    def grade(self, answers: Sequence[Answer], known: Sequence[RewardOutcome | None]) -> list[Graded]:
         found = []
-        for answer in answers:
+        for answer, outcome in zip(answers, known, strict=True):
             graded = Graded(answer=answer, text="", scorers=(Scorer(Part("custom"), self.submit),))
             futures = self.submit([graded.call(graded.scorers[0])])
-            graded.futures = futures if self.grades_alone else ()
+            if outcome is not None:
+                futures[0] = Future()
+                futures[0].set_result(outcome)
+            graded.futures = futures if self.grades_alone or outcome is not None else ()
             found.append(graded)
         return found
 

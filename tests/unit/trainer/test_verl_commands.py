@@ -24,7 +24,6 @@ REFUSED = {
     ("v0.6.1", "recipe/fapo/run_fapo_32b_remote.sh"): "there is no file",
     ("v0.6.1", "recipe/fapo/run_fapo_7b_remote.sh"): "there is no file",
     ("v0.6.1", "recipe/langgraph_agent/example/run_qwen2.5_3b.sh"): "agent_loop_config_path",
-    ("v0.6.1", "recipe/retool/run_qwen2-32b_ppo.sh"): "multi_turn.enable=True: not available yet",
     ("main", "examples/sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn_vllm_fsdp.sh"): "there is no file",
 }
 

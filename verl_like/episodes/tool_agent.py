@@ -1,0 +1,232 @@
+"""Conversations with tools: the model calls them, they answer, until it calls no more.
+
+    prompt -> [turn: sampled tokens -> calls -> tools -> observation] ... -> last turn without a call
+
+The model's tokens stay what it sampled (`Transcript`); tool text is observation: the model reads it and is not trained
+on it. A call that cannot be read or carried out is answered with what is wrong, so that the model can try again; a tool
+whose process died or gave no answer in time ends the episode, which is then left out of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_like.batch import Prompt
+from verl_like.data.chat import Messages, PromptEncoder
+from verl_like.data.dataset import SINGLE_TURN
+from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
+from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
+from verl_like.episodes.tools.toolbox import Toolbox, ToolOutcome
+from verl_like.episodes.transcript import Transcript
+from verl_like.rollout.rollout_engine import Completion, Sampled
+
+_THINK, _TAIL_TOKENS = "<think>", 8
+_TOOL_REWARD = "tool_reward/"
+_LOST = ("timeout", "crash", "memory")  # of the tool's process: no fault of the model's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How long a conversation may become.
+
+    prompt: tokens of a prompt, with what an environment adds to it. response: tokens of all turns and all tool text; a
+    request with its answer has at most prompt + response. turns, observations: the model's turns, and the tools' (None:
+    any number). calls: tool calls of one turn that are carried out; the model is told of the others.
+    """
+
+    prompt: int
+    response: int
+    turns: int | None = None
+    observations: int | None = None
+    calls: int = 1
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What has happened in one episode so far."""
+
+    turns: list[Turn] = field(default_factory=list)
+    used: int = 0  # tokens after the prompt
+    num_calls: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    rewards: dict[str, list[float]] = field(default_factory=dict)  # of each tool's calls
+
+
+class ToolAgent:
+    """The EpisodeRunner of rollout.multi_turn.
+
+    end_ids: tokens that end a turn. follow_template: see Transcript. malformed_end: a call that cannot be read ends the
+    episode, instead of being answered with what is wrong. environment: its reward, where it gives one, is the score;
+    otherwise graders score, and find the tools' rewards in extra_info["rollout_reward_scores"]. Rows with agent_name
+    single_turn_agent have one turn.
+    """
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        toolbox: Toolbox,
+        parser: ToolCallParser,
+        bounds: Bounds,
+        *,
+        end_ids: Sequence[int],
+        follow_template: bool,
+        malformed_end: bool = False,
+        environment: bool = False,
+    ) -> None:
+        self._encoder, self._toolbox, self._parser, self._bounds = encoder, toolbox, parser, bounds
+        self._end_ids, self._follow_template = frozenset(end_ids), follow_template
+        self._malformed_end, self._environment = malformed_end, environment
+        self._numbers = itertools.count()
+
+    async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+        """See EpisodeRunner."""
+        if prompt.row.agent == SINGLE_TURN:
+            return await SingleTurn().run(prompt, sample, ask)
+        session, progress = f"episode-{next(self._numbers)}", _Progress()
+        open_here = True
+        try:
+            start = await asyncio.wrap_future(self._toolbox.begin(session, prompt.row))
+            failure = _failure(start, "the begin of the episode")
+            if failure is None:
+                failure = await self._converse(prompt, start.text, ask, session, progress)
+            open_here = False
+            end = await asyncio.wrap_future(self._toolbox.end(session))
+        finally:
+            if open_here:  # an error, or nobody wants the episode any more
+                self._toolbox.end(session)
+        return self._episode(prompt, progress, end, failure or _failure(end, "the end of the episode"))
+
+    def _start(self, prompt: Prompt, greeting: str) -> tuple[list[int], Messages]:
+        """The prompt. greeting: what an environment says first, at the end of the last message."""
+        row, messages = prompt.row, list(prompt.row.messages)
+        if not greeting:
+            return prompt.ids, messages
+        messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{greeting}"}
+        (ids,) = self._encoder.encode([(messages, row.tools)])
+        if len(ids) > self._bounds.prompt:
+            raise ValueError(
+                f"the prompt of dataset index {row.index} has {len(ids)} tokens with what the environment's reset "
+                f"said, more than data.max_prompt_length={self._bounds.prompt}; raise it"
+            )
+        return ids, messages
+
+    async def _converse(
+        self, prompt: Prompt, greeting: str, ask: Ask, session: str, progress: _Progress
+    ) -> EpisodeFailure | None:
+        """Turns until the model calls no tool, or a bound is reached. What was lost, if something was."""
+        ids, messages = self._start(prompt, greeting)
+        transcript = Transcript(self._encoder, ids, messages, prompt.row.tools, follow_template=self._follow_template)
+        observation_ids, new_row = ids, False
+        while (room := self._room(transcript, progress)) > 0:
+            completion = await ask(transcript.context_ids, max_tokens=room)
+            progress.turns.append(Turn.of(observation_ids, completion, new_row=new_row))
+            progress.used += len(completion.sampled)
+            parsed = self._parsed(transcript.context_ids, completion)
+            if completion.finish_reason == "length" or not (parsed.calls or parsed.malformed):
+                return None
+            if parsed.malformed and self._malformed_end:
+                progress.counts["malformed_calls"] += len(parsed.malformed)
+                return None
+            if len(progress.turns) == self._bounds.turns or len(progress.turns) - 1 == self._bounds.observations:
+                progress.counts["out_of_turns"] += 1
+                return None
+            calls = _numbered(parsed, progress.num_calls)
+            progress.num_calls += len(calls)
+            transcript.wrote(completion.sampled.token_ids.tolist(), _message(parsed, calls))
+            answers, failure = await self._answers(parsed, calls, session, progress)
+            if failure is not None:
+                return failure
+            observation = transcript.observe(answers)
+            observation_ids, new_row = observation.ids, observation.new_row
+            progress.used += 0 if new_row else len(observation_ids)
+            progress.counts["new_rows"] += new_row
+        progress.counts["out_of_tokens"] += 1
+        return None
+
+    def _room(self, transcript: Transcript, progress: _Progress) -> int:
+        """Tokens that the next turn may have."""
+        bounds = self._bounds
+        return min(bounds.response - progress.used, bounds.prompt + bounds.response - len(transcript.context_ids))
+
+    def _parsed(self, context_ids: Sequence[int], completion: Completion) -> Parsed:
+        ids = completion.sampled.token_ids.tolist()
+        while ids and ids[-1] in self._end_ids:
+            ids.pop()
+        tokenizer = self._encoder.tokenizer
+        before = tokenizer.decode(context_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        opened = _THINK if before.rstrip().endswith(_THINK) else ""  # by the template: thinking is no call
+        return self._parser.parse(opened + tokenizer.decode(ids, skip_special_tokens=False))
+
+    async def _answers(
+        self, parsed: Parsed, calls: Sequence[tuple[str, ToolCall]], session: str, progress: _Progress
+    ) -> tuple[list[dict[str, Any]], EpisodeFailure | None]:
+        """One message for each call, in their order, and one for each that could not be read."""
+        allowed = calls[: self._bounds.calls]
+        running = [self._toolbox.call(session, call.name, call.arguments) for _, call in allowed]
+        outcomes = [await asyncio.wrap_future(future) for future in running]
+        answers = []
+        for (number, call), outcome in zip(allowed, outcomes, strict=True):
+            progress.counts["calls"] += 1
+            progress.counts["failed_calls"] += outcome.kind is not None
+            if outcome.kind in _LOST:
+                return [], _failure(outcome, call.name)
+            if outcome.reward is not None:
+                progress.rewards.setdefault(call.name, []).append(outcome.reward)
+            answers.append(_answer(number, call.name, outcome.text))
+        for number, call in calls[self._bounds.calls :]:
+            what = f"not run: at most {self._bounds.calls} call(s) at once"
+            answers.append(_answer(number, call.name, what))
+        for place, what in enumerate(parsed.malformed):
+            progress.counts["malformed_calls"] += 1
+            answers.append(_answer(f"broken{place:03d}", "unreadable", f"this call could not be read: {what}"))
+        return answers, None
+
+    def _episode(
+        self, prompt: Prompt, progress: _Progress, end: ToolOutcome, failure: EpisodeFailure | None
+    ) -> Episode:
+        nothing = Turn(observation_ids=prompt.ids, sampled=Sampled.of([], [], 0), finish_reason="stop")
+        info: dict[str, Any] = {"num_turns": 2 * len(progress.turns)}  # as verl counts: the prompt, and tool text
+        metrics = {name: value for name, value in end.metrics.items() if name.startswith(_TOOL_REWARD)}
+        scores = {name.removeprefix(_TOOL_REWARD): value for name, value in metrics.items()}
+        if scores or progress.rewards:
+            info["rollout_reward_scores"] = {n: sum(rewards) for n, rewards in progress.rewards.items()} | scores
+        return Episode(
+            turns=tuple(progress.turns) or (nothing,),
+            reward=end.reward if self._environment else None,
+            failure=failure,
+            info=info,
+            counts=dict(progress.counts),
+        )
+
+
+def _failure(outcome: ToolOutcome, what: str) -> EpisodeFailure | None:
+    if outcome.kind is None:
+        return None
+    return EpisodeFailure(kind=f"tool_{outcome.kind}", message=f"{what}: {outcome.message}")
+
+
+def _numbered(parsed: Parsed, before: int) -> list[tuple[str, ToolCall]]:
+    """Calls with ids of nine letters and digits, which is what Mistral's templates ask for."""
+    return [(f"call{before + place:05d}", call) for place, call in enumerate(parsed.calls)]
+
+
+def _message(parsed: Parsed, calls: Sequence[tuple[str, ToolCall]]) -> dict[str, Any]:
+    """The assistant's message in the form of OpenAI's chat interface."""
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for number, call in calls
+        ]
+    return message
+
+
+def _answer(number: str, name: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": number, "name": name, "content": text}
