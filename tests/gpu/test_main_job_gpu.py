@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -65,6 +67,19 @@ def test_main_job_on_cuda(tmp_path: Path, half_billion: Path, offload: bool) -> 
         assert record["training/rollout_probs_diff_mean"] < 1e-2
         assert record["perf/max_memory_allocated_gb"] > 1.0
     assert abs(records[0]["actor/ppo_kl"]) < 1e-3
+
+
+def test_conversations_with_tools(tmp_path: Path) -> None:
+    """Turns of many episodes meet in the engine, with tool processes beside it: does a small model learn to call, and
+    does the trainer agree with the sampler about tokens that were sampled in several requests?"""
+    out, recipe = tmp_path / "out", Path(__file__).resolve().parents[2] / "recipes" / "agent_tools" / "run.sh"
+    settings = ("trainer.device=cuda", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={out}")
+    memory = "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "ROLLOUT": "vllm"}
+    subprocess.run(["bash", str(recipe), *settings, memory], env=environment, check=True, timeout=1100)
+    records = [record for record in metrics_of(out) if "tools/calls/mean" in record]
+    assert records[-1]["tools/calls/mean"] > 0.9 and records[-1]["critic/score/mean"] > 0.85
+    assert all(record["training/rollout_probs_diff_mean"] < 1e-2 for record in records)
 
 
 def test_requests_are_added_and_aborted_while_others_decode(tmp_path: Path, half_billion: Path) -> None:

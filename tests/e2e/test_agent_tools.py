@@ -1,0 +1,87 @@
+"""Conversations with tools in the main job: the agent_tools recipe, small and (slow) whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from support import ROOT, metrics_of
+
+RECIPE = ROOT / "recipes" / "agent_tools"
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Its prepare.py, as Python imports it when it is run."""
+    for folder in ("quickstart", "agent_tools"):
+        monkeypatch.syspath_prepend(str(ROOT / "recipes" / folder))
+    for module in ("model", "prepare", "reward", "tools"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return __import__("prepare")
+
+
+def train(folder: Path, out: Path, *arguments: str, timeout: float = 300) -> list[dict[str, Any]]:
+    """The recipe's command line on the data and model in `folder`, in one process; the metrics."""
+    line = (RECIPE / "run.sh").read_text().replace('"$PYTHON" "$HERE/prepare.py"', 'true "$HERE"')
+    script = folder / "run.sh"
+    script.write_text(line.replace('HERE=$(cd "$(dirname "$0")" && pwd)', f"HERE={RECIPE}"))
+    settings = ("trainer.launcher=local", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={out}", *arguments)
+    environment = {"PYTHON": sys.executable, "OUT": str(folder), "ROLLOUT": "hf", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        ["bash", str(script), *settings],
+        env=os.environ | environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert run.returncode == 0, run.stdout
+    return metrics_of(out)
+
+
+def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path) -> None:
+    """A model that has seen some calls makes some, and reads the answers."""
+    size = {"num_training": 64, "num_validation": 16, "hidden_size": 64, "num_layers": 2}
+    recipe.prepare(tmp_path, recipe.Recipe(asks=1.0, warm_start_steps=150, warm_start_batch=16, **size))
+    small = [f"{key}=8" for key in ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")]
+    steps = train(tmp_path, tmp_path / "out", *small, "trainer.total_training_steps=2", "trainer.test_freq=2")
+    trained = [step for step in steps if "tools/calls/mean" in step]
+    assert len(trained) == 2
+    for step in trained:
+        assert step["tools/calls/mean"] > 0.3 and step["num_turns/max"] >= 4
+        assert step["tools/lost_episodes"] == 0 and step["training/rollout_probs_diff_max"] < 0.01
+        assert step["response_length/max"] <= 40
+
+
+def test_a_template_without_tool_messages_is_refused_before_anything_starts(recipe: ModuleType, tmp_path: Path) -> None:
+    recipe.prepare(tmp_path, recipe.Recipe(warm_start_steps=1, warm_start_batch=2, num_training=64, num_validation=8))
+    template = tmp_path / "refuses.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ m['content'] }}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(AssertionError, match=f"{MULTI_TURN}.enable=True: the chat template takes no message"):
+        train(tmp_path, tmp_path / "out", f"data.chat_template={template}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_whole_recipe(recipe: ModuleType, tmp_path: Path) -> None:
+    recipe.prepare(tmp_path, recipe.Recipe())
+    metric = f"val-core/{recipe.DATA_SOURCE}/acc/mean@1"
+    saved = ("trainer.save_freq=60", "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]")
+    steps = train(tmp_path, tmp_path / "out", *saved, "trainer.resume_mode=disable", timeout=1500)
+    accuracies = [step[metric] for step in steps if metric in step]
+    assert 0.15 < accuracies[0] < 0.55 and accuracies[-1] > 0.9
+    assert steps[-1]["tools/calls/mean"] > 0.95
+    model = tmp_path / "out" / "global_step_60" / "actor" / "huggingface"
+    without = (f"{MULTI_TURN}.enable=False", "trainer.val_only=True", f"actor_rollout_ref.model.path={model}")
+    (alone,) = train(tmp_path, tmp_path / "alone", *without)
+    assert alone[metric] < 0.3
