@@ -67,8 +67,11 @@ def test_a_template_without_tool_messages_is_refused_before_anything_starts(reci
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "{{ m['content'] }}<|im_end|>{% endfor %}"
     )
-    with pytest.raises(AssertionError, match=f"{MULTI_TURN}.enable=True: the chat template takes no message"):
+    with pytest.raises(AssertionError, match=f"{MULTI_TURN}.enable=True: the chat template takes no message") as caught:
         train(tmp_path, tmp_path / "out", f"data.chat_template={template}")
+    assert "process(es) on cpu" not in str(caught.value)  # the line before workers are started
+    with pytest.raises(AssertionError, match=f"{MULTI_TURN}.format"):
+        train(tmp_path, tmp_path / "out", f"{MULTI_TURN}.format=morse")
 
 
 @pytest.mark.slow

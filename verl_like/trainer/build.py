@@ -32,7 +32,7 @@ from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
-from verl_like.episodes.episode import SingleTurn
+from verl_like.episodes.episode import EpisodeRunner, SingleTurn
 from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.tools.toolbox import Toolbox
@@ -90,7 +90,7 @@ class Inputs:
     val: Dataset | None
     eos_ids: tuple[int, ...]
     reward_tokenizers: tuple[Any, Any] | None  # of the policy's texts and of the reward model, where these differ
-    toolbox: Toolbox | None = None  # rollout.multi_turn
+    runner: EpisodeRunner  # how a prompt becomes an episode, in training and in validation
 
 
 @contextmanager
@@ -274,14 +274,15 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         if dataset is not None:
             refuse_media(dataset, f"data.{split}_files", hf_config)
             dataset.check_rows()
+    eos_ids = end_token_ids(tokenizer, hf_config)
     return Inputs(
         tokenizer=tokenizer,
         hf_config=hf_config,
         train=train,
         val=val,
-        eos_ids=end_token_ids(tokenizer, hf_config),
+        eos_ids=eos_ids,
         reward_tokenizers=reward_tokenizers,
-        toolbox=toolbox,
+        runner=SingleTurn() if toolbox is None else tool_agent(config, tokenizer, eos_ids, toolbox),
     )
 
 
@@ -315,7 +316,7 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
     rollout = config.actor_rollout_ref.rollout
     sampling = (validation_sampling if validation else train_sampling)(rollout, inputs.eos_ids, inputs.tokenizer)
     return Answering(
-        runner=SingleTurn() if inputs.toolbox is None else tool_agent(config, inputs, inputs.toolbox),
+        runner=inputs.runner,
         sampling=sampling,
         n=rollout.val_kwargs.n if validation else rollout.n,
         seed=config.trainer.seed if rollout.seed_per_request else None,
@@ -326,8 +327,9 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
     )
 
 
-def tool_agent(config: PPOConfig, inputs: Inputs, toolbox: Toolbox) -> ToolAgent:
-    """The conversations of rollout.multi_turn."""
+def tool_agent(config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], toolbox: Toolbox) -> ToolAgent:
+    """The conversations of rollout.multi_turn. ValueError for an unknown syntax of calls, and for a chat template that
+    has no place for what tools say."""
     data, turns = config.data, config.actor_rollout_ref.rollout.multi_turn
     limits = [limit for limit in (turns.max_turns, turns.max_assistant_turns) if limit is not None]
     bounds = Bounds(
@@ -337,14 +339,14 @@ def tool_agent(config: PPOConfig, inputs: Inputs, toolbox: Toolbox) -> ToolAgent
         observations=turns.max_user_turns,
         calls=turns.max_parallel_calls,
     )
-    encoder = make_encoder(data, inputs.tokenizer)
-    require_tool_messages(encoder, toolbox.schemas, inputs.eos_ids)
+    encoder = make_encoder(data, tokenizer)
+    require_tool_messages(encoder, toolbox.schemas, eos_ids)
     return ToolAgent(
         encoder,
         toolbox,
         parser_of(turns.format),
         bounds,
-        end_ids=inputs.eos_ids,
+        end_ids=eos_ids,
         follow_template=turns.use_inference_chat_template,
         malformed_end=turns.malformed_calls == "end",
         environment=turns.environment_path is not None,
