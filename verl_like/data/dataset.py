@@ -156,7 +156,11 @@ class PromptDataset:
         own = None if self.data.tools_key is None else tools_of(row, self.data.tools_key, place)
         if own is not None or not self.tools or row.get("agent_name") == SINGLE_TURN:
             return own
+        if row.get("agent_name") not in (None, "", "tool_agent"):
+            raise ValueError(f"{place}: agent_name={row['agent_name']!r} is neither tool_agent nor {SINGLE_TURN}")
         chosen = dictionary_of(row, "extra_info", place).get("tool_selection")
+        if chosen is not None and not (isinstance(chosen, list) and all(isinstance(name, str) for name in chosen)):
+            raise ValueError(f"{place}: extra_info.tool_selection={chosen!r:.100} must be a list of names of tools")
         if not chosen:
             return list(self.tools)
         known = {tool["function"]["name"]: tool for tool in self.tools}

@@ -64,7 +64,7 @@ class Member:
     def known_outcome(self) -> RewardOutcome | None:
         """Of an episode that needs no grader."""
         if (failure := self.episode.failure) is not None:
-            return RewardOutcome(kind=failure.kind, message=failure.message)
+            return RewardOutcome(kind=failure.kind, message=failure.message, lost=True)
         return None if self.episode.reward is None else RewardOutcome(score=self.episode.reward)
 
 

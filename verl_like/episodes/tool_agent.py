@@ -10,6 +10,7 @@ whose process died or gave no answer in time ends the episode, which is then lef
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -108,11 +109,6 @@ class ToolAgent:
             return prompt.ids, messages
         messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{greeting}"}
         (ids,) = self._encoder.encode([(messages, row.tools)])
-        if len(ids) > self._bounds.prompt:
-            raise ValueError(
-                f"the prompt of dataset index {row.index} has {len(ids)} tokens with what the environment's reset "
-                f"said, more than data.max_prompt_length={self._bounds.prompt}; raise it"
-            )
         return ids, messages
 
     async def _converse(
@@ -120,6 +116,9 @@ class ToolAgent:
     ) -> EpisodeFailure | None:
         """Turns until the model calls no tool, or a bound is reached. What was lost, if something was."""
         ids, messages = self._start(prompt, greeting)
+        if greeting and len(ids) > self._bounds.prompt:
+            what = f"{len(ids)} tokens with what reset said, more than data.max_prompt_length={self._bounds.prompt}"
+            return EpisodeFailure(kind="prompt_too_long", message=what)
         transcript = Transcript(self._encoder, ids, messages, prompt.row.tools, follow_template=self._follow_template)
         observation_ids, new_row = ids, False
         while (room := self._room(transcript, progress)) > 0:
@@ -141,11 +140,16 @@ class ToolAgent:
             answers, failure = await self._answers(parsed, calls, session, progress)
             if failure is not None:
                 return failure
-            observation = transcript.observe(answers)
+            try:
+                observation = transcript.observe(answers)
+            except ValueError as error:  # a good call is refused at the start of the run: only this answer is to blame
+                return EpisodeFailure(kind="template", message=str(error)) if calls else None
             observation_ids, new_row = observation.ids, observation.new_row
             progress.used += 0 if new_row else len(observation_ids)
             progress.counts["new_rows"] += new_row
         progress.counts["out_of_tokens"] += 1
+        if progress.turns:  # the budget ended it, though the model had ended its turn
+            progress.turns[-1] = dataclasses.replace(progress.turns[-1], finish_reason="length")
         return None
 
     def _room(self, transcript: Transcript, progress: _Progress) -> int:

@@ -176,11 +176,11 @@ def to_scores(
         else RewardFailure(row=row, data_source=source, kind=outcome.kind, message=outcome.message)
         for row, (outcome, source) in enumerate(zip(outcomes, data_sources, strict=True))
     ]
-    failed = math.nan if failure_penalty is None else failure_penalty
-    values = [failed if outcome.score is None else outcome.score for outcome in outcomes]
+    penalties = [math.nan if failure_penalty is None or outcome.lost else failure_penalty for outcome in outcomes]
+    values = [p if outcome.score is None else outcome.score for p, outcome in zip(penalties, outcomes, strict=True)]
     return Scores(
         score_B=torch.tensor(values, dtype=torch.float32),
-        valid_B=torch.tensor([f is None or failure_penalty is not None for f in failures], dtype=torch.bool),
+        valid_B=torch.tensor([not math.isnan(value) for value in values], dtype=torch.bool),
         extras=[dict(outcome.extras) for outcome in outcomes],
         failures=failures,
         seconds_B=torch.tensor([outcome.seconds for outcome in outcomes], dtype=torch.float32),

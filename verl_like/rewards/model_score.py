@@ -68,10 +68,11 @@ class ModelScore:
                 source = answers[row].row.data_source
                 message = f"the reward model's score is {value}, weighted {weighted}"
                 failures[row] = RewardFailure(row=row, data_source=source, kind="bad_value", message=message)
-            joined.append(weighted if failures[row] is None else failed)
+            lost = failures[row] is not None and scores.failures[row] is not None and not bool(scores.valid_B[row])
+            joined.append(weighted if failures[row] is None else math.nan if lost else failed)
         return Scores(
             score_B=torch.tensor(joined, dtype=torch.float32),
-            valid_B=torch.tensor([f is None or penalty is not None for f in failures], dtype=torch.bool),
+            valid_B=torch.tensor([not math.isnan(value) for value in joined], dtype=torch.bool),
             extras=extras,
             failures=failures,
             seconds_B=scores.seconds_B,

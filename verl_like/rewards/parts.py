@@ -68,7 +68,7 @@ def combine(parts: Sequence[Part], outcomes: Sequence[RewardOutcome]) -> RewardO
     for part, outcome in zip(parts, outcomes, strict=True):
         if outcome.score is None:
             message = outcome.message if len(parts) == 1 else f"{part.name}: {outcome.message}"
-            return RewardOutcome(kind=outcome.kind, message=message, seconds=seconds)
+            return RewardOutcome(kind=outcome.kind, message=message, seconds=seconds, lost=outcome.lost)
     score = sum(part.weight * (outcome.score or 0.0) for part, outcome in zip(parts, outcomes, strict=True))
     extras = dict(outcomes[0].extras)
     if len(parts) > 1:

@@ -18,9 +18,13 @@ class RewardFunctionError(ServiceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOutcome(Outcome):
-    """What became of one call. `kind` is None when `score` is good, and may also be "bad_value"."""
+    """What became of one call. `kind` is None when `score` is good, and may also be "bad_value".
+
+    lost: a failure that says nothing about the response: left out whatever reward_model.failure_penalty is.
+    """
 
     score: float | None = None
+    lost: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
 
 

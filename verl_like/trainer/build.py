@@ -349,7 +349,7 @@ def tool_agent(config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], tool
         end_ids=eos_ids,
         follow_template=turns.use_inference_chat_template,
         malformed_end=turns.malformed_calls == "end",
-        environment=turns.environment_path is not None,
+        environment=toolbox.gives_reward,
     )
 
 

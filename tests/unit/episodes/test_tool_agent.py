@@ -21,6 +21,9 @@ from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.tools.tool_call import ToolSpec
 from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.rewards.grading import to_scores
+from verl_like.rewards.parts import Part, combine
+from verl_like.rewards.reward_call import RewardOutcome
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 
 END = 3  # the id that ends a turn
@@ -307,3 +310,38 @@ def test_an_episode_that_is_given_up_leaves_nothing_in_the_tools_process(guessin
     finally:
         del guessing.end
     assert len(ended) == 1
+
+
+def test_an_answer_that_the_template_has_no_place_for_ends_the_episode_alone(
+    tools: Toolbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(messages: list[dict[str, Any]], **options: Any) -> str:
+        if any(message["role"] == "tool" for message in messages):
+            raise RuntimeError("roles must alternate")
+        return LetterTokenizer.apply_chat_template(TOKENIZER, messages, **options)
+
+    monkeypatch.setattr(TOKENIZER, "apply_chat_template", refuse)
+    broken = converse(tools, Model('<tool_call>{"name": </tool_call>'))
+    assert len(broken.turns) == 1 and broken.failure is None
+    good = converse(tools, Model(call(6, 7)))
+    assert good.failure is not None and good.failure.kind == "template"
+
+
+def test_a_budget_that_tool_text_used_up_counts_as_truncated(tools: Toolbox) -> None:
+    episode = converse(tools, Model(call(6, 7)), bounds={"response": len(call(6, 7)) + 10})
+    assert episode.counts["out_of_tokens"] == 1 and episode.turns[-1].finish_reason == "length"
+
+
+def test_a_greeting_that_does_not_fit_loses_the_episode(guessing: Toolbox) -> None:
+    episode = converse(guessing, Model(), prompt(extra_info={"target": 8}), environment=True, bounds={"prompt": 30})
+    assert episode.failure is not None and episode.failure.kind == "prompt_too_long"
+
+
+def test_a_lost_episode_has_no_penalty(tools: Toolbox) -> None:
+    lost = Member(prompt(), converse(tools, Model(call(99)))).known_outcome()
+    failed = RewardOutcome(kind="timeout", message="a grader's")
+    assert lost is not None
+    scores = to_scores(
+        [combine([Part("environment")], [each]) for each in (lost, failed)], ["x"] * 2, failure_penalty=-1
+    )
+    assert scores.valid_B.tolist() == [False, True] and scores.score_B[1] == -1
