@@ -91,7 +91,7 @@ class ToolService:
                 errors.append(error)
                 continue
             metrics |= outcome.metrics
-            if outcome.reward is not None and isinstance(source, Environment):  # a tool's stands in the metrics
+            if outcome.reward is not None:
                 rewards.append(outcome.reward)
         if errors:
             raise errors[0]
