@@ -31,6 +31,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add("growth", "growth", "cost by model, batch and length: computed, or measured", growth, files)
     add("scheduler", "scheduler", "orders of taking groups, simulated: time and length", scheduler, files)
     add("agents", "agents", "conversations with a slow tool, beside the longest alone", agents, files, overrides)
+    add("driver", "driver", "the driver's own work of a step, without models", driver, files)
     add("packing", "packing", "how full micro-batches are", packing, files)
     add(
         "all",
@@ -156,6 +157,17 @@ def agents(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=positive, default=8, help="simulated ones")
     parser.add_argument("--rounds", type=positive, default=3, help="measured rounds, after one that warms up")
     parser.add_argument("--threads", type=positive, default=None, help="threads of a real engine (default: all cores)")
+
+
+def driver(parser: argparse.ArgumentParser) -> None:
+    """The batch that passes through the driver."""
+    parser.add_argument("--prompts", type=positive, default=1024)
+    parser.add_argument("--n", type=positive, default=8, help="responses to each")
+    parser.add_argument("--mean", type=positive, default=2300, help="tokens of a response")
+    parser.add_argument("--longest", type=positive, default=4096, help="tokens")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--threads", type=positive, default=1, help="of torch")
+    parser.add_argument("--most-copies", type=float, help="a further bar: the step, in copies of the batch")
 
 
 def growth(parser: argparse.ArgumentParser) -> None:
