@@ -21,12 +21,14 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-_RIGHT = "right"  # [B, R]: row i holds response_length_B[i] real entries, then padding
-_LEFT = "left"  # [B, P]: row i holds padding, then prompt_length_B[i] real entries
-_LENGTH_FIELD = {_RIGHT: "response_length_B", _LEFT: "prompt_length_B"}
+from verl_like.ragged import Side, flat_rows, pad_to_width, padded_rows, plain, revived
+
+_RIGHT: Side = "right"  # [B, R]: row i holds response_length_B[i] real entries, then padding
+_LEFT: Side = "left"  # [B, P]: row i holds padding, then prompt_length_B[i] real entries
+_LENGTH_FIELD: dict[Side, str] = {_RIGHT: "response_length_B", _LEFT: "prompt_length_B"}
 
 
-def _padded(side: str, fill: float = 0, **kwargs: Any) -> Any:
+def _padded(side: Side, fill: float = 0, **kwargs: Any) -> Any:
     return dataclasses.field(metadata={"padded": side, "fill": fill}, **kwargs)
 
 
@@ -59,12 +61,14 @@ class TensorStruct:
         return dataclasses.replace(self, **changes)
 
     def select(self, index: Tensor | Sequence[int]) -> Self:
-        """Rows by position (a boolean mask [B] or integers), in the order given."""
+        """Rows by position (a boolean mask [B] or integers), in the order given; all of them: the struct itself."""
         positions = torch.as_tensor(index)
         if positions.dtype == torch.bool:
             positions = positions.nonzero().flatten()
         positions = positions.long()
         chosen = positions.tolist()
+        if chosen == list(range(len(self))):
+            return self
         return self._map(lambda t: t[positions.to(t.device)], lambda items: [items[i] for i in chosen])
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
@@ -93,11 +97,19 @@ class TensorStruct:
 
     def trim(self) -> Self:
         """Cut padding that no row needs any more (after `select`)."""
+        return self._narrowed(slice(None)) if len(self) else self
+
+    def share(self, index: Sequence[int]) -> Self:
+        """`select` and `trim` in one: padding that these rows do not need is not copied first."""
+        return self._narrowed(torch.tensor(index)).select(index) if len(index) else self.select(index)
+
+    def _narrowed(self, rows: Tensor | slice) -> Self:
+        """All rows, as wide as these need."""
         changes: dict[str, Any] = {}
-        for side in (_RIGHT, _LEFT):
+        for side, lengths in _LENGTH_FIELD.items():
             names = self._padded_names(side)
-            if names and len(self):
-                width = int(getattr(self, _LENGTH_FIELD[side]).max())
+            if names:
+                width = int(getattr(self, lengths)[rows].max())
                 cut = (lambda t, w=width: t[:, :w]) if side == _RIGHT else (lambda t, w=width: t[:, t.shape[1] - w :])
                 changes |= {name: cut(getattr(self, name)) for name in names}
         return self.replace(**changes)
@@ -106,7 +118,7 @@ class TensorStruct:
         """A copy with every tensor on `device`."""
         return self._map(lambda t: t.to(device, non_blocking=True), lambda items: items)
 
-    def _padded_names(self, side: str) -> list[str]:
+    def _padded_names(self, side: Side) -> list[str]:
         return [
             f.name
             for f in dataclasses.fields(self)
@@ -125,13 +137,14 @@ class TensorStruct:
         for f in dataclasses.fields(self):
             value, side = getattr(self, f.name), f.metadata.get("padded")
             if value is not None and side is not None:
-                mask = _real_mask(getattr(self, _LENGTH_FIELD[side]), value.shape[1], side)
-                value = (value[mask.to(value.device)], value.shape[1])
-            state[f.name] = value
+                lengths = getattr(self, _LENGTH_FIELD[side]).tolist()
+                state[f.name] = (plain(flat_rows(value, lengths, side)), value.shape[1])
+            else:
+                state[f.name] = plain(value) if isinstance(value, Tensor) else value
         return _rebuild, (type(self), state)
 
 
-def _real_mask(length_B: Tensor, width: int, side: str) -> Tensor:
+def _real_mask(length_B: Tensor, width: int, side: Side) -> Tensor:
     """[B, width] bool, true where a padded column holds a real entry."""
     position = torch.arange(width, device=length_B.device)
     if side == _RIGHT:
@@ -145,11 +158,10 @@ def _rebuild(cls: type[TensorStruct], state: dict[str, Any]) -> TensorStruct:
     for f in dataclasses.fields(cls):
         value, side = state[f.name], f.metadata.get("padded")
         if value is not None and side is not None:
-            real, width = value
-            mask = _real_mask(state[_LENGTH_FIELD[side]], width, side).to(real.device)
-            value = torch.full(mask.shape, f.metadata["fill"], dtype=real.dtype, device=real.device)
-            value[mask] = real
-        fields[f.name] = value
+            lengths = revived(state[_LENGTH_FIELD[side]]).tolist()
+            fields[f.name] = padded_rows(revived(value[0]), lengths, value[1], side, f.metadata["fill"])
+        else:
+            fields[f.name] = revived(value)
     return cls(**fields)
 
 
@@ -163,27 +175,15 @@ def _concat_column(values: list[Any], metadata: Any) -> Any:
     return torch.cat([pad_to_width(value, width, side, metadata["fill"]) for value in values])
 
 
-def pad_to_width(value: Tensor, width: int, side: str, fill: float) -> Tensor:
-    """Widen [B, w] to [B, width] with `fill` on the `side` ("left" or "right")."""
-    missing = width - value.shape[1]
-    padding = (0, missing) if side == _RIGHT else (missing, 0)
-    return torch.nn.functional.pad(value, padding, value=fill) if missing else value
-
-
-def pad_rows(rows: Iterable[Sequence[float] | Tensor], *, side: str, dtype: torch.dtype, fill: float = 0) -> Tensor:
+def pad_rows(rows: Iterable[Sequence[float] | Tensor], *, side: Side, dtype: torch.dtype, fill: float = 0) -> Tensor:
     """Stack sequences of different lengths into [B, longest], padded with `fill` on `side` ("left" or "right")."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
     return pad_values(torch.cat(tensors), [len(row) for row in tensors], side=side, fill=fill)
 
 
-def pad_values(values_T: Tensor, lengths: Sequence[int], *, side: str, fill: float = 0) -> Tensor:
+def pad_values(values_T: Tensor, lengths: Sequence[int], *, side: Side, fill: float = 0) -> Tensor:
     """The same for rows that lie one behind the other: [T], of which row b has `lengths[b]`, as [B, longest]."""
-    length_B1, width = torch.tensor(lengths)[:, None], max(lengths)
-    place_R = torch.arange(width)
-    mask_BR = place_R < length_B1 if side == _RIGHT else place_R >= width - length_B1
-    padded_BR = torch.full(mask_BR.shape, fill, dtype=values_T.dtype)
-    padded_BR[mask_BR] = values_T
-    return padded_BR
+    return padded_rows(values_T, lengths, max(lengths), side, fill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.architecture.source import ROOT, Source, package_sources, parse
 
-BASE = {"batch", "config", "user_code"}
+BASE = {"batch", "config", "ragged", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
 TRAINER_LEVEL = ROLE_LEVEL | {"cluster", "observe", "data", "rewards", "services", "workers", "episodes"}
@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "user_code": set(),
     "services": {"user_code"},
     "config": {"user_code"},
-    "batch": {"config"},
+    "ragged": set(),
+    "batch": {"config", "ragged"},
     "algorithms": BASE,
     "models": BASE | {"parallel"},
     "parallel": BASE | {"models"},

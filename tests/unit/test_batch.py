@@ -73,6 +73,14 @@ def test_select_moves_whole_rows() -> None:
                 assert torch.equal(getattr(chosen, name)[place], value[row]), name
 
 
+def test_a_share_is_as_wide_as_its_rows() -> None:
+    batch = rollouts(LENGTHS, extra=3)
+    assert_same(batch.share([3, 0]), batch.select([3, 0]).trim())
+    assert batch.share([3, 0]).response_ids_BR.shape == (2, 3)
+    assert_same(batch.share([]), batch.select([]))
+    assert batch.select(range(4)) is batch  # nothing is copied
+
+
 def test_select_by_mask_and_by_nothing() -> None:
     batch = rollouts(LENGTHS)
     assert_same(batch.select(torch.tensor([True, False, False, True])), batch.select([0, 3]))

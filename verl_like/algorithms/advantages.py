@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from verl_like.algorithms.groups import GroupStatistics, group_statistics
-from verl_like.algorithms.masked import masked_fill_zero, masked_sum, masked_whiten
+from verl_like.algorithms.masked import masked_fill_zero, masked_sum, masked_whiten, row_blocks
 from verl_like.algorithms.registry import Registry
 from verl_like.algorithms.stepwise import Turns, anchor_advantages, normalised_by_group, turn_returns, turns_of
 from verl_like.config import AlgorithmConfig
 
 GRPO_EPS = 1e-6
+_GAE_BLOCK = 2**23  # entries of a block of rows: fewer rows would make more steps of the loop over tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +84,18 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs
             "algorithm.adv_estimator='gae' needs values, but this run has no critic; use 'grpo' or add one"
         )
     rewards, values, mask = inputs.token_rewards_BR, inputs.values_BR, inputs.response_mask_BR
-    next_value = next_advantage = torch.zeros(len(rewards), dtype=rewards.dtype, device=rewards.device)
-    backwards: list[Tensor] = []
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + algorithm.gamma * next_value - values[:, t]
-        advantage = delta + algorithm.gamma * algorithm.lam * next_advantage
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-        backwards.append(next_advantage)
-    raw_BR = torch.stack(backwards[::-1], dim=1) if backwards else torch.zeros_like(rewards)
+    raw_BR = torch.empty_like(rewards)
+    for rows in row_blocks(rewards.shape, _GAE_BLOCK):  # time first: what one step reads lies together
+        rewards_RB, values_RB, mask_RB = (column[rows].T.contiguous() for column in (rewards, values, mask))
+        raw_RB = torch.empty_like(rewards_RB)
+        next_value = next_advantage = rewards.new_zeros(rewards_RB.shape[1])
+        for t in reversed(range(len(rewards_RB))):
+            delta = rewards_RB[t] + algorithm.gamma * next_value - values_RB[t]
+            advantage = delta + algorithm.gamma * algorithm.lam * next_advantage
+            next_value = torch.where(mask_RB[t], values_RB[t], next_value)
+            next_advantage = torch.where(mask_RB[t], advantage, next_advantage)
+            raw_RB[t] = next_advantage
+        raw_BR[rows] = raw_RB.T
     returns_BR = masked_fill_zero(raw_BR + values, mask)
     return AdvantageOutputs(advantages_BR=masked_whiten(raw_BR, mask), returns_BR=returns_BR)
 

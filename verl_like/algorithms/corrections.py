@@ -18,13 +18,14 @@ Sources: TIS, Yao et al. 2025 (fengyao.notion.site/off-policy-rl); IcePop, Ring-
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, share_of_episode
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, row_blocks, share_of_episode
 from verl_like.algorithms.mismatch import (
     LOG_LIMIT,
     NONFINITE,
@@ -299,18 +300,39 @@ def correct_on_driver(
         return DriverCorrection(mask_BR=mask_BR, rollout_log_probs_BR=rollout_BR, metrics={})
     episodes = Episodes.of(rollouts)
     tokens_B = episodes.of_rows(episodes.sums(mask_BR.sum(dim=1)))
-    gap = gap_between(evaluated.old_log_probs_BR, rollout_BR, mask_BR, share_of_episode(mask_BR, tokens_B))
-    nonfinite = {NONFINITE: float(gap.unknown_BR.sum())}
+    share_B, tally, num_unknown = share_of_episode(mask_BR, tokens_B), Tally(), 0
+    keep_BR = torch.zeros_like(mask_BR) if corrects(correction) else mask_BR
+    weights: list[tuple[slice, Tensor]] = []
+    for rows in row_blocks(mask_BR.shape):
+        gap = gap_between(evaluated.old_log_probs_BR[rows], rollout_BR[rows], mask_BR[rows], share_B[rows])
+        num_unknown += int(gap.unknown_BR.sum())
+        counted = count_gap(gap)
+        if corrects(correction):
+            found = correct(gap, dataclasses.replace(correction, rollout_is_batch_normalize=False))
+            keep_BR[rows], counted = found.keep_BR, counted.joined(found.tally)
+            if found.weights_BR is not None:
+                weights.append((rows, found.weights_BR))
+        tally = tally.added(counted)
+    metrics = finish(tally.numbers()) | {NONFINITE: float(num_unknown)}
     if not corrects(correction):
-        return DriverCorrection(mask_BR=mask_BR, metrics=finish(count_gap(gap).numbers()) | nonfinite)
-    found = correct(gap, correction)
-    metrics = finish(count_gap(gap).joined(found.tally).numbers()) | nonfinite
-    if found.norm_factor is not None:
-        metrics["rollout_corr/rollout_is_batch_norm_factor"] = found.norm_factor
-    if not found.keep_BR.any():
+        return DriverCorrection(mask_BR=mask_BR, metrics=metrics)
+    factor = 1.0
+    if weights and correction.rollout_is_batch_normalize:
+        factor = _mean_of(tally, correction.rollout_is) or 1.0
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
+    if not keep_BR.any():
         raise ValueError(_all_rejected(correction, metrics, int(mask_BR.sum())))
-    weights_BR = None if found.weights_BR is None else found.weights_BR.float()
-    return DriverCorrection(mask_BR=found.keep_BR, weights_BR=weights_BR, metrics=metrics)
+    weights_BR = torch.zeros(mask_BR.shape)
+    for rows, weights_of_rows in weights:
+        weights_BR[rows] = weights_of_rows / factor
+    return DriverCorrection(mask_BR=keep_BR, weights_BR=weights_BR if weights else None, metrics=metrics)
+
+
+def _mean_of(tally: Tally, level: str | None) -> float:
+    """`mean_weight` of all rows that were counted."""
+    total, count = ("weight", "weight_tokens") if level == "token" else ("rows/weight", "num_rows/weight")
+    least = 1.0 if level == "token" else 1e-12
+    return (tally.sums[total] / tally.sums[count].clamp(min=least)).item()
 
 
 def _all_rejected(correction: RolloutCorrectionConfig, metrics: dict[str, float], num_tokens: int) -> str:

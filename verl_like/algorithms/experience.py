@@ -20,7 +20,7 @@ from verl_like.algorithms.advantages import AdvantageInputs, AdvantageOutputs, c
 from verl_like.algorithms.corrections import DriverCorrection, correct_on_driver
 from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.kl import FULL_KL_KIND, kl_penalty, mean_sequence_kl
-from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var, token_spread
 from verl_like.algorithms.reward_shaping import (
     pf_ppo_rows,
     reward_components,
@@ -217,9 +217,11 @@ def place_on_last_token(score_B: Tensor, mask_BR: Tensor) -> Tensor:
 
     Not simply on the last token of the response: tool text may follow, and credit on it would be lost.
     """
-    position_R = torch.arange(1, mask_BR.shape[1] + 1, device=mask_BR.device)
-    last_B = (mask_BR * position_R).max(dim=1).values
-    return (position_R == last_B[:, None]) * score_B.float()[:, None]
+    rewards_BR = torch.zeros(mask_BR.shape, dtype=torch.float32, device=mask_BR.device)
+    rows = mask_BR.any(dim=1).nonzero().flatten()
+    last = mask_BR.shape[1] - 1 - mask_BR.flip(1).to(torch.uint8).argmax(dim=1)  # the first of equal ones
+    rewards_BR[rows, last[rows]] = score_B.float()[rows]
+    return rewards_BR
 
 
 def subtract_kl(
@@ -253,15 +255,15 @@ def credit_metrics(inputs: AdvantageInputs, outputs: AdvantageOutputs, advantage
     """
     mask_BR = inputs.response_mask_BR
     metrics = {
-        **_spread("critic/advantages", advantages_BR[mask_BR]),
-        **_spread("critic/returns", outputs.returns_BR[mask_BR]),
+        **_token_spread("critic/advantages", advantages_BR, mask_BR),
+        **_token_spread("critic/returns", outputs.returns_BR, mask_BR),
     }
-    if not torch.equal(advantages_BR, outputs.advantages_BR):
-        metrics |= _spread("critic/raw_advantages", outputs.advantages_BR[mask_BR])
+    if advantages_BR is not outputs.advantages_BR and not torch.equal(advantages_BR, outputs.advantages_BR):
+        metrics |= _token_spread("critic/raw_advantages", outputs.advantages_BR, mask_BR)
     if inputs.values_BR is not None:
         residual_BR = outputs.returns_BR - inputs.values_BR
         unexplained = masked_var(residual_BR, mask_BR) / (masked_var(outputs.returns_BR, mask_BR) + 1e-5)
-        metrics |= _spread("critic/values", inputs.values_BR[mask_BR])
+        metrics |= _token_spread("critic/values", inputs.values_BR, mask_BR)
         metrics["critic/vf_explained_var"] = (1 - unexplained).item()
     return metrics
 
@@ -272,3 +274,7 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
         f"{name}/max": values.max().item(),
         f"{name}/min": values.min().item(),
     }
+
+
+def _token_spread(name: str, values_BR: Tensor, mask_BR: Tensor) -> dict[str, float]:
+    return dict(zip((f"{name}/mean", f"{name}/max", f"{name}/min"), token_spread(values_BR, mask_BR), strict=True))

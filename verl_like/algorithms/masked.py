@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
 WHITEN_EPS = 1e-8
+_BLOCK = 2**19  # entries: float64 of so many is reused by the allocator, and stays in a processor's cache
+
+
+def row_blocks(shape: tuple[int, ...] | torch.Size, entries: int = _BLOCK) -> Iterator[slice]:
+    """Neighbouring rows of a [B, R] batch, few enough that what is computed of them in between stays small.
+
+    A batch of ten thousand long responses has float64 temporaries of gigabytes, and getting that memory from the
+    system takes longer than the arithmetic.
+    """
+    rows = max(1, entries // max(1, shape[1]))
+    for start in range(0, shape[0], rows):
+        yield slice(start, start + rows)
 
 
 def masked_fill_zero(values: Tensor, mask: Tensor) -> Tensor:
@@ -36,8 +50,33 @@ def share_of_episode(mask_BR: Tensor, episode_tokens_B: Tensor | None) -> Tensor
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """Unbiased (Bessel) variance over the true entries; 0 with fewer than two."""
-    squares = masked_sum((values - masked_mean(values, mask)) ** 2, mask)
+    return _variance(values, mask, masked_mean(values, mask))
+
+
+def _variance(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
+    """About this mean, in its precision."""
+    squares = torch.zeros_like(mean)
+    for rows in _blocks(values):
+        squares = squares + masked_sum((values[rows].to(mean.dtype) - mean) ** 2, mask[rows])
     return squares / (mask.sum() - 1).clamp(min=1)
+
+
+def _blocks(values: Tensor) -> Iterable[slice]:
+    return row_blocks(values.shape) if values.ndim == 2 else (slice(None),)
+
+
+def token_spread(values_BR: Tensor, mask_BR: Tensor) -> tuple[float, float, float]:
+    """Mean, largest and smallest of the true entries; the mean in float64. ValueError where there is none."""
+    total, count, most, least = 0.0, 0, float("-inf"), float("inf")
+    for rows in row_blocks(values_BR.shape):
+        values = values_BR[rows][mask_BR[rows]]
+        if len(values):
+            total += values.sum(dtype=torch.float64).item()
+            count += len(values)
+            most, least = max(most, values.max().item()), min(least, values.min().item())
+    if not count:
+        raise ValueError("there is no token to take a mean of")
+    return total / count, most, least
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -45,6 +84,12 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     Computed in float64: rounding of the mean, times 1 / sqrt(1e-8), would make equal values visibly different.
     """
-    exact = values.double()
-    whitened = (exact - masked_mean(exact, mask)) * torch.rsqrt(masked_var(exact, mask) + WHITEN_EPS)
-    return masked_fill_zero(whitened, mask).to(values.dtype)
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for rows in _blocks(values):
+        total = total + masked_sum(values[rows].double(), mask[rows])
+    mean = total / mask.sum().clamp(min=1)
+    scale = torch.rsqrt(_variance(values, mask, mean) + WHITEN_EPS)
+    whitened = torch.zeros_like(values)
+    for rows in _blocks(values):
+        whitened[rows] = masked_fill_zero((values[rows].double() - mean) * scale, mask[rows]).to(values.dtype)
+    return whitened

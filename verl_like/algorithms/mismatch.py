@@ -41,6 +41,15 @@ class Tally:
         """Both, which count different things."""
         return Tally(sums=self.sums | other.sums, maxima=self.maxima | other.maxima)
 
+    def added(self, other: Tally) -> Tally:
+        """Both, which count the same things in different rows."""
+        if not self.sums and not self.maxima:
+            return other
+        return Tally(
+            sums={name: value + other.sums[name] for name, value in self.sums.items()},
+            maxima={name: torch.maximum(value, other.maxima[name]) for name, value in self.maxima.items()},
+        )
+
     def numbers(self) -> dict[str, float]:
         """As plain numbers under the names that `finish` expects; maxima over nothing are left out."""
         scalars = [*self.sums.values(), *self.maxima.values()]
@@ -87,7 +96,8 @@ def gap_between(policy_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor, share_B:
 
 def largest(values: Tensor, mask: Tensor) -> Tensor:
     """Maximum over the true entries; -inf where there is none."""
-    return torch.cat([values[mask].flatten(), values.new_full((1,), -math.inf)]).max()
+    nothing = values.new_full((), -math.inf)
+    return torch.where(mask, values, nothing).max() if values.numel() else nothing
 
 
 def count_gap(gap: Gap) -> Tally:

@@ -20,11 +20,12 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.rollout_engine import Completion, Sampled
 from verl_like.trainer.compose import compose
 from verl_like.trainer.dispatch import RowBalance
-from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules
+from verl_like.trainer.roles import PolicyGroup, UpdateRules
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gae", "optimal_token_baseline")
 BYTES_A_TOKEN = 4 + 4 + 4 + 1  # id, log-prob of the engine, version, mask
@@ -100,10 +101,10 @@ def main(arguments: argparse.Namespace) -> Report:
     peaks = {name: max(phases.peak_bytes[name] for phases, _ in rounds) for name in names}
     copy = statistics.median(copied for _, copied in rounds)
     tokens, held = sum(lengths), max(phases.peak_bytes["whole step"] for phases, _ in rounds)
-    rows = [
-        Row(name=name, seconds=seconds[name], figures={"copies": seconds[name] / copy, "peak, MiB": peaks[name] / 2**20})
-        for name in names
-    ]
+    rows = []
+    for name in names:
+        of_phase = {"copies": seconds[name] / copy, "peak, MiB": peaks[name] / 2**20}
+        rows.append(Row(name=name, seconds=seconds[name], figures=of_phase))
     step = seconds["whole step"]
     notes = [
         f"{tokens:,} tokens in {len(lengths)} responses, the longest {max(lengths)}; {_RANKS} ranks. A copy of the "
@@ -173,30 +174,30 @@ class _Driver:
         self.config, self.arguments, self.phases = config, arguments, phases
         plan = BatchPlan.build(config, _RANKS)
         options: dict[str, Any] = {"balance": True, "timeout_s": 60.0, "share_prompts": True}
-        self.policy = PolicyGroup(_Ranks(), plan, **options)
+        self.policy = PolicyGroup(cast(WorkerGroup, _Ranks()), plan, **options)
         self.plan = plan
 
     def step(self, prompts: list[Prompt], messages: list[bytes], n: int, *, nested: bool = False) -> None:
         """nested: whole, in one phase of the caller's; otherwise each phase alone, and further estimators."""
         run = (lambda name, work: work()) if nested else self.phases.run
         completions = run("receive", lambda: _received(messages))
-        rollouts = run("assemble", lambda: _assembled(prompts, completions, n))
+        rollouts = run("assemble", partial(_assembled, prompts, completions, n))
         del completions
         scores = run("scores", lambda: self._scores(rollouts))
         shaped = self._shaped(rollouts, scores)
         evaluated = run("old log-probs", lambda: self._evaluated(rollouts))
         experience = run("make_experience grpo", lambda: self._experience("grpo", rollouts, scores, evaluated, shaped))
-        run("update", lambda: self._update(experience))
+        run("update", partial(self._update, experience))
+        del experience
         run("reporting", lambda: self._report(rollouts, scores))
         if nested:
             return
-        del experience
         for name in ESTIMATORS[1:]:
-            given = evaluated
+            given, shape = evaluated, rollouts.response_ids_BR.shape
             if name == "gae":
-                given = evaluated.replace(values_BR=torch.zeros_like(rollouts.rollout_log_probs_BR))
+                given = evaluated.replace(values_BR=torch.zeros(shape))
             elif name == "optimal_token_baseline":
-                given = evaluated.replace(sum_pi_squared_BR=torch.full_like(rollouts.rollout_log_probs_BR, 0.5))
+                given = evaluated.replace(sum_pi_squared_BR=torch.full(shape, 0.5))
             run(
                 f"make_experience {name}",
                 lambda name=name, given=given: self._experience(name, rollouts, scores, given, shaped),
@@ -256,7 +257,9 @@ class _Ranks:
 
     world_size = _RANKS
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> PendingResult:
+    def call(
+        self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None
+    ) -> PendingResult:
         answers = []
         for arguments in per_rank:
             (given,) = pickle.loads(pickle.dumps(arguments, protocol=pickle.HIGHEST_PROTOCOL))
@@ -267,6 +270,9 @@ class _Ranks:
 class _Done:
     def __init__(self, answers: list[Any]) -> None:
         self.answers = answers
+
+    def done(self) -> bool:
+        return True
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         return self.answers

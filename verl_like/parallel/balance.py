@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -94,15 +95,31 @@ def _karmarkar_karp(costs: Sequence[float], num_bins: int) -> list[list[int]]:
     """
     if not costs:
         return [[] for _ in range(num_bins)]
+    # A partial partition: its bins that hold something, ascending by sum. The empty ones before them are not listed.
     heap = []
     for i, cost in enumerate(costs):
-        parts = [(0.0, [])] * (num_bins - 1) + [(float(cost), [i])]  # ascending by sum
-        heapq.heappush(heap, (-float(cost), i, parts))
+        heapq.heappush(heap, (-float(cost), i, [(float(cost), [i])]))
     order = len(costs)
     while len(heap) > 1:
         (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = [(s + t, x + y) for (s, x), (t, y) in zip(a, reversed(b), strict=True)]
-        joined.sort(key=lambda part: part[0])
-        heapq.heappush(heap, (joined[0][0] - joined[-1][0], order, joined))
+        joined = _joined(a, b, num_bins)
+        smallest = joined[0][0] if len(joined) == num_bins else 0.0
+        heapq.heappush(heap, (smallest - joined[-1][0], order, joined))
         order += 1
-    return [rows for _, rows in heap[0][2]]
+    filled = [rows for _, rows in heap[0][2]]
+    return [[] for _ in range(num_bins - len(filled))] + filled
+
+
+_Bins = list[tuple[float, list[int]]]
+
+
+def _joined(a: _Bins, b: _Bins, num_bins: int) -> _Bins:
+    """The fullest bin of one with the emptiest of the other, and so on."""
+    shared = max(0, len(a) + len(b) - num_bins)
+    backwards = b[::-1]
+    alone = len(b) - shared  # the fullest of b, which meet empty bins
+    both = [(s + t, x + y) for (s, x), (t, y) in zip(a, backwards[alone:], strict=False)]
+    return sorted([*backwards[:alone], *both, *a[shared:]], key=_sum)
+
+
+_sum = operator.itemgetter(0)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from verl_like.batch import Sequences, TensorStruct, pad_to_width
+from verl_like.batch import Sequences, TensorStruct
 from verl_like.models.cost import BACKWARD, ModelCost
 from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.parallel.balance import balance_ranks
@@ -71,18 +71,20 @@ class RowBalance:
 
 def split_rows(batch: Struct, shares: Sequence[Sequence[int]]) -> list[Struct]:
     """One struct per rank, without padding that its own rows do not need."""
-    return [batch.select(torch.tensor(share, dtype=torch.long)).trim() for share in shares]
+    return [batch.share(share) for share in shares]
 
 
 def join_rows(parts: Sequence[Struct], shares: Sequence[Sequence[int]], width: int) -> Struct:
     """Inverse of `split_rows`: rows in their old order, right-padded columns widened to `width`."""
-    kept = [(part, share) for part, share in zip(parts, shares, strict=True) if len(share)]
-    joined = type(kept[0][0]).concat([part for part, _ in kept])
-    order = torch.tensor([row for _, share in kept for row in share])
-    joined = joined.select(torch.argsort(order))
-    widened: dict[str, Tensor] = {}
-    column: Any
-    for name, column in joined.columns().items():
-        if torch.is_tensor(column) and column.ndim == 2:
-            widened[name] = pad_to_width(column, width, "right", 0)
-    return joined.replace(**widened)
+    kept = [(part, torch.tensor(share)) for part, share in zip(parts, shares, strict=True) if len(share)]
+    names = {tuple(part.columns()) for part, _ in kept}
+    if len(names) > 1:
+        raise ValueError(f"ranks answered with different columns: {sorted(names)}")
+    count, joined = sum(map(len, shares)), dict[str, Any]()
+    for name in names.pop():
+        first = getattr(kept[0][0], name)
+        target = joined[name] = first.new_zeros((count, width) if first.ndim == 2 else count)
+        for part, rows in kept:
+            own = getattr(part, name)
+            target[(rows, slice(own.shape[1])) if own.ndim == 2 else rows] = own
+    return type(parts[0])(**joined)

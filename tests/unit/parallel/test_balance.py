@@ -49,6 +49,25 @@ def test_ranks_differ_by_no_more_than_one_row(costs: list[float], ranks: int) ->
     assert max(totals) - min(totals) <= max(costs, default=0.0) + 1e-6
 
 
+@settings(max_examples=200, deadline=None)
+@given(costs=st.lists(st.one_of(st.integers(1, 9), st.floats(0.1, 9)), max_size=60), ranks=st.integers(1, 9))
+def test_balance_is_the_differencing_method_of_the_paper(costs: list[float], ranks: int) -> None:
+    """Written down plainly, with the empty ranks: the same parts, ties included."""
+    partial = [([0.0] * (ranks - 1) + [cost], [[] for _ in range(ranks - 1)] + [[i]]) for i, cost in enumerate(costs)]
+    waiting = [(sums[-1], -i, sums, parts) for i, (sums, parts) in enumerate(partial)]
+    order = len(costs)
+    while len(waiting) > 1:
+        waiting.sort(key=lambda each: each[:2], reverse=True)
+        (_, _, sums, parts), (_, _, others, theirs) = waiting[:2]
+        joined = [(s + t, x + y) for s, t, x, y in zip(sums, others[::-1], parts, theirs[::-1], strict=True)]
+        joined.sort(key=lambda part: part[0])
+        uneven = joined[-1][0] - joined[0][0]
+        waiting[:2] = [(uneven, -order, [s for s, _ in joined], [rows for _, rows in joined])]
+        order += 1
+    expected = [sorted(rows) for rows in waiting[0][3]] if costs else [[] for _ in range(ranks)]
+    assert balance_ranks(costs, ranks) == expected
+
+
 def test_balance_by_hand() -> None:
     """8 7 6 5 4 in two: the differencing method gives 16 and 14, in three it gives 8, 11, 11."""
     totals = [sum((8, 7, 6, 5, 4)[i] for i in rows) for rows in balance_ranks([8, 7, 6, 5, 4], 2)]

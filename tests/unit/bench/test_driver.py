@@ -1,0 +1,40 @@
+"""The driver's own work, measured on a small batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.bench.tiny import bench
+from verl_like.bench.driver import ESTIMATORS, Phases, response_lengths
+
+SMALL = ("--prompts", "8", "--n", "4", "--mean", "20", "--longest", "40", "--rounds", "1")
+
+
+def test_every_phase_is_measured(tmp_path: Path) -> None:
+    report = bench(tmp_path / "driver.json", "driver", *SMALL)
+    names = {row.name for row in report.rows}
+    assert {"receive", "assemble", "scores", "old log-probs", "update", "reporting", "whole step"} <= names
+    assert {f"make_experience {name}" for name in ESTIMATORS} <= names
+    parts = ("receive", "assemble", "scores", "old log-probs", "make_experience grpo", "update", "reporting")
+    assert report.row("whole step").seconds == pytest.approx(sum(report.row(name).seconds or 0 for name in parts))
+    assert report.figures["copies"] > 0 and report.row("whole step").figures["copies"] == report.figures["copies"]
+
+
+def test_a_missed_bar_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench(tmp_path / "driver.json", "driver", *SMALL, "--most-copies", "0.001")
+    assert ended.value.code == 1 and capsys.readouterr().out.endswith("verdict: MISSED\n")
+
+
+def test_lengths_are_long_tailed() -> None:
+    lengths = response_lengths(4000, 200, 4096)
+    assert 0.95 < sum(lengths) / len(lengths) / 200 < 1.05 and max(lengths) > 1000 and min(lengths) >= 1
+    assert max(response_lengths(4000, 200, 300)) == 300
+
+
+def test_memory_of_a_phase_is_what_it_adds() -> None:
+    phases = Phases()
+    phases.run("large", lambda: bytearray(64 * 2**20))
+    assert phases.peak_bytes["large"] in range(60 * 2**20, 80 * 2**20) or phases.peak_bytes["large"] == 0  # not Linux
