@@ -76,15 +76,6 @@ NOT_YET: list[NotYet] = [
         instead="leave it out: tools answer the model (rollout.multi_turn.tool_config_path), or an environment does",
     ),
     *_off(
-        f"{_ROLLOUT}.agent.agent_loop_config_path",
-        instead="leave it out: rows are single_turn_agent or, with rollout.multi_turn.enable, tool_agent",
-    ),
-    NotYet(
-        f"{_ROLLOUT}.agent.default_agent_loop",
-        _is_not("single_turn_agent", "tool_agent"),
-        "use single_turn_agent or tool_agent",
-    ),
-    *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
         f"{_ROLLOUT}.agent.custom_async_server.name",
         instead="leave it out: the engine is built in",

@@ -133,9 +133,19 @@ def _tools(config: PPOConfig) -> list[str]:
             f"{key}.enable=True with data.chat_template=none: a conversation needs a chat template; use native, or one "
             "of your own"
         )
-    if not turns.enable and rollout.agent.default_agent_loop == "tool_agent":
+    default, loops = rollout.agent.default_agent_loop, f"{_ROLLOUT}.agent.agent_loop_config_path"
+    if rollout.agent.agent_loop_config_path is None and default not in ("single_turn_agent", "tool_agent"):
+        problems.append(
+            f"{_ROLLOUT}.agent.default_agent_loop={default}: choose single_turn_agent or tool_agent, or list it in a "
+            f"file of agent loops: {loops}"
+        )
+    if rollout.agent.agent_loop_config_path is None and not turns.enable and default == "tool_agent":
         problems.append(f"{_ROLLOUT}.agent.default_agent_loop=tool_agent needs {key}.enable=True")
     return problems
+
+
+def _agent_loops(config: PPOConfig) -> bool:
+    return config.actor_rollout_ref.rollout.agent.agent_loop_config_path is not None
 
 
 def _run(config: PPOConfig) -> list[str]:
@@ -260,7 +270,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         (f"{_ROLLOUT}.multi_turn.", f"{_ROLLOUT}.agent.num_workers"),
-        lambda c: not c.actor_rollout_ref.rollout.multi_turn.enable,
+        lambda c: not (c.actor_rollout_ref.rollout.multi_turn.enable or _agent_loops(c)),
         f"{_ROLLOUT}.multi_turn.enable is false",
     ),
     Idle(

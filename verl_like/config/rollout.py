@@ -118,11 +118,12 @@ class AgentConfig(ConfigNode):
     """`rollout.agent.*`: agent loops."""
 
     num_workers: int = 8
-    """[processes] Processes that run tools (verl: agent loops, which are coroutines of the driver here)."""
+    """[processes] Processes that run tools, and as many that run agent loops of agent_loop_config_path."""
     default_agent_loop: str = "single_turn_agent"
-    """Agent loop of rows that name none (verl). Here rollout.multi_turn.enable decides."""
+    """Agent loop of rows that name none: one of agent_loop_config_path's; for other names rollout.multi_turn.enable
+    decides between single_turn_agent and tool_agent."""
     agent_loop_config_path: str | None = None
-    """YAML file that lists agent loops."""
+    """YAML file that lists agent loops (verl's AgentLoopBase): name, _target_, and arguments of the class."""
     custom_async_server: CustomClassConfig = field(default_factory=CustomClassConfig)
     """A generation server class of the user's."""
 

@@ -88,7 +88,9 @@ class EpisodeAborted(BaseException):
 
 
 class Ask(Protocol):
-    """Samples the next turn of one episode."""
+    """Samples the next turn of one episode. sampling: how, unless it is told otherwise."""
+
+    sampling: SamplingParams
 
     async def __call__(
         self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None

@@ -50,6 +50,7 @@ from verl_like.observe.trackers import build_trackers
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import ModelScore
 from verl_like.rollout.sampling import train_sampling, validation_sampling
+from verl_like.trainer.agent_loops import check_agents, loop_names, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.own_code import check_own_code, trainer_class
@@ -128,6 +129,9 @@ def build_trainer(
             )
             if toolbox is None or not toolbox.gives_reward:
                 check_rewards(config, inputs, rewards)
+            encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
+            runner = with_agent_loops(config, inputs.runner, encoder, kind, stack)
+            inputs = dataclasses.replace(inputs, runner=runner)
         groups = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
         group = groups.policy
         if plan.needs_reward_model:
@@ -270,6 +274,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     options = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
     train = build_dataset(data, data.train_files, tokenizer, split="train", **options)
     val = build_dataset(data, data.val_files, tokenizer, split="val", **options) if data.val_files else None
+    check_agents((train, val), loop_names(config.actor_rollout_ref.rollout))
     for split, dataset in (("train", train), ("val", val)):
         if dataset is not None:
             refuse_media(dataset, f"data.{split}_files", hf_config)

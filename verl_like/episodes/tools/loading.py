@@ -24,10 +24,15 @@ _SHIPPED = {
 _TRACEBACK_LINES = 4
 
 
-def load_tools(spec: ToolSpec) -> list[ToolSource]:
-    """The tools of all sources, each of another name."""
+def find_stand_ins() -> None:
+    """Make the stand-ins importable; an installed verl comes first."""
     if _SHIM not in sys.path:
         sys.path.append(_SHIM)
+
+
+def load_tools(spec: ToolSpec) -> list[ToolSource]:
+    """The tools of all sources, each of another name."""
+    find_stand_ins()
     sources: list[ToolSource] = []
     if spec.tool_config_path is not None:
         sources += _native_tools(spec.tool_config_path, f"{KEYS}tool_config_path")

@@ -14,7 +14,7 @@ from verl_like.episodes.tools.kinds import Environment, ToolSource
 from verl_like.episodes.tools.loading import load_tools
 from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec
 
-_PRINTED_CHARS = 20_000  # of what tools print, that goes to the trainer's output, for each call
+PRINTED_CHARS = 20_000  # of what tools print, that goes to the trainer's output, for each call
 _MESSAGE_CHARS, _TRACEBACK_CHARS = 1000, 2000
 
 
@@ -28,7 +28,7 @@ class ToolService:
 
     def __init__(self, spec: ToolSpec) -> None:
         self._spec = spec
-        self._printed = [_Limited(sys.stdout), _Limited(sys.stderr)]
+        self._printed = [Limited(sys.stdout), Limited(sys.stderr)]
         sys.stdout, sys.stderr = self._printed
         self._sources = load_tools(spec)
         self._by_name = {schema["function"]["name"]: source for source in self._sources for schema in source.schemas}
@@ -37,7 +37,7 @@ class ToolService:
     async def call(self, payload: ToolRequest) -> ToolOutcome:
         """The outcome of a request. Only what the pool must know is raised: the memory is used up, time is over."""
         for stream in self._printed:
-            stream.left = _PRINTED_CHARS
+            stream.left = PRINTED_CHARS
         try:
             match payload.action:
                 case "describe":
@@ -115,12 +115,12 @@ def _told(error: BaseException) -> str:
     return said[:_MESSAGE_CHARS] or type(error).__name__
 
 
-class _Limited(io.TextIOBase):
+class Limited(io.TextIOBase):
     """A stream that lets so many characters through: a tool that prints without end must not fill the run's log."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.left = _PRINTED_CHARS
+        self.left = PRINTED_CHARS
 
     def write(self, text: str, /) -> int:
         if self.left > 0:
