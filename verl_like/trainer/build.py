@@ -129,6 +129,12 @@ def build_trainer(
             )
             if toolbox is None or not toolbox.gives_reward:
                 check_rewards(config, inputs, rewards)
+            elif not rewards.rule_grades:
+                raise ValueError(
+                    "the environment of actor_rollout_ref.rollout.multi_turn.environment_path scores episodes, but "
+                    "beside the reward model that counts nothing: set reward_model.rule_weight, or "
+                    "reward_model.enable=false"
+                )
             encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
             runner = with_agent_loops(config, inputs.runner, encoder, kind, stack)
             inputs = dataclasses.replace(inputs, runner=runner)
@@ -354,6 +360,7 @@ def tool_agent(config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], tool
         end_ids=eos_ids,
         follow_template=turns.use_inference_chat_template,
         malformed_end=turns.malformed_calls == "end",
+        turn_rewards=turns.turn_rewards,
         environment=toolbox.gives_reward,
     )
 
