@@ -123,10 +123,12 @@ def _lengths(config: PPOConfig) -> list[str]:
 def _tools(config: PPOConfig) -> list[str]:
     rollout, problems = config.actor_rollout_ref.rollout, []
     turns, key = rollout.multi_turn, f"{_ROLLOUT}.multi_turn"
-    if turns.enable and not (turns.tool_config_path or turns.function_tool_path or turns.environment_path):
+    tools = turns.tool_config_path or turns.function_tool_path or turns.environment_path
+    if turns.enable and not (tools or turns.interaction_config_path):
         problems.append(
-            f"{key}.enable=True, but there is nothing that the model could call: set {key}.tool_config_path, "
-            f"{key}.function_tool_path or {key}.environment_path, or {key}.enable=false"
+            f"{key}.enable=True, but there is nothing that the model could call, and nobody who answers it: set "
+            f"{key}.tool_config_path, {key}.function_tool_path, {key}.environment_path or "
+            f"{key}.interaction_config_path, or {key}.enable=false"
         )
     if turns.enable and config.data.chat_template == "none":
         problems.append(

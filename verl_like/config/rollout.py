@@ -93,7 +93,8 @@ class MultiTurnConfig(ConfigNode):
     """What follows a call that cannot be read. answer: the model is told what is wrong, and goes on. end: the episode
     ends there, and is graded as it is."""
     interaction_config_path: str | None = None
-    """YAML file that lists simulated users."""
+    """YAML file that lists simulated users: verl's BaseInteraction classes. Rows choose one of them in
+    extra_info.interaction_kwargs."""
     completion_callback: str | None = None
     """Import path of a function called after each turn."""
     use_inference_chat_template: bool = False

@@ -17,7 +17,8 @@ from verl_like.episodes.episode import EpisodeRunner
 from verl_like.trainer.compose import to_dict
 from verl_like.user_code import resolve_path
 
-BUILT_IN = (SINGLE_TURN, "tool_agent")
+TOOL_AGENT = "tool_agent"
+BUILT_IN = (SINGLE_TURN, TOOL_AGENT)
 
 
 def loop_names(rollout: RolloutConfig) -> list[str]:
@@ -28,10 +29,17 @@ def loop_names(rollout: RolloutConfig) -> list[str]:
     return names
 
 
-def check_agents(datasets: Iterable[Dataset | None], names: Collection[str]) -> None:
-    """ValueError for a row whose agent_name is no loop's."""
+def check_agents(datasets: Iterable[Dataset | None], rollout: RolloutConfig) -> None:
+    """ValueError for a row whose agent_name is no loop's, or tool_agent where conversations are off."""
+    names, conversations = loop_names(rollout), rollout.multi_turn.enable
     for dataset in filter(None, datasets):
-        _require_known(dataset.agents(), names, "a row's agent_name")
+        used = dataset.agents()
+        _require_known(used, names, "a row's agent_name")
+        if TOOL_AGENT in used and not conversations and TOOL_AGENT not in names:
+            raise ValueError(
+                f"rows with agent_name={TOOL_AGENT} are conversations with tools, but actor_rollout_ref.rollout."
+                "multi_turn.enable=False: set it to true and name the tools, or leave agent_name out of the rows"
+            )
 
 
 def _require_known(used: Iterable[str], names: Collection[str], what: str) -> None:
@@ -39,9 +47,9 @@ def _require_known(used: Iterable[str], names: Collection[str], what: str) -> No
     for name in used:
         if name and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(
-                f"{what}={name!r} is the name of no agent loop. There are: {', '.join(known)}{hint} Loops of your own "
+                f"{what}={name!r} is the name of no agent loop. There are: {', '.join(known)}{hint}. Loops of your own "
                 "are listed in actor_rollout_ref.rollout.agent.agent_loop_config_path"
             )
 
@@ -70,5 +78,6 @@ def with_agent_loops(
         others=others,
         prompt=config.data.max_prompt_length,
         response=config.data.max_response_length,
+        turn_rewards=turns.turn_rewards,
     )
     return stack.enter_context(closing(loops))

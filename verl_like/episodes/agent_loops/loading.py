@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from verl_like.episodes.agent_loops.messages import KEY, AgentLoopError
 from verl_like.user_code import load, resolve_path
@@ -36,7 +34,7 @@ def read_loops(path: str) -> dict[str, LoopEntry]:
     """The loops of a YAML file by name, nothing of them imported. AgentLoopError names the file and the entry."""
     try:
         entries = OmegaConf.load(resolve_path(path, KEY))
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+    except Exception as error:  # of the file system, of YAML, of OmegaConf
         raise AgentLoopError(f"{KEY}={path}: {error}") from error
     if not isinstance(entries, ListConfig) or not entries:
         raise AgentLoopError(f"{KEY}={path}: the file must hold a list of loops, each with name and _target_")

@@ -32,7 +32,7 @@ class AgentLoops:
     """Runs the rows whose agent_name is in `names`; rows without one are `default`'s; all others are for `others`.
 
     prompt, response: data.max_prompt_length, data.max_response_length. A request with its answer has at most their sum,
-    an answer at most `response` tokens. AgentLoopError where a loop cannot be loaded.
+    an answer at most `response` tokens. turn_rewards: see `turns_of`. AgentLoopError where a loop cannot be loaded.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class AgentLoops:
         others: EpisodeRunner,
         prompt: int,
         response: int,
+        turn_rewards: bool = False,
     ) -> None:
-        self._names, self._default, self._others = names, default, others
+        self._names, self._default, self._others, self._turn_rewards = names, default, others, turn_rewards
         self._response, self._total = response, prompt + response
         self._numbers = itertools.count()
         self._pool: WorkerPool[AgentRequest, AgentReply] = WorkerPool(
@@ -81,9 +82,10 @@ class AgentLoops:
         return self._pool.worker_pids()
 
     def _episode(self, prompt: Prompt, end: AgentReply, record: list[tuple[list[int], Completion]]) -> Episode:
-        rows = end.rows or ()
+        rows = list(end.rows or ())
         try:
-            turns, counts = turns_of(rows, record, response=self._response, total=self._total)
+            bounds = {"response": self._response, "total": self._total}
+            turns, counts = turns_of(rows, record, **bounds, turn_rewards=self._turn_rewards)
         except ValueError as error:
             return _lost(prompt, EpisodeFailure(kind="agent_loop_output", message=str(error)))
         last = rows[-1]  # of several, it has the score and what graders read, as in verl

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_like.episodes.tools.interactions import Interactions, load_interactions
 from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, ToolSource
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolSpec
 from verl_like.user_code import load, load_module, resolve_path
@@ -43,9 +44,15 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
         make = load(spec.environment_path, key)
         with _blamed(f"{key}={spec.environment_path}"):
             sources.append(Environment(make))
+    if spec.interaction_config_path is not None:
+        key = f"{KEYS}interaction_config_path"
+        with _blamed(f"{key}={spec.interaction_config_path}"):
+            sources.append(Interactions(load_interactions(spec.interaction_config_path, key)))
     names = [schema["function"]["name"] for source in sources for schema in source.schemas]
     if not sources:
-        raise ToolError(f"no tools: set {KEYS}tool_config_path, function_tool_path or environment_path")
+        raise ToolError(
+            f"no tools: set {KEYS}tool_config_path, function_tool_path, environment_path or interaction_config_path"
+        )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ToolError(f"{spec.source}: more than one tool is called {', '.join(twice)}; rename one")
     return sources

@@ -10,6 +10,7 @@ import traceback
 from typing import Any, TextIO
 
 from verl_like.episodes.tools import text
+from verl_like.episodes.tools.interactions import Interactions
 from verl_like.episodes.tools.kinds import Environment, ToolSource
 from verl_like.episodes.tools.loading import load_tools
 from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec
@@ -46,6 +47,8 @@ class ToolService:
                     outcome = await self._begin(payload)
                 case "end":
                     outcome = await self._end(payload.session)
+                case "respond":
+                    outcome = await self._respond(payload)
                 case _:
                     outcome = await self._call(payload)
             return outcome
@@ -56,10 +59,14 @@ class ToolService:
 
     def _describe(self) -> list[Any]:
         """[schema, whether it has state] of each tool; whether episodes have a life beside calls; whether an
-        environment scores them."""
+        environment scores them; the names of simulated users."""
         tools = [(schema, source.stateful) for source in self._sources for schema in source.schemas]
         scored = any(isinstance(source, Environment) and source.gives_reward for source in self._sources)
-        return [tools, any(source.stateful for source in self._sources), scored]
+        users = [name for source in self._interactions() for name in source.names]
+        return [tools, any(source.stateful for source in self._sources), scored, users]
+
+    def _interactions(self) -> list[Interactions]:
+        return [source for source in self._sources if isinstance(source, Interactions)]
 
     async def _begin(self, request: ToolRequest) -> ToolOutcome:
         wanted = {id(self._by_name[name]) for name in request.names}
@@ -78,6 +85,11 @@ class ToolService:
         outcome = await source.call(request.session, request.name, request.arguments)
         shown = self._plain(outcome.text, self._spec.max_response_length)
         return dataclasses.replace(outcome, text=shown)
+
+    async def _respond(self, request: ToolRequest) -> ToolOutcome:
+        (users,) = self._interactions()
+        outcome = await users.respond(request.session, request.messages)
+        return dataclasses.replace(outcome, text=self._plain(outcome.text, None))
 
     async def _end(self, session: str) -> ToolOutcome:
         """Every source is ended, also after one that fails; then the first failure is the outcome. reward: the

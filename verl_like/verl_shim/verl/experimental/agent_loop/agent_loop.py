@@ -1,4 +1,4 @@
-"""verl.experimental.agent_loop.agent_loop: the class that agent loops inherit from, with the helpers of verl 0.5 to 0.9.
+"""verl.experimental.agent_loop.agent_loop: what agent loops inherit from, with the helpers of verl 0.5 to 0.9.
 
 A loop lives in a worker, one object for each episode. It asks the policy by `server_manager.generate`, and returns
 tokens with a mask. Text only.
@@ -98,7 +98,7 @@ class AgentLoopBase(ABC):
         self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
         self.dataset_cls = dataset_cls
         self.dataset_config = self.data_config = self.config.data
-        self.apply_chat_template_kwargs = dict(self.config.data.get("apply_chat_template_kwargs") or {})
+        self.apply_chat_template_kwargs = dict(self.config.data.apply_chat_template_kwargs or {})
         self.mm_processor_kwargs: dict[str, Any] = {}
         self.loop = asyncio.get_running_loop()
         self._tokens = ContinuousTokens(tokenizer, self.apply_chat_template_kwargs)
@@ -124,6 +124,7 @@ class AgentLoopBase(ABC):
     @staticmethod
     def build_sglang_video_payload(videos: Any, mm_inputs: Any) -> None:
         """Nothing: text only."""
+        return None
 
     def _get_mm_processor_kwargs(self, audio_data: Any = None) -> dict[str, Any]:
         return {}

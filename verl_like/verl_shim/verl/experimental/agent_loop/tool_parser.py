@@ -6,7 +6,7 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
@@ -24,7 +24,7 @@ class FunctionCall(BaseModel):
 class ToolParser(ABC):
     """Finds calls in what the model wrote."""
 
-    _registry: dict[str, type[ToolParser]] = {}
+    _registry: ClassVar[dict[str, type[ToolParser]]] = {}
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
