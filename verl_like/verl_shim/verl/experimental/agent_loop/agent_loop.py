@@ -151,10 +151,10 @@ class AgentLoopBase(ABC):
     async def ct_build_initial_tokens(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **media: Any
     ) -> list[int]:
-        """The prompt; of a longer one than rollout.prompt_length the end."""
+        """The prompt; of a longer one than data.max_prompt_length the end."""
         self._assert_mm_supported(any(media.get(name) for name in ("images", "videos", "audios")))
         ids = await self.loop.run_in_executor(None, self._tokens.initial, messages, tools)
-        return ids[-self.rollout_config.prompt_length :]
+        return ids[-self.config.data.max_prompt_length :]
 
     async def ct_merge_assistant_token(
         self,
