@@ -23,7 +23,8 @@ from verl_like.episodes.tools.toolbox import fields_of
 from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 from verl_like.services.pool import WorkerPool
 
-_POLL_S, _LONGEST_POLL_S = 0.02, 2.0  # while the policy is at work: whether the loop asks more beside it
+# While the policy is at work: whether the loop asks more beside it, after twice as long each time
+_POLL_S, _LONGEST_POLL_S = 0.02, 30.0
 _START_S = 600.0  # a worker imports transformers, and what the user's files import
 _END_S = 5.0
 

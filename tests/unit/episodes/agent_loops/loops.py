@@ -57,7 +57,7 @@ def prompt(agent: str = "", text: str = "6*7?", **fields: Any) -> Prompt:
 def agent_loops(
     folder: Path,
     tokenizer: Any,
-    targets: dict[str, str],
+    targets: dict[str, str] | Path,
     *overrides: str,
     source: str = "",
     num_workers: int = 1,
@@ -65,14 +65,16 @@ def agent_loops(
     turn_rewards: bool = False,
     response: int = 200,
 ) -> Iterator[AgentLoops]:
-    """The loops `targets` (name -> file:class) in workers. source: a file loops.py."""
-    (folder / "loops.py").write_text(textwrap.dedent(source))
-    entries = "".join(f"- name: {name}\n  _target_: {target}\n" for name, target in targets.items())
-    (folder / "agents.yaml").write_text(entries.replace("loops.py", str(folder / "loops.py")))
+    """The loops `targets` (name -> file:class, or a file that lists them) in workers. source: a file loops.py."""
+    listed = targets if isinstance(targets, Path) else folder / "agents.yaml"
+    if not isinstance(targets, Path):
+        (folder / "loops.py").write_text(textwrap.dedent(source))
+        entries = "".join(f"- name: {name}\n  _target_: {target}\n" for name, target in targets.items())
+        listed.write_text(entries.replace("loops.py", str(folder / "loops.py")))
     lengths = ("data.max_prompt_length=2000", f"data.max_response_length={response}")
     config = compose(["data.train_files=x", f"{R}.name=hf", *lengths, *overrides])
     spec = AgentLoopSpec(
-        config_path=str(folder / "agents.yaml"),
+        config_path=str(listed),
         encoder=pickle.dumps(PromptEncoder(tokenizer, {})),
         settings=to_dict(config),
         timeout=timeout,

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.episodes.agent_loops.letters import END, Letters
 from tests.unit.episodes.agent_loops.loops import Policy, agent_loops, context_of, prompt, run, said
+from verl_like.episodes.agent_loops.loading import read_loops
 from verl_like.episodes.agent_loops.messages import AgentLoopError
 from verl_like.episodes.agent_loops.runner import AgentLoops
 from verl_like.episodes.answering import Member
@@ -51,6 +52,16 @@ SOURCE = """
             prompts = [self.tokenizer.encode(text) for text in ("one", "two", "three")]
             answers = await asyncio.gather(*(self.ask(ids) for ids in prompts))
             return [self.output(ids, answer, reward_score=k) for k, (ids, answer) in enumerate(zip(prompts, answers))]
+
+    class Later(Base):
+        async def run(self, sampling_params, **row):
+            async def second():
+                await asyncio.sleep(0.2)
+                return await self.ask(self.tokenizer.encode("two"))
+
+            ids = self.tokenizer.encode("one")
+            answer, other = await asyncio.gather(self.ask(ids), second())
+            return self.output(ids, answer, extra_fields={"other": self.tokenizer.decode(other)})
 
     class Forges(Base):
         async def run(self, sampling_params, **row):
@@ -98,11 +109,26 @@ SOURCE = """
             time.sleep(1000)
 """
 NAMES = (
-    *("Twice", "Plain", "Parallel", "Forges", "Hot", "Odd", "Wrong", "Nothing", "Raises", "Exits", "Dies", "Waits"),
+    *(
+        "Twice",
+        "Plain",
+        "Parallel",
+        "Later",
+        "Forges",
+        "Hot",
+        "Odd",
+        "Wrong",
+        "Nothing",
+        "Raises",
+        "Exits",
+        "Dies",
+        "Waits",
+    ),
     "Blocks",
 )
 TARGETS = {name.lower(): f"loops.py:{name}" for name in NAMES}
 LETTERS = Letters()
+PAGE = Path(__file__).parents[4] / "docs" / "agent_loops.md"
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +180,19 @@ def test_several_requests_of_an_episode_are_with_the_policy_at_a_time(loops: Age
         f"{k}<|im_end|>" for k in "123"
     ]
     assert episode.reward == 2.0  # of the last
+
+
+def test_a_loop_may_ask_more_while_it_waits(loops: AgentLoops) -> None:
+    """The first answer waits for the second request, which comes when the loop has been quiet for a while."""
+    second = asyncio.Event()
+
+    async def wait(number: int) -> None:
+        if number == 1:
+            second.set()
+        await second.wait()
+
+    episode = run(loops, Policy(LETTERS, "1", "2", end=END, wait=wait), prompt("later"))
+    assert said(LETTERS, episode) == "1<|im_end|>" and episode.info["other"] == "2<|im_end|>"
 
 
 def test_what_was_not_sampled_is_not_trained_on_and_counted(loops: AgentLoops) -> None:
@@ -239,6 +278,33 @@ def test_an_episode_that_is_given_up_asks_no_more(loops: AgentLoops) -> None:
     asyncio.run(give_up())
     assert 0 in cancelled
     assert said(LETTERS, run(loops, policy("42"), prompt("plain"))) == "42<|im_end|>"
+
+
+def test_the_loop_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/agent_loops.md, as it stands there."""
+    for block in re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE.read_text(), re.S):
+        (tmp_path / block.split()[1]).write_text(block)
+    monkeypatch.chdir(tmp_path)
+    with agent_loops(tmp_path, LETTERS, tmp_path / "loops.yaml") as loops:
+        episode = run(loops, policy("Yes.", "Yes!"))
+    assert said(LETTERS, episode) == "Yes.<|im_end|>Are you sure?Yes!<|im_end|>" and episode.reward is None
+    assert episode.info == {"num_turns": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- name: mine", r"\[0\] needs name and _target_"),
+        ("mine: 1", "the file must hold a list of loops"),
+        ("- {name: a, _target_: m.A}\n- {name: a, _target_: m.B}", r"\[1\]: a second loop is called a"),
+        ("- {name: a, _target_: m.A, _partial_: true}", "_partial_ is not supported"),
+        ("- {", "while parsing"),
+    ],
+)
+def test_a_bad_list_of_loops_names_its_key(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "loops.yaml").write_text(text)
+    with pytest.raises(AgentLoopError, match=f"agent.agent_loop_config_path=.*loops.yaml: .*{message}"):
+        read_loops(str(tmp_path / "loops.yaml"))
 
 
 def test_a_loop_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
