@@ -101,7 +101,9 @@ def main(arguments: argparse.Namespace) -> Report:
     copy = statistics.median(copied for _, copied in rounds)
     tokens, held = sum(lengths), max(phases.peak_bytes["whole step"] for phases, _ in rounds)
     rows = [
-        Row(name=name, seconds=seconds[name], figures={"copies": seconds[name] / copy, "peak, MiB": peaks[name] / 2**20})
+        Row(
+            name=name, seconds=seconds[name], figures={"copies": seconds[name] / copy, "peak, MiB": peaks[name] / 2**20}
+        )
         for name in names
     ]
     step = seconds["whole step"]

@@ -83,15 +83,17 @@ class MultiTurnConfig(ConfigNode):
     environment_path: str | None = None
     """file.py:Class of an environment: reset(**row), get_reward(), and public methods, which are the tools."""
     tool_timeout: float = 60.0
-    """[s] Longest time of one tool call; the process is killed then, and the episode left out of training."""
+    """[s] Longest time of one tool call, of a simulated user's answer, and of an agent loop's own code between two
+    requests to the policy; the process is killed then, and the episode left out of training."""
     tool_memory_limit_mb: int | None = None
-    """[MB] Memory of one tool process."""
+    """[MB] Memory of one process that runs tools or agent loops."""
     tool_concurrency: int = 1
     """[calls] That one tool process works on at a time. More is for tools that await a network: what computes or blocks
     holds up the calls beside it."""
     turn_rewards: bool = False
     """What tools give for the calls of a turn (the reward of `execute`, of a function's or a method's tuple) stands on
-    the turn's last token, beside the episode's score. False: graders alone see it, as in verl."""
+    the turn's last token, beside the episode's score; likewise a simulated user's scores, and the turn_scores of an
+    agent loop's extra_fields. False: graders alone see it, as in verl."""
     malformed_calls: str = "answer"
     """What follows a call that cannot be read. answer: the model is told what is wrong, and goes on. end: the episode
     ends there, and is graded as it is."""
