@@ -36,7 +36,9 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
     find_stand_ins()
     sources: list[ToolSource] = []
     if spec.tool_config_path is not None:
-        sources += _native_tools(spec.tool_config_path, f"{KEYS}tool_config_path")
+        tools = native_tools(spec.tool_config_path)
+        with _blamed(f"{KEYS}tool_config_path={spec.tool_config_path}"):
+            sources += map(NativeTool, tools)
     if spec.function_tool_path is not None:
         sources += _function_tools(spec.function_tool_path, f"{KEYS}function_tool_path")
     if spec.environment_path is not None:
@@ -58,9 +60,11 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
     return sources
 
 
-def _native_tools(path: str, key: str) -> list[ToolSource]:
+def native_tools(path: str) -> list[Any]:
+    """The objects of the classes that multi_turn.tool_config_path lists."""
     from omegaconf import OmegaConf  # here: a run without such a file need not wait for it
 
+    key = f"{KEYS}tool_config_path"
     with _blamed(f"{key}={path}"):
         content = OmegaConf.to_container(OmegaConf.load(resolve_path(path, key)), resolve=True)
     entries = content.get("tools") if isinstance(content, dict) else None
@@ -69,7 +73,7 @@ def _native_tools(path: str, key: str) -> list[ToolSource]:
     return [_native_tool(entry, f"{key}={path}: tools[{place}]") for place, entry in enumerate(entries)]
 
 
-def _native_tool(entry: Any, where: str) -> NativeTool:
+def _native_tool(entry: Any, where: str) -> Any:
     if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
         raise ToolError(f"{where} has no class_name")
     name = entry["class_name"]
@@ -84,7 +88,7 @@ def _native_tool(entry: Any, where: str) -> NativeTool:
         schema = entry.get("tool_schema")
         if schema is not None:
             schema = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)
-        return NativeTool(make(config=settings, tool_schema=schema))
+        return make(config=settings, tool_schema=schema)
 
 
 def _function_tools(path: str, key: str) -> list[ToolSource]:

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from verl_like.user_code import load
+from verl_like.episodes.tools.loading import native_tools
 
 from .function_tool import load_function_tools_from_path
-from .schemas import OpenAIFunctionToolSchema
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
     """The objects of a YAML file's classes."""
-    content: Any = OmegaConf.to_container(OmegaConf.load(tools_config_file), resolve=True)
-    tools = []
-    for place, entry in enumerate(content["tools"]):
-        name, schema = entry["class_name"], entry.get("tool_schema")
-        reference = name if ":" in name else ":".join(name.rsplit(".", 1))
-        make = load(reference, f"{tools_config_file}: tools[{place}].class_name")
-        described = None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
-        tools.append(make(config=entry.get("config") or {}, tool_schema=described))
-    return tools
+    return native_tools(tools_config_file)
 
 
 def load_all_tools(tool_config_path: str | None, function_tool_path: str | None) -> list[Any]:
