@@ -95,9 +95,12 @@ class EpisodeAborted(BaseException):
 
 
 class Ask(Protocol):
-    """Samples the next turn of one episode. sampling: how, unless it is told otherwise."""
+    """Samples the next turn of one episode."""
 
-    sampling: SamplingParams
+    @property
+    def sampling(self) -> SamplingParams:
+        """How it samples, unless it is told otherwise."""
+        ...
 
     async def __call__(
         self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
