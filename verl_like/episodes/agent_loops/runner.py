@@ -23,8 +23,8 @@ from verl_like.episodes.tools.toolbox import fields_of
 from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 from verl_like.services.pool import WorkerPool
 
-# While the policy is at work: whether the loop asks more beside it, after twice as long each time
-_POLL_S, _LONGEST_POLL_S = 0.02, 30.0
+# While the policy is at work: whether the loop asks more beside it, after three times as long each time
+_POLL_S, _LONGEST_POLL_S = 0.05, 30.0
 _START_S = 600.0  # a worker imports transformers, and what the user's files import
 _END_S = 5.0
 
@@ -111,7 +111,7 @@ class _Running:
         while reply.kind is None and reply.rows is None:
             for asked in reply.asked:
                 self._sampling[asyncio.ensure_future(self._sampled(asked))] = asked
-            patience = _POLL_S if reply.asked else min(2 * patience, _LONGEST_POLL_S)
+            patience = _POLL_S if reply.asked else min(3 * patience, _LONGEST_POLL_S)
             try:
                 answers = await self._answers(patience)
             except ValueError as error:  # what the engine refuses: ids that it does not know, say
