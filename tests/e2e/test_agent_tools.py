@@ -35,6 +35,45 @@ class World:
         return 1.0
 """
 
+LOOP = r"""
+import re
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+CALL = re.compile(r'"expression": "(\d+)\*(\d+)"')
+
+
+@register("calculates")
+class Calculates(AgentLoopBase):
+    def __init__(self, *args, fails_at=(), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fails_at, self.longest = fails_at, self.rollout_config.response_length
+
+    async def run(self, sampling_params, **row):
+        prompt_ids = await self.apply_chat_template(row["raw_prompt"])
+        ids, mask, text, num_turns = list(prompt_ids), [], "", 0
+        while len(mask) < self.longest:
+            sampling = {**sampling_params, "max_tokens": self.longest - len(mask)}
+            out = await self.server_manager.generate(request_id="x", prompt_ids=ids, sampling_params=sampling)
+            ids, mask, text = ids + out.token_ids, mask + [1] * len(out.token_ids), self.tokenizer.decode(out.token_ids)
+            num_turns += 2
+            if row["index"] in self.fails_at:
+                raise RuntimeError("this row is not to be answered")
+            call = CALL.search(text)
+            if call is None:
+                break
+            said = f"\n<|im_start|>tool\n{int(call[1]) * int(call[2])}<|im_end|>\n<|im_start|>assistant\n"
+            said = self.tokenizer.encode(said, add_special_tokens=False)
+            ids, mask = ids + said, mask + [0] * len(said)
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=ids[len(prompt_ids):][:self.longest],
+            response_mask=mask[:self.longest],
+            reward_score=float(text.removesuffix("<|im_end|>") == row["ground_truth"]),
+            num_turns=num_turns,
+            metrics={},
+        )
+"""
+
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -87,6 +126,29 @@ def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path
     assert step["critic/score/mean"] == 1.0
     assert step["critic/rewards/mean"] == pytest.approx(1.0 + 0.25 * step["tools/calls/mean"])
     assert step["critic/advantages/max"] > step["critic/advantages/min"] and step["actor/grad_norm"] > 0
+
+
+def test_the_main_job_trains_on_what_an_agent_loop_of_the_users_returns(recipe: ModuleType, tmp_path: Path) -> None:
+    """verl's class, its file unedited: two steps, a validation, and a row whose episodes all raise."""
+    size = {"num_training": 16, "num_validation": 8, "hidden_size": 64, "num_layers": 2}
+    recipe.prepare(tmp_path, recipe.Recipe(asks=1.0, warm_start_steps=150, warm_start_batch=16, **size))
+    (tmp_path / "loop.py").write_text(LOOP)
+    entry = f"- name: calculates\n  _target_: {tmp_path}/loop.py:Calculates\n  fails_at: [3]\n"
+    (tmp_path / "loops.yaml").write_text(entry)
+    agent = "actor_rollout_ref.rollout.agent"
+    loop = (f"{agent}.agent_loop_config_path={tmp_path}/loops.yaml", f"{agent}.default_agent_loop=calculates")
+    plain = (f"{MULTI_TURN}.enable=False", f"{MULTI_TURN}.function_tool_path=null")
+    small = [f"{key}=8" for key in ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")]
+    length = ("trainer.total_training_steps=2", "trainer.test_freq=2")
+    steps = train(tmp_path, tmp_path / "out", *small, *plain, *loop, *length)
+    trained = [step for step in steps if "actor/grad_norm" in step]
+    assert len(trained) == 2
+    assert sum(step["tools/lost_episodes"] for step in trained) == 8  # of one row, in one epoch
+    for step in trained:
+        assert step["actor/grad_norm"] > 0 and step["training/rollout_probs_diff_max"] < 0.01
+        assert step["num_turns/max"] >= 4 and 0 < step["critic/score/mean"] <= 1
+        assert step["tools/unsampled_tokens"] == 0 and step["response_length/max"] <= 40
+    assert any("val-core" in name for name in steps[-1])
 
 
 def test_a_template_without_tool_messages_is_refused_before_anything_starts(recipe: ModuleType, tmp_path: Path) -> None:

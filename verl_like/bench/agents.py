@@ -274,6 +274,10 @@ class _Timed:
     lengths: Sequence[int]
     turn: int = 0
 
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.ask.sampling
+
     async def __call__(
         self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
     ) -> Completion:
@@ -308,6 +312,9 @@ class _TimedToolbox:
 
     def begin(self, session: str, row: PromptRow) -> Future[ToolOutcome]:
         return self._answer("", 0.0)
+
+    def has_user(self, row: PromptRow) -> bool:
+        return False
 
     def call(self, session: str, name: str, arguments: dict[str, Any]) -> Future[ToolOutcome]:
         return self._answer(_OBSERVED, self._seconds)

@@ -46,10 +46,6 @@ def _is(*values: str) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _is_not(*values: str) -> Callable[[Any], bool]:
-    return lambda value: value not in values
-
-
 def _off(*names: str, instead: str = "set it to false") -> list[NotYet]:
     return [NotYet(name, _truthy, instead) for name in names]
 
@@ -71,23 +67,15 @@ NOT_YET: list[NotYet] = [
     NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),
     *_off(f"{_ROLLOUT}.use_fire_sampling"),
     *_off(
-        f"{_ROLLOUT}.multi_turn.interaction_config_path",
         f"{_ROLLOUT}.multi_turn.completion_callback",
-        instead="leave it out: tools answer the model (rollout.multi_turn.tool_config_path), or an environment does",
-    ),
-    *_off(
-        f"{_ROLLOUT}.agent.agent_loop_config_path",
-        instead="leave it out: rows are single_turn_agent or, with rollout.multi_turn.enable, tool_agent",
-    ),
-    NotYet(
-        f"{_ROLLOUT}.agent.default_agent_loop",
-        _is_not("single_turn_agent", "tool_agent"),
-        "use single_turn_agent or tool_agent",
+        instead="leave it out: it tokenises again what the model wrote. An agent loop (rollout.agent."
+        "agent_loop_config_path) or an interaction (rollout.multi_turn.interaction_config_path) does what it did",
     ),
     *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
         f"{_ROLLOUT}.agent.custom_async_server.name",
-        instead="leave it out: the engine is built in",
+        instead="leave it out: a server of your own could not be given weights that are proved to be the trainer's; "
+        "rollout.name chooses an engine",
     ),
     # The run
     NotYet("trainer.default_hdfs_dir", _truthy, "copy trainer.default_local_dir yourself"),

@@ -123,19 +123,31 @@ def _lengths(config: PPOConfig) -> list[str]:
 def _tools(config: PPOConfig) -> list[str]:
     rollout, problems = config.actor_rollout_ref.rollout, []
     turns, key = rollout.multi_turn, f"{_ROLLOUT}.multi_turn"
-    if turns.enable and not (turns.tool_config_path or turns.function_tool_path or turns.environment_path):
+    tools = turns.tool_config_path or turns.function_tool_path or turns.environment_path
+    if turns.enable and not (tools or turns.interaction_config_path):
         problems.append(
-            f"{key}.enable=True, but there is nothing that the model could call: set {key}.tool_config_path, "
-            f"{key}.function_tool_path or {key}.environment_path, or {key}.enable=false"
+            f"{key}.enable=True, but there is nothing that the model could call, and nobody who answers it: set "
+            f"{key}.tool_config_path, {key}.function_tool_path, {key}.environment_path or "
+            f"{key}.interaction_config_path, or {key}.enable=false"
         )
     if turns.enable and config.data.chat_template == "none":
         problems.append(
             f"{key}.enable=True with data.chat_template=none: a conversation needs a chat template; use native, or one "
             "of your own"
         )
-    if not turns.enable and rollout.agent.default_agent_loop == "tool_agent":
+    default, loops = rollout.agent.default_agent_loop, f"{_ROLLOUT}.agent.agent_loop_config_path"
+    if rollout.agent.agent_loop_config_path is None and default not in ("single_turn_agent", "tool_agent"):
+        problems.append(
+            f"{_ROLLOUT}.agent.default_agent_loop={default}: choose single_turn_agent or tool_agent, or list it in a "
+            f"file of agent loops: {loops}"
+        )
+    if rollout.agent.agent_loop_config_path is None and not turns.enable and default == "tool_agent":
         problems.append(f"{_ROLLOUT}.agent.default_agent_loop=tool_agent needs {key}.enable=True")
     return problems
+
+
+def _agent_loops(config: PPOConfig) -> bool:
+    return config.actor_rollout_ref.rollout.agent.agent_loop_config_path is not None
 
 
 def _run(config: PPOConfig) -> list[str]:
@@ -260,7 +272,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         (f"{_ROLLOUT}.multi_turn.", f"{_ROLLOUT}.agent.num_workers"),
-        lambda c: not c.actor_rollout_ref.rollout.multi_turn.enable,
+        lambda c: not (c.actor_rollout_ref.rollout.multi_turn.enable or _agent_loops(c)),
         f"{_ROLLOUT}.multi_turn.enable is false",
     ),
     Idle(

@@ -149,7 +149,9 @@ def _scored_together(config: PPOConfig) -> str:
 def _estimators(config: PPOConfig) -> list[str]:
     algorithm, problems = config.algorithm, []
     estimator, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if estimator in STEP_ESTIMATORS and not config.actor_rollout_ref.rollout.multi_turn.enable:
+    rollout = config.actor_rollout_ref.rollout
+    has_turns = rollout.multi_turn.enable or rollout.agent.agent_loop_config_path is not None
+    if estimator in STEP_ESTIMATORS and not has_turns:
         problems.append(
             f"algorithm.adv_estimator={estimator} needs the turns of multi-turn rollout, but {_ROLLOUT}.multi_turn."
             "enable=False: responses have one turn; use grpo or reinforce"

@@ -83,20 +83,23 @@ class MultiTurnConfig(ConfigNode):
     environment_path: str | None = None
     """file.py:Class of an environment: reset(**row), get_reward(), and public methods, which are the tools."""
     tool_timeout: float = 60.0
-    """[s] Longest time of one tool call; the process is killed then, and the episode left out of training."""
+    """[s] Longest time of one tool call, of a simulated user's answer, and of an agent loop's own code between two
+    requests to the policy; the process is killed then, and the episode left out of training."""
     tool_memory_limit_mb: int | None = None
-    """[MB] Memory of one tool process."""
+    """[MB] Memory of one process that runs tools or agent loops."""
     tool_concurrency: int = 1
     """[calls] That one tool process works on at a time. More is for tools that await a network: what computes or blocks
     holds up the calls beside it."""
     turn_rewards: bool = False
     """What tools give for the calls of a turn (the reward of `execute`, of a function's or a method's tuple) stands on
-    the turn's last token, beside the episode's score. False: graders alone see it, as in verl."""
+    the turn's last token, beside the episode's score; likewise a simulated user's scores, and the turn_scores of an
+    agent loop's extra_fields. False: graders alone see it, as in verl."""
     malformed_calls: str = "answer"
     """What follows a call that cannot be read. answer: the model is told what is wrong, and goes on. end: the episode
     ends there, and is graded as it is."""
     interaction_config_path: str | None = None
-    """YAML file that lists simulated users."""
+    """YAML file that lists simulated users: verl's BaseInteraction classes. Rows choose one of them in
+    extra_info.interaction_kwargs."""
     completion_callback: str | None = None
     """Import path of a function called after each turn."""
     use_inference_chat_template: bool = False
@@ -124,11 +127,12 @@ class AgentConfig(ConfigNode):
     """`rollout.agent.*`: agent loops."""
 
     num_workers: int = 8
-    """[processes] Processes that run tools (verl: agent loops, which are coroutines of the driver here)."""
+    """[processes] Processes that run tools, and as many that run agent loops of agent_loop_config_path."""
     default_agent_loop: str = "single_turn_agent"
-    """Agent loop of rows that name none (verl). Here rollout.multi_turn.enable decides."""
+    """Agent loop of rows that name none: one of agent_loop_config_path's; for other names rollout.multi_turn.enable
+    decides between single_turn_agent and tool_agent."""
     agent_loop_config_path: str | None = None
-    """YAML file that lists agent loops."""
+    """YAML file that lists agent loops (verl's AgentLoopBase): name, _target_, and arguments of the class."""
     custom_async_server: CustomClassConfig = field(default_factory=CustomClassConfig)
     """A generation server class of the user's."""
 

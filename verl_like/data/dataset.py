@@ -52,6 +52,10 @@ class Dataset(Protocol):
         """The data source of each row that is left, in order."""
         ...
 
+    def agents(self) -> list[str]:
+        """All different agent_name of the rows, sorted; "" of rows without one."""
+        ...
+
     def identity(self) -> dict[str, Any]:
         """What a saved sampler position refers to. JSON-able."""
         ...
@@ -154,10 +158,8 @@ class PromptDataset:
 
     def _tools(self, row: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
         own = None if self.data.tools_key is None else tools_of(row, self.data.tools_key, place)
-        if own is not None or not self.tools or row.get("agent_name") == SINGLE_TURN:
+        if own is not None or not self.tools or row.get("agent_name") not in (None, "", "tool_agent"):
             return own
-        if row.get("agent_name") not in (None, "", "tool_agent"):
-            raise ValueError(f"{place}: agent_name={row['agent_name']!r} is neither tool_agent nor {SINGLE_TURN}")
         chosen = dictionary_of(row, "extra_info", place).get("tool_selection")
         if chosen is not None and not (isinstance(chosen, list) and all(isinstance(name, str) for name in chosen)):
             raise ValueError(f"{place}: extra_info.tool_selection={chosen!r:.100} must be a list of names of tools")
@@ -181,6 +183,11 @@ class PromptDataset:
         """See Dataset."""
         sources = [source for number in range(len(self.files)) for source in self._file_sources(number)]
         return [sources[position] for position in self._kept]
+
+    def agents(self) -> list[str]:
+        """See Dataset."""
+        columns = [f.rows.column("agent_name") for f in self.files if "agent_name" in f.rows.columns]
+        return sorted({str(name or "") for column in columns for name in column})
 
     def reward_styles(self) -> list[tuple[str, str]]:
         """All different (data_source, reward_model.style) of the files, sorted: what must have a grader."""

@@ -92,6 +92,7 @@ class ForeignDataset:
         if len(self.rows) == 0:
             raise ValueError(f"data.custom_cls.name={cls.__name__}: the data set of data.{split}_files has no rows")
         self._styles: list[tuple[str, str]] | None = None
+        self._agents: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -112,6 +113,7 @@ class ForeignDataset:
             ability=str(row.get("ability") or ""),
             extra_info=dictionary_of(row, "extra_info", place),
             style=style_of(row),
+            agent=str(row.get("agent_name") or ""),
         )
 
     def reward_styles(self) -> list[tuple[str, str]]:
@@ -122,6 +124,11 @@ class ForeignDataset:
         """See Dataset."""
         return [source for source, _ in self._all_styles()]
 
+    def agents(self) -> list[str]:
+        """See Dataset."""
+        self._all_styles()
+        return sorted(self._agents)
+
     def _all_styles(self) -> list[tuple[str, str]]:
         """(data source, style) of each row: from verl's `dataframe` if there is one, else by reading all rows."""
         if self._styles is None:
@@ -129,6 +136,7 @@ class ForeignDataset:
             rows = self.rows if frame is None or len(frame) != len(self) else frame
             records = [rows[index] for index in range(len(self))]
             self._styles = [(source_of(record, self.data), style_of(record)) for record in records]
+            self._agents = {str(record.get("agent_name") or "") for record in records}
         return self._styles
 
     def identity(self) -> dict[str, Any]:

@@ -97,6 +97,11 @@ class EpisodeAborted(BaseException):
 class Ask(Protocol):
     """Samples the next turn of one episode."""
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """How it samples, unless it is told otherwise."""
+        ...
+
     async def __call__(
         self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
     ) -> Completion:

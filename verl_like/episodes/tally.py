@@ -11,7 +11,11 @@ from verl_like.batch import Scores
 from verl_like.episodes.episode import Episode
 
 # What a conversation counts beside its calls, as far as it happened.
-CONVERSATION_COUNTS = ("failed_calls", "malformed_calls", "new_rows", "out_of_tokens", "out_of_turns")
+CONVERSATION_COUNTS = (
+    *("failed_calls", "malformed_calls", "new_rows", "out_of_tokens", "out_of_turns"),
+    *("cut_tokens", "unsampled_tokens"),  # of agent loops
+)
+_SECONDS = "agent_loop_s/"
 
 
 @dataclass(slots=True)
@@ -69,4 +73,9 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "tools/calls/mean": counts["calls"] / len(turns),
         "tools/lost_episodes": float(sum(episode.failure is not None for episode in episodes)),
         **{f"tools/{name}": float(counts[name]) for name in CONVERSATION_COUNTS},
+        **{
+            f"timing_s/agent_loop/{name.removeprefix(_SECONDS)}/mean": seconds / len(turns)
+            for name, seconds in counts.items()
+            if name.startswith(_SECONDS)
+        },
     }

@@ -1,6 +1,7 @@
 """Conversations with tools: the model calls them, they answer, until it calls no more.
 
     prompt -> [turn: sampled tokens -> calls -> tools -> observation] ... -> last turn without a call
+                                    no call -> simulated user, where the row has one -> observation, or the end
 
 The model's tokens stay what it sampled (`Transcript`); tool text is observation: the model reads it and is not trained
 on it. A call that cannot be read or carried out is answered with what is wrong, so that the model can try again; a tool
@@ -59,6 +60,7 @@ class _Progress:
     state_id: int = 0  # before the next turn
     counts: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, list[float]] = field(default_factory=dict)  # of each tool's calls
+    turn_scores: list[float] = field(default_factory=list)  # by a simulated user
 
 
 class ToolAgent:
@@ -126,6 +128,7 @@ class ToolAgent:
             what = f"{len(ids)} tokens with what reset said, more than data.max_prompt_length={self._bounds.prompt}"
             return EpisodeFailure(kind="prompt_too_long", message=what)
         transcript = Transcript(self._encoder, ids, messages, prompt.row.tools, follow_template=self._follow_template)
+        has_user = self._toolbox.has_user(prompt.row)
         observation_ids, new_row = ids, False
         while (room := self._room(transcript, progress)) > 0:
             completion = await ask(transcript.context_ids, max_tokens=room)
@@ -133,7 +136,8 @@ class ToolAgent:
             progress.turns.append(turn)
             progress.used += len(completion.sampled)
             parsed = self._parsed(transcript.context_ids, completion)
-            if completion.finish_reason == "length" or not (parsed.calls or parsed.malformed):
+            calls_something = bool(parsed.calls or parsed.malformed)
+            if completion.finish_reason == "length" or not (calls_something or has_user):
                 return None
             if parsed.malformed and self._malformed_end:
                 progress.counts["malformed_calls"] += len(parsed.malformed)
@@ -144,8 +148,11 @@ class ToolAgent:
             calls = _numbered(parsed, progress.num_calls)
             progress.num_calls += len(calls)
             transcript.wrote(completion.sampled.token_ids.tolist(), _message(parsed, calls))
-            answers, failure = await self._answers(parsed, calls, session, progress)
-            if failure is not None:
+            if calls_something:
+                answers, failure = await self._answers(parsed, calls, session, progress)
+            else:
+                answers, failure = await self._reply(transcript.messages, session, progress)
+            if failure is not None or not answers:
                 return failure
             try:
                 observation = transcript.observe(answers)
@@ -203,6 +210,20 @@ class ToolAgent:
         progress.state_id = state_id("\n".join(each["content"] for each in answers)) if state is None else state
         return answers, None
 
+    async def _reply(
+        self, messages: Messages, session: str, progress: _Progress
+    ) -> tuple[list[dict[str, Any]], EpisodeFailure | None]:
+        """The simulated user's message; none where it has ended the conversation."""
+        outcome = await asyncio.wrap_future(self._toolbox.respond(session, messages))
+        if outcome.kind is not None:
+            return [], _failure(outcome, "the simulated user")
+        if outcome.reward is not None:
+            progress.turn_scores.append(outcome.reward)
+            if self._turn_rewards:
+                progress.turns[-1] = dataclasses.replace(progress.turns[-1], reward=outcome.reward)
+        progress.state_id = state_id(outcome.text)
+        return [] if outcome.done else [{"role": "user", "content": outcome.text}], None
+
     def _episode(
         self, prompt: Prompt, progress: _Progress, end: ToolOutcome, failure: EpisodeFailure | None
     ) -> Episode:
@@ -212,6 +233,9 @@ class ToolAgent:
         scores = {name.removeprefix(_TOOL_REWARD): value for name, value in metrics.items()}
         if scores or progress.rewards:
             info["rollout_reward_scores"] = {n: sum(rewards) for n, rewards in progress.rewards.items()} | scores
+        if progress.turn_scores:  # under the names of verl 0.7 and of 0.5
+            info["turn_scores"] = progress.turn_scores
+            info.setdefault("rollout_reward_scores", {})["user_turn_rewards"] = progress.turn_scores
         return Episode(
             turns=tuple(progress.turns) or (nothing,),
             reward=end.reward if self._environment else None,

@@ -50,6 +50,7 @@ from verl_like.observe.trackers import build_trackers
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import ModelScore
 from verl_like.rollout.sampling import train_sampling, validation_sampling
+from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.own_code import check_own_code, trainer_class
@@ -60,7 +61,7 @@ from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
-from verl_like.trainer.tools import open_toolbox, require_tool_messages
+from verl_like.trainer.tools import check_interactions, open_toolbox, require_tool_messages
 from verl_like.trainer.validation import Validator
 from verl_like.user_code import external_modules, is_reference
 from verl_like.workers.reward import network_config
@@ -134,6 +135,9 @@ def build_trainer(
                     "beside the reward model that counts nothing: set reward_model.rule_weight, or "
                     "reward_model.enable=false"
                 )
+            encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
+            runner = with_agent_loops(config, inputs.runner, encoder, kind, stack)
+            inputs = dataclasses.replace(inputs, runner=runner)
         groups = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
         group = groups.policy
         if plan.needs_reward_model:
@@ -276,6 +280,8 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     options = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
     train = build_dataset(data, data.train_files, tokenizer, split="train", **options)
     val = build_dataset(data, data.val_files, tokenizer, split="val", **options) if data.val_files else None
+    check_agents((train, val), config.actor_rollout_ref.rollout)
+    check_interactions((train, val), toolbox)
     for split, dataset in (("train", train), ("val", val)):
         if dataset is not None:
             refuse_media(dataset, f"data.{split}_files", hf_config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
 from verl_like.config import RolloutConfig
 from verl_like.data.chat import PromptEncoder
+from verl_like.data.dataset import Dataset
+from verl_like.episodes.tools.interactions import chosen, interaction_kwargs
 from verl_like.episodes.tools.tool_call import ToolSpec
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.episodes.transcript import Transcript
@@ -23,6 +25,7 @@ def open_toolbox(rollout: RolloutConfig, stack: ExitStack) -> Toolbox | None:
         tool_config_path=_path(turns.tool_config_path, "tool_config_path"),
         function_tool_path=_path(turns.function_tool_path, "function_tool_path"),
         environment_path=_reference(turns.environment_path, "environment_path"),
+        interaction_config_path=_path(turns.interaction_config_path, "interaction_config_path"),
         max_response_length=turns.max_tool_response_length,
         truncate_side=turns.tool_response_truncate_side,
         timeout=turns.tool_timeout,
@@ -43,18 +46,29 @@ def _reference(value: str | None, name: str) -> str | None:
 
 
 def require_tool_messages(encoder: PromptEncoder, schemas: list[dict[str, Any]], eos_ids: Sequence[int]) -> None:
-    """ValueError where the chat template has no place for what tools say."""
+    """ValueError where the chat template has no place for what tools say, or without tools, simulated users."""
     messages = [{"role": "user", "content": "x"}]
-    (ids,) = encoder.encode([(messages, schemas)])
-    transcript = Transcript(encoder, ids, messages, schemas, follow_template=False)
-    call = {"name": schemas[0]["function"]["name"], "arguments": {}} if schemas else {"name": "x", "arguments": {}}
-    calls = [{"id": "call00000", "type": "function", "function": call}]
-    answer = {"role": "assistant", "content": "x", "tool_calls": calls}
+    (ids,) = encoder.encode([(messages, schemas or None)])
+    transcript = Transcript(encoder, ids, messages, schemas or None, follow_template=False)
+    answer: dict[str, Any] = {"role": "assistant", "content": "x"}
+    reply = messages[0]
+    if schemas:
+        call = {"name": schemas[0]["function"]["name"], "arguments": {}}
+        answer["tool_calls"] = [{"id": "call00000", "type": "function", "function": call}]
+        reply = {"role": "tool", "tool_call_id": "call00000", "name": call["name"], "content": "x"}
     transcript.wrote([*encoder.encode_text("x"), eos_ids[0]], answer)
     try:
-        transcript.observe([{"role": "tool", "tool_call_id": "call00000", "name": call["name"], "content": "x"}])
+        transcript.observe([reply])
     except ValueError as error:
         raise ValueError(
-            f"actor_rollout_ref.rollout.multi_turn.enable=True: {error}. Set data.chat_template to one that has tool "
-            "messages"
+            f"actor_rollout_ref.rollout.multi_turn.enable=True: {error}. Set data.chat_template to one that has "
+            f"{reply['role']} messages after an answer"
         ) from error
+
+
+def check_interactions(datasets: Iterable[Dataset | None], toolbox: Toolbox | None) -> None:
+    """ValueError where the first row of a data set names a simulated user that there is none of."""
+    names = [] if toolbox is None else toolbox.interactions
+    for dataset in datasets if names else ():
+        if dataset is not None and (settings := interaction_kwargs(dataset[0][1].extra_info)):
+            chosen(settings, names)

@@ -82,3 +82,21 @@ def test_a_wrong_image_key(tmp_path: Path, tiny_model: Path) -> None:
     message = refusal(tmp_path, tiny_model, rows, *settings)
     assert "row 21: the prompt has <image>, but the file has no column 'image' (data.image_key)" in message
     assert "have images or videos" in refusal(tmp_path, tiny_model, rows, "data.truncation=left")
+
+
+def test_names_of_agent_loops(tmp_path: Path, tiny_model: Path) -> None:
+    agent = "actor_rollout_ref.rollout.agent"
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: mine\n  _target_: no_such_module.Mine\n")
+    listed = f"{agent}.agent_loop_config_path={loops}"
+    named = [row("1+1=", agent_name="mien"), row("1+2=", agent_name=None)]
+    said = refusal(tmp_path, tiny_model, named, listed)
+    assert "agent_name='mien' is the name of no agent loop. There are: mine, single_turn_agent, tool_agent" in said
+    assert "did you mean 'mine'?" in said
+    said = refusal(tmp_path, tiny_model, [row("1+1=")] * 2, listed, f"{agent}.default_agent_loop=my")
+    assert f"{agent}.default_agent_loop='my' is the name of no agent loop" in said
+    tools = [row("1+1=", agent_name="tool_agent")] * 2
+    said = refusal(tmp_path, tiny_model, tools)
+    assert "rows with agent_name=tool_agent" in said and "multi_turn.enable=False: set it to true" in said
+    said = refusal(tmp_path, tiny_model, [row("1+1=", agent_name="mine")] * 2, listed)
+    assert "no_such_module" in said and "mine" in said

@@ -23,7 +23,7 @@ REFUSED = {
     ("v0.6.1", "recipe/fapo/run_baseline_7b.sh"): "there is no file",
     ("v0.6.1", "recipe/fapo/run_fapo_32b_remote.sh"): "there is no file",
     ("v0.6.1", "recipe/fapo/run_fapo_7b_remote.sh"): "there is no file",
-    ("v0.6.1", "recipe/langgraph_agent/example/run_qwen2.5_3b.sh"): "agent_loop_config_path",
+    ("v0.6.1", "recipe/langgraph_agent/example/run_qwen2.5_3b.sh"): "ulysses_sequence_parallel_size=4: must divide",
     ("main", "examples/sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn_vllm_fsdp.sh"): "there is no file",
 }
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_like.episodes.tools.interactions import Interactions, load_interactions
 from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, ToolSource
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolSpec
 from verl_like.user_code import load, load_module, resolve_path
@@ -24,13 +25,20 @@ _SHIPPED = {
 _TRACEBACK_LINES = 4
 
 
-def load_tools(spec: ToolSpec) -> list[ToolSource]:
-    """The tools of all sources, each of another name."""
+def find_stand_ins() -> None:
+    """Make the stand-ins importable; an installed verl comes first."""
     if _SHIM not in sys.path:
         sys.path.append(_SHIM)
+
+
+def load_tools(spec: ToolSpec) -> list[ToolSource]:
+    """The tools of all sources, each of another name."""
+    find_stand_ins()
     sources: list[ToolSource] = []
     if spec.tool_config_path is not None:
-        sources += _native_tools(spec.tool_config_path, f"{KEYS}tool_config_path")
+        tools = native_tools(spec.tool_config_path)
+        with _blamed(f"{KEYS}tool_config_path={spec.tool_config_path}"):
+            sources += map(NativeTool, tools)
     if spec.function_tool_path is not None:
         sources += _function_tools(spec.function_tool_path, f"{KEYS}function_tool_path")
     if spec.environment_path is not None:
@@ -38,17 +46,25 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
         make = load(spec.environment_path, key)
         with _blamed(f"{key}={spec.environment_path}"):
             sources.append(Environment(make))
+    if spec.interaction_config_path is not None:
+        key = f"{KEYS}interaction_config_path"
+        with _blamed(f"{key}={spec.interaction_config_path}"):
+            sources.append(Interactions(load_interactions(spec.interaction_config_path, key)))
     names = [schema["function"]["name"] for source in sources for schema in source.schemas]
     if not sources:
-        raise ToolError(f"no tools: set {KEYS}tool_config_path, function_tool_path or environment_path")
+        raise ToolError(
+            f"no tools: set {KEYS}tool_config_path, function_tool_path, environment_path or interaction_config_path"
+        )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ToolError(f"{spec.source}: more than one tool is called {', '.join(twice)}; rename one")
     return sources
 
 
-def _native_tools(path: str, key: str) -> list[ToolSource]:
+def native_tools(path: str) -> list[Any]:
+    """The objects of the classes that multi_turn.tool_config_path lists."""
     from omegaconf import OmegaConf  # here: a run without such a file need not wait for it
 
+    key = f"{KEYS}tool_config_path"
     with _blamed(f"{key}={path}"):
         content = OmegaConf.to_container(OmegaConf.load(resolve_path(path, key)), resolve=True)
     entries = content.get("tools") if isinstance(content, dict) else None
@@ -57,7 +73,7 @@ def _native_tools(path: str, key: str) -> list[ToolSource]:
     return [_native_tool(entry, f"{key}={path}: tools[{place}]") for place, entry in enumerate(entries)]
 
 
-def _native_tool(entry: Any, where: str) -> NativeTool:
+def _native_tool(entry: Any, where: str) -> Any:
     if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
         raise ToolError(f"{where} has no class_name")
     name = entry["class_name"]
@@ -72,7 +88,7 @@ def _native_tool(entry: Any, where: str) -> NativeTool:
         schema = entry.get("tool_schema")
         if schema is not None:
             schema = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)
-        return NativeTool(make(config=settings, tool_schema=schema))
+        return make(config=settings, tool_schema=schema)
 
 
 def _function_tools(path: str, key: str) -> list[ToolSource]:

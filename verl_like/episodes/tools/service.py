@@ -10,11 +10,12 @@ import traceback
 from typing import Any, TextIO
 
 from verl_like.episodes.tools import text
+from verl_like.episodes.tools.interactions import Interactions
 from verl_like.episodes.tools.kinds import Environment, ToolSource
 from verl_like.episodes.tools.loading import load_tools
 from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec
 
-_PRINTED_CHARS = 20_000  # of what tools print, that goes to the trainer's output, for each call
+PRINTED_CHARS = 20_000  # of what tools print, that goes to the trainer's output, for each call
 _MESSAGE_CHARS, _TRACEBACK_CHARS = 1000, 2000
 
 
@@ -28,7 +29,7 @@ class ToolService:
 
     def __init__(self, spec: ToolSpec) -> None:
         self._spec = spec
-        self._printed = [_Limited(sys.stdout), _Limited(sys.stderr)]
+        self._printed = [Limited(sys.stdout), Limited(sys.stderr)]
         sys.stdout, sys.stderr = self._printed
         self._sources = load_tools(spec)
         self._by_name = {schema["function"]["name"]: source for source in self._sources for schema in source.schemas}
@@ -37,7 +38,7 @@ class ToolService:
     async def call(self, payload: ToolRequest) -> ToolOutcome:
         """The outcome of a request. Only what the pool must know is raised: the memory is used up, time is over."""
         for stream in self._printed:
-            stream.left = _PRINTED_CHARS
+            stream.left = PRINTED_CHARS
         try:
             match payload.action:
                 case "describe":
@@ -46,6 +47,8 @@ class ToolService:
                     outcome = await self._begin(payload)
                 case "end":
                     outcome = await self._end(payload.session)
+                case "respond":
+                    outcome = await self._respond(payload)
                 case _:
                     outcome = await self._call(payload)
             return outcome
@@ -56,10 +59,14 @@ class ToolService:
 
     def _describe(self) -> list[Any]:
         """[schema, whether it has state] of each tool; whether episodes have a life beside calls; whether an
-        environment scores them."""
+        environment scores them; the names of simulated users."""
         tools = [(schema, source.stateful) for source in self._sources for schema in source.schemas]
         scored = any(isinstance(source, Environment) and source.gives_reward for source in self._sources)
-        return [tools, any(source.stateful for source in self._sources), scored]
+        users = [name for source in self._interactions() for name in source.names]
+        return [tools, any(source.stateful for source in self._sources), scored, users]
+
+    def _interactions(self) -> list[Interactions]:
+        return [source for source in self._sources if isinstance(source, Interactions)]
 
     async def _begin(self, request: ToolRequest) -> ToolOutcome:
         wanted = {id(self._by_name[name]) for name in request.names}
@@ -78,6 +85,11 @@ class ToolService:
         outcome = await source.call(request.session, request.name, request.arguments)
         shown = self._plain(outcome.text, self._spec.max_response_length)
         return dataclasses.replace(outcome, text=shown)
+
+    async def _respond(self, request: ToolRequest) -> ToolOutcome:
+        (users,) = self._interactions()
+        outcome = await users.respond(request.session, request.messages)
+        return dataclasses.replace(outcome, text=self._plain(outcome.text, None))
 
     async def _end(self, session: str) -> ToolOutcome:
         """Every source is ended, also after one that fails; then the first failure is the outcome. reward: the
@@ -119,12 +131,12 @@ def _told(error: BaseException) -> str:
     return said[:_MESSAGE_CHARS] or type(error).__name__
 
 
-class _Limited(io.TextIOBase):
+class Limited(io.TextIOBase):
     """A stream that lets so many characters through: a tool that prints without end must not fill the run's log."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.left = _PRINTED_CHARS
+        self.left = PRINTED_CHARS
 
     def write(self, text: str, /) -> int:
         if self.left > 0:

@@ -26,11 +26,12 @@ class ToolOutcome(Outcome):
     """What became of a call. `kind` is None when it is good, and may also be "unknown_tool" or "bad_arguments".
 
     text: what the model is to read, also where the call failed; `message` is for people, and may tell more. state:
-    `state_id` of the environment after this, where it tells.
+    `state_id` of the environment after this, where it tells. done: a simulated user has ended the conversation.
     """
 
     text: str = ""
     state: int | None = None
+    done: bool = False
     reward: float | None = None  # of a call: this step's; at the end: the episode's. None where nobody gave one
     metrics: dict[str, float | str | None] = field(default_factory=dict)
 
@@ -50,7 +51,7 @@ KEYS = "actor_rollout_ref.rollout.multi_turn."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec(ServiceSpec):
-    """Which tools a worker loads: any of the three sources, at least one.
+    """Which tools a worker loads: any of the four sources, at least one.
 
     concurrency: calls that one worker handles at a time. More than 1 is for tools that wait for a network: a tool that
     computes or blocks holds up the others, and one that hangs takes their episodes with it.
@@ -64,6 +65,7 @@ class ToolSpec(ServiceSpec):
     tool_config_path: str | None = None  # YAML file that lists classes (verl's form)
     function_tool_path: str | None = None  # Python file with @function_tool functions
     environment_path: str | None = None  # a class whose methods are tools: file.py:Name or pkg://module:Name
+    interaction_config_path: str | None = None  # YAML file that lists simulated users (verl's form)
     max_response_length: int | None = None  # characters of a tool's text; None: a mebibyte
     truncate_side: str = "middle"  # which part of a longer one is cut: left, middle, right
 
@@ -74,7 +76,7 @@ class ToolSpec(ServiceSpec):
     @property
     def source(self) -> str:
         """The keys that name tools, for messages."""
-        names = ("tool_config_path", "function_tool_path", "environment_path")
+        names = ("tool_config_path", "function_tool_path", "environment_path", "interaction_config_path")
         return ", ".join(f"{KEYS}{n}={getattr(self, n)}" for n in names if getattr(self, n) is not None)
 
     def make(self) -> Service:
@@ -83,7 +85,7 @@ class ToolSpec(ServiceSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolRequest:
-    """One message to a worker. action: "describe", "begin", "call" or "end"."""
+    """One message to a worker. action: "describe", "begin", "call", "respond" (a simulated user's) or "end"."""
 
     action: str
     session: str = ""
@@ -91,3 +93,4 @@ class ToolRequest:
     names: tuple[str, ...] = ()  # of the tools that the episode may call
     arguments: dict[str, Any] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)  # see `toolbox.fields_of`
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of the conversation, for a simulated user

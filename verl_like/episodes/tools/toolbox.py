@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from verl_like.episodes.tools.interactions import interaction_kwargs
 from verl_like.episodes.tools.schema import bad_arguments, typed
 from verl_like.episodes.tools.text import SIDES
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolOutcome, ToolRequest, ToolSpec
@@ -47,7 +48,8 @@ class Toolbox:
         except BaseException:
             self._pool.close()
             raise
-        tools, self._stateful, self.gives_reward = json.loads(described.text)
+        tools, self._stateful, self.gives_reward, names = json.loads(described.text)
+        self.interactions: list[str] = names
         self.schemas: list[dict[str, Any]] = [schema for schema, _ in tools]
         self._schemas = {schema["function"]["name"]: schema for schema in self.schemas}
         self._with_state = {schema["function"]["name"] for schema, stateful in tools if stateful}
@@ -96,6 +98,14 @@ class Toolbox:
         given = typed(self._schemas[name], arguments)
         request = ToolRequest(action="call", session=session, name=name, arguments=given)
         return self._submit(request, stateful=name in self._with_state)
+
+    def has_user(self, row: PromptRow) -> bool:
+        """Whether a simulated user answers the model in this row's episodes."""
+        return bool(self.interactions and interaction_kwargs(row.extra_info))
+
+    def respond(self, session: str, messages: list[dict[str, Any]]) -> Future[ToolOutcome]:
+        """What the simulated user says to a conversation that ends with the model's message."""
+        return self._submit(ToolRequest(action="respond", session=session, messages=messages))
 
     def end(self, session: str) -> Future[ToolOutcome]:
         """End an episode: its reward, then its state is released. Also for one that failed, or was given up."""

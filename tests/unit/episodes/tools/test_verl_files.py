@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from tests.unit.episodes.tools.rows import called, row, toolbox, write
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 
-VERSIONS = ("0.5.0", "0.7.0", "0.9.1")
 CONFIG = """
     tools:
       - class_name: verl.tools.{file}.{kind}
@@ -47,48 +44,12 @@ FUNCTIONS = """
 """
 
 
-@pytest.fixture(scope="module")
-def wheels(request: pytest.FixtureRequest) -> dict[str, Path]:
-    """verl's wheels by version, kept in pytest's cache; the tests are skipped where pip cannot fetch them."""
-    assert request.config.cache is not None
-    folder = request.config.cache.mkdir("verl_wheels")
-    line = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    line += ["--retries", "1", "--timeout", "10", "--dest", str(folder)]
-    runs = {
-        version: subprocess.Popen([*line, f"verl=={version}"], stderr=subprocess.PIPE, text=True)
-        for version in VERSIONS
-        if not any(folder.glob(f"verl-{version}-*.whl"))
-    }
-    for version, run in runs.items():
-        try:
-            _, errors = run.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            run.kill()
-            errors = "no answer within 60 s"
-        if run.returncode != 0:
-            pytest.skip(f"pip cannot fetch verl {version}: {errors.strip()[-300:]}")
-    return {version: next(folder.glob(f"verl-{version}-*.whl")) for version in VERSIONS}
-
-
-@pytest.fixture
-def unpack(wheels: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put single files of a wheel where a worker finds them: beside the stand-ins, or in place of them."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def put(version: str, *files: str) -> None:
-        with zipfile.ZipFile(wheels[version]) as wheel:
-            for file in files:
-                wheel.extract(f"verl/tools/{file}", tmp_path)
-
-    return put
-
-
 @pytest.mark.parametrize("version", ["0.5.0", "0.7.0", "0.7.0 on the base class of 0.9.1", "stand-in"])
 def test_the_tool_for_gsm8k(tmp_path: Path, unpack: Callable[..., None], version: str) -> None:
     if version != "stand-in":
-        unpack(version.partition(" ")[0], "gsm8k_tool.py")
+        unpack(version.partition(" ")[0], "tools/gsm8k_tool.py")
     if "0.9.1" in version:
-        unpack("0.9.1", "base_tool.py", "schemas.py")
+        unpack("0.9.1", "tools/base_tool.py", "tools/schemas.py")
     config = write(tmp_path, "tools.yaml", CONFIG.format(file="gsm8k_tool", kind="Gsm8kTool"))
     chosen = row(tools_kwargs={"submit": {"create_kwargs": {"ground_truth": "72"}}}, need_tools_kwargs=True)
     with toolbox(tool_config_path=config) as box:
@@ -103,7 +64,7 @@ def test_the_tool_for_gsm8k(tmp_path: Path, unpack: Callable[..., None], version
 
 @pytest.mark.parametrize("version", ["0.5.0", "0.7.0"])
 def test_the_tool_for_geometry(tmp_path: Path, unpack: Callable[..., None], version: str) -> None:
-    unpack(version, "geo3k_tool.py")
+    unpack(version, "tools/geo3k_tool.py")
     config = write(tmp_path, "tools.yaml", CONFIG.format(file="geo3k_tool", kind="Geo3kTool"))
     with toolbox(tool_config_path=config) as box:
         box.begin("a", row(tools_kwargs={"submit": {"create_kwargs": {"ground_truth": "\\frac{1}{2}"}}})).result(20)
@@ -117,7 +78,7 @@ def test_the_decorator_of_verl_and_ours_make_the_same_tool(tmp_path: Path, unpac
     functions = write(tmp_path, "functions.py", FUNCTIONS)
     with toolbox(function_tool_path=functions) as box:
         ours = box.schemas
-    unpack("0.9.1", "function_tool.py", "schemas.py")
+    unpack("0.9.1", "tools/function_tool.py", "tools/schemas.py")
     with toolbox(function_tool_path=functions, timeout=60.0) as box:  # it imports transformers
         assert box.schemas == ours
         assert called(box, "a", "add", a=1, b=2).text == '{"sum": 3}'

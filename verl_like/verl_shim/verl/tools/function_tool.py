@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from verl_like.episodes.tools import text
 from verl_like.episodes.tools.schema import schema_of
+from verl_like.user_code import load_module
 
-from .schemas import OpenAIFunctionToolSchema
+from .schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
 @dataclass
@@ -20,6 +23,10 @@ class FunctionTool:
     fn: Callable[..., Any]
     tool_schema: OpenAIFunctionToolSchema
     is_async: bool = False
+
+    async def call(self, parameters: dict[str, Any]) -> Any:
+        """The function's value; a function that blocks runs in a thread."""
+        return await (self.fn(**parameters) if self.is_async else asyncio.to_thread(self.fn, **parameters))
 
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
@@ -50,3 +57,17 @@ def function_tool(name: Any = None, *, schema: OpenAIFunctionToolSchema | dict[s
 def get_function_tool(name: str) -> FunctionTool:
     """A registered function; KeyError if there is none of that name."""
     return FUNCTION_TOOL_REGISTRY[name]
+
+
+def load_function_tools_from_path(path: str) -> list[FunctionTool]:
+    """Import a file: all tools that are registered then."""
+    load_module(path, "function_tool_path")
+    return list(FUNCTION_TOOL_REGISTRY.values())
+
+
+def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
+    """(response, reward, metrics) of a function's value, of which the last two may be left out."""
+    response, reward, metrics = text.split_value(ret)
+    if not isinstance(response, ToolResponse):
+        response = ToolResponse(text=text.to_text(response))
+    return response, 0.0 if reward is None else float(reward), dict(metrics or {})

@@ -15,7 +15,9 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 def compute_score(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right answer. ValueError for a ground truth that is no number."""
+    """`score` for the right answer; None is nobody's. ValueError for another ground truth that is no number."""
+    if ground_truth is None:
+        return 0.0 if extract_solution(solution_str, method) is None else format_score
     graded = gsm8k.compute_score(
         "openai/gsm8k", solution_str, ground_truth, method=method, format_score=format_score, score=score
     )

@@ -1,0 +1,60 @@
+"""Finds agent loops: their names in the trainer, their classes in a worker."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from verl_like.episodes.agent_loops.messages import KEY, AgentLoopError
+from verl_like.user_code import load, resolve_path
+
+
+@dataclass(frozen=True)
+class LoopEntry:
+    """One entry of the file: what to call, and with which arguments of the user's."""
+
+    target: str
+    arguments: dict[str, Any]
+    where: str  # for messages
+
+    def load(self) -> Callable[..., Any]:
+        """The class. UserCodeError, AgentLoopError say what is wrong with it."""
+        reference = self.target if ":" in self.target else ":".join(self.target.rsplit(".", 1))
+        found = load(reference, f"{self.where}._target_")
+        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(found, "run", found))):
+            raise AgentLoopError(f"{self.where}: {self.target} has no `async def run`: derive it from AgentLoopBase")
+        return found
+
+
+def read_loops(path: str) -> dict[str, LoopEntry]:
+    """The loops of a YAML file by name, nothing of them imported. AgentLoopError names the file and the entry."""
+    try:
+        entries = OmegaConf.load(resolve_path(path, KEY))
+    except Exception as error:  # of the file system, of YAML, of OmegaConf
+        raise AgentLoopError(f"{KEY}={path}: {error}") from error
+    if not isinstance(entries, ListConfig) or not entries:
+        raise AgentLoopError(f"{KEY}={path}: the file must hold a list of loops, each with name and _target_")
+    loops: dict[str, LoopEntry] = {}
+    for place, entry in enumerate(entries):
+        where = f"{KEY}={path}: [{place}]"
+        if not isinstance(entry, DictConfig) or not all(isinstance(entry.get(k), str) for k in ("name", "_target_")):
+            raise AgentLoopError(f"{where} needs name and _target_ (package.module.Class or file.py:Class)")
+        if odd := [key for key in map(str, entry) if key.startswith("_") and key != "_target_"]:
+            raise AgentLoopError(f"{where} ({entry.name}): {', '.join(odd)} is not supported; leave it out")
+        if entry.name in loops:
+            raise AgentLoopError(f"{where}: a second loop is called {entry.name}; rename one")
+        arguments = {str(key): entry[key] for key in entry if key not in ("name", "_target_")}
+        loops[entry.name] = LoopEntry(entry["_target_"], arguments, f"{where} ({entry.name})")
+    return loops
+
+
+def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those keywords that a function or class can be given."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(offered)
+    return {name: value for name, value in offered.items() if name in parameters}

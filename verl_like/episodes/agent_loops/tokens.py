@@ -1,0 +1,45 @@
+"""verl 0.9's "continuous token" helpers of AgentLoopBase: prompts, and what stands between two answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.data.chat import PromptEncoder
+from verl_like.episodes.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The tokens so far."""
+
+    token_ids: list[int]
+
+
+class ContinuousTokens:
+    """The chat template's tokens for messages, without tokenising again what the model wrote."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+        self._encoder = PromptEncoder(tokenizer, dict(template_kwargs))
+
+    def initial(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        """A conversation that the model is to answer."""
+        (ids,) = self._encoder.encode([(list(messages), tools or None)])
+        return list(ids)
+
+    def after_answer(
+        self,
+        before: Sequence[dict[str, Any]],
+        after: Sequence[dict[str, Any]],
+        token_ids: Sequence[int],
+        answer_length: int,
+        tools: list[dict[str, Any]] | None,
+    ) -> list[int]:
+        """The tokens of the messages that `after` has beyond `before`, which ends with the assistant's answer: the last
+        `answer_length` of `token_ids`. ValueError where the chat template has no place for them."""
+        split = len(token_ids) - answer_length
+        *history, answer = before
+        transcript = Transcript(self._encoder, token_ids[:split], history, tools or None, follow_template=False)
+        transcript.wrote(list(token_ids[split:]), answer)
+        return transcript.observe(list(after[len(before) :])).ids

@@ -1,0 +1,83 @@
+"""The agent loops of a run (`actor_rollout_ref.rollout.agent.*`), in processes of their own."""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack, closing
+
+from verl_like.config import PPOConfig, RolloutConfig
+from verl_like.data.chat import PromptEncoder
+from verl_like.data.dataset import SINGLE_TURN, Dataset
+from verl_like.episodes.agent_loops.loading import read_loops
+from verl_like.episodes.agent_loops.messages import AgentLoopSpec
+from verl_like.episodes.agent_loops.runner import AgentLoops
+from verl_like.episodes.episode import EpisodeRunner
+from verl_like.trainer.compose import to_dict
+from verl_like.user_code import resolve_path
+
+TOOL_AGENT = "tool_agent"
+BUILT_IN = (SINGLE_TURN, TOOL_AGENT)
+
+
+def loop_names(rollout: RolloutConfig) -> list[str]:
+    """The loops that the run's file lists; none without one. ValueError for a bad file, and an unknown default."""
+    path, default = rollout.agent.agent_loop_config_path, rollout.agent.default_agent_loop
+    names = list(read_loops(path)) if path else []
+    _require_known([default], names, "actor_rollout_ref.rollout.agent.default_agent_loop")
+    return names
+
+
+def check_agents(datasets: Iterable[Dataset | None], rollout: RolloutConfig) -> None:
+    """ValueError for a row whose agent_name is no loop's, or tool_agent where conversations are off."""
+    names, conversations = loop_names(rollout), rollout.multi_turn.enable
+    for dataset in filter(None, datasets):
+        used = dataset.agents()
+        _require_known(used, names, "a row's agent_name")
+        if TOOL_AGENT in used and not conversations and TOOL_AGENT not in names:
+            raise ValueError(
+                f"rows with agent_name={TOOL_AGENT} are conversations with tools, but actor_rollout_ref.rollout."
+                "multi_turn.enable=False: set it to true and name the tools, or leave agent_name out of the rows"
+            )
+
+
+def _require_known(used: Iterable[str], names: Collection[str], what: str) -> None:
+    known = dict.fromkeys([*names, *BUILT_IN])
+    for name in used:
+        if name and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(
+                f"{what}={name!r} is the name of no agent loop. There are: {', '.join(known)}{hint}. Loops of your own "
+                "are listed in actor_rollout_ref.rollout.agent.agent_loop_config_path"
+            )
+
+
+def with_agent_loops(
+    config: PPOConfig, others: EpisodeRunner, encoder: PromptEncoder, model_type: str, stack: ExitStack
+) -> EpisodeRunner:
+    """`others`, with the loops of the run's file before it until `stack` is closed. AgentLoopError for bad ones."""
+    rollout, names = config.actor_rollout_ref.rollout, loop_names(config.actor_rollout_ref.rollout)
+    path, turns = rollout.agent.agent_loop_config_path, rollout.multi_turn
+    if path is None:
+        return others
+    spec = AgentLoopSpec(
+        config_path=resolve_path(path, "actor_rollout_ref.rollout.agent.agent_loop_config_path"),
+        encoder=pickle.dumps(encoder),
+        settings=to_dict(config),
+        model_type=model_type,
+        timeout=turns.tool_timeout,
+        memory_limit_mb=turns.tool_memory_limit_mb,
+    )
+    loops = AgentLoops(
+        spec,
+        num_workers=rollout.agent.num_workers,
+        names=names,
+        default=rollout.agent.default_agent_loop,
+        others=others,
+        prompt=config.data.max_prompt_length,
+        response=config.data.max_response_length,
+        turn_rewards=turns.turn_rewards,
+    )
+    return stack.enter_context(closing(loops))
