@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prepare import DATA_SOURCE, Recipe, prepare
 
-from verl_like.observe.trackers import read_metrics
+from verl_like.observe.run_folder import read_metrics
 
 HERE = Path(__file__).resolve().parent
 METRIC = f"val-core/{DATA_SOURCE}/acc/mean@1"

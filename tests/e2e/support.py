@@ -89,7 +89,7 @@ def main_ppo(arguments: Sequence[str], timeout: float = 240) -> subprocess.Compl
 
 def metrics_of(out: Path) -> list[dict[str, Any]]:
     """The run's metrics, one record a step, in order; several lines of one step joined."""
-    from verl_like.observe.trackers import read_metrics
+    from verl_like.observe.run_folder import read_metrics
 
     (path,) = out.glob("*.jsonl")
     return [record for _, record in sorted(read_metrics(path).items())]

@@ -1,0 +1,187 @@
+"""What stands in the report, besides the charts: plain values for the template, made from a run's folder."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_like.config.schema import keys
+from verl_like.observe.health import Verdict
+from verl_like.observe.redaction import HIDDEN, is_secret, redacted_text
+from verl_like.observe.run_folder import SAMPLES, Run, flat
+
+MOST_SAMPLE_BYTES = 8_000_000  # of responses in a report; the folder holds more
+_LINKS = 6  # steps that a health rule names
+
+
+def title_of(run: Run) -> str:
+    """project / experiment, or the folder's name."""
+    trainer = run.config.get("trainer", {})
+    return " / ".join(filter(None, (trainer.get("project_name"), trainer.get("experiment_name")))) or run.path.name
+
+
+def facts(run: Run) -> list[str]:
+    """Estimator, model and place, for the line under the title."""
+    config, environment = run.config, run.environment
+    model = str(config.get("actor_rollout_ref", {}).get("model", {}).get("path", ""))
+    shown = [str(config.get("algorithm", {}).get("adv_estimator", "")), "/".join(Path(model).parts[-2:])]
+    if environment:
+        shown += [f"{environment['processes']} × {environment['device']}", f"started {environment['started'][:16]}"]
+    return [text.replace("T", " ") if text.startswith("started") else text for text in shown if text]
+
+
+def tiles(run: Run) -> list[dict[str, str]]:
+    """The few numbers that say how a run went: label, value, and where it came from."""
+    steps = run.steps
+    found = []
+
+    def add(label: str, metric: str, form: str, unit: str = "", change: bool = False) -> None:
+        values = [metrics[metric] for metrics in steps.values() if metric in metrics]
+        if not values:
+            return
+        last = values[-1] if metric.startswith("val-") else statistics.fmean(values[-10:])
+        first = f"from {form.format(values[0])}" if change and len(values) > 1 else unit
+        found.append({"label": label, "value": form.format(last), "note": first, "metric": metric})
+
+    add("Score", "critic/score/mean", "{:.3g}", change=True)
+    means = [name for name in validation_metrics(run) if "/mean@" in name]
+    for name in means[:2]:
+        add(f"Validation {name.removeprefix('val-core/')}", name, "{:.3g}", change=True)
+    add("Response length", "response_length/mean", "{:,.0f}", "tokens")
+    add("Throughput", "perf/throughput", "{:,.0f}", "tokens/s per device")
+    add("Step time", "timing_s/step", "{:,.2f}", "seconds")
+    return found
+
+
+def validation_metrics(run: Run) -> list[str]:
+    """Names of the validations' core metrics, in order of name."""
+    return sorted({name for values in run.validation for name in values if name.startswith("val-core/")})
+
+
+def config_rows(run: Run) -> list[dict[str, Any]]:
+    """Every key with value, default and meaning; `changed` where the run's value is not the default."""
+    known, given, rows = keys(), run.config, []
+    for path, key in known.items():
+        value = _at(given, path)
+        default = getattr(key.default, "value", key.default)
+        unit = f"[{key.unit}] " if key.unit else ""
+        rows.append(
+            {
+                "key": path,
+                "value": shown(path, value),
+                "default": shown(path, default),
+                "meaning": unit + key.doc,
+                "changed": value != default,
+            }
+        )
+    return rows if given else []
+
+
+def _at(tree: dict[str, Any], path: str) -> Any:
+    value: Any = tree
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def shown(path: str, value: Any) -> str:
+    """A value of the configuration as YAML would write it, without secrets."""
+    if is_secret(path) and value not in (None, "", {}):
+        return HIDDEN
+    if isinstance(value, dict):
+        value = {name: HIDDEN if is_secret(name) else item for name, item in flat(value).items()}
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return redacted_text(text)
+
+
+def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
+    """The environment as (name, text), nested tables one row an entry."""
+    rows = []
+    for name, value in environment.items():
+        label = name.replace("_", " ")
+        if name == "earlier":
+            rows += [("earlier start", f"{start['started']}: {start['command']}") for start in value]
+        elif isinstance(value, dict):
+            rows += [(f"{label}: {inner}", str(item)) for inner, item in value.items()]
+        elif value not in (None, [], ""):
+            rows.append((label, ", ".join(value) if isinstance(value, list) else str(value)))
+    return rows
+
+
+def sample_files(run: Run, wanted: Iterable[int]) -> list[Path]:
+    """Files of samples that go into the report: those of the wanted steps, the newest, and then steps spread over the
+    run, as many as fit into `MOST_SAMPLE_BYTES`. In step order, training before validation."""
+    files = sorted((run.path / SAMPLES).glob("*/*.jsonl"), key=lambda path: (int(path.stem), path.parent.name))
+    linked = set(wanted)
+    first = [path for path in reversed(files) if int(path.stem) in linked or path.parent.name == "validation"]
+    order = [*files[-4:], *first, *spread(files)]
+    left, chosen = MOST_SAMPLE_BYTES, set()
+    for path in dict.fromkeys(order):
+        size = path.stat().st_size
+        if size <= left:
+            chosen.add(path)
+            left -= size
+    return [path for path in files if path in chosen]
+
+
+def spread(files: Sequence[Path]) -> list[Path]:
+    """The same files in an order of which every beginning is spread over the whole."""
+    order, pace = [], 1 << max(0, len(files) - 1).bit_length()
+    while pace >= 1:
+        order += files[::pace]
+        pace //= 2
+    return list(dict.fromkeys(order))
+
+
+def sample_lines(run: Run, files: Sequence[Path]) -> list[str]:
+    """The records as JSON, each with the part it is of (training or validation)."""
+    lines = []
+    for path in files:
+        part = json.dumps({"train": "training"}.get(path.parent.name, path.parent.name))
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            if line.startswith("{") and line.endswith("}"):
+                lines.append(f'{{"part": {part}, {line[1:]}')
+    return lines
+
+
+def health_cards(verdicts: Sequence[Verdict], kept: Sequence[int]) -> list[dict[str, Any]]:
+    """Rules that speak, the urgent ones first, each with steps that show it and the kept step nearest to each."""
+    order = {"fires": 0, "fired": 1}
+    cards = []
+    for verdict in sorted((v for v in verdicts if v.state in order), key=lambda v: order[v.state]):
+        steps = list(verdict.steps)
+        step_links = [
+            {"step": step, "kept": min(kept, key=lambda other: abs(other - step)) if kept else None}
+            for step in (steps if len(steps) <= _LINKS else [*steps[: _LINKS // 2], *steps[-_LINKS // 2 :]])
+        ]
+        cards.append(
+            {
+                "name": verdict.rule.name,
+                "state": verdict.state,
+                "sentence": verdict.sentence,
+                "value": f"{verdict.metric} = {verdict.value:.4g} now; {len(steps)} step{'s' * (len(steps) > 1)} so far",
+                "fix": verdict.rule.fix,
+                "links": step_links,
+                "show": json.dumps(dict(verdict.rule.show)),
+            }
+        )
+    return cards
+
+
+def wanted_steps(verdicts: Sequence[Verdict], kept: Sequence[int]) -> set[int]:
+    """Kept steps that the health rules link to."""
+    return {link["kept"] for card in health_cards(verdicts, kept) for link in card["links"] if link["kept"] is not None}
+
+
+def quiet_rules(verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
+    """Rules with nothing to say: name, threshold in words, newest value."""
+    rows = []
+    for verdict in verdicts:
+        if verdict.state in ("ok", "unknown"):
+            value = "no such metric" if verdict.value is None else f"{verdict.value:.4g}"
+            means = verdict.rule.means.format(threshold=verdict.rule.threshold)
+            rows.append({"name": verdict.rule.name, "means": means, "value": value})
+    return rows
