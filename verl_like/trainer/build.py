@@ -131,6 +131,12 @@ def build_trainer(
             )
             if toolbox is None or not toolbox.gives_reward:
                 check_rewards(config, inputs, rewards)
+            elif not rewards.rule_grades:
+                raise ValueError(
+                    "the environment of actor_rollout_ref.rollout.multi_turn.environment_path scores episodes, but "
+                    "beside the reward model that counts nothing: set reward_model.rule_weight, or "
+                    "reward_model.enable=false"
+                )
         groups = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
         group = groups.policy
         if plan.needs_reward_model:
@@ -355,6 +361,7 @@ def tool_agent(config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], tool
         end_ids=eos_ids,
         follow_template=turns.use_inference_chat_template,
         malformed_end=turns.malformed_calls == "end",
+        turn_rewards=turns.turn_rewards,
         environment=toolbox.gives_reward,
     )
 
