@@ -86,7 +86,7 @@ def _write(template: str, content: dict[str, Any], data: dict[str, Any], out: Pa
         data=_in_script(json.dumps(data, allow_nan=False, separators=(",", ":"))),
         samples=_in_script("[" + ",\n".join(samples) + "]"),
         style=(_HERE / "report.css").read_text(encoding="utf-8"),
-        script=(_HERE / "report.js").read_text(encoding="utf-8"),
+        script="\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("charts.js", "rollouts.js")),
         library=None if library is None else [_no_end(script) for script in library],
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
