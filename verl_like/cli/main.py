@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_template.add_arguments(
         commands.add_parser("check-template", help="show what the chat template does to turns of a conversation")
     )
-    report.add_arguments(commands.add_parser("report", help="write one HTML file about a run: curves, time, responses"))
-    compare.add_arguments(commands.add_parser("compare", help="write one HTML file with two or three runs side by side"))
+    report.add_arguments(commands.add_parser("report", help="write one HTML file about a run"))
+    compare.add_arguments(commands.add_parser("compare", help="write one HTML file about several runs"))
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
     run(arguments)

@@ -53,7 +53,8 @@ def describe(device: str, processes: int) -> dict[str, Any]:
         "gpus_of_the_driver": gpus,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "packages": {"verl_like": _package_version(), **{name: found for name in _PACKAGES if (found := _version(name))}},
+        "packages": {"verl_like": _package_version()}
+        | {name: found for name in _PACKAGES if (found := _version(name))},
         "git_commit": git_commit(Path.cwd()),
         "git_commit_of_verl_like": git_commit(Path(__file__).parent),
         "variables": {

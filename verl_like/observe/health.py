@@ -1,4 +1,4 @@
-"""Is this run healthy? Named rules over its metrics: what each looks at, from which value on it speaks, and its verdict.
+"""Is this run healthy? Named rules over its metrics: what each looks at, from which value on it speaks, its verdict.
 
 Pure: a history of metrics goes in, verdicts come out; the report shows them, and tests plant histories for each rule.
 Thresholds are meant to stay silent in runs that learn; each is a number in `RULES`, with the reason beside it.

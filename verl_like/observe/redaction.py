@@ -15,7 +15,7 @@ def redacted(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with the values of secrets hidden: `key=value`, `--key value`, passwords in addresses."""
     found: list[str] = []
     for argument in arguments:
-        name, equals, value = argument.partition("=")
+        name, equals, _ = argument.partition("=")
         before = found[-1] if found else ""
         if equals and is_secret(name):
             argument = f"{name}={HIDDEN}"

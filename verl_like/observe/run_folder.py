@@ -20,8 +20,11 @@ METRICS, CONFIG, ENVIRONMENT, SAMPLES = "metrics.jsonl", "config.yaml", "environ
 
 # Names that a record of the samples may have besides the reward function's own values.
 FIELDS = frozenset(
-    "input output gts score step data_source finish_reason outcome failure validation_set prompt_id group "
-    "dataset_index prompt_tokens response_tokens sampled_tokens weight_version advantage turns chosen tokens".split()
+    {
+        *("input", "output", "gts", "score", "step", "data_source", "finish_reason", "outcome", "failure", "group"),
+        *("dataset_index", "validation_set", "prompt_id", "prompt_tokens", "response_tokens", "sampled_tokens"),
+        *("weight_version", "advantage", "turns", "chosen", "tokens"),
+    }
 )
 
 
@@ -84,11 +87,16 @@ class Run:
 
     def _records(self, part: str) -> Iterator[dict[str, Any]]:
         for path in sorted((self.path / SAMPLES / part).glob("*.jsonl")):
-            try:
-                text = path.read_text(encoding="utf-8")
-            except FileNotFoundError:  # the run thinned its samples out meanwhile
-                continue
-            yield from (json.loads(line) for line in text.split("\n") if line)
+            yield from records(path)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The records of one file of samples; none where the run thinned the file out meanwhile."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.split("\n") if line]
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

@@ -22,7 +22,8 @@ class SampleStore:
         run's samples are set aside under the first free number."""
         self.folder, self.max_bytes = folder, max_mb * 1e6
         if resumed_at is None and folder.exists():
-            aside = next(path for n in itertools.count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
+            names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
+            aside = next(name for name in names if not name.exists())
             folder.rename(aside)
             logger.info("%s of an earlier run is now %s", folder, aside.name)
         for path in folder.glob("*/*.jsonl"):

@@ -64,7 +64,8 @@ def make_samples(
         }
         if i in credit and experience is not None:
             trained_R = experience.response_mask_BR[credit[i]]
-            sample["advantage"] = float(experience.advantages_BR[credit[i]][trained_R].mean()) if trained_R.any() else 0.0
+            advantages_R = experience.advantages_BR[credit[i]][trained_R]
+            sample["advantage"] = float(advantages_R.mean()) if len(advantages_R) else 0.0
         if rollouts.step_BR is not None:
             sample["turns"] = int(rollouts.step_BR[i].max()) + 1
         if row.validation_set:

@@ -10,7 +10,10 @@ function element(tag, properties, ...children) {
 }
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const number = (value) => (value === null || value === undefined ? "–" : String(Number(value.toPrecision(4))));
+const number = (value) => {
+  if (value === null || value === undefined) return "–";
+  return value !== 0 && Math.abs(value) < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+};
 const median = (values) => {
   const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
   return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : null;
@@ -47,7 +50,8 @@ $("theme").addEventListener("click", () => {
 
 // ---- one range of steps for all charts ------------------------------------------------------------------------------
 const allSteps = data.runs.flatMap((run) => run.steps);
-const whole = [Math.min(...allSteps, 0), Math.max(...allSteps, 1)];
+const last = allSteps.reduce((highest, step) => Math.max(highest, step), 1);
+const whole = [-0.01 * last, 1.02 * last];
 let shownSteps = [...whole];
 let ranges = [];
 
@@ -136,7 +140,7 @@ function curve(chart) {
   }));
   plot.addEventListener("dblclick", () => showSteps(...whole));
   later(plot, () => drawCurves(lines));
-  const caption = element("figcaption", {}, chart.title, chart.note ? element("span", { className: "note" }, chart.note) : null);
+  const caption = element("figcaption", { title: `${chart.title}. ${chart.note}` }, chart.title, chart.note ? element("span", { className: "note" }, chart.note) : null);
   return element("figure", {}, caption, plot, legend);
 }
 
@@ -160,14 +164,17 @@ const palette = ["#3f74d1", "#d2762b", "#3a9468", "#b0499b", "#8a6fd1", "#c2473d
 const phaseColor = (phases, name) => palette[phases.names.indexOf(name) % palette.length];
 
 function phaseTable(phases) {
-  const total = median(phases.total) || 1;
-  const rows = phases.names.map((name) => [name, median(phases.seconds[name]) || 0, phases.floors[name] ? median(phases.floors[name]) : null]);
+  const sum = (values) => values.reduce((all, value) => all + (value || 0), 0);
+  const rows = phases.names.map((name) => {
+    const ran = phases.seconds[name].filter(Boolean); // saving and validation are not of every step
+    return [name, ran.length, median(ran) || 0, sum(ran) / (sum(phases.total) || 1), phases.floors[name] ? median(phases.floors[name]) : null];
+  });
   const cells = (values) => values.map((value) => element("td", { className: "number" }, value));
-  $("phase-table").tBodies[0].append(...rows.map(([name, seconds, floor]) => {
+  $("phase-table").tBodies[0].append(...rows.map(([name, count, seconds, share, floor]) => {
     const sign = element("i", { className: "sign" });
     sign.style.background = phaseColor(phases, name);
     const ratio = floor && seconds ? `${number(seconds / floor)}×` : "–";
-    return element("tr", {}, element("td", {}, sign, name), ...cells([`${number(seconds)} s`, `${((100 * seconds) / total).toFixed(0)}%`, floor ? `${number(floor)} s` : "–", ratio]));
+    return element("tr", {}, element("td", {}, sign, name), ...cells([String(count), `${number(seconds)} s`, `${(100 * share).toFixed(0)}%`, floor ? `${number(floor)} s` : "–", ratio]));
   }));
 }
 
@@ -234,6 +241,7 @@ function drawPhases(phases) {
   });
 }
 
+if (window.Bokeh) Bokeh.set_log_level("warn");
 if (window.Bokeh && $("charts")) drawCharts();
 if (window.Bokeh && data.phases) drawPhases(data.phases);
 if (data.phases) phaseTable(data.phases);

@@ -50,7 +50,11 @@ CHARTS: tuple[Chart, ...] = (
         metrics=(("actor/entropy", "entropy"),),
         note="nats per token",
     ),
-    Chart(section="Update", title="Gradient norm", metrics=(("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"))),
+    Chart(
+        section="Update",
+        title="Gradient norm",
+        metrics=(("actor/grad_norm", "actor"), ("critic/grad_norm", "critic")),
+    ),
     Chart(
         section="Update",
         title="KL",

@@ -11,7 +11,7 @@ from typing import Any
 from verl_like.config.schema import keys
 from verl_like.observe.health import Verdict
 from verl_like.observe.redaction import HIDDEN, is_secret, redacted_text
-from verl_like.observe.run_folder import SAMPLES, Run, flat
+from verl_like.observe.run_folder import SAMPLES, Run, flat, records
 
 MOST_SAMPLE_BYTES = 8_000_000  # of responses in a report; the folder holds more
 _LINKS = 6  # steps that a health rule names
@@ -29,7 +29,10 @@ def facts(run: Run) -> list[str]:
     model = str(config.get("actor_rollout_ref", {}).get("model", {}).get("path", ""))
     shown = [str(config.get("algorithm", {}).get("adv_estimator", "")), "/".join(Path(model).parts[-2:])]
     if environment:
-        shown += [f"{environment['processes']} × {environment['device']}", f"started {environment['started'][:16]}"]
+        shown += [
+            f"{environment['processes']} {environment['device']} processes",
+            f"started {environment['started'][:16]}",
+        ]
     return [text.replace("T", " ") if text.startswith("started") else text for text in shown if text]
 
 
@@ -111,20 +114,49 @@ def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def sample_files(run: Run, wanted: Iterable[int]) -> list[Path]:
-    """Files of samples that go into the report: those of the wanted steps, the newest, and then steps spread over the
-    run, as many as fit into `MOST_SAMPLE_BYTES`. In step order, training before validation."""
+def sample_lines(run: Run, wanted: Iterable[int]) -> list[str]:
+    """Records of the samples as JSON for a script, in step order, each with its `part` (training or validation).
+
+    Up to `MOST_SAMPLE_BYTES`: whole steps first without their tokens, up to half of that; what is left gives records
+    their tokens. The steps of `wanted` (numbers), the newest and the validations come first, then steps spread over the
+    run.
+    """
     files = sorted((run.path / SAMPLES).glob("*/*.jsonl"), key=lambda path: (int(path.stem), path.parent.name))
-    linked = set(wanted)
+    linked, left = set(wanted), MOST_SAMPLE_BYTES // 2
     first = [path for path in reversed(files) if int(path.stem) in linked or path.parent.name == "validation"]
-    order = [*files[-4:], *first, *spread(files)]
-    left, chosen = MOST_SAMPLE_BYTES, set()
-    for path in dict.fromkeys(order):
-        size = path.stat().st_size
+    chosen: dict[Path, list[str]] = {}
+    for path in dict.fromkeys([*files[-4:], *first, *spread(files)]):
+        lines = [_line(path, record, tokens=False) for record in records(path)]
+        size = sum(map(_size, lines))
         if size <= left:
-            chosen.add(path)
+            chosen[path] = lines
             left -= size
-    return [path for path in files if path in chosen]
+    left += MOST_SAMPLE_BYTES // 2
+    for path, lines in chosen.items():  # in the order of choice
+        for i, record in enumerate(records(path) if left > 0 else []):
+            whole = _line(path, record, tokens=True)
+            more = _size(whole) - _size(lines[i])
+            if more <= left:
+                lines[i] = whole
+                left -= more
+    return [line for path in files if path in chosen for line in chosen[path]]
+
+
+def _line(path: Path, record: dict[str, Any], tokens: bool) -> str:
+    part = {"train": "training"}.get(path.parent.name, path.parent.name)
+    values = {"part": part, **{name: value for name, value in record.items() if tokens or name != "tokens"}}
+    return in_script(json.dumps(values, ensure_ascii=False, separators=(",", ":")))
+
+
+def _size(line: str) -> int:
+    return len(line.encode())
+
+
+def in_script(text: str) -> str:
+    """JSON that may stand in a script element: what a model wrote can neither end it nor begin a comment."""
+    for mark in "<>\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text
 
 
 def spread(files: Sequence[Path]) -> list[Path]:
@@ -134,17 +166,6 @@ def spread(files: Sequence[Path]) -> list[Path]:
         order += files[::pace]
         pace //= 2
     return list(dict.fromkeys(order))
-
-
-def sample_lines(run: Run, files: Sequence[Path]) -> list[str]:
-    """The records as JSON, each with the part it is of (training or validation)."""
-    lines = []
-    for path in files:
-        part = json.dumps({"train": "training"}.get(path.parent.name, path.parent.name))
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            if line.startswith("{") and line.endswith("}"):
-                lines.append(f'{{"part": {part}, {line[1:]}')
-    return lines
 
 
 def health_cards(verdicts: Sequence[Verdict], kept: Sequence[int]) -> list[dict[str, Any]]:

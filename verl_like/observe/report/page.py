@@ -19,14 +19,14 @@ from verl_like.observe.report.content import (
     environment_rows,
     facts,
     health_cards,
+    in_script,
     quiet_rules,
-    sample_files,
     sample_lines,
     tiles,
     title_of,
     wanted_steps,
 )
-from verl_like.observe.run_folder import FIELDS, SAMPLES, Run, read_run
+from verl_like.observe.run_folder import FIELDS, SAMPLES, read_run
 
 _HERE = Path(__file__).parent
 REPORT, COMPARISON = "report.html", "compare.html"
@@ -40,8 +40,8 @@ def write_report(run_folder: str | os.PathLike[str], out: str | os.PathLike[str]
     run = read_run(run_folder)
     verdicts = check_health(run.steps)
     kept = sorted(int(path.stem) for path in (run.path / SAMPLES / "train").glob("*.jsonl"))
-    files = sample_files(run, wanted_steps(verdicts, kept))
-    kept = sorted({int(path.stem) for path in files if path.parent.name == "train"})
+    samples = sample_lines(run, wanted_steps(verdicts, kept))
+    kept = sorted({record["step"] for record in map(json.loads, samples) if record["part"] == "training"})
     last = max(run.steps, default=0)
     content = {
         "title": title_of(run),
@@ -57,7 +57,7 @@ def write_report(run_folder: str | os.PathLike[str], out: str | os.PathLike[str]
     }
     data = {"runs": [{"name": "", **columns(run.steps)}], "charts": chart_tables([run.steps])}
     data |= {"phases": phase_tables(run.steps), "fields": sorted(FIELDS)}
-    return _write("report.html.jinja", content, data, Path(out or run.path / REPORT), sample_lines(run, files))
+    return _write("report.html.jinja", content, data, Path(out or run.path / REPORT), samples)
 
 
 def write_comparison(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] = COMPARISON) -> Path:
@@ -83,8 +83,8 @@ def _write(template: str, content: dict[str, Any], data: dict[str, Any], out: Pa
     library = chart_library()
     text = environment.get_template(template).render(
         **content,
-        data=_in_script(json.dumps(data, allow_nan=False, separators=(",", ":"))),
-        samples=_in_script("[" + ",\n".join(samples) + "]"),
+        data=in_script(json.dumps(data, allow_nan=False, separators=(",", ":"))),
+        samples="[" + ",\n".join(samples) + "]",
         style=(_HERE / "report.css").read_text(encoding="utf-8"),
         script="\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("charts.js", "rollouts.js")),
         library=None if library is None else [_no_end(script) for script in library],
@@ -96,11 +96,6 @@ def _write(template: str, content: dict[str, Any], data: dict[str, Any], out: Pa
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(out)
     return out
-
-
-def _in_script(text: str) -> str:
-    """JSON that may stand in a script element: what a model wrote can neither end it nor begin a comment."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _no_end(script: str) -> str:

@@ -18,8 +18,8 @@ const own = new Set(["id", "gap", "text", "part", ...fields]);
 
 // ---- the list -------------------------------------------------------------------------------------------------------
 const columns = [
-  ["step", "Step", true], ["score", "Score", true], ["response_tokens", "Tokens", true], ["outcome", "Outcome", false],
-  ["advantage", "Advantage", true], ["gap", "Gap", true], ["group", "Group", true], ["input", "Prompt", false], ["output", "Response", false],
+  ["step", "Step", true], ["score", "Score", true], ["response_tokens", "Tokens", true], ["input", "Prompt", false], ["output", "Response", false],
+  ["outcome", "Outcome", false], ["advantage", "Advantage", true], ["gap", "Gap", true], ["group", "Group", true],
 ];
 const state = { sort: "step", down: true, selected: null, mode: "", rows: [], shown: 0 };
 

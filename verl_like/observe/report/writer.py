@@ -7,9 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import IO
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +23,6 @@ class ReportWriter:
         self.folder, self.every = folder, every
         self._command = command or (sys.executable, "-m", "verl_like.observe.report", str(folder))
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] | None = None
         self._started = self._warned = False
 
     def step_finished(self, step: int) -> None:
@@ -47,13 +44,12 @@ class ReportWriter:
 
     def _start(self) -> None:
         path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
-        self._errors = tempfile.TemporaryFile()
         try:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._errors,
+                stderr=subprocess.PIPE,  # a traceback is far smaller than the pipe
                 env=os.environ | {"PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C is for the run, which then ends in order
             )
@@ -61,17 +57,17 @@ class ReportWriter:
             self._warn(str(error))
 
     def _running(self) -> bool:
-        if self._process is None or self._errors is None:
+        if self._process is None:
             return False
         status = self._process.poll()
         if status is None:
             return True
         if status != 0:
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            lines = self._process.communicate()[1].decode(errors="replace").strip().splitlines()
             self._warn(lines[-1] if lines else f"exit status {status}")
-        self._errors.close()
-        self._process = self._errors = None
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        self._process = None
         return False
 
     def _wait(self) -> None:
