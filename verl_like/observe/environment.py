@@ -5,6 +5,7 @@ Secrets never get there: redaction.py.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -53,8 +54,7 @@ def describe(device: str, processes: int) -> dict[str, Any]:
         "gpus_of_the_driver": gpus,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "packages": {"verl_like": _package_version()}
-        | {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {"verl_like": _package_version(), **_versions()},
         "git_commit": git_commit(Path.cwd()),
         "git_commit_of_verl_like": git_commit(Path(__file__).parent),
         "variables": {
@@ -85,8 +85,9 @@ def _package_version() -> str:
     return __version__
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -15,22 +15,7 @@ from verl_like.observe.samples import Sample, runs
 from verl_like.observe.trackers import JsonlTracker
 from verl_like.trainer.compose import compose, save_resolved
 
-WORDS = (
-    "the",
-    " sum",
-    " of",
-    " two",
-    " numbers",
-    " is",
-    " three",
-    " so",
-    " we",
-    " write",
-    "\n",
-    " 42",
-    " <b>",
-    "</script>",
-)
+WORDS = ("the", " sum", " of", " two", " is", " so", " we", "\n", " 42", " <b>", "</script>")
 PROMPTS = ("What is 6 times 7?", "How many <b>bold</b> words are there?", "Write a poem about rain.", "2+2=")
 
 

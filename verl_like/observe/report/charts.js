@@ -101,31 +101,31 @@ function linesOf(chart) {
 
 function drawCurves(lines) {
   const steps = [...new Set(lines.flatMap((line) => line.run.steps))].sort((a, b) => a - b);
-  const table = { step: steps, zero: steps.map(() => 0) };
+  const table = { step: steps, height: [] };
   lines.forEach((line, i) => {
     const at = new Map(line.run.steps.map((step, k) => [step, (line.run.metrics[line.metric] || [])[k]]));
     table[`v${i}`] = steps.map((step) => number(at.get(step)));
+    steps.forEach((step, k) => { table.height[k] ??= at.get(step); });
   });
   const hover = new Bokeh.HoverTool({ mode: "vline", tooltips: [["step", "@step"], ...lines.map((line, i) => [line.label.trim(), `@v${i}`])] });
   const limits = new Bokeh.DataRange1d({ range_padding: 0.08 });
   const figure = figureOf({ x_range: stepRange(), y_range: limits }, hover);
-  const drawn = [];
   for (const line of lines) {
     const source = finite(line.run, line.metric), paint = color(line.color);
     if (line.dots) {
-      drawn.push(figure.line(source.x, source.y, { line_color: paint, line_width: 1.5, line_dash: "dashed" }));
-      drawn.push(figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null }));
+      figure.line(source.x, source.y, { line_color: paint, line_width: 1.5, line_dash: "dashed" });
+      figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null });
     } else if (source.x.length < 60) {
-      drawn.push(figure.line(source.x, source.y, { line_color: paint, line_width: 1.8 }));
-      if (source.x.length < 3) drawn.push(figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null }));
+      figure.line(source.x, source.y, { line_color: paint, line_width: 1.8 });
+      if (source.x.length < 3) figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null });
     } else {
-      drawn.push(figure.line(source.x, source.y, { line_color: paint, line_width: 1, line_alpha: 0.28 }));
-      drawn.push(figure.line(source.x, smooth(source.y), { line_color: paint, line_width: 1.9 }));
+      figure.line(source.x, source.y, { line_color: paint, line_width: 1, line_alpha: 0.28 });
+      figure.line(source.x, smooth(source.y), { line_color: paint, line_width: 1.9 });
     }
   }
-  const source = new Bokeh.ColumnDataSource({ data: table });
-  hover.renderers = [figure.line({ field: "step" }, { field: "zero" }, { source, line_alpha: 0 })];
-  limits.renderers = drawn; // without the line of zeros that only carries the hover
+  limits.renderers = [...figure.renderers]; // without the line that only carries the hover
+  const source = new Bokeh.ColumnDataSource({ data: { ...table, height: table.height.map((value) => value ?? NaN) } });
+  hover.renderers = [figure.line({ field: "step" }, { field: "height" }, { source, line_alpha: 0 })];
   return figure;
 }
 
@@ -217,8 +217,8 @@ function drawWaterfall(phases, which) {
   const hover = new Bokeh.HoverTool({ tooltips: [["phase", "@phase"], ["seconds", "@seconds"], ["floor", "@least"]] });
   const names = new Bokeh.FactorRange({ factors: [...rows.phase].reverse() });
   const figure = figureOf({ x_range: new Bokeh.Range1d({ start: 0, end: 1.02 * left || 1 }), y_range: names }, hover);
-  hover.renderers = [figure.hbar({ field: "phase" }, { value: 0.7 }, { field: "right" }, { field: "left" }, { source, fill_color: { field: "color" }, line_color: null, fill_alpha: 0.55 })];
-  figure.hbar({ field: "phase" }, { value: 0.7 }, { field: "floor" }, { field: "left" }, { source, fill_color: color("text"), line_color: null });
+  hover.renderers = [figure.hbar({ field: "phase" }, { value: 0.7 }, { field: "right" }, { field: "left" }, { source, fill_color: { field: "color" }, line_color: null, fill_alpha: 0.35 })];
+  figure.hbar({ field: "phase" }, { value: 0.7 }, { field: "floor" }, { field: "left" }, { source, fill_color: { field: "color" }, line_color: null });
   return figure;
 }
 

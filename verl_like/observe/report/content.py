@@ -29,11 +29,10 @@ def facts(run: Run) -> list[str]:
     model = str(config.get("actor_rollout_ref", {}).get("model", {}).get("path", ""))
     shown = [str(config.get("algorithm", {}).get("adv_estimator", "")), "/".join(Path(model).parts[-2:])]
     if environment:
-        shown += [
-            f"{environment['processes']} {environment['device']} processes",
-            f"started {environment['started'][:16]}",
-        ]
-    return [text.replace("T", " ") if text.startswith("started") else text for text in shown if text]
+        processes = environment["processes"]
+        shown.append(f"{processes} {environment['device']} process{'es' * (processes > 1)}")
+        shown.append(f"started {environment['started'][:16].replace('T', ' ')}")
+    return [text for text in shown if text]
 
 
 def tiles(run: Run) -> list[dict[str, str]]:
@@ -174,6 +173,7 @@ def health_cards(verdicts: Sequence[Verdict], kept: Sequence[int]) -> list[dict[
     cards = []
     for verdict in sorted((v for v in verdicts if v.state in order), key=lambda v: order[v.state]):
         steps = list(verdict.steps)
+        count = f"{len(steps)} step{'s' * (len(steps) > 1)}"
         step_links = [
             {"step": step, "kept": min(kept, key=lambda other: abs(other - step)) if kept else None}
             for step in (steps if len(steps) <= _LINKS else [*steps[: _LINKS // 2], *steps[-_LINKS // 2 :]])
@@ -183,7 +183,7 @@ def health_cards(verdicts: Sequence[Verdict], kept: Sequence[int]) -> list[dict[
                 "name": verdict.rule.name,
                 "state": verdict.state,
                 "sentence": verdict.sentence,
-                "value": f"{verdict.metric} = {verdict.value:.4g} now; {len(steps)} step{'s' * (len(steps) > 1)} so far",
+                "value": f"{verdict.metric} = {verdict.value:.4g} now; so far at {count}",
                 "fix": verdict.rule.fix,
                 "links": step_links,
                 "show": json.dumps(dict(verdict.rule.show)),

@@ -51,6 +51,8 @@ function list() {
   const steps = new Set(state.rows.map((sample) => sample.step)).size;
   $("count").textContent = samples.length ? `${state.rows.length} of ${samples.length} responses, from ${steps} step${steps === 1 ? "" : "s"}` : "This run kept no responses (trainer.sample_freq).";
   more();
+  const head = $("list").querySelector("[aria-sort]"), frame = $("list").parentElement;
+  frame.scrollLeft = Math.max(0, head.offsetLeft + head.offsetWidth - frame.clientWidth); // what one sorts by is seen
 }
 
 function more() {
@@ -107,7 +109,7 @@ function tokenBox(sample, mode) {
     for (const end = at + count; at < end; at += 1) block.append(tokenSpan(text[at], at, values[at], full, sampled));
   }
   box.addEventListener("mouseover", ({ target }) => { if (target.dataset.i && !target.title) target.title = tokenFacts(known, Number(target.dataset.i), sample); });
-  const scale = modes[mode][3] && element("p", { className: "scale" }, `${modes[mode][3]}; full colour at ${number(full)}`);
+  const scale = modes[mode][3] && element("p", { className: "scale" }, modes[mode][3] + (["mask", "weight_version"].includes(mode) ? "" : `; full colour at ${number(full)}`));
   return element("div", {}, scale || null, box);
 }
 
