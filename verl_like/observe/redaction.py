@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 HIDDEN = "(hidden)"
-_SECRET = re.compile(r"(?i)(^|[._-])(api_?key|\w*token|\w*secret\w*|passw(or)?d|credentials?|access_?key)$")
+_SECRET = re.compile(r"(?i)(^|[._-])(api[_-]?key|\w*token|\w*secret\w*|passw(or)?d|credentials?|access[_-]?key)$")
 _IN_URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
 _VALUE = re.compile(r"(?i)\b(sk|hf|ghp|glpat|xox[bp])[-_][A-Za-z0-9_-]{16,}")
 

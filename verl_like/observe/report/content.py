@@ -19,15 +19,16 @@ _LINKS = 6  # steps that a health rule names
 
 def title_of(run: Run) -> str:
     """project / experiment, or the folder's name."""
-    trainer = run.config.get("trainer", {})
-    return " / ".join(filter(None, (trainer.get("project_name"), trainer.get("experiment_name")))) or run.path.name
+    given = flat(run.config)
+    names = given.get("trainer.project_name"), given.get("trainer.experiment_name")
+    return " / ".join(filter(None, names)) or run.path.name
 
 
 def facts(run: Run) -> list[str]:
     """Estimator, model and place, for the line under the title."""
-    config, environment = run.config, run.environment
-    model = str(config.get("actor_rollout_ref", {}).get("model", {}).get("path", ""))
-    shown = [str(config.get("algorithm", {}).get("adv_estimator", "")), "/".join(Path(model).parts[-2:])]
+    given, environment = flat(run.config), run.environment
+    model = str(given.get("actor_rollout_ref.model.path", ""))
+    shown = [str(given.get("algorithm.adv_estimator", "")), "/".join(Path(model).parts[-2:])]
     if environment:
         processes = environment["processes"]
         shown.append(f"{processes} {environment['device']} process{'es' * (processes > 1)}")
