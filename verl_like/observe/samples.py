@@ -97,7 +97,7 @@ def _identity(rows: Rollouts | Experience, i: int) -> tuple[int, int, bytes]:
 def add_tokens(
     samples: Sequence[Sample],
     rollouts: Rollouts,
-    tokenizer: Decoder,
+    token_texts: TokenTexts,
     *,
     trainer: Evaluated | None = None,
     experience: Experience | None = None,
@@ -118,7 +118,7 @@ def add_tokens(
         }
         ids = rollouts.response_ids_BR[i, :length].tolist()
         sample["tokens"] = {
-            "text": token_texts(ids, tokenizer),
+            "text": token_texts(ids),
             "sampled": runs(rollouts.response_mask_BR[i, :length].int().tolist()),
             "weight_version": runs(rollouts.weight_version_BR[i, :length].tolist()),
             **{name: rounded(column, length) for name, column in columns.items() if column is not None},
@@ -135,15 +135,32 @@ def rounded(column_R: Tensor, length: int) -> list[float | None]:
     return values + [0.0] * (length - len(values))  # a column of a trimmed struct may be narrower than the response
 
 
-def token_texts(ids: Sequence[int], tokenizer: Decoder) -> list[str]:
-    """The text of each token; characters that several tokens make together stand at the last of them."""
-    texts, start = [], 0
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
-        unfinished = text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids) and end - start < 4
-        texts.append("" if unfinished else text)
-        start = start if unfinished else end
-    return texts
+class TokenTexts:
+    """The text of each token of a response. Remembers what a token reads like: a tokenizer needs 20 us to say so."""
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """Characters that several tokens make together stand at the last of them."""
+        texts, start = [], 0
+        for end in range(1, len(ids) + 1):
+            text = self._alone(ids[start]) if end - start == 1 else self._decode(ids[start:end])
+            unfinished = text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids) and end - start < 4
+            texts.append("" if unfinished else text)
+            start = start if unfinished else end
+        return texts
+
+    def _alone(self, token: int) -> str:
+        """As after another token: at the start of a text some tokenizers leave a word's space out."""
+        if token not in self._known:
+            once, twice = self._decode([token]), self._decode([token, token])
+            self._known[token] = twice[len(once) :] if twice.startswith(once) else once
+        return self._known[token]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def runs(values: Sequence[int]) -> list[list[int]]:

@@ -23,6 +23,7 @@ from verl_like.observe.sample_store import SampleStore
 from verl_like.observe.samples import (
     Decoder,
     Sample,
+    TokenTexts,
     add_tokens,
     choose_rows,
     dump_samples,
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 _ROWS_OF_A_GROUP = 8  # at most so many responses to one prompt are kept
 _EVERY_STEP_UNTIL = 5  # the first steps are kept all: that is when most goes wrong
 _VALIDATION_PROMPTS = 32  # the same ones at each validation
+_ROWS_OF_A_VALIDATION_PROMPT = 2
 
 
 class Reporter:
@@ -65,6 +67,7 @@ class Reporter:
     ) -> None:
         """first_step: the first step that this process makes."""
         self.store, self.report, self.first_step, self.newest_version = store, report, first_step, 0
+        self.token_texts = TokenTexts(tokenizer)
         self.trainer, self.trackers, self.progress, self.speed = trainer, trackers, progress, speed
         self.tokenizer, self.num_devices, self.steps_per_epoch = tokenizer, num_devices, steps_per_epoch
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
@@ -125,7 +128,7 @@ class Reporter:
     ) -> None:
         """Write these rows to <log_dir>/samples; a few are shown at the first step. experience: of the whole step."""
         samples = make_samples(rollouts, scores, self.tokenizer, step, experience)
-        add_tokens(samples, rollouts, self.tokenizer, trainer=evaluated, experience=experience)
+        add_tokens(samples, rollouts, self.token_texts, trainer=evaluated, experience=experience)
         samples = [{**sample, "chosen": why} for sample, why in zip(samples, chosen, strict=True)]
         if step == self.first_step:
             self._show(f"step {step}, some of the answers:", samples)
@@ -170,13 +173,13 @@ class Reporter:
 
     def _few_of_each_prompt(self, step: int, batches: Sequence[tuple[Rollouts, Scores]]) -> list[Sample]:
         """Answers to the validation prompts that are kept, the same ones each time."""
-        rows = pick_rows([rollouts.rows for rollouts, _ in batches], _VALIDATION_PROMPTS, _ROWS_OF_A_GROUP)
+        rows = pick_rows([rollouts.rows for rollouts, _ in batches], _VALIDATION_PROMPTS, _ROWS_OF_A_VALIDATION_PROMPT)
         samples: list[Sample] = []
         for (rollouts, scores), chosen in zip(batches, rows, strict=True):
             if chosen:
                 kept = rollouts.select(chosen)
                 part = make_samples(kept, scores.select(chosen), self.tokenizer, step)
-                add_tokens(part, kept, self.tokenizer)
+                add_tokens(part, kept, self.token_texts)
                 samples += part
         return samples
 

@@ -12,6 +12,7 @@ from verl_like.batch import Evaluated, Experience
 from verl_like.observe.run_folder import FIELDS
 from verl_like.observe.samples import (
     Sample,
+    TokenTexts,
     add_tokens,
     choose_rows,
     dump_samples,
@@ -19,7 +20,6 @@ from verl_like.observe.samples import (
     pick_rows,
     pick_samples,
     to_json,
-    token_texts,
 )
 
 
@@ -98,7 +98,7 @@ def test_advantages_find_their_rows_in_an_experience_of_other_order_and_length()
     scores = factory.scores([1.0, 0.0, 1.0])
     samples = make_samples(rollouts, scores, LetterTokenizer(), 1, trained)
     assert [sample.get("advantage") for sample in samples] == [-1.0, None, 0.5]
-    add_tokens(samples, rollouts, LetterTokenizer(), experience=trained)
+    add_tokens(samples, rollouts, TokenTexts(LetterTokenizer()), experience=trained)
     assert samples[0]["tokens"]["advantages"] == [-1.0, -1.0, -1.0] and "advantages" not in samples[1]["tokens"]
 
 
@@ -110,7 +110,7 @@ def test_tokens_have_text_mask_version_and_log_probs() -> None:
     rollouts = rollouts.replace(response_mask_BR=mask_BR, rollout_log_probs_BR=log_probs_BR)
     samples = make_samples(rollouts, factory.scores([1.0, 1.0]), LetterTokenizer(), 1)
     own = Evaluated(response_length_B=rollouts.response_length_B, old_log_probs_BR=log_probs_BR - 1)
-    add_tokens(samples, rollouts, LetterTokenizer(), trainer=own)
+    add_tokens(samples, rollouts, TokenTexts(LetterTokenizer()), trainer=own)
     assert samples[0]["tokens"] == {
         "text": ["c", "d", "<eos>"], "sampled": [[1, 1], [0, 1], [1, 1]], "weight_version": [[0, 3]],
         "rollout_log_probs": [-0.1235, 0.0, None], "log_probs": [-1.1235, -1.0, None],
@@ -124,8 +124,19 @@ class ByteTokenizer:
 
 
 def test_a_character_of_several_tokens_stands_at_its_last_one() -> None:
-    assert token_texts(list("aß中".encode()), ByteTokenizer()) == ["a", "", "ß", "", "", "中"]
-    assert "".join(token_texts([*list("中".encode()[:2]), 97, 98], ByteTokenizer())).endswith("ab")
+    assert TokenTexts(ByteTokenizer())(list("aß中".encode())) == ["a", "", "ß", "", "", "中"]
+    assert "".join(TokenTexts(ByteTokenizer())([*"中".encode()[:2], 97, 98])).endswith("ab")
+
+
+class WordTokenizer:
+    """As sentencepiece: a word's space is not there at the start of a text."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+        return " ".join(["zero", "one", "two"][i] for i in token_ids)
+
+
+def test_a_word_keeps_its_space() -> None:
+    assert TokenTexts(WordTokenizer())([1, 2, 2]) == [" one", " two", " two"]
 
 
 def test_half_of_the_groups_are_chosen_by_chance_and_half_because_they_tell_most() -> None:

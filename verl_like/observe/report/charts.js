@@ -108,7 +108,9 @@ function drawCurves(lines) {
     steps.forEach((step, k) => { table.height[k] ??= at.get(step); });
   });
   const hover = new Bokeh.HoverTool({ mode: "vline", tooltips: [["step", "@step"], ...lines.map((line, i) => [line.label.trim(), `@v${i}`])] });
-  const limits = new Bokeh.DataRange1d({ range_padding: 0.08 });
+  const level = lines.flatMap((line) => finite(line.run, line.metric).y);
+  const flat = level.every((value) => value === level[0]) && level[0]; // else a constant of 1e-6 would be drawn as 0
+  const limits = new Bokeh.DataRange1d({ range_padding: 0.08, default_span: Math.abs(flat) || 1 });
   const figure = figureOf({ x_range: stepRange(), y_range: limits }, hover);
   for (const line of lines) {
     const source = finite(line.run, line.metric), paint = color(line.color);
