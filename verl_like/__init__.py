@@ -1,3 +1,19 @@
 """verl_like: PPO and GRPO training of language models on a hybrid engine (FSDP + vLLM/SGLang in the same processes)."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_like.observe.run_folder import read_run as read_run
+
 __version__ = "0.1.0"
+
+_LATER = {"read_run": "verl_like.observe.run_folder"}  # imported when first used
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prepare import DATA_SOURCE, Recipe, prepare
 
-from verl_like.observe.trackers import read_metrics
+from verl_like.observe.run_folder import read_metrics
 
 HERE = Path(__file__).resolve().parent
 METRIC = f"val-core/{DATA_SOURCE}/acc/mean@1"
@@ -54,6 +54,7 @@ Greedy accuracy on {Recipe.num_validation_pairs} additions never seen in trainin
 
 checkpoint   {checkpoints / f"global_step_{last_step}"}
 model        {checkpoints / f"global_step_{last_step}" / "actor" / "huggingface"} (opens with transformers)
+report       {checkpoints / "report.html"} (opens in a browser: curves, time, responses)
 metrics      {checkpoints / "metrics.jsonl"}
 samples      {output_dir / "samples"} (jsonl: prompts, responses, scores)
 

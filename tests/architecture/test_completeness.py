@@ -69,7 +69,12 @@ def test_declared_dependencies_are_pinned() -> None:
 
 
 # name of the package in Python -> name under which it is installed, where they differ
-DISTRIBUTIONS = {"hydra": "hydra-core", "flash_attn_interface": "flash-attn", "flash_attn": "flash-attn"}
+DISTRIBUTIONS = {
+    "hydra": "hydra-core",
+    "flash_attn_interface": "flash-attn",
+    "flash_attn": "flash-attn",
+    "yaml": "pyyaml",
+}
 # brought by torch or by math-verify, or a peer that a benchmark compares with where it is installed
 UNDECLARED = {"triton", "latex2sympy2_extended", "trl", "hypothesis"}
 

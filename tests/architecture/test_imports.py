@@ -18,7 +18,7 @@ ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "
 TRAINER_LEVEL = ROLE_LEVEL | {"cluster", "observe", "data", "rewards", "services", "workers", "episodes"}
 # package -> packages of ours that it may import (itself is always allowed)
 ALLOWED: dict[str, set[str]] = {
-    "__init__": set(),
+    "__init__": {"observe"},  # read_run, imported when it is first used
     "user_code": set(),
     "services": {"user_code"},
     "config": {"user_code"},

@@ -69,6 +69,7 @@ def overrides(task: dict[str, str], model: Path, out: Path, **settings: Any) -> 
         "trainer.default_local_dir": str(out),
         "trainer.val_before_train": False,
         "trainer.total_training_steps": 4,
+        "trainer.report_freq": -1,  # a second of CPU a run; tests/e2e/test_run_folder.py has it on
     }
     values |= {name.replace("__", "."): value for name, value in settings.items()}
     return [f"{name}={'null' if value is None else value}" for name, value in values.items()]
@@ -89,7 +90,7 @@ def main_ppo(arguments: Sequence[str], timeout: float = 240) -> subprocess.Compl
 
 def metrics_of(out: Path) -> list[dict[str, Any]]:
     """The run's metrics, one record a step, in order; several lines of one step joined."""
-    from verl_like.observe.trackers import read_metrics
+    from verl_like.observe.run_folder import read_metrics
 
     (path,) = out.glob("*.jsonl")
     return [record for _, record in sorted(read_metrics(path).items())]

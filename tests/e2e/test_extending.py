@@ -68,7 +68,7 @@ def test_every_example_of_the_page_in_one_run(
     assert (config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.actor.optim.weight_decay) == (4, 0.0)
     train(config)
     (record,) = metrics_of(tmp_path / "out")
-    samples = [json.loads(text) for text in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()]
+    samples = [json.loads(text) for text in (tmp_path / "samples" / "000001.jsonl").read_text().splitlines()]
     assert len(samples) == 8 * 4
     scores = [sample["score"] for sample in samples]
     above_mean = max(scores) - sum(scores) / len(scores)

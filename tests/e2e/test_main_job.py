@@ -66,8 +66,8 @@ def test_the_first_update_is_on_policy(grpo_run: Path) -> None:
 def test_validation_metrics_and_samples_are_written(grpo_run: Path) -> None:
     records = metrics_of(grpo_run / "out")
     assert [i for i, record in enumerate(records) if "val-core/sevens/acc/mean@1" in record] == [0, 8, 16]
-    assert {path.name for path in (grpo_run / "val_samples").iterdir()} == {"0.jsonl", "8.jsonl", "16.jsonl"}
-    assert len((grpo_run / "samples" / "3.jsonl").read_text().splitlines()) == 64
+    assert {path.name for path in (grpo_run / "val_samples").iterdir()} == {f"{step:06d}.jsonl" for step in (0, 8, 16)}
+    assert len((grpo_run / "samples" / "000003.jsonl").read_text().splitlines()) == 64
 
 
 def test_checkpoint_is_rotated_and_opens_with_transformers(grpo_run: Path) -> None:

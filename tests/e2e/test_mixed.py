@@ -68,9 +68,11 @@ def test_four_sources_mix_by_weight_validate_apart_and_resume(tmp_path: Path, ti
     parts = run(files, tiny_model, tmp_path / "parts", **settings, **schedule)
     assert len(parts) == 4
     for step in range(1, 5):  # the same prompts in the same order, with the same answers
-        first, second = ((tmp_path / name / "rollouts" / f"{step}.jsonl").read_text() for name in ("whole", "parts"))
+        first, second = (
+            (tmp_path / name / "rollouts" / f"{step:06d}.jsonl").read_text() for name in ("whole", "parts")
+        )
         assert first == second
-    assert len({(tmp_path / "whole" / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 5)}) == 4
+    assert len({(tmp_path / "whole" / "rollouts" / f"{step:06d}.jsonl").read_text() for step in range(1, 5)}) == 4
 
     names = {name.split("/mean@")[0] for name in whole[3] if name.startswith("val-core/")}
     assert names == {
@@ -80,6 +82,6 @@ def test_four_sources_mix_by_weight_validate_apart_and_resume(tmp_path: Path, ti
     }
     folder = tmp_path / "whole" / "validation"
     sizes = {str(p.relative_to(folder)): len(p.read_text().splitlines()) for p in folder.rglob("*.jsonl")}
-    assert sizes["4.jsonl"] == 8 and sizes["sums/4.jsonl"] == 4
-    samples = [json.loads(line) for line in (folder / "4.jsonl").read_text().splitlines()]
+    assert sizes["000004.jsonl"] == 8 and sizes["sums/000004.jsonl"] == 4
+    samples = [json.loads(line) for line in (folder / "000004.jsonl").read_text().splitlines()]
     assert {sample["validation_set"] for sample in samples} == {"sums", "mixed"}

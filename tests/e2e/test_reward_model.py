@@ -58,7 +58,7 @@ def test_the_policy_learns_what_the_reward_model_likes(tmp_path: Path, tiny_mode
     records = run(tmp_path, tiny_model, judge, **settings)
     early, late = (sum(r["reward/model_score/mean"] for r in part) / 4 for part in (records[:4], records[-4:]))
     assert late > early + 0.5
-    first, last = ((tmp_path / "samples" / f"{step}.jsonl").read_text().count("7") for step in (1, 16))
+    first, last = ((tmp_path / "samples" / f"{step:06d}.jsonl").read_text().count("7") for step in (1, 16))
     assert last > 1.5 * first
 
 

@@ -31,7 +31,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.models.cost import BACKWARD
 from verl_like.observe.logs import setup_driver_logging
-from verl_like.observe.trackers import read_metrics
+from verl_like.observe.run_folder import read_metrics
 from verl_like.trainer.build import build_trainer, log_dir, resolve_world
 from verl_like.trainer.compose import compose
 from verl_like.trainer.ppo import PPOTrainer

@@ -21,7 +21,7 @@ from typing import Any
 
 from verl_like.bench.inputs import write_inputs
 from verl_like.bench.shapes import MODELS, Workload
-from verl_like.observe.trackers import read_metrics
+from verl_like.observe.run_folder import read_metrics
 
 _SLEEPY = """
 import time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from verl_like.cli import bench, check_template, selfcheck
+from verl_like.cli import bench, check_template, compare, report, selfcheck
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -21,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_template.add_arguments(
         commands.add_parser("check-template", help="show what the chat template does to turns of a conversation")
     )
+    report.add_arguments(commands.add_parser("report", help="write one HTML file about a run"))
+    compare.add_arguments(commands.add_parser("compare", help="write one HTML file about several runs"))
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
     run(arguments)

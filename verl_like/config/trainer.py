@@ -77,6 +77,17 @@ class TrainerConfig(ConfigNode):
     """Folder of logs and metrics. Null: default_local_dir."""
     log_val_generations: int = 0
     """[samples] Validation responses shown in the trackers."""
+    console_samples: int = 3
+    """[samples] Responses shown on the console at the first step and at every validation; 0: none."""
+    sample_freq: int = 5
+    """[steps] Keep a few training responses in <log_dir>/samples every so many steps, and of the first five; of
+    validations always. -1: none."""
+    sample_groups: int = 2
+    """[prompts] Prompts whose responses are kept at such a step: half of them by chance, half the most telling ones."""
+    sample_max_mb: float = 200.0
+    """[MB] Size of <log_dir>/samples; beyond it every second older step is removed."""
+    report_freq: int = 20
+    """[steps] Write <log_dir>/report.html every so many steps, in a process of its own, and at the end; -1: never."""
     rollout_data_dir: str | None = None
     """Folder for all training responses as jsonl. Null: not kept."""
     validation_data_dir: str | None = None
@@ -94,10 +105,12 @@ class TrainerConfig(ConfigNode):
         steps = self.profile_steps or []
         require(all(step >= 1 for step in steps), "profile_steps", steps, "steps are counted from 1")
         at_least(self, 1, "nnodes", "total_epochs", "total_training_steps", "ray_wait_register_center_timeout")
-        at_least(self, 0, "seed", "critic_warmup", "log_val_generations")
+        at_least(self, 0, "seed", "critic_warmup", "log_val_generations", "console_samples")
+        at_least(self, 1, "sample_groups")
+        above(self, 0, "sample_max_mb")
         at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
         above(self, 0, "rpc_timeout", "worker_start_timeout")
-        minus_one_or_positive(self, "save_freq", "test_freq", "max_skipped_updates")
+        minus_one_or_positive(self, "save_freq", "test_freq", "max_skipped_updates", "sample_freq", "report_freq")
         per_node = self.n_gpus_per_node
         legal = per_node == "auto" if isinstance(per_node, str) else per_node >= 1
         require(legal, "n_gpus_per_node", per_node, "must be auto or at least 1")

@@ -19,7 +19,7 @@ _GIB = 1024**3
 
 
 def rollout_metrics(rollouts: Rollouts, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
-    """`response_length/*`, `prompt_length/*` (tokens) and `response/aborted_ratio` of a batch of responses.
+    """`response_length/*`, `prompt_length/*` (tokens) and `response/*` of a batch of responses.
 
     clip_ratio is the share of rows that reach the configured maximum: those responses were cut off (or ended just
     there), those prompts were truncated. An episode of several rows is one response, to the prompt of its first row.
@@ -33,7 +33,16 @@ def rollout_metrics(rollouts: Rollouts, max_prompt_length: int, max_response_len
         **_length_metrics("response_length", rollouts.response_length_B, max_response_length),
         **_length_metrics("prompt_length", rollouts.prompt_length_B, max_prompt_length),
         "response/aborted_ratio": sum(aborted) / len(aborted),
+        "response/duplicate_fraction": duplicate_fraction(rollouts),
     }
+
+
+def duplicate_fraction(rollouts: Rollouts) -> float:
+    """Share of the responses that equal an earlier one of their group, token for token."""
+    lengths, groups = rollouts.response_length_B.tolist(), rollouts.group_B.tolist()
+    ids = rollouts.response_ids_BR.numpy()
+    different = {(group, ids[i, : lengths[i]].tobytes()) for i, group in enumerate(groups)}
+    return 1 - len(different) / len(groups)
 
 
 def _length_metrics(prefix: str, length_B: Tensor, maximum: int) -> dict[str, float]:

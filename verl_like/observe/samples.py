@@ -1,11 +1,12 @@
 """Responses that people read: one jsonl file per step, and a few rows of a validation for the trackers.
 
-A record has verl's fields (input, output, gts, score, step, and each further value of the reward function) plus
-data_source, finish_reason and, for a row whose reward could not be computed, failure. Its score then is null.
+A record has verl's fields (input, output, gts, score, step, and each further value of the reward function) plus those
+of `run_folder.FIELDS`; docs/run_folder.md says what each one means. The score of a row whose reward failed is null.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -14,10 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl_like.batch import Rollouts, Scores
+import torch
+from torch import Tensor
+
+from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
 
 Sample = dict[str, Any]
 
+_OUTCOMES = {"stop": "finished", "length": "truncated", "abort": "aborted"}  # of the rollout engine's finish reasons
 _SAMPLE_SEED = 42  # the same prompts are shown at every validation
 
 
@@ -27,14 +32,20 @@ class Decoder(Protocol):
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> Any: ...
 
 
-def make_samples(rollouts: Rollouts, scores: Scores, tokenizer: Decoder, step: int) -> list[Sample]:
-    """One record per row, in row order, special tokens left out of the texts."""
+def make_samples(
+    rollouts: Rollouts, scores: Scores, tokenizer: Decoder, step: int, experience: Experience | None = None
+) -> list[Sample]:
+    """One record per row, in row order, special tokens left out of the texts. experience: gives the advantages."""
     prompt_width = rollouts.prompt_ids_BP.shape[1]
+    credit = {} if experience is None else credit_rows(rollouts, experience)
     samples: list[Sample] = []
     for i, row in enumerate(rollouts.rows):
         prompt_ids = rollouts.prompt_ids_BP[i, prompt_width - int(rollouts.prompt_length_B[i]) :].tolist()
-        response_ids = rollouts.response_ids_BR[i, : int(rollouts.response_length_B[i])].tolist()
-        failure = scores.failures[i]
+        length = int(rollouts.response_length_B[i])
+        response_ids = rollouts.response_ids_BR[i, :length].tolist()
+        failure, reason = scores.failures[i], rollouts.finish_reasons[i]
+        sampled_R = rollouts.response_mask_BR[i, :length]
+        versions_R = rollouts.weight_version_BR[i, :length][sampled_R]
         sample = {
             "input": tokenizer.decode(prompt_ids, skip_special_tokens=True),
             "output": tokenizer.decode(response_ids, skip_special_tokens=True),
@@ -42,8 +53,21 @@ def make_samples(rollouts: Rollouts, scores: Scores, tokenizer: Decoder, step: i
             "score": float(scores.score_B[i]),
             "step": step,
             "data_source": row.data_source,
-            "finish_reason": rollouts.finish_reasons[i],
+            "finish_reason": reason,
+            "outcome": _OUTCOMES.get(reason, reason) if failure is None else "grader error",
+            "group": int(rollouts.group_B[i]),
+            "dataset_index": row.index,
+            "prompt_tokens": len(prompt_ids),
+            "response_tokens": length,
+            "sampled_tokens": int(sampled_R.sum()),
+            "weight_version": int(versions_R.min()) if len(versions_R) else None,
         }
+        if i in credit and experience is not None:
+            trained_R = experience.response_mask_BR[credit[i]]
+            advantages_R = experience.advantages_BR[credit[i]][trained_R]
+            sample["advantage"] = float(advantages_R.mean()) if len(advantages_R) else 0.0
+        if rollouts.step_BR is not None:
+            sample["turns"] = int(rollouts.step_BR[i].max()) + 1
         if row.validation_set:
             sample["validation_set"] = row.validation_set
         if row.prompt_id is not None:
@@ -55,12 +79,127 @@ def make_samples(rollouts: Rollouts, scores: Scores, tokenizer: Decoder, step: i
     return samples
 
 
+def credit_rows(rollouts: Rollouts, experience: Experience) -> dict[int, int]:
+    """Row of the experience for each row of the rollouts that has one: rows are left out there, or drawn twice."""
+    found: dict[tuple[int, int, bytes], int] = {}
+    for position in range(len(experience)):
+        found.setdefault(_identity(experience, position), position)
+    matched = {i: found.get(_identity(rollouts, i)) for i in range(len(rollouts))}
+    return {i: position for i, position in matched.items() if position is not None}
+
+
+def _identity(rows: Rollouts | Experience, i: int) -> tuple[int, int, bytes]:
+    episode = int(rows.group_B[i]) if rows.episode_B is None else int(rows.episode_B[i])
+    ids = rows.response_ids_BR[i, : int(rows.response_length_B[i])]
+    return int(rows.prompt_length_B[i]), episode, ids.to(torch.int32).numpy().tobytes()
+
+
+def add_tokens(
+    samples: Sequence[Sample],
+    rollouts: Rollouts,
+    token_texts: TokenTexts,
+    *,
+    trainer: Evaluated | None = None,
+    experience: Experience | None = None,
+) -> None:
+    """Give each record `tokens`: its response token by token, with what is known of each. Rows as in `rollouts`.
+
+    trainer: log-probs (and entropy) of the trained model, where this run computed them.
+    """
+    credit = {} if experience is None else credit_rows(rollouts, experience)
+    for i, sample in enumerate(samples):
+        length = int(rollouts.response_length_B[i])
+        columns: dict[str, Tensor | None] = {
+            "rollout_log_probs": _row(rollouts.rollout_log_probs_BR, i),
+            "log_probs": None if trainer is None else _row(trainer.old_log_probs_BR, i),
+            "ref_log_probs": None if trainer is None else _row(trainer.ref_log_probs_BR, i),
+            "entropy": None if trainer is None else _row(trainer.entropy_BR, i),
+            "advantages": _row(experience.advantages_BR, credit[i]) if experience is not None and i in credit else None,
+        }
+        ids = rollouts.response_ids_BR[i, :length].tolist()
+        sample["tokens"] = {
+            "text": token_texts(ids),
+            "sampled": runs(rollouts.response_mask_BR[i, :length].int().tolist()),
+            "weight_version": runs(rollouts.weight_version_BR[i, :length].tolist()),
+            **{name: rounded(column, length) for name, column in columns.items() if column is not None},
+        }
+
+
+def _row(column_BR: Tensor | None, i: int) -> Tensor | None:
+    return None if column_BR is None else column_BR[i]
+
+
+def rounded(column_R: Tensor, length: int) -> list[float | None]:
+    """Four decimals are enough to colour by, and a third of the bytes."""
+    values = [round(value, 4) if math.isfinite(value) else None for value in column_R[:length].tolist()]
+    return values + [0.0] * (length - len(values))  # a column of a trimmed struct may be narrower than the response
+
+
+class TokenTexts:
+    """The text of each token of a response. Remembers what a token reads like: a tokenizer needs 20 us to say so."""
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """Characters that several tokens make together stand at the last of them."""
+        texts, start = [], 0
+        for end in range(1, len(ids) + 1):
+            text = self._alone(ids[start]) if end - start == 1 else self._decode(ids[start:end])
+            unfinished = text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids) and end - start < 4
+            texts.append("" if unfinished else text)
+            start = start if unfinished else end
+        return texts
+
+    def _alone(self, token: int) -> str:
+        """As after another token: at the start of a text some tokenizers leave a word's space out."""
+        if token not in self._known:
+            once, twice = self._decode([token]), self._decode([token, token])
+            self._known[token] = twice[len(once) :] if twice.startswith(once) else once
+        return self._known[token]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def runs(values: Sequence[int]) -> list[list[int]]:
+    """[[value, how many in a row], ...]: masks and weight versions change rarely."""
+    return [[value, len(list(items))] for value, items in itertools.groupby(values)]
+
+
+def choose_rows(rollouts: Rollouts, scores: Scores, num_groups: int, max_rows: int, seed: int) -> dict[int, str]:
+    """Rows of the groups to keep, with why: half of the groups by chance ("chance"), so that they show what is common;
+    the others are the most telling ones left ("telling"): a failed reward first, then answers that were graded most
+    differently. Of a group at most `max_rows` rows, spread over its scores."""
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(rollouts.group_B.tolist()):
+        members.setdefault(group, []).append(i)
+    order = list(members)
+    random.Random(seed).shuffle(order)
+    by_chance = order[: (num_groups + 1) // 2]
+    score_B = scores.score_B.tolist()
+
+    def interest(group: int) -> tuple[bool, float]:
+        known = [score_B[i] for i in members[group] if math.isfinite(score_B[i])]
+        return any(scores.failures[i] for i in members[group]), max(known) - min(known) if known else 0.0
+
+    rest = sorted(order[len(by_chance) :], key=interest, reverse=True)[: num_groups - len(by_chance)]
+    chosen: dict[int, str] = {}
+    for group in (*by_chance, *rest):
+        rows = sorted(members[group], key=lambda i: (not math.isfinite(score_B[i]), score_B[i], i))
+        count = min(max_rows, len(rows))
+        kept = {rows[round(k * (len(rows) - 1) / max(1, count - 1))] for k in range(count)}
+        chosen |= dict.fromkeys(sorted(kept), "chance" if group in by_chance else "telling")
+    return chosen
+
+
 def dump_samples(folder: str | os.PathLike[str], step: int, samples: Sequence[Sample]) -> Path:
-    """Write `<folder>/<step>.jsonl`, replacing what a run before a resume left there. Returns the path.
+    """Write `<folder>/<step, six digits>.jsonl`, replacing what a run before a resume left there. Returns the path.
 
     The file appears at once: a reader never sees half of it.
     """
-    path = Path(folder).expanduser() / f"{step}.jsonl"
+    path = Path(folder).expanduser() / f"{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".tmp{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
@@ -71,10 +210,52 @@ def dump_samples(folder: str | os.PathLike[str], step: int, samples: Sequence[Sa
 
 
 def pick_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`trainer.log_val_generations` rows for the trackers: a fixed random choice, sorted by prompt."""
+    """`count` rows of a validation: a fixed random choice, sorted by prompt."""
     ordered = sorted(samples, key=lambda sample: str(sample["input"]))
     chosen = random.Random(_SAMPLE_SEED).sample(range(len(ordered)), min(count, len(ordered)))
     return [ordered[i] for i in sorted(chosen)]
+
+
+def pick_rows(batches: Sequence[Sequence[PromptRow]], num_prompts: int, max_rows: int) -> list[list[int]]:
+    """Rows of a validation to keep, for each batch: a fixed random choice of prompts, the same in every run on the same
+    files; of a prompt at most `max_rows` rows."""
+
+    def name(row: PromptRow) -> tuple[str, str, int]:
+        return row.validation_set, row.data_source, row.index
+
+    names = sorted({name(row) for rows in batches for row in rows})
+    chosen = set(random.Random(_SAMPLE_SEED).sample(names, min(num_prompts, len(names))))
+    left = dict.fromkeys(chosen, max_rows)
+    picked: list[list[int]] = []
+    for rows in batches:
+        picked.append([])
+        for i, row in enumerate(rows):
+            if left.get(name(row), 0) > 0:
+                left[name(row)] -= 1
+                picked[-1].append(i)
+    return picked
+
+
+def samples_text(title: str, samples: Sequence[Sample]) -> str:
+    """A few responses for the console, each in three short lines."""
+    lines = [title]
+    for sample in samples:
+        score = "failed" if "failure" in sample else f"{sample['score']:.4g}"
+        facts = [f"score {score}", f"{sample['response_tokens']} tokens", sample["outcome"], sample["data_source"]]
+        if sample["gts"] not in (None, ""):
+            facts.append(f"truth {short(sample['gts'], 40)}")
+        lines.append("  " + " | ".join(facts))
+        lines.append(f"    prompt: {short(sample['input'], 160)}")
+        lines.append(f"    answer: {short(sample['output'], 320)}")
+        if "failure" in sample:
+            lines.append(f"    reward: {short(sample['failure'], 160)}")
+    return "\n".join(lines)
+
+
+def short(value: Any, limit: int) -> str:
+    """Text on one line without control characters; a long one loses its middle."""
+    text = "".join(c if c.isprintable() else {"\n": "\\n", "\t": "\\t"}.get(c, "?") for c in str(value))
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2) :]}"
 
 
 def to_json(value: Any) -> str:

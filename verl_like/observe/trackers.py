@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
 from verl_like.observe.metrics import scalar
-from verl_like.observe.samples import Sample, to_json
+from verl_like.observe.run_folder import METRICS
+from verl_like.observe.samples import Sample, samples_text, to_json
 from verl_like.user_code import check_call, is_reference, load
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,8 @@ def _number(name: str, value: Any) -> float:
 
 
 class JsonlTracker:
-    """One JSON object a line: {"step", "time" (seconds since 1970), "data": {name: number or null}}.
+    """One flat JSON object a line: {"step", "time" (seconds since 1970), name: number or null, ...}, which
+    `pandas.read_json(path, lines=True)` reads as it is.
 
     Each line is written at once, so a run that is killed loses nothing but the line it was writing. A resumed run
     continues the file after `last_step`, the step of its checkpoint: where later lines have to go, because their steps
@@ -181,7 +183,7 @@ class JsonlTracker:
 
     def __init__(self, folder: Path, *, new_run: bool = False, last_step: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / METRICS
         self._samples_path = folder / "val_generations.jsonl"
         for path in (self._path, self._samples_path):
             if new_run:
@@ -191,7 +193,7 @@ class JsonlTracker:
                 _cut_steps_after(last_step, path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        record = {"step": step, "time": round(time.time(), 3), "data": dict(metrics)}
+        record = {"step": step, "time": round(time.time(), 3), **metrics}
         _append(self._path, to_json(record) + "\n")
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -244,17 +246,6 @@ def _cut_unfinished_line(path: Path) -> None:
         os.truncate(path, complete)
 
 
-def read_metrics(path: str | os.PathLike[str]) -> dict[int, dict[str, float | None]]:
-    """Metrics by step from a metrics.jsonl, in step order; lines of one step are joined, the later value counts."""
-    steps: dict[int, dict[str, float | None]] = {}
-    with Path(path).expanduser().open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                record = json.loads(line)
-                steps[record["step"]] = {**steps.get(record["step"], {}), **record["data"]}
-    return dict(sorted(steps.items()))
-
-
 class ConsoleTracker:
     """A compact line a step in the log at INFO; all metrics, one a line, at DEBUG (so they are in the log file)."""
 
@@ -267,12 +258,7 @@ class ConsoleTracker:
             logger.debug("step %d, all metrics:\n%s", step, rows)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        blocks = [
-            f"--- {i} of {len(samples)}, score {_short(sample['score'], 20)}, truth {_short(sample['gts'], 80)}\n"
-            f"prompt: {_short(sample['input'], 400)}\nanswer: {_short(sample['output'], 800)}"
-            for i, sample in enumerate(samples, start=1)
-        ]
-        logger.info("validation responses at step %d\n%s", step, "\n".join(blocks))
+        logger.info("%s", samples_text(f"step {step}, {len(samples)} validation answers:", samples))
 
     def finish(self) -> None: ...
 
@@ -283,12 +269,6 @@ def compact_line(step: int, metrics: Mapping[str, float]) -> str:
     validation = [name for name in metrics if name.startswith("val-core/") and "/mean@" in name]
     parts += [f"{name} {metrics[name]:.4g}" for name in validation]
     return " | ".join([f"step {step}", *parts])
-
-
-def _short(value: Any, limit: int) -> str:
-    """Text on one line without control characters; a long one loses its middle."""
-    text = "".join(c if c.isprintable() else {"\n": "\\n", "\t": "\\t"}.get(c, "?") for c in str(value))
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2) :]}"
 
 
 class TensorboardTracker:

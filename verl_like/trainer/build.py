@@ -46,6 +46,9 @@ from verl_like.models.loading import (
 from verl_like.models.location import check_locations
 from verl_like.models.tensor_plan import check_model
 from verl_like.observe.progress import build_progress
+from verl_like.observe.report.writer import ReportWriter
+from verl_like.observe.run_folder import SAMPLES
+from verl_like.observe.sample_store import SampleStore
 from verl_like.observe.trackers import build_trackers
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import ModelScore
@@ -207,6 +210,9 @@ def build_reporter(
         steps_per_epoch=required(plan.steps_per_epoch),
         num_devices=num_devices,
         speed=speed,
+        store=SampleStore(log_dir(config) / SAMPLES, settings.sample_max_mb, resumed_at),
+        report=ReportWriter(log_dir(config), settings.report_freq),
+        first_step=(resumed_at or 0) + 1,
     )
 
 

@@ -74,6 +74,7 @@ class PPOTrainer:
                     with clock("adv"):
                         experience, metrics = self.make_experience(rollouts, scores, evaluated)
                     metrics |= self.source.metrics() | self.rewards.metrics(graded, episodes.rows)
+                    self.keep_samples(step, rollouts, scores, evaluated, experience)
                     self.checkpoints.update_begins()
                     if self.critic is not None:
                         with clock("update_critic"):
@@ -157,6 +158,20 @@ class PPOTrainer:
             seed=config.trainer.seed + self.state.step,
         )
         return experience, shaped.metrics | metrics
+
+    def keep_samples(
+        self, step: int, rollouts: Rollouts, scores: Scores, evaluated: Evaluated, experience: Experience
+    ) -> None:
+        """A few responses for people (trainer.sample_freq), with what the model says of them before the update."""
+        rows = self.report.rows_to_keep(step, rollouts, scores)
+        if not rows:
+            return
+        with self.clock("samples"):
+            kept, known = rollouts.select(list(rows)), evaluated.select(list(rows))
+            if self.plan.old_log_probs != "recompute" and self.config.trainer.sample_freq > 0:
+                own = self.policy.old_log_probs(kept)
+                known = known.replace(old_log_probs_BR=own.old_log_probs_BR, entropy_BR=own.entropy_BR)
+            self.report.keep(step, kept, scores.select(list(rows)), known, experience, list(rows.values()))
 
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
         """All of this step's optimizer steps of the actor."""

@@ -1,12 +1,13 @@
-"""What a run tells the world: one place that feeds trackers, the live display and the sample files."""
+"""What a run tells the world: one place that feeds trackers, the live display, the sample files and the report."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_like.batch import PromptRow, Rollouts, Scores
+from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
 from verl_like.config import TrainerConfig
 from verl_like.config.errors import RunStopped
 from verl_like.observe.domains import domain_metrics
@@ -17,12 +18,32 @@ from verl_like.observe.metrics import (
     training_metrics,
 )
 from verl_like.observe.progress import Progress
-from verl_like.observe.samples import Decoder, Sample, dump_samples, make_samples, pick_samples
+from verl_like.observe.report.writer import ReportWriter
+from verl_like.observe.sample_store import SampleStore
+from verl_like.observe.samples import (
+    Decoder,
+    Sample,
+    TokenTexts,
+    add_tokens,
+    choose_rows,
+    dump_samples,
+    make_samples,
+    pick_rows,
+    pick_samples,
+    samples_text,
+)
 from verl_like.observe.timing import StepClock, timing_per_token_metrics
 from verl_like.observe.trackers import Trackers
 from verl_like.observe.validation import report_names
 from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.speed import SpeedReport
+
+logger = logging.getLogger(__name__)
+
+_ROWS_OF_A_GROUP = 8  # at most so many responses to one prompt are kept
+_EVERY_STEP_UNTIL = 5  # the first steps are kept all: that is when most goes wrong
+_VALIDATION_PROMPTS = 32  # the same ones at each validation
+_ROWS_OF_A_VALIDATION_PROMPT = 2
 
 
 class Reporter:
@@ -40,7 +61,13 @@ class Reporter:
         steps_per_epoch: int,
         num_devices: int,
         speed: SpeedReport,
+        store: SampleStore,
+        report: ReportWriter,
+        first_step: int,
     ) -> None:
+        """first_step: the first step that this process makes."""
+        self.store, self.report, self.first_step, self.newest_version = store, report, first_step, 0
+        self.token_texts = TokenTexts(tokenizer)
         self.trainer, self.trackers, self.progress, self.speed = trainer, trackers, progress, speed
         self.tokenizer, self.num_devices, self.steps_per_epoch = tokenizer, num_devices, steps_per_epoch
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
@@ -61,6 +88,7 @@ class Reporter:
             **training_metrics(step, (step - 1) // self.steps_per_epoch),
             **metrics,
             **domain_metrics(rollouts, scores),
+            **self._staleness(rollouts),
             **rollout_metrics(rollouts, self.max_prompt_length, self.max_response_length),
             **sequence_balance_metrics(num_tokens.tolist(), shares),
             **clock.metrics(),
@@ -79,6 +107,41 @@ class Reporter:
             samples = make_samples(rollouts, scores, self.tokenizer, step)
             with writing("trainer.rollout_data_dir", self.trainer.rollout_data_dir):
                 dump_samples(self.trainer.rollout_data_dir, step, samples)
+        self.report.step_finished(step)
+
+    def rows_to_keep(self, step: int, rollouts: Rollouts, scores: Scores) -> dict[int, str]:
+        """Rows of this step's few responses for people, with why they were chosen; {} where it keeps none."""
+        every, shown = self.trainer.sample_freq, self.trainer.console_samples > 0 and step == self.first_step
+        if not shown and not (every > 0 and (step % every == 0 or step <= _EVERY_STEP_UNTIL)):
+            return {}
+        seed = self.trainer.seed + step
+        return choose_rows(rollouts, scores, self.trainer.sample_groups, _ROWS_OF_A_GROUP, seed)
+
+    def keep(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        scores: Scores,
+        evaluated: Evaluated,
+        experience: Experience,
+        chosen: Sequence[str],
+    ) -> None:
+        """Write these rows to <log_dir>/samples; a few are shown at the first step. experience: of the whole step."""
+        samples = make_samples(rollouts, scores, self.tokenizer, step, experience)
+        add_tokens(samples, rollouts, self.token_texts, trainer=evaluated, experience=experience)
+        samples = [{**sample, "chosen": why} for sample, why in zip(samples, chosen, strict=True)]
+        if step == self.first_step:
+            self._show(f"step {step}, some of the answers:", samples)
+        if self.trainer.sample_freq > 0:
+            self._store("train", step, samples)
+
+    def _staleness(self, rollouts: Rollouts) -> dict[str, float]:
+        """How many versions the oldest sampled token lies behind the newest weights that any token was sampled by."""
+        versions = rollouts.weight_version_BR[rollouts.response_mask_BR]
+        if not len(versions):
+            return {}
+        self.newest_version = max(self.newest_version, int(versions.max()))
+        return {"training/weight_staleness": float(self.newest_version - int(versions.min()))}
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a validation outside a step (before training, or trainer.val_only)."""
@@ -86,8 +149,13 @@ class Reporter:
         self.progress.step_finished(step, metrics)
 
     def validation_samples(self, step: int, batches: Sequence[tuple[Rollouts, Scores]]) -> None:
-        """Write and show validation answers (trainer.validation_data_dir, trainer.log_val_generations)."""
+        """Keep and show a few validation answers; all of them where trainer.validation_data_dir asks for that."""
+        few = self._few_of_each_prompt(step, batches)
+        if self.trainer.sample_freq > 0:
+            self._store("validation", step, few)
         wanted = self.trainer.log_val_generations
+        if wanted <= 0:
+            self._show(f"validation at step {step}, some of the answers:", few)
         if not (self.trainer.validation_data_dir or wanted > 0):
             return
         samples = [
@@ -103,15 +171,39 @@ class Reporter:
         if wanted > 0:
             self.trackers.log_samples(step, pick_samples(samples, wanted))
 
+    def _few_of_each_prompt(self, step: int, batches: Sequence[tuple[Rollouts, Scores]]) -> list[Sample]:
+        """Answers to the validation prompts that are kept, the same ones each time."""
+        rows = pick_rows([rollouts.rows for rollouts, _ in batches], _VALIDATION_PROMPTS, _ROWS_OF_A_VALIDATION_PROMPT)
+        samples: list[Sample] = []
+        for (rollouts, scores), chosen in zip(batches, rows, strict=True):
+            if chosen:
+                kept = rollouts.select(chosen)
+                part = make_samples(kept, scores.select(chosen), self.tokenizer, step)
+                add_tokens(part, kept, self.token_texts)
+                samples += part
+        return samples
+
+    def _show(self, title: str, samples: Sequence[Sample]) -> None:
+        count = self.trainer.console_samples
+        if count > 0 and samples and "console" in self.trainer.logger:
+            apart = max(1, len(samples) // count)  # over the whole choice, so that they are not all of one prompt
+            logger.info("%s", samples_text(title, samples[::apart][:count]))
+
+    def _store(self, part: str, step: int, samples: Sequence[Sample]) -> None:
+        key = "trainer.default_local_dir" if self.trainer.log_dir is None else "trainer.log_dir"
+        with writing(key, self.store.folder.parent):
+            self.store.write(part, step, samples)
+
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         key = "trainer.default_local_dir" if self.trainer.log_dir is None else "trainer.log_dir"
         with writing(key, self.trainer.log_dir or self.trainer.default_local_dir):
             self.trackers.log(step, metrics)
 
     def close(self) -> None:
-        """Close the display and the trackers; everything logged so far is kept."""
+        """Close the display and the trackers, and write the report; everything logged so far is kept."""
         self.progress.close()
         self.trackers.finish()
+        self.report.finish()
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from verl_like.checkpoint.lock import held
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
+from verl_like.observe.environment import write_environment
 from verl_like.observe.logs import setup_driver_logging
+from verl_like.observe.run_folder import CONFIG
 from verl_like.trainer.build import (
     REWARD_WORKER,
     WORKER,
@@ -38,12 +40,14 @@ def run(config: PPOConfig) -> None:
         with input_errors():
             check_output_folders(config)
         with input_errors():
-            check_nsight(config, resolve_world(config)[0])
+            device, ranks_per_node = resolve_world(config)
+            check_nsight(config, device)
         restart_under_nsight(config, profile_dir(config))
         with ExitStack() as stack:
             lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))
             setup_driver_logging(folder)  # not before: the log of a run that is going on is not this one's to write
-            save_resolved(config, folder / "config.yaml")
+            save_resolved(config, folder / CONFIG)
+            write_environment(folder, device=device, processes=config.trainer.nnodes * ranks_per_node)
             groups = partial(worker_groups, run_id=run_id)
             trainer = stack.enter_context(build_trainer(config, groups, lock.confirm))
             trainer.fit()

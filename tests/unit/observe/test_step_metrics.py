@@ -35,7 +35,14 @@ def test_rollout_metrics_by_hand() -> None:
         "prompt_length/min": 1.0,
         "prompt_length/clip_ratio": 0.25,
         "response/aborted_ratio": 0.5,  # the empty one and the one that was called off
+        "response/duplicate_fraction": 0.0,
     }
+
+
+def test_a_duplicate_is_an_equal_response_to_the_same_prompt() -> None:
+    responses = [[5, 6], [5, 6], [5, 6, 7], [5, 6], [5, 6]]
+    rollouts = factory.rollouts(responses, groups=[0, 0, 0, 1, 1])
+    assert rollout_metrics(rollouts, 4, 4)["response/duplicate_fraction"] == pytest.approx(2 / 5)
 
 
 def test_rollout_metrics_do_not_depend_on_padding() -> None:

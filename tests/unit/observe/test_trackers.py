@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from verl_like.config import TrainerConfig
+from verl_like.observe.run_folder import read_metrics
 from verl_like.observe.samples import Sample
 from verl_like.observe.trackers import (
     ConsoleTracker,
@@ -21,7 +22,6 @@ from verl_like.observe.trackers import (
     WandbTracker,
     build_trackers,
     compact_line,
-    read_metrics,
 )
 
 
@@ -39,9 +39,9 @@ def test_jsonl_is_always_written_also_without_any_logger(tmp_path: Path) -> None
     assert trackers.names == ["jsonl"]
     trackers.log(1, {"actor/pg_loss": 0.25, "n": np.int64(3), "t": torch.tensor(0.5)})
     # Read before finish: each line is on disk at once.
-    assert [(r["step"], r["data"]) for r in lines(tmp_path / "metrics.jsonl")] == [
-        (1, {"actor/pg_loss": 0.25, "n": 3.0, "t": 0.5})
-    ]
+    (record,) = lines(tmp_path / "metrics.jsonl")
+    assert record.pop("time") > 0
+    assert record == {"step": 1, "actor/pg_loss": 0.25, "n": 3.0, "t": 0.5}  # flat, as pandas wants it
 
 
 def test_values_that_are_not_finite_become_null_and_are_warned_of_once(
@@ -274,7 +274,8 @@ def test_console_gives_one_line_at_info_and_all_metrics_at_debug(caplog: pytest.
 
 
 def test_console_samples_cannot_smuggle_control_characters(caplog: pytest.LogCaptureFixture) -> None:
-    sample = {"input": "q\n", "output": "\x1b[2J" + "a" * 2000, "gts": "t", "score": float("nan")}
+    told = {"gts": "t", "score": 0.5, "response_tokens": 2000, "outcome": "finished", "data_source": "toy"}
+    sample = {"input": "q\n", "output": "\x1b[2J" + "a" * 2000, **told}
     with caplog.at_level(logging.INFO, logger="verl_like"):
         ConsoleTracker().log_samples(2, [sample])
     message = caplog.records[0].getMessage()

@@ -1,0 +1,27 @@
+"""`verl-like compare A B [C]`: one HTML file with runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The runs' folders, and where the file goes."""
+    parser.add_argument("run_folders", metavar="RUN", nargs="+", help="two or three runs' folders")
+    parser.add_argument("--out", metavar="FILE", default="compare.html", help="where to write it; default: %(default)s")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the file and print its path; exit status 2 where there are not two or three runs."""
+    from verl_like.observe.report.page import write_comparison
+
+    if not 2 <= len(arguments.run_folders) <= 3:
+        print(f"error: {len(arguments.run_folders)} runs were named; two or three can be compared", file=sys.stderr)
+        sys.exit(2)
+    try:
+        print(write_comparison(arguments.run_folders, arguments.out))
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,24 @@
+"""`verl-like report RUN`: one HTML file about a run, finished or not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run's folder, and where the file goes."""
+    parser.add_argument("run_folder", metavar="RUN", help="the run's folder: trainer.log_dir, or default_local_dir")
+    parser.add_argument("--out", metavar="FILE", help="where to write it; default: RUN/report.html")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the file and print its path; exit status 2 where there is no run."""
+    from verl_like.observe.report.page import write_report
+
+    try:
+        print(write_report(arguments.run_folder, arguments.out))
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

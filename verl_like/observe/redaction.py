@@ -1,0 +1,35 @@
+"""Secrets stay out of what a run writes for people: values of keys that are named like one, and what looks like one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"(?i)(^|[._-])(api[_-]?key|\w*token|\w*secret\w*|passw(or)?d|credentials?|access[_-]?key)$")
+_IN_URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_VALUE = re.compile(r"(?i)\b(sk|hf|ghp|glpat|xox[bp])[-_][A-Za-z0-9_-]{16,}")
+
+
+def redacted(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with the values of secrets hidden: `key=value`, `--key value`, passwords in addresses."""
+    found: list[str] = []
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        before = found[-1] if found else ""
+        if equals and is_secret(name):
+            argument = f"{name}={HIDDEN}"
+        elif before.startswith("--") and "=" not in before and is_secret(before.removeprefix("--")):
+            argument = HIDDEN
+        found.append(redacted_text(argument))
+    return found
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key or a variable is named like one that holds a secret (max_token_len and the like are none)."""
+    return _SECRET.search(name) is not None
+
+
+def redacted_text(text: str) -> str:
+    """A text without passwords in addresses and without words that look like access tokens."""
+    return _VALUE.sub(HIDDEN, _IN_URL.sub(HIDDEN, text))

@@ -1,0 +1,209 @@
+"""What stands in the report, besides the charts: plain values for the template, made from a run's folder."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_like.config.schema import keys
+from verl_like.observe.health import Verdict
+from verl_like.observe.redaction import HIDDEN, is_secret, redacted_text
+from verl_like.observe.run_folder import SAMPLES, Run, flat, records
+
+MOST_SAMPLE_BYTES = 8_000_000  # of responses in a report; the folder holds more
+_LINKS = 6  # steps that a health rule names
+
+
+def title_of(run: Run) -> str:
+    """project / experiment, or the folder's name."""
+    given = flat(run.config)
+    names = given.get("trainer.project_name"), given.get("trainer.experiment_name")
+    return " / ".join(filter(None, names)) or run.path.name
+
+
+def facts(run: Run) -> list[str]:
+    """Estimator, model and place, for the line under the title."""
+    given, environment = flat(run.config), run.environment
+    model = str(given.get("actor_rollout_ref.model.path", ""))
+    shown = [str(given.get("algorithm.adv_estimator", "")), "/".join(Path(model).parts[-2:])]
+    if environment:
+        processes = environment["processes"]
+        shown.append(f"{processes} {environment['device']} process{'es' * (processes > 1)}")
+        shown.append(f"started {environment['started'][:16].replace('T', ' ')}")
+    return [text for text in shown if text]
+
+
+def tiles(run: Run) -> list[dict[str, str]]:
+    """The few numbers that say how a run went: label, value, and where it came from."""
+    steps = run.steps
+    found = []
+
+    def add(label: str, metric: str, form: str, unit: str = "", change: bool = False) -> None:
+        values = [metrics[metric] for metrics in steps.values() if metric in metrics]
+        if not values:
+            return
+        last = values[-1] if metric.startswith("val-") else statistics.fmean(values[-10:])
+        first = f"from {form.format(values[0])}" if change and len(values) > 1 else unit
+        found.append({"label": label, "value": form.format(last), "note": first, "metric": metric})
+
+    add("Score", "critic/score/mean", "{:.3g}", change=True)
+    means = [name for name in validation_metrics(run) if "/mean@" in name]
+    for name in means[:2]:
+        add(f"Validation {name.removeprefix('val-core/')}", name, "{:.3g}", change=True)
+    add("Response length", "response_length/mean", "{:,.0f}", "tokens")
+    add("Throughput", "perf/throughput", "{:,.0f}", "tokens/s per device")
+    add("Step time", "timing_s/step", "{:,.2f}", "seconds")
+    return found
+
+
+def validation_metrics(run: Run) -> list[str]:
+    """Names of the validations' core metrics, in order of name."""
+    return sorted({name for values in run.validation for name in values if name.startswith("val-core/")})
+
+
+def config_rows(run: Run) -> list[dict[str, Any]]:
+    """Every key with value, default and meaning; `changed` where the run's value is not the default."""
+    known, given, rows = keys(), run.config, []
+    for path, key in known.items():
+        value = _at(given, path)
+        default = getattr(key.default, "value", key.default)
+        unit = f"[{key.unit}] " if key.unit else ""
+        rows.append(
+            {
+                "key": path,
+                "value": shown(path, value),
+                "default": shown(path, default),
+                "meaning": unit + key.doc,
+                "changed": value != default,
+            }
+        )
+    return rows if given else []
+
+
+def _at(tree: dict[str, Any], path: str) -> Any:
+    value: Any = tree
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def shown(path: str, value: Any) -> str:
+    """A value of the configuration as YAML would write it, without secrets."""
+    if is_secret(path) and value not in (None, "", {}):
+        return HIDDEN
+    if isinstance(value, dict):
+        value = {name: HIDDEN if is_secret(name) else item for name, item in flat(value).items()}
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return redacted_text(text)
+
+
+def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
+    """The environment as (name, text), nested tables one row an entry."""
+    rows = []
+    for name, value in environment.items():
+        label = name.replace("_", " ")
+        if name == "earlier":
+            rows += [("earlier start", f"{start['started']}: {start['command']}") for start in value]
+        elif isinstance(value, dict):
+            rows += [(f"{label}: {inner}", str(item)) for inner, item in value.items()]
+        elif value not in (None, [], ""):
+            rows.append((label, ", ".join(value) if isinstance(value, list) else str(value)))
+    return rows
+
+
+def sample_lines(run: Run, wanted: Iterable[int]) -> list[str]:
+    """Records of the samples as JSON for a script, in step order, each with its `part` (training or validation).
+
+    Up to `MOST_SAMPLE_BYTES`: whole steps first without their tokens, up to half of that; what is left gives records
+    their tokens. The steps of `wanted` (numbers), the newest and the validations come first, then steps spread over the
+    run.
+    """
+    files = sorted((run.path / SAMPLES).glob("*/*.jsonl"), key=lambda path: (int(path.stem), path.parent.name))
+    linked, left = set(wanted), MOST_SAMPLE_BYTES // 2
+    first = [path for path in reversed(files) if int(path.stem) in linked or path.parent.name == "validation"]
+    chosen: dict[Path, list[str]] = {}
+    for path in dict.fromkeys([*files[-4:], *first, *spread(files)]):
+        lines = [_line(path, record, tokens=False) for record in records(path)]
+        size = sum(map(_size, lines))
+        if size <= left:
+            chosen[path] = lines
+            left -= size
+    left += MOST_SAMPLE_BYTES // 2
+    for path, lines in chosen.items():  # in the order of choice
+        for i, record in enumerate(records(path) if left > 0 else []):
+            whole = _line(path, record, tokens=True)
+            more = _size(whole) - _size(lines[i])
+            if more <= left:
+                lines[i] = whole
+                left -= more
+    return [line for path in files if path in chosen for line in chosen[path]]
+
+
+def _line(path: Path, record: dict[str, Any], tokens: bool) -> str:
+    part = {"train": "training"}.get(path.parent.name, path.parent.name)
+    values = {"part": part, **{name: value for name, value in record.items() if tokens or name != "tokens"}}
+    return in_script(json.dumps(values, ensure_ascii=False, separators=(",", ":")))
+
+
+def _size(line: str) -> int:
+    return len(line.encode())
+
+
+def in_script(text: str) -> str:
+    """JSON that may stand in a script element: what a model wrote can neither end it nor begin a comment."""
+    for mark in "<>\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text
+
+
+def spread(files: Sequence[Path]) -> list[Path]:
+    """The same files in an order of which every beginning is spread over the whole."""
+    order, pace = [], 1 << max(0, len(files) - 1).bit_length()
+    while pace >= 1:
+        order += files[::pace]
+        pace //= 2
+    return list(dict.fromkeys(order))
+
+
+def health_cards(verdicts: Sequence[Verdict], kept: Sequence[int]) -> list[dict[str, Any]]:
+    """Rules that speak, the urgent ones first, each with steps that show it and the kept step nearest to each."""
+    order = {"fires": 0, "fired": 1}
+    cards = []
+    for verdict in sorted((v for v in verdicts if v.state in order), key=lambda v: order[v.state]):
+        steps = list(verdict.steps)
+        count = f"{len(steps)} step{'s' * (len(steps) > 1)}"
+        step_links = [
+            {"step": step, "kept": min(kept, key=lambda other: abs(other - step)) if kept else None}
+            for step in (steps if len(steps) <= _LINKS else [*steps[: _LINKS // 2], *steps[-_LINKS // 2 :]])
+        ]
+        cards.append(
+            {
+                "name": verdict.rule.name,
+                "state": verdict.state,
+                "sentence": verdict.sentence,
+                "value": f"{verdict.metric} = {verdict.value:.4g} now; so far at {count}",
+                "fix": verdict.rule.fix,
+                "links": step_links,
+                "show": json.dumps(dict(verdict.rule.show)),
+            }
+        )
+    return cards
+
+
+def wanted_steps(verdicts: Sequence[Verdict], kept: Sequence[int]) -> set[int]:
+    """Kept steps that the health rules link to."""
+    return {link["kept"] for card in health_cards(verdicts, kept) for link in card["links"] if link["kept"] is not None}
+
+
+def quiet_rules(verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
+    """Rules with nothing to say: name, threshold in words, newest value."""
+    rows = []
+    for verdict in verdicts:
+        if verdict.state in ("ok", "unknown"):
+            value = "no such metric" if verdict.value is None else f"{verdict.value:.4g}"
+            means = verdict.rule.means.format(threshold=verdict.rule.threshold)
+            rows.append({"name": verdict.rule.name, "means": means, "value": value})
+    return rows

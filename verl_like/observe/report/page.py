@@ -1,0 +1,102 @@
+"""Puts the pages together: the report of one run, and runs side by side. Everything from a run is escaped."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+
+from verl_like.observe.health import check_health
+from verl_like.observe.report.charts import chart_library, chart_tables, columns, phase_tables, summary_rows
+from verl_like.observe.report.compare import answers_side_by_side, differing_keys, run_names
+from verl_like.observe.report.content import (
+    config_rows,
+    environment_rows,
+    facts,
+    health_cards,
+    in_script,
+    quiet_rules,
+    sample_lines,
+    tiles,
+    title_of,
+    wanted_steps,
+)
+from verl_like.observe.run_folder import FIELDS, SAMPLES, read_run
+
+_HERE = Path(__file__).parent
+REPORT, COMPARISON = "report.html", "compare.html"
+
+
+def write_report(run_folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
+    """Write the report of a run, finished or not, to `out` or into its folder. Returns the path.
+
+    FileNotFoundError for a folder without a run.
+    """
+    run = read_run(run_folder)
+    verdicts = check_health(run.steps)
+    kept = sorted(int(path.stem) for path in (run.path / SAMPLES / "train").glob("*.jsonl"))
+    samples = sample_lines(run, wanted_steps(verdicts, kept))
+    kept = sorted({record["step"] for record in map(json.loads, samples) if record["part"] == "training"})
+    last = max(run.steps, default=0)
+    content = {
+        "title": title_of(run),
+        "facts": facts(run),
+        "last_step": last,
+        "tiles": tiles(run),
+        "cards": health_cards(verdicts, kept),
+        "quiet": quiet_rules(verdicts),
+        "config": config_rows(run),
+        "environment": environment_rows(run.environment),
+        "summary": summary_rows(run.steps),
+        "folder": str(run.path),
+    }
+    data = {"runs": [{"name": "", **columns(run.steps)}], "charts": chart_tables([run.steps])}
+    data |= {"phases": phase_tables(run.steps), "fields": sorted(FIELDS)}
+    return _write("report.html.jinja", content, data, Path(out or run.path / REPORT), samples)
+
+
+def write_comparison(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] = COMPARISON) -> Path:
+    """Write two or three runs side by side. Returns the path. FileNotFoundError for a folder without a run."""
+    runs = [read_run(folder) for folder in folders]
+    names = run_names(runs)
+    content = {
+        "title": " / ".join(names),
+        "runs": [
+            {"name": name, "title": title_of(run), "facts": facts(run), "tiles": tiles(run), "folder": str(run.path)}
+            for name, run in zip(names, runs, strict=True)
+        ],
+        "keys": differing_keys(runs),
+        "answers": answers_side_by_side(runs),
+    }
+    tables = [{"name": name, **columns(run.steps)} for name, run in zip(names, runs, strict=True)]
+    data = {"runs": tables, "charts": chart_tables([run.steps for run in runs])}
+    return _write("compare.html.jinja", content, data, Path(out), [])
+
+
+def _write(template: str, content: dict[str, Any], data: dict[str, Any], out: Path, samples: Sequence[str]) -> Path:
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    library = chart_library()
+    text = environment.get_template(template).render(
+        **content,
+        data=in_script(json.dumps(data, allow_nan=False, separators=(",", ":"))),
+        samples="[" + ",\n".join(samples) + "]",
+        style=(_HERE / "report.css").read_text(encoding="utf-8"),
+        script="\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("charts.js", "rollouts.js")),
+        library=None if library is None else [_no_end(script) for script in library],
+        written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+    )
+    out = out.expanduser()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")  # a browser never loads half a page
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(out)
+    return out
+
+
+def _no_end(script: str) -> str:
+    return script.replace("</script", "<\\/script")

@@ -1,0 +1,140 @@
+"""What a run leaves behind, read back: `verl_like.read_run(folder)`. Needs neither torch nor the trainer.
+
+docs/run_folder.md lists the files. A run that is still going on can be read too: what is being written is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+METRICS, CONFIG, ENVIRONMENT, SAMPLES = "metrics.jsonl", "config.yaml", "environment.json", "samples"
+
+# Names that a record of the samples may have besides the reward function's own values.
+FIELDS = frozenset(
+    {
+        *("input", "output", "gts", "score", "step", "data_source", "finish_reason", "outcome", "failure", "group"),
+        *("dataset_index", "validation_set", "prompt_id", "prompt_tokens", "response_tokens", "sampled_tokens"),
+        *("weight_version", "advantage", "turns", "chosen", "tokens"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's folder. Everything is read when it is first asked for."""
+
+    path: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, nested; {} where the file is missing."""
+        path = self.path / CONFIG
+        return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Command line, versions, host and devices of the run's latest start; {} where the file is missing."""
+        path = self.path / ENVIRONMENT
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    @cached_property
+    def steps(self) -> dict[int, dict[str, float]]:
+        """Finite metrics by step, in step order."""
+        found = read_metrics(self.path / METRICS)
+        return {
+            step: {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+            for step, metrics in found.items()
+        }
+
+    @property
+    def metrics(self) -> Any:
+        """One row a step: a pandas DataFrame indexed by step where pandas is installed, else a list of dicts."""
+        rows = [{"step": step, **metrics} for step, metrics in self.steps.items()]
+        try:
+            import pandas
+        except ImportError:
+            return rows
+        return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame(rows)
+
+    @cached_property
+    def validation(self) -> list[dict[str, float]]:
+        """The validations, in step order: step and all val-core/*, val-aux/* metrics."""
+        found = []
+        for step, metrics in self.steps.items():
+            values = {name: value for name, value in metrics.items() if name.startswith(("val-core/", "val-aux/"))}
+            if values:
+                found.append({"step": step, **values})
+        return found
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """Kept training responses, in step order; see docs/run_folder.md for the fields."""
+        return list(self._records("train"))
+
+    @cached_property
+    def validation_samples(self) -> list[dict[str, Any]]:
+        """Kept validation responses, in step order."""
+        return list(self._records("validation"))
+
+    def _records(self, part: str) -> Iterator[dict[str, Any]]:
+        for path in sorted((self.path / SAMPLES / part).glob("*.jsonl")):
+            yield from records(path)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The records of one file of samples; none where the run thinned the file out meanwhile."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """The run whose folder (trainer.log_dir, by default trainer.default_local_dir) this is.
+
+    Example: read_run("outputs/quickstart/checkpoints").metrics["critic/score/mean"].plot()
+    FileNotFoundError, naming what is there, for a folder without metrics.jsonl.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / METRICS).is_file():
+        inside = sorted(file.parent for file in folder.glob(f"*/{METRICS}")) if folder.is_dir() else []
+        hint = f"; did you mean {inside[0]}?" if inside else ""
+        there = "there is no such folder" if not folder.is_dir() else f"it holds no {METRICS}"
+        raise FileNotFoundError(f"{folder} is no run's folder (trainer.log_dir): {there}{hint}")
+    return Run(folder)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> dict[int, dict[str, float | None]]:
+    """Metrics by step from a metrics.jsonl, in step order; lines of one step are joined, the later value counts.
+
+    A line is {"step", "time", name: number ...}; before 0.2 the numbers stood in an object of their own, "data".
+    """
+    steps: dict[int, dict[str, float | None]] = {}
+    with Path(path).expanduser().open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                record = json.loads(line)
+                step, _ = record.pop("step"), record.pop("time", None)
+                steps[step] = {**steps.get(step, {}), **record.pop("data", {}), **record}
+    return dict(sorted(steps.items()))
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys; an empty dictionary is a value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
