@@ -1,26 +1,99 @@
-"""Entry point of `verl-like`. Subcommands import what they need when they run, so that help is quick."""
+"""Entry point of `verl-like`: a table of verbs. Only the verb that was asked for is imported, so that help is quick."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from verl_like.cli import bench, check_template, selfcheck
+from verl_like import __version__
+from verl_like.config.errors import ConfigError
+from verl_like.config.parser import Parser, meant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """One subcommand. module, in this package: `add_arguments(parser)`, which sets `run`, a function of the arguments.
+
+    mixed: options may stand between its positional arguments.
+    """
+
+    name: str
+    module: str
+    help: str
+    examples: tuple[str, ...]
+    mixed: bool = True
+
+
+VERBS = (
+    Verb(
+        name="train",
+        module="train",
+        help="train a language model; takes the keys of verl's main_ppo",
+        examples=(
+            "verl-like train algorithm=grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL",
+            "verl-like train --config-path runs --config-name config trainer.total_epochs=3",
+            "verl-like train --cfg job --resolve preset=dapo",
+        ),
+    ),
+    Verb(
+        name="selfcheck",
+        module="selfcheck",
+        help="show that loss and gradient are right on your model, however a batch is cut",
+        examples=("verl-like selfcheck", "verl-like selfcheck --rows 24 -- actor_rollout_ref.model.path=MODEL"),
+        mixed=False,
+    ),
+    Verb(
+        name="check-template",
+        module="check_template",
+        help="show what the chat template does to turns of a conversation",
+        examples=("verl-like check-template MODEL", "verl-like check-template MODEL --chat-template my.jinja"),
+    ),
+    Verb(
+        name="bench",
+        module="bench",
+        help="measure the trainer on fixed shapes",
+        examples=("verl-like bench grpo --model 0.5b --workload w1", "verl-like bench sync --help"),
+        mixed=False,
+    ),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line and run the subcommand."""
-    parser = argparse.ArgumentParser(prog="verl-like", description="Tools around the trainer.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    bench.add_commands(commands.add_parser("bench", help="measure the trainer on fixed shapes"))
-    selfcheck.add_arguments(
-        commands.add_parser(
-            "selfcheck", help="show that loss and gradient are right on your model, however a batch is cut"
-        )
-    )
-    check_template.add_arguments(
-        commands.add_parser("check-template", help="show what the chat template does to turns of a conversation")
-    )
-    arguments = parser.parse_args(argv)
+    """Parse the command line and run the verb. What is wrong with a configuration ends with status 1 and its text."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    top = _parser()
+    if not argv or argv[0].startswith("-"):
+        top.parse_args(argv)
+        top.error("name a COMMAND")
+    name, *rest = argv
+    verb = next((verb for verb in VERBS if verb.name == name), None)
+    if verb is None:
+        top.error(f"there is no command {name!r}{meant(name, [verb.name for verb in VERBS])}")
+    parser = Parser(prog=f"verl-like {name}", description=_sentence(verb.help), examples=verb.examples)
+    importlib.import_module(f"verl_like.cli.{verb.module}").add_arguments(parser)
+    arguments = parser.parse_intermixed_args(rest) if verb.mixed else parser.parse_args(rest)
     run: Callable[[argparse.Namespace], None] = arguments.run
-    run(arguments)
+    try:
+        run(arguments)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+def _parser() -> Parser:
+    width = max(len(verb.name) for verb in VERBS)
+    lines = [f"  {verb.name:<{width}}  {verb.help}" for verb in VERBS]
+    parser = Parser(
+        prog="verl-like",
+        usage="verl-like COMMAND ...",
+        description="Train language models with PPO and GRPO, and look at what came of it.",
+        epilog="\n".join(["commands:", *lines, "", "verl-like COMMAND --help shows options and examples."]),
+    )
+    parser.add_argument("--version", action="version", version=f"verl_like {__version__}")
+    return parser
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
