@@ -39,6 +39,25 @@ VERBS = (
         ),
     ),
     Verb(
+        name="plan",
+        module="plan",
+        help="check a command line of train and tell what it would do: no workers, no weights, nothing written",
+        examples=(
+            "verl-like plan algorithm=grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL",
+            "verl-like plan --config-path runs --config-name config && verl-like train --config-path runs ...",
+        ),
+    ),
+    Verb(
+        name="explain",
+        module="explain",
+        help="tell what a key means, who reads it, and what it does in your configuration",
+        examples=(
+            "verl-like explain actor_rollout_ref.actor.clip_ratio_low",
+            "verl-like explain actor_rollout_ref.actor.kl_loss_coef algorithm=grpo actor_rollout_ref.actor.use_kl_loss=true",
+            "verl-like explain algorithm.filter_groups",
+        ),
+    ),
+    Verb(
         name="selfcheck",
         module="selfcheck",
         help="show that loss and gradient are right on your model, however a batch is cut",

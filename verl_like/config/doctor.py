@@ -345,7 +345,7 @@ def idle(config: PPOConfig, set_keys: frozenset[str], followers: Mapping[str, Se
     sizes, rows = _idle_sizes(config), [row for row in IDLE if row.when(config)]
 
     def why(key: str) -> str | None:
-        return sizes.get(key) or next((row.why for row in rows if _covers(row.keys, key)), None)
+        return sizes.get(key) or next((row.why for row in rows if covers(row, key)), None)
 
     def acts(key: str) -> bool:
         return why(key) is None or any(acts(follower) for follower in followers.get(key, ()))
@@ -360,8 +360,9 @@ def _idle_sizes(config: PPOConfig) -> dict[str, str]:
     return {key: why for cut in used for key, why in cut.idle_keys.items() if key not in deciding}
 
 
-def _covers(patterns: tuple[str, ...], key: str) -> bool:
-    return any(key.startswith(p) if p.endswith(".") else key == p for p in patterns)
+def covers(row: Idle, key: str) -> bool:
+    """Whether a row is about this key."""
+    return any(key.startswith(p) if p.endswith(".") else key == p for p in row.keys)
 
 
 def risky(config: PPOConfig) -> list[str]:

@@ -89,15 +89,21 @@ def compose_with_warnings(
 
 
 def doctored(config: PPOConfig, changes: list[Change]) -> list[str]:
-    """The doctor's warnings; ConfigError for what cannot work."""
+    """The doctor's warnings; ConfigError for what cannot work. changes: what the user set."""
     defaults = keys()
-    set_keys = {key.path: change.value for change in changes if (key := find_key(change.key))}
+    set_keys = {key.path for change in changes if (key := find_key(change.key))}
     changed = frozenset(key for key in set_keys if get_value(config, key) != defaults[key].default)
+    return check(config, changed, followers_of(changes))
+
+
+def followers_of(changes: Sequence[Change]) -> dict[str, list[str]]:
+    """Key -> the keys that take its value: those that the user made follow it, and those that do so by default."""
+    texts = _interpolations() | {key.path: change.value for change in changes if (key := find_key(change.key))}
     followers: dict[str, list[str]] = {}
-    for follower, text in (_interpolations() | set_keys).items():
+    for follower, text in texts.items():
         for source in _sources(follower, text):
             followers.setdefault(source, []).append(follower)
-    return check(config, changed, followers)
+    return followers
 
 
 def _sources(key: str, text: Any) -> list[str]:

@@ -4,7 +4,7 @@ import pytest
 
 from verl_like.config import PPOConfig
 from verl_like.config.availability import NO_EFFECT, NOT_YET, NotYet, governed_keys
-from verl_like.config.doctor import IDLE, _covers
+from verl_like.config.doctor import IDLE, covers
 from verl_like.config.schema import find_key, keys
 from verl_like.trainer.compose import compose_with_warnings
 
