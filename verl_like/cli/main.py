@@ -53,7 +53,7 @@ VERBS = (
         help="tell what a key means, who reads it, and what it does in your configuration",
         examples=(
             "verl-like explain actor_rollout_ref.actor.clip_ratio_low",
-            "verl-like explain actor_rollout_ref.actor.kl_loss_coef algorithm=grpo actor_rollout_ref.actor.use_kl_loss=true",
+            "verl-like explain critic.ppo_epochs algorithm=grpo",
             "verl-like explain algorithm.filter_groups",
         ),
     ),

@@ -69,5 +69,5 @@ def test_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].split() == ["key", "data.train_batch_size"]
     assert any(line.split()[:2] == ["unit", "prompts"] for line in lines)
     assert any(line.startswith("here") and line.endswith("32 (set)") for line in lines)
-    with pytest.raises(SystemExit, match="^error: there is no key data.train_batch_sise"):
+    with pytest.raises(SystemExit, match=r"^error: there is no key data\.train_batch_sise"):
         main(["explain", "data.train_batch_sise"])
