@@ -14,6 +14,26 @@ from support import ROOT, metrics_of
 
 RECIPE = ROOT / "recipes" / "agent_tools"
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+ENVIRONMENT = """
+class World:
+    def reset(self, **row):
+        self.calls = 0
+
+    def calculator(self, expression: str):
+        '''Work it out.
+
+        Args:
+            expression: a product
+        '''
+        self.calls += 1
+        return "42", 0.25
+
+    def get_state(self):
+        return self.calls
+
+    def get_reward(self):
+        return 1.0
+"""
 
 
 @pytest.fixture
@@ -58,6 +78,15 @@ def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path
         assert step["tools/calls/mean"] > 0.3 and step["num_turns/max"] >= 4
         assert step["tools/lost_episodes"] == 0 and step["training/rollout_probs_diff_max"] < 0.01
         assert step["response_length/max"] <= 40
+    world = tmp_path / "world.py"
+    world.write_text(ENVIRONMENT)
+    own = (f"{MULTI_TURN}.environment_path={world}:World", f"{MULTI_TURN}.function_tool_path=null")
+    credit = ("algorithm.adv_estimator=gigpo", f"{MULTI_TURN}.turn_rewards=True", "trainer.total_training_steps=1")
+    (step,) = train(tmp_path, tmp_path / "credit", *small, *own, *credit, "trainer.val_before_train=False")
+    # Scores are 1; the rewards of the turns come on top, and turns with and without a call differ in return.
+    assert step["critic/score/mean"] == 1.0
+    assert step["critic/rewards/mean"] == pytest.approx(1.0 + 0.25 * step["tools/calls/mean"])
+    assert step["critic/advantages/max"] > step["critic/advantages/min"] and step["actor/grad_norm"] > 0
 
 
 def test_a_template_without_tool_messages_is_refused_before_anything_starts(recipe: ModuleType, tmp_path: Path) -> None:

@@ -86,6 +86,9 @@ class MultiTurnConfig(ConfigNode):
     """[s] Longest time of one tool call; the process is killed then, and the episode left out of training."""
     tool_memory_limit_mb: int | None = None
     """[MB] Memory of one tool process."""
+    turn_rewards: bool = False
+    """What tools give for the calls of a turn (the reward of `execute`, of a function's or a method's tuple) stands on
+    the turn's last token, beside the episode's score. False: graders alone see it, as in verl."""
     malformed_calls: str = "answer"
     """What follows a call that cannot be read. answer: the model is told what is wrong, and goes on. end: the episode
     ends there, and is graded as it is."""

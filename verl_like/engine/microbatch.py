@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from verl_like.batch import Metric, Sequences
-from verl_like.models.shared_prompts import prompt_numbers
+from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.parallel.balance import micro_batches
 from verl_like.parallel.dist import all_reduce_max
 from verl_like.parallel.shared_balance import PromptsOfRows
@@ -33,8 +33,9 @@ def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tupl
 
 
 def prompts_of(batch: Sequences) -> PromptsOfRows:
-    """Which rows have equal prompts, and their tokens."""
-    return PromptsOfRows(numbers=prompt_numbers(batch), costs=batch.prompt_length_B.tolist())
+    """Which rows begin alike, and in how many tokens."""
+    numbers, shared_B = shared_prefixes(batch)
+    return PromptsOfRows(numbers=numbers, costs=shared_B.tolist())
 
 
 def set_apart(batch: Batch, apart_B: Tensor | None) -> tuple[Batch, Batch | None]:

@@ -33,10 +33,17 @@ class Turn:
     state_id: int = -1
 
     @classmethod
-    def of(cls, observation_ids: Sequence[int], completion: Completion, *, new_row: bool = False) -> Turn:
+    def of(
+        cls, observation_ids: Sequence[int], completion: Completion, *, new_row: bool = False, state_id: int = -1
+    ) -> Turn:
         """A turn of what was asked and answered."""
-        sampled, reason = completion.sampled, completion.finish_reason
-        return cls(observation_ids=observation_ids, sampled=sampled, finish_reason=reason, new_row=new_row)
+        return cls(
+            observation_ids=observation_ids,
+            sampled=completion.sampled,
+            finish_reason=completion.finish_reason,
+            new_row=new_row,
+            state_id=state_id,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

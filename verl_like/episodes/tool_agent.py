@@ -22,12 +22,14 @@ from verl_like.data.chat import Messages, PromptEncoder
 from verl_like.data.dataset import SINGLE_TURN
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
 from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
-from verl_like.episodes.tools.toolbox import Toolbox, ToolOutcome
+from verl_like.episodes.tools.tool_call import ToolOutcome, state_id
+from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.episodes.transcript import Transcript
 from verl_like.rollout.rollout_engine import Completion, Sampled
 
 _THINK, _TAIL_TOKENS = "<think>", 8
 _TOOL_REWARD = "tool_reward/"
+_BEGIN = 0  # the state before the first turn, where no environment tells it
 _LOST = ("timeout", "crash", "memory")  # of the tool's process: no fault of the model's
 
 
@@ -54,6 +56,7 @@ class _Progress:
     turns: list[Turn] = field(default_factory=list)
     used: int = 0  # tokens after the prompt
     num_calls: int = 0
+    state_id: int = 0  # before the next turn
     counts: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, list[float]] = field(default_factory=dict)  # of each tool's calls
 
@@ -77,23 +80,26 @@ class ToolAgent:
         end_ids: Sequence[int],
         follow_template: bool,
         malformed_end: bool = False,
+        turn_rewards: bool = False,
         environment: bool = False,
     ) -> None:
         self._encoder, self._toolbox, self._parser, self._bounds = encoder, toolbox, parser, bounds
         self._end_ids, self._follow_template = frozenset(end_ids), follow_template
-        self._malformed_end, self._environment = malformed_end, environment
+        self._malformed_end, self._turn_rewards, self._environment = malformed_end, turn_rewards, environment
         self._numbers = itertools.count()
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
         """See EpisodeRunner."""
         if prompt.row.agent == SINGLE_TURN:
-            return await SingleTurn().run(prompt, sample, ask)
+            episode = await SingleTurn().run(prompt, sample, ask)
+            return dataclasses.replace(episode, turns=(dataclasses.replace(episode.turns[0], state_id=_BEGIN),))
         session, progress = f"episode-{next(self._numbers)}", _Progress()
         open_here = True
         try:
             start = await asyncio.wrap_future(self._toolbox.begin(session, prompt.row))
             failure = _failure(start, "the begin of the episode")
             if failure is None:
+                progress.state_id = start.state or _BEGIN
                 failure = await self._converse(prompt, start.text, ask, session, progress)
             open_here = False
             end = await asyncio.wrap_future(self._toolbox.end(session))
@@ -123,7 +129,8 @@ class ToolAgent:
         observation_ids, new_row = ids, False
         while (room := self._room(transcript, progress)) > 0:
             completion = await ask(transcript.context_ids, max_tokens=room)
-            progress.turns.append(Turn.of(observation_ids, completion, new_row=new_row))
+            turn = Turn.of(observation_ids, completion, new_row=new_row, state_id=progress.state_id)
+            progress.turns.append(turn)
             progress.used += len(completion.sampled)
             parsed = self._parsed(transcript.context_ids, completion)
             if completion.finish_reason == "length" or not (parsed.calls or parsed.malformed):
@@ -170,7 +177,7 @@ class ToolAgent:
         self, parsed: Parsed, calls: Sequence[tuple[str, ToolCall]], session: str, progress: _Progress
     ) -> tuple[list[dict[str, Any]], EpisodeFailure | None]:
         """One message for each call, in their order, and one for each that could not be read."""
-        allowed = calls[: self._bounds.calls]
+        allowed, rewards, state = calls[: self._bounds.calls], [], None
         running = [self._toolbox.call(session, call.name, call.arguments) for _, call in allowed]
         outcomes = [await asyncio.wrap_future(future) for future in running]
         answers = []
@@ -181,6 +188,8 @@ class ToolAgent:
                 return [], _failure(outcome, call.name)
             if outcome.reward is not None:
                 progress.rewards.setdefault(call.name, []).append(outcome.reward)
+                rewards.append(outcome.reward)
+            state = state if outcome.state is None else outcome.state
             answers.append(_answer(number, call.name, outcome.text))
         for number, call in calls[self._bounds.calls :]:
             what = f"not run: at most {self._bounds.calls} call(s) at once"
@@ -188,6 +197,10 @@ class ToolAgent:
         for place, what in enumerate(parsed.malformed):
             progress.counts["malformed_calls"] += 1
             answers.append(_answer(f"broken{place:03d}", "unreadable", f"this call could not be read: {what}"))
+        if self._turn_rewards and rewards:
+            progress.turns[-1] = dataclasses.replace(progress.turns[-1], reward=sum(rewards))
+        # Where no environment tells its state, turns that read the same began alike (GiGPO's anchor observations).
+        progress.state_id = state_id("\n".join(each["content"] for each in answers)) if state is None else state
         return answers, None
 
     def _episode(

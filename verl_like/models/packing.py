@@ -3,7 +3,7 @@
 Packed: all rows one after the other in [1, T], positions restart at every row, no padding token anywhere. A row's last
 token is left out, because nothing is predicted from it. Rows travel shortest first, so that equal lengths are
 neighbours (attention on CPUs then takes them in one call); the answers go back to the order of the batch. Rows with the
-same prompt can share it (shared_prompts.py): then the shortest of them holds it, and the others hold their response.
+same prompt can share it (shared_prompts.py): then the shortest of them holds it, and the others hold what comes after.
 Padded: one row each, right padded. This is the reference path of tests and benchmarks.
 
 Letters: b rows, P prompt, R response, T packed tokens, S segments (= rows), N tokens whose output is wanted.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_like.batch import Sequences
 from verl_like.models.group_layout import Groups
-from verl_like.models.shared_prompts import first_rows, prompt_numbers, shared_layout
+from verl_like.models.shared_prompts import first_rows, shared_layout, shared_prefixes
 from verl_like.models.token_layout import TokenLayout
 
 if TYPE_CHECKING:
@@ -98,15 +98,16 @@ def response_positions(batch: Sequences, *, sampled_only: bool) -> Tensor:
 def pack(batch: Sequences, wanted_BR: Tensor, device: torch.device, *, share_prompts: bool = False) -> ModelInput:
     """Concatenate the rows. `wanted_BR` marks the response tokens whose output is wanted.
 
-    share_prompts: a prompt that several rows have is there once.
+    share_prompts: what several rows begin with (`shared_prefixes`) is there once.
     """
     _check_prompts(batch)
     length_B = (batch.num_tokens_B() - 1).clamp(min=1)
     order = torch.sort(length_B, stable=True).indices
     rows, length_S, prompt_S = batch.select(order), length_B[order], batch.prompt_length_B[order]
-    first_S = first_rows(prompt_numbers(rows) if share_prompts else range(len(rows)))
+    numbers, shared_S = shared_prefixes(rows) if share_prompts else (range(len(rows)), prompt_S)
+    first_S = first_rows(numbers)
     shares_S = first_S != torch.arange(len(rows))
-    left_out_S = torch.where(shares_S, prompt_S, 0)  # tokens at the start that another row holds
+    left_out_S = torch.where(shares_S, shared_S, 0)  # tokens at the start that another row holds
     own_S = length_S - left_out_S
     start_S = own_S.cumsum(0) - own_S
     tokens, position = _real_tokens(rows)
@@ -120,7 +121,7 @@ def pack(batch: Sequences, wanted_BR: Tensor, device: torch.device, *, share_pro
         input_ids=tokens[kept][None].to(device),
         position_ids=position[kept][None].to(device),
         attention_mask=None,
-        segments=_segments(length_S, own_S, prompt_S, first_S, start_S, device),
+        segments=_segments(length_S, own_S, shared_S, first_S, start_S, device),
         select_N=select_N.to(device),
         targets_N=rows.response_ids_BR[row_N, column_N].long().to(device),
         out_N=(order[row_N] * wanted_BR.shape[1] + column_N).to(device),
@@ -129,13 +130,13 @@ def pack(batch: Sequences, wanted_BR: Tensor, device: torch.device, *, share_pro
 
 
 def _segments(
-    length_S: Tensor, own_S: Tensor, prompt_S: Tensor, first_S: Tensor, start_S: Tensor, device: torch.device
+    length_S: Tensor, own_S: Tensor, shared_S: Tensor, first_S: Tensor, start_S: Tensor, device: torch.device
 ) -> Segments:
     if torch.equal(own_S, length_S):
         return Segments(length_S.tolist(), device)
     asks = own_S > 0  # a row that shares and has one response token has nothing to compute
     number_S = asks.cumsum(0) - 1
-    layout = shared_layout(length_S[asks], prompt_S[asks], number_S[first_S[asks]], start_S[asks])
+    layout = shared_layout(length_S[asks], shared_S[asks], number_S[first_S[asks]], start_S[asks])
     return Segments(length_S[asks].tolist(), device, own_lengths=own_S[asks].tolist(), layout=layout)
 
 

@@ -2,32 +2,58 @@
 
 Causal attention makes a prompt's hidden states the same in front of every response, so that computing them once per
 group instead of once per row changes nothing but rounding. With n responses of R tokens to a prompt of P, linear layers
-see P + nR tokens instead of n(P + R).
+see P + nR tokens instead of n(P + R). An episode whose history was rewritten has several rows, each with a prompt of
+its own: the group's prompt, and what came after it. Such rows share the group's prompt.
 
 Letters: S rows of the packed input (in packed order), K tokens of all whole sequences one after the other, T packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from verl_like.batch import Sequences
+from verl_like.batch import Experience, Rollouts, Sequences
 from verl_like.models.token_layout import TokenLayout
 
 
-def prompt_numbers(rows: Sequences) -> list[int]:
-    """A number for each row, equal where the prompts are equal token for token: 0, 1, 2 ... by first appearance.
+def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:
+    """Rows that begin alike: a number for each (0, 1, 2 ... by first appearance), and int64 [B], how many tokens of its
+    prompt all rows with its number have in common.
 
-    A row without a response shares with nobody: its last prompt token is never computed.
+    Rows with equal prompts share all of them. Where episodes have several rows, the rows of a group share what all
+    their prompts begin with, if that is at least half of the shortest; otherwise those with equal prompts do. A row
+    without a response shares with nobody: its last prompt token is never computed.
     """
-    known: dict[object, int] = {}
     ids, width = rows.prompt_ids_BP.cpu().int().numpy(), rows.prompt_ids_BP.shape[1]
     lengths, responses = rows.prompt_length_B.tolist(), rows.response_length_B.tolist()
-    keys = [ids[b, width - lengths[b] :].tobytes() if responses[b] else ("row", b) for b in range(len(rows))]
-    return [known.setdefault(key, len(known)) for key in keys]
+    prompts = [ids[b, width - length :] for b, length in enumerate(lengths)]
+    keys: list[Hashable] = [prompts[b].tobytes() if responses[b] else ("row", b) for b in range(len(rows))]
+    if isinstance(rows, Rollouts | Experience) and rows.episode_B is not None:
+        groups: dict[int, list[int]] = {}
+        for b in filter(responses.__getitem__, range(len(rows))):
+            groups.setdefault(int(rows.group_B[b]), []).append(b)
+        for group, members in groups.items():
+            different = {keys[b]: b for b in members}.values()
+            common = _common_beginning([prompts[b] for b in different])
+            alike = 2 * common >= min(lengths[b] for b in different)
+            for b in members:
+                keys[b], lengths[b] = (group, common if alike else keys[b]), common if alike else lengths[b]
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(key, len(known)) for key in keys], torch.tensor(lengths, dtype=torch.int64)
+
+
+def _common_beginning(prompts: Sequence[NDArray[np.int32]]) -> int:
+    """How many tokens all of these begin with."""
+    common = prompts[0][: min(map(len, prompts))]
+    for prompt in prompts[1:]:
+        differs = common != prompt[: len(common)]
+        common = common[: differs.argmax()] if differs.any() else common
+    return len(common)
 
 
 def first_rows(numbers: Sequence[int]) -> Tensor:
@@ -36,29 +62,29 @@ def first_rows(numbers: Sequence[int]) -> Tensor:
     return torch.tensor([first.setdefault(number, s) for s, number in enumerate(numbers)])
 
 
-def shared_layout(length_S: Tensor, prompt_S: Tensor, first_S: Tensor, start_S: Tensor) -> TokenLayout:
+def shared_layout(length_S: Tensor, shared_S: Tensor, first_S: Tensor, start_S: Tensor) -> TokenLayout:
     """Where the tokens of every whole sequence are found in the packed input.
 
-    length_S: tokens of each whole sequence. prompt_S: of its prompt. first_S: the row that holds its prompt.
-    start_S: packed position of the row's own first token, which of a row that shares is a response token.
-    Rows that share and have no token of their own must have been left out.
+    length_S: tokens of each whole sequence. shared_S: of those at its beginning that rows with the same first_S have in
+    common. first_S: the row that holds them. start_S: packed position of the row's own first token, which of a row that
+    shares comes after what is shared. Rows that share and have no token of their own must have been left out.
     """
     row_K = torch.arange(len(length_S)).repeat_interleave(length_S)
     slot_S = length_S.cumsum(0) - length_S
     position_K = torch.arange(len(row_K)) - slot_S[row_K]
     shares_S = first_S != torch.arange(len(length_S))
-    copied_K = shares_S[row_K] & (position_K < prompt_S[row_K])
-    own_K = start_S[row_K] + position_K - torch.where(shares_S, prompt_S, 0)[row_K]
+    copied_K = shares_S[row_K] & (position_K < shared_S[row_K])
+    own_K = start_S[row_K] + position_K - torch.where(shares_S, shared_S, 0)[row_K]
     gather_K = torch.where(copied_K, start_S[first_S[row_K]] + position_K, own_K)
     own_slots = (~copied_K).nonzero()[:, 0]
     home_T = torch.empty(len(own_slots), dtype=torch.int64)
     home_T[gather_K[own_slots]] = own_slots
-    copied_C, further = _copies(prompt_S, first_S, start_S, slot_S)
+    copied_C, further = _copies(shared_S, first_S, start_S, slot_S)
     return TokenLayout(gather_K=gather_K, home_T=home_T, copied_C=copied_C, further=further)
 
 
 def _copies(
-    prompt_S: Tensor, first_S: Tensor, start_S: Tensor, slot_S: Tensor
+    shared_S: Tensor, first_S: Tensor, start_S: Tensor, slot_S: Tensor
 ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
     sharers: dict[int, list[int]] = {}
     for s, first in enumerate(first_S.tolist()):
@@ -67,9 +93,9 @@ def _copies(
     if not sharers:
         return None, ()
     order = sorted(sharers, key=lambda first: -len(sharers[first]))
-    copied = torch.cat([start_S[first] + torch.arange(int(prompt_S[first])) for first in order])
+    copied = torch.cat([start_S[first] + torch.arange(int(shared_S[first])) for first in order])
     further = []
     for number in range(len(sharers[order[0]])):
         rows = [sharers[first][number] for first in order if number < len(sharers[first])]
-        further.append(torch.cat([slot_S[row] + torch.arange(int(prompt_S[row])) for row in rows]))
+        further.append(torch.cat([slot_S[row] + torch.arange(int(shared_S[row])) for row in rows]))
     return copied, tuple(further)

@@ -45,15 +45,17 @@ def phase_flops(
     responses: Sequence[int],
     groups: Sequence[int] | None = None,
     forward_only: float = 0.0,
+    shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Operations that each training pass over these rows must make (lengths in tokens, one entry a row).
 
-    groups: a number for each row, equal where the prompt is; passes that share prompts need each once.
-    forward_only: share of the tokens that the actor's update gives no backward pass.
+    groups: a number for each row, equal where rows begin alike; passes that share prompts compute that once. shared:
+    how many tokens of the row's prompt that is; None: all. forward_only: share of the tokens that the actor's update
+    gives no backward pass.
     """
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
     first = _is_first(groups or range(len(prompts)))
-    repeated = [prompt for prompt, is_first in zip(prompts, first, strict=True) if not is_first]
+    repeated = [common for common, is_first in zip(shared or prompts, first, strict=True) if not is_first]
     forward = shape.actor.forward_flops(totals, sum(responses))
     if shape.actor_shares_prompts:
         forward -= shape.actor.forward_flops(repeated, 0)
@@ -77,7 +79,11 @@ def _is_first(groups: Sequence[int]) -> list[bool]:
 
 
 def generation_floor(
-    shape: RunShape, prompts: Sequence[int], responses: Sequence[int], groups: Sequence[int] | None = None
+    shape: RunShape,
+    prompts: Sequence[int],
+    responses: Sequence[int],
+    groups: Sequence[int] | None = None,
+    shared: Sequence[int] | None = None,
 ) -> float:
     """Seconds that sampling must take: each prompt read once, then decoding, bound by operations or by memory.
 
@@ -89,6 +95,10 @@ def generation_floor(
     if groups is not None:
         once = [prompt for prompt, first in zip(prompts, _is_first(groups), strict=True) if first]
     prefill = model.forward_flops(once, len(once)) / shape.peak.flops
+    if groups is not None and shared is not None:  # what the others have behind it
+        later = [(p, s) for p, s, first in zip(prompts, shared, _is_first(groups), strict=True) if not first and p > s]
+        whole, known = [p for p, _ in later], [s for _, s in later]
+        prefill += (model.forward_flops(whole, len(later)) - model.forward_flops(known, 0)) / shape.peak.flops
     decode_flops = sum(
         model.forward_flops([p + r], r) - model.forward_flops([p], 0) for p, r in zip(prompts, responses, strict=True)
     )
@@ -111,16 +121,17 @@ def speed_metrics(
     responses: Sequence[int],
     groups: Sequence[int] | None = None,
     forward_only: float = 0.0,
+    shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """perf/mfu/<role> (share of the peak that useful operations reached) and perf/floor_ratio/<phase> (time / floor).
 
     seconds: wall clock per phase, as `StepClock.seconds`; phases that did not run get no metric.
     """
-    flops = phase_flops(shape, prompts, responses, groups, forward_only)
+    flops = phase_flops(shape, prompts, responses, groups, forward_only, shared)
     ran = {name: seconds[name] for name in flops if seconds.get(name, 0.0) > 0}
     metrics = {f"perf/mfu/{_MFU_NAMES[name]}": flops[name] / (taken * shape.peak.flops) for name, taken in ran.items()}
     floors = {name: flops[name] / shape.peak.flops for name in ran}
-    floors["gen"] = generation_floor(shape, prompts, responses, groups)
+    floors["gen"] = generation_floor(shape, prompts, responses, groups, shared)
     floors["update_weights"] = sync_floor(shape)
     ratios = {
         f"perf/floor_ratio/{name}": seconds[name] / floor

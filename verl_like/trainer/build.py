@@ -137,6 +137,11 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     )
     if toolbox is None or not toolbox.gives_reward:
         check_rewards(config, inputs, rewards)
+    elif not rewards.rule_grades:
+        raise ValueError(
+            "the environment of actor_rollout_ref.rollout.multi_turn.environment_path scores episodes, but beside the "
+            "reward model that counts nothing: set reward_model.rule_weight, or reward_model.enable=false"
+        )
     return Prepared(
         device=device,
         ranks_per_node=ranks_per_node,
@@ -387,6 +392,7 @@ def tool_agent(config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], tool
         end_ids=eos_ids,
         follow_template=turns.use_inference_chat_template,
         malformed_end=turns.malformed_calls == "end",
+        turn_rewards=turns.turn_rewards,
         environment=toolbox.gives_reward,
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl_like.batch import Sequences, TensorStruct, pad_to_width
 from verl_like.models.cost import BACKWARD, ModelCost
-from verl_like.models.shared_prompts import prompt_numbers
+from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.parallel.balance import balance_ranks
 from verl_like.parallel.shared_balance import PromptsOfRows
 
@@ -55,11 +55,11 @@ class RowBalance:
         return rows_per_rank(costs, num_ranks, balance=self.even, prompts=prompts)
 
     def _prompts(self, rows: Sequences, passes_B: Tensor) -> PromptsOfRows:
-        number_B = torch.tensor(prompt_numbers(rows))
-        apart = torch.stack([number_B.double(), passes_B], 1)  # rows with and without backward pass travel apart
-        prompt_cost_B = self._forward_B(rows.prompt_length_B, torch.zeros_like(rows.prompt_length_B)) * passes_B
-        numbers = torch.unique(apart, dim=0, return_inverse=True)[1]
-        return PromptsOfRows(numbers=numbers.tolist(), costs=prompt_cost_B.tolist())
+        numbers, shared_B = shared_prefixes(rows)
+        apart = torch.stack([torch.tensor(numbers).double(), passes_B], 1)  # with and without backward pass: apart
+        prompt_cost_B = self._forward_B(shared_B, torch.zeros_like(shared_B)) * passes_B
+        apart_B = torch.unique(apart, dim=0, return_inverse=True)[1]
+        return PromptsOfRows(numbers=apart_B.tolist(), costs=prompt_cost_B.tolist())
 
     def _forward_B(self, prompt_length_B: Tensor, response_length_B: Tensor) -> Tensor:
         """Cost of a forward pass of each row."""

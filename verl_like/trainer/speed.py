@@ -14,7 +14,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config, shares_prompts
-from verl_like.models.shared_prompts import prompt_numbers
+from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.observe.advice import Settings, advise
 from verl_like.observe.roofline import RunShape, speed_line, speed_metrics
 from verl_like.parallel.device_peak import DevicePeak
@@ -84,7 +84,9 @@ class SpeedReport:
 
         Rows of a group answer one prompt, unless an episode's later rows have prompts of their own.
         """
-        numbers = rollouts.group_B.tolist() if rollouts.episode_B is None else prompt_numbers(rollouts)
+        numbers, shared_B = rollouts.group_B.tolist(), rollouts.prompt_length_B
+        if rollouts.episode_B is not None:
+            numbers, shared_B = shared_prefixes(rollouts)
         return speed_metrics(
             self.shape,
             seconds,
@@ -92,6 +94,7 @@ class SpeedReport:
             rollouts.response_length_B.tolist(),
             numbers,
             metrics.get("perf/forward_only_share", 0.0),
+            shared_B.tolist(),
         )
 
     def log(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:

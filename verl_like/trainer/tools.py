@@ -22,7 +22,7 @@ def open_toolbox(rollout: RolloutConfig, stack: ExitStack) -> Toolbox | None:
     spec = ToolSpec(
         tool_config_path=_path(turns.tool_config_path, "tool_config_path"),
         function_tool_path=_path(turns.function_tool_path, "function_tool_path"),
-        environment_path=_path(turns.environment_path, "environment_path"),
+        environment_path=_reference(turns.environment_path, "environment_path"),
         max_response_length=turns.max_tool_response_length,
         truncate_side=turns.tool_response_truncate_side,
         timeout=turns.tool_timeout,
@@ -33,6 +33,12 @@ def open_toolbox(rollout: RolloutConfig, stack: ExitStack) -> Toolbox | None:
 
 def _path(value: str | None, name: str) -> str | None:
     return None if value is None else resolve_path(value, f"actor_rollout_ref.rollout.multi_turn.{name}")
+
+
+def _reference(value: str | None, name: str) -> str | None:
+    """`file.py:Class`, with the whole path of the file."""
+    path, colon, member = (value or "").rpartition(":")
+    return f"{_path(path, name)}{colon}{member}" if path else value
 
 
 def require_tool_messages(encoder: PromptEncoder, schemas: list[dict[str, Any]], eos_ids: Sequence[int]) -> None:

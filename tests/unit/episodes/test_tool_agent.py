@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from verl_like.batch import Prompt, PromptRow
+from verl_like.algorithms.experience import make_experience
+from verl_like.batch import Evaluated, Prompt, PromptRow, Scores
+from verl_like.config import ActorConfig, AlgorithmConfig
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.templates import TEMPLATES
 from verl_like.episodes.answering import Member
@@ -62,7 +66,25 @@ class Guess:
         self.hit = number == self.target
         return "right" if self.hit else "wrong"
     def get_reward(self) -> float:
-        return float(self.hit)
+        return None if self.target == -1 else float(self.hit)
+'''
+MAZE = '''
+class Walk:
+    def reset(self, **row):
+        self.place = 0
+    def step(self, by: int):
+        """Go.
+
+        Args:
+            by: how far
+        """
+        self.place += by
+        return f"step {by}", 0.5 * by, {"place": self.place}
+    def both(self):
+        """Two things."""
+        return ("left", "right")
+    def get_state(self):
+        return {"place": self.place}
 '''
 
 
@@ -335,6 +357,146 @@ def test_a_budget_that_tool_text_used_up_counts_as_truncated(tools: Toolbox) -> 
 def test_a_greeting_that_does_not_fit_loses_the_episode(guessing: Toolbox) -> None:
     episode = converse(guessing, Model(), prompt(extra_info={"target": 8}), environment=True, bounds={"prompt": 30})
     assert episode.failure is not None and episode.failure.kind == "prompt_too_long"
+
+
+@pytest.fixture(scope="module")
+def walking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toolbox]:
+    folder = tmp_path_factory.mktemp("walk")
+    (folder / "walk.py").write_text(MAZE)
+    with toolbox(folder, function_tool_path=None, environment_path=f"{folder / 'walk.py'}:Walk") as made:
+        yield made
+
+
+def walk(by: int) -> str:
+    return f'<tool_call>{{"name": "step", "arguments": {{"by": {by}}}}}</tool_call>'
+
+
+def columns(episodes: list[Episode]) -> tuple[list[list[float]], list[list[int]]]:
+    """Of each episode: the rewards on its sampled tokens, by turn, and the states before its turns."""
+    rollouts = assemble_rollouts([prompt()], [episodes])
+    assert rollouts.step_BR is not None and rollouts.anchor_BR is not None
+    rewards_BR = torch.zeros(rollouts.step_BR.shape)
+    if rollouts.step_rewards_BR is not None:
+        rewards_BR = rollouts.step_rewards_BR
+    rewards, states = list[list[float]](), list[list[int]]()
+    for row, episode in enumerate(episodes):
+        turns = [rollouts.step_BR[row] == k for k in range(len(episode.turns))]
+        rewards.append([float(rewards_BR[row][turn].sum()) for turn in turns])
+        states.append([int(rollouts.anchor_BR[row][turn].unique()) for turn in turns])
+        for turn in turns:  # on the last token
+            assert rewards_BR[row][turn][:-1].abs().sum() == 0
+    return rewards, states
+
+
+def test_what_tools_give_for_a_turns_calls_is_the_turns_reward_where_that_is_wanted(walking: Toolbox) -> None:
+    says = (walk(2) + walk(1), walk(-1), "There.")
+    with_rewards = converse(walking, Model(*says), turn_rewards=True, bounds={"calls": 2})
+    without = converse(walking, Model(*says), bounds={"calls": 2})
+    rewards, _ = columns([with_rewards, without])
+    assert rewards == [[1.5, -0.5, 0.0], [0.0, 0.0, 0.0]]
+    assert with_rewards.info["rollout_reward_scores"] == without.info["rollout_reward_scores"] == {"step": 1.0}
+    assert with_rewards.reward is None  # graders score it
+
+
+def test_an_environments_tuple_of_data_is_text(walking: Toolbox) -> None:
+    both = '<tool_call>{"name": "both", "arguments": {}}</tool_call>'
+    assert "('left', 'right')" in said(converse(walking, Model(both, "I see."), turn_rewards=True))
+
+
+def test_turns_that_begin_in_the_same_state_have_the_same_number(walking: Toolbox, tools: Toolbox) -> None:
+    """By what the environment says of its state; without that, by what the model read last."""
+    there = converse(walking, Model(walk(1), walk(2), "."))
+    again = converse(walking, Model(walk(3), walk(-2), "."))
+    _, ((a0, a1, a3), (b0, b3, b1)) = columns([there, again])
+    assert a0 == b0 and a1 == b1 and a3 == b3 and len({a0, a1, a3}) == 3
+    _, ((c0, c42), (d0, d42), (e0, e40)) = columns(
+        [converse(tools, Model(call(a, b), ".")) for a, b in ((6, 7), (7, 6), (5, 8))]
+    )
+    assert c0 == d0 == e0 and c42 == d42 != e40
+
+
+def test_a_batch_of_single_turns_has_turns_too(tools: Toolbox) -> None:
+    """gigpo and step_reinforce need them, whatever the model did."""
+    plain = asyncio.run(
+        ToolAgent(
+            PromptEncoder(TOKENIZER, {}),
+            tools,
+            parser_of("hermes"),
+            Bounds(prompt=200, response=50),
+            end_ids=(END,),
+            follow_template=False,
+        ).run(prompt(agent="single_turn_agent"), 0, single)
+    )
+    _, ((first,), (second,)) = columns([plain, converse(tools, Model("No call."))])
+    assert first == second
+
+
+async def single(context_ids: list[int], sampling: object = None, *, max_tokens: int | None = None) -> Completion:
+    return Completion(request_id="x", sampled=Sampled.of([65, END], [-1.0, -1.0], 0), finish_reason="stop")
+
+
+def test_gigpo_by_hand(walking: Toolbox) -> None:
+    """Three walks: 0 -> 2 -> end, 0 -> 1 -> 2 -> end, 0 -> 2 -> end; graded 1, 0, 0; half a point a step."""
+    episodes = [
+        converse(walking, Model(*(walk(by) for by in steps), "."), turn_rewards=True)
+        for steps in ((2,), (1, 1), (2, 0))
+    ]
+    rollouts = assemble_rollouts([prompt()], [episodes])
+    score_B = torch.tensor([1.0, 0.0, 0.0])
+    scores = Scores(score_B=score_B, valid_B=torch.ones(3).bool(), extras=[{}] * 3, failures=[None] * 3)
+    algorithm = AlgorithmConfig(adv_estimator="gigpo", step_reward_gamma=0.5, norm_adv_by_std_in_grpo=False)
+    known = Evaluated(response_length_B=rollouts.response_length_B)
+    made, _ = make_experience(algorithm, ActorConfig(), rollouts, scores, known, 0.0)
+    # Sums: 1 + 1, 0.5 + 0.5, 1 + 0; mean 4/3. Returns of turns, from the end: [1 + 0.5 * 1, 1], [0.5 + 0.25, 0.5, 0],
+    # [1 + 0, 0 + 0, 0]. States before turns: [0, 2], [0, 1, 2], [0, 2, 2].
+    step = {
+        (0, 0): 1.5 - 3.25 / 3, (1, 0): 0.75 - 3.25 / 3, (2, 0): 1.0 - 3.25 / 3,
+        (0, 1): 1.0 - 0.25, (1, 2): 0 - 0.25, (2, 1): 0 - 0.25, (2, 2): 0 - 0.25,
+        (1, 1): 0.0,
+    }  # fmt: skip
+    assert rollouts.step_BR is not None
+    for (row, turn), above_state in step.items():
+        episode_above = (2.0, 1.0, 1.0)[row] - 4 / 3
+        tokens = made.advantages_BR[row][rollouts.step_BR[row] == turn]
+        assert len(tokens) and torch.allclose(tokens, torch.tensor(episode_above + above_state)), (row, turn)
+    algorithm = AlgorithmConfig(adv_estimator="step_reinforce", step_reward_gamma=0.5)
+    made, _ = make_experience(algorithm, ActorConfig(), rollouts, scores, known, 0.0)
+    returns = {(0, 0): 1.5, (0, 1): 1.0, (1, 0): 0.75, (1, 1): 0.5, (1, 2): 0.0, (2, 0): 1.0, (2, 1): 0.0, (2, 2): 0.0}
+    for (row, turn), value in returns.items():
+        tokens = made.advantages_BR[row][rollouts.step_BR[row] == turn]
+        assert torch.allclose(tokens, torch.tensor(value)), (row, turn)
+
+
+def test_an_environment_that_gives_no_number_is_no_reward_of_zero(guessing: Toolbox) -> None:
+    episode = converse(guessing, Model("I give up."), prompt(extra_info={"target": -1}), environment=True)
+    assert episode.reward is None and episode.failure is not None and "get_reward gave None" in episode.failure.message
+
+
+def test_an_environments_reward_stands_alone(tmp_path: Path) -> None:
+    """Beside it a class of verl's form has a reward of its own, which graders are told."""
+    (tmp_path / "notes.py").write_text(
+        """
+from verl.tools.base_tool import BaseTool
+class Notes(BaseTool):
+    async def calc_reward(self, instance_id, **kwargs):
+        return 5.0
+"""
+    )
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "note",
+            "description": "",
+            "parameters": {"type": "object", "properties": {}, "required": []},
+        },
+    }
+    entry = {"class_name": f"{tmp_path / 'notes.py'}:Notes", "config": {}, "tool_schema": schema}
+    (tmp_path / "tools.json").write_text(json.dumps({"tools": [entry]}))
+    options = {"tool_config_path": str(tmp_path / "tools.json"), "environment_path": f"{tmp_path / 'guess.py'}:Guess"}
+    with toolbox(tmp_path, function_tool_path=None, **options) as box:
+        episode = converse(box, Model(guess(8), "."), prompt(extra_info={"target": 8}), environment=True)
+    assert episode.reward == 1.0
+    assert episode.info["rollout_reward_scores"] == {"note": 5.0, "Guess": 1.0}
 
 
 def test_a_lost_episode_has_no_penalty(tools: Toolbox) -> None:

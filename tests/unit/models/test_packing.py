@@ -6,7 +6,7 @@ import torch
 from tests.unit.engine.tiny import experience
 from verl_like.batch import Sequences
 from verl_like.models import packing
-from verl_like.models.shared_prompts import prompt_numbers, shared_layout
+from verl_like.models.shared_prompts import shared_layout, shared_prefixes
 
 CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ def test_equal_prompts_stay_apart_without_sharing() -> None:
 
 def test_a_row_without_a_response_shares_nothing() -> None:
     rows = three_rows_of_one_prompt().replace(response_length_B=torch.tensor([3, 0, 2, 1]))
-    assert prompt_numbers(rows) == [0, 1, 0, 2]
+    assert shared_prefixes(rows)[0] == [0, 1, 0, 2]
     wanted = packing.response_positions(rows, sampled_only=True)
     x = packing.pack(rows, wanted, CPU, share_prompts=True)
     assert torch.equal(x.unpack(x.targets_N.double()), (rows.response_ids_BR * wanted).double())

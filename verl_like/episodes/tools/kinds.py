@@ -5,6 +5,7 @@ Each has schemas, and a life within an episode: begin, calls, end. What users' c
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from verl_like.episodes.tools import text
 from verl_like.episodes.tools.schema import plain_schema, schema_of
-from verl_like.episodes.tools.tool_call import ToolOutcome
+from verl_like.episodes.tools.tool_call import ToolOutcome, state_id
 
 
 class ToolSource(Protocol):
@@ -124,7 +125,8 @@ class FunctionTool:
 
 
 class Environment:
-    """Objects of a user's class, one for each episode: `reset`, perhaps `get_reward`, other public methods are tools.
+    """Objects of a user's class, one for each episode: `reset`, perhaps `get_reward` and `get_state`, and its other
+    public methods, which are the tools.
 
     Objects are used again: making one may be expensive, and `reset` is there to begin anew.
     """
@@ -141,7 +143,7 @@ class Environment:
         if not callable(getattr(kind, "reset", None)):
             raise ValueError(f"{kind.__name__} has no method reset, which begins an episode")
         for name, _ in inspect.getmembers(kind, inspect.isfunction):
-            if not name.startswith("_") and name not in ("reset", "get_reward"):
+            if not name.startswith("_") and name not in ("reset", "get_reward", "get_state"):
                 self.schemas.append(schema_of(getattr(self._free[0], name), name))
 
     async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
@@ -149,19 +151,28 @@ class Environment:
         extra = {str(key): value for key, value in (row["extra_info"] or {}).items()}
         observation = await _settled(thing.reset(**_accepted(thing.reset, {**extra, **row})))
         self._live[session] = thing
-        return ToolOutcome(text="" if observation is None else text.to_text(observation))
+        return ToolOutcome(text="" if observation is None else text.to_text(observation), state=await _state(thing))
 
     async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
-        value = await _settled(getattr(self._live[session], name)(**arguments))
-        return ToolOutcome(text=text.to_text(value))
+        thing = self._live[session]
+        value = await _settled(getattr(thing, name)(**arguments))
+        outcome = outcome_of(value) if text.has_reward(value) else ToolOutcome(text=text.to_text(value))
+        return dataclasses.replace(outcome, state=await _state(thing))
 
     async def end(self, session: str) -> ToolOutcome:
         thing = self._live.pop(session, None)
         if thing is None:
             return ToolOutcome()
-        reward = text.to_reward(await _settled(thing.get_reward())) if hasattr(thing, "get_reward") else None
+        reward = text.to_reward(await _settled(thing.get_reward())) if self.gives_reward else None
+        if self.gives_reward and reward is None:
+            raise ValueError("get_reward gave None: it must give a number")
         self._free.append(thing)  # not one that failed
         return ToolOutcome(reward=reward, metrics=_named(reward, type(thing).__name__))
+
+
+async def _state(thing: Any) -> int | None:
+    """The state that the environment says it is in; None where it says nothing of it."""
+    return state_id(text.to_text(await _settled(thing.get_state()))) if hasattr(thing, "get_state") else None
 
 
 def outcome_of(value: Any) -> ToolOutcome:

@@ -67,7 +67,9 @@ class ToolService:
         used = [s for s in self._sources if s.stateful and (id(s) in wanted or len(s.schemas) != 1)]
         self._begun[request.session] = used  # those that fail to begin are ended as well
         first = [await source.begin(request.session, request.row) for source in used]
-        return ToolOutcome(text=self._plain("\n".join(outcome.text for outcome in first if outcome.text), None))
+        said = "\n".join(outcome.text for outcome in first if outcome.text)
+        state = next((outcome.state for outcome in first if outcome.state is not None), None)
+        return ToolOutcome(text=self._plain(said, None), state=state)
 
     async def _call(self, request: ToolRequest) -> ToolOutcome:
         source = self._by_name[request.name]
@@ -78,8 +80,10 @@ class ToolService:
         return dataclasses.replace(outcome, text=shown)
 
     async def _end(self, session: str) -> ToolOutcome:
-        """Every source is ended, also after one that fails; then the first failure is the outcome."""
+        """Every source is ended, also after one that fails; then the first failure is the outcome. reward: the
+        environment's, or where none gives one, the sum of the tools'."""
         rewards: list[float] = []
+        scores: list[float] = []
         metrics: dict[str, float | str | None] = {}
         errors: list[BaseException] = []
         for source in self._begun.pop(session, []):
@@ -92,10 +96,10 @@ class ToolService:
                 continue
             metrics |= outcome.metrics
             if outcome.reward is not None:
-                rewards.append(outcome.reward)
+                (scores if isinstance(source, Environment) else rewards).append(outcome.reward)
         if errors:
             raise errors[0]
-        return ToolOutcome(reward=sum(rewards) if rewards else None, metrics=metrics)
+        return ToolOutcome(reward=sum(scores or rewards) if scores or rewards else None, metrics=metrics)
 
     def _failure(self, request: ToolRequest, error: BaseException) -> ToolOutcome:
         what = f"executing tool '{request.name}'" if request.name else f"at the {request.action} of the episode"

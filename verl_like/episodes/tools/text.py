@@ -82,6 +82,11 @@ def _plain(value: Any) -> float | str | None:
         return str(value)[:_METRIC_CHARS]
 
 
+def has_reward(value: Any) -> bool:
+    """Whether the value of an environment's method is (text, reward), perhaps with metrics, and not a tuple of data."""
+    return isinstance(value, tuple) and len(value) in (2, 3) and type(value[1]) in (int, float)
+
+
 def split_value(value: Any) -> tuple[Any, Any, Any]:
     """(response, reward, metrics) of what a tool returned, of which the last two may be left out: verl's rule."""
     if not isinstance(value, tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,16 +25,24 @@ class ToolError(ServiceError):
 class ToolOutcome(Outcome):
     """What became of a call. `kind` is None when it is good, and may also be "unknown_tool" or "bad_arguments".
 
-    text: what the model is to read, also where the call failed; `message` is for people, and may tell more.
+    text: what the model is to read, also where the call failed; `message` is for people, and may tell more. state:
+    `state_id` of the environment after this, where it tells.
     """
 
     text: str = ""
+    state: int | None = None
     reward: float | None = None  # of a call: this step's; at the end: the episode's. None where nobody gave one
     metrics: dict[str, float | str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind in _SAID and not self.text:  # an outcome that the pool made
             object.__setattr__(self, "text", f"Error executing tool: {_SAID[self.kind]}")
+
+
+def state_id(description: str) -> int:
+    """A number for a state, 0 to 2^63 - 1: equal for equal descriptions, in every process."""
+    digest = hashlib.blake2b(description.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 KEYS = "actor_rollout_ref.rollout.multi_turn."

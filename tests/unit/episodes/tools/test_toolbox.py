@@ -203,10 +203,10 @@ def test_classes_of_both_generations_keep_the_state_of_an_episode(box: Toolbox) 
     assert called(box, "one", "newer", tags=["t"]).text == "{'x': 1} 2 user\n[1 image]"
     end = box.end("one").result(20)
     assert end.kind is None and end.metrics == {"tool_reward/older": 6.0, "tool_reward/Guessing": 0.0}
-    assert end.reward == 6.0  # `newer` has no calc_reward of its own
+    assert end.reward == 0.0  # the environment's: it alone scores the episode. `newer` has no calc_reward of its own
     late = called(box, "one", "older", word="a")
     assert late.kind == "exception" and late.text.endswith("the episode one has not begun, or has ended")
-    assert box.end("two").result(20).reward == 2.0
+    assert box.end("two").result(20).metrics == {"tool_reward/older": 2.0, "tool_reward/Guessing": 0.0}
 
 
 def test_functions_need_no_episode(box: Toolbox) -> None:
