@@ -58,6 +58,16 @@ VERBS = (
         ),
     ),
     Verb(
+        name="diff",
+        module="diff",
+        help="tell in which keys two runs differ",
+        examples=(
+            "verl-like diff checkpoints/first checkpoints/second",
+            "verl-like diff checkpoints/first/global_step_20 checkpoints/first/global_step_40",
+            "verl-like diff checkpoints/first my_config.yaml",
+        ),
+    ),
+    Verb(
         name="selfcheck",
         module="selfcheck",
         help="show that loss and gradient are right on your model, however a batch is cut",

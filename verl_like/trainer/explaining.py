@@ -38,8 +38,8 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     followers = followers_of(changes)
     rows = [("key", key.path if name == path else f"{key.path} ({name} is another spelling)"), ("meaning", key.doc)]
     rows += [("unit", key.unit)] if key.unit else []
-    rows += [("type", _type_of(key)), ("default", _shown(key.default))]
-    rows += [("here", f"{_shown(get_value(config, key.path))} ({'set' if is_set else 'not set'})")]
+    rows += [("type", _type_of(key)), ("default", shown(key.default))]
+    rows += [("here", f"{shown(get_value(config, key.path))} ({'set' if is_set else 'not set'})")]
     rows += [("effect here", _effect(key, config, followers))]
     rows += [("no effect if", row.why) for row in IDLE if covers(row, key.path)]
     rows += [("follow it", ", ".join(followers[key.path]))] if key.path in followers else []
@@ -93,7 +93,8 @@ def _type_of(key: Key) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as it is written on the command line."""
     if isinstance(value, Enum):
         return str(value.value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -102,7 +103,7 @@ def _shown(value: Any) -> str:
 def _first_sentence(key: Key) -> str:
     sentence = re.split(r"(?<=\.)\s", key.doc, maxsplit=1)[0]
     unused = " (no effect)" if key.path in NO_EFFECT else ""
-    return f"{sentence}{unused} Default: {_shown(key.default)}"
+    return f"{sentence}{unused} Default: {shown(key.default)}"
 
 
 def _siblings(path: str) -> str:
