@@ -58,6 +58,16 @@ VERBS = (
         ),
     ),
     Verb(
+        name="export",
+        module="export",
+        help="make a Hugging Face folder of a checkpoint, ours or verl's",
+        examples=(
+            "verl-like export checkpoints/run my_model --dtype bfloat16",
+            "verl-like export checkpoints/run/global_step_40 my_adapter --lora apart",
+            "verl-like export verl_run/global_step_100/actor my_model",
+        ),
+    ),
+    Verb(
         name="diff",
         module="diff",
         help="tell in which keys two runs differ",

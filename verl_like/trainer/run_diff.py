@@ -35,9 +35,9 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[Differenc
     found = []
     for key in dict.fromkeys([*defaults, *a, *b]):
         # a version that had no such key yet behaved as its default
-        pair = [values.get(key, defaults.get(key, MISSING)) for values in (a, b)]
-        if pair[0] != pair[1]:
-            found.append(Difference(key, *pair, defaults.get(key)))
+        first_value, second_value = (values.get(key, defaults.get(key, MISSING)) for values in (a, b))
+        if first_value != second_value:
+            found.append(Difference(key, first_value, second_value, defaults.get(key)))
     return found
 
 
