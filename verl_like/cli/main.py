@@ -68,6 +68,27 @@ VERBS = (
         ),
     ),
     Verb(
+        name="eval",
+        module="eval",
+        help="answer and grade validation sets with a checkpoint or any model",
+        examples=(
+            "verl-like eval checkpoints/run",
+            "verl-like eval checkpoints/run/global_step_40 -n 8 --samples answers.jsonl",
+            "verl-like eval Qwen/Qwen2.5-0.5B-Instruct --config-path checkpoints/run --config-name config",
+            "verl-like eval MODEL data.val_files=test.parquet data.max_prompt_length=512 data.max_response_length=1024",
+        ),
+    ),
+    Verb(
+        name="chat",
+        module="chat",
+        help="talk to a checkpoint or any model",
+        examples=(
+            "verl-like chat checkpoints/run",
+            "verl-like chat my_model --engine vllm --temperature 0",
+            "verl-like chat checkpoints/run/global_step_40 --prompt 'What is 37 + 58?'",
+        ),
+    ),
+    Verb(
         name="diff",
         module="diff",
         help="tell in which keys two runs differ",
