@@ -99,6 +99,12 @@ VERBS = (
         ),
     ),
     Verb(
+        name="doctor",
+        module="doctor",
+        help="tell versions, devices, Ray, sandbox level and shared memory of this machine, and what is missing",
+        examples=("verl-like doctor", "verl-like doctor --start-ray"),
+    ),
+    Verb(
         name="selfcheck",
         module="selfcheck",
         help="show that loss and gradient are right on your model, however a batch is cut",
