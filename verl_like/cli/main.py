@@ -17,7 +17,8 @@ from verl_like.config.parser import Parser, meant
 class Verb:
     """One subcommand. module, in this package: `add_arguments(parser)`, which sets `run`, a function of the arguments.
 
-    mixed: options may stand between its positional arguments.
+    mixed: options may stand between its positional arguments. passes_on: what stands behind -- is no argument of its
+    own, and arrives as `passed`.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Verb:
     help: str
     examples: tuple[str, ...]
     mixed: bool = True
+    passes_on: bool = False
 
 
 VERBS = (
@@ -99,6 +101,19 @@ VERBS = (
         ),
     ),
     Verb(
+        name="data",
+        module="data",
+        help="list and prepare data sets, and show files as the trainer reads them",
+        examples=(
+            "verl-like data list",
+            "verl-like data prepare gsm8k --out ~/data/gsm8k",
+            "verl-like data prepare countdown -- --template chat",
+            "verl-like data show data/gsm8k/train.parquet --model Qwen/Qwen2.5-0.5B-Instruct --row 3",
+        ),
+        mixed=False,
+        passes_on=True,
+    ),
+    Verb(
         name="doctor",
         module="doctor",
         help="tell versions, devices, Ray, sandbox level and shared memory of this machine, and what is missing",
@@ -138,9 +153,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     verb = next((verb for verb in VERBS if verb.name == name), None)
     if verb is None:
         top.error(f"there is no command {name!r}{meant(name, [verb.name for verb in VERBS])}")
-    parser = Parser(prog=f"verl-like {name}", description=_sentence(verb.help), examples=verb.examples)
+    parser = Parser(
+        prog=f"verl-like {name}", description=_sentence(verb.help), examples=verb.examples, mixed=verb.mixed
+    )
     importlib.import_module(f"verl_like.cli.{verb.module}").add_arguments(parser)
-    arguments = parser.parse_intermixed_args(rest) if verb.mixed else parser.parse_args(rest)
+    end = rest.index("--") if verb.passes_on and "--" in rest else len(rest)
+    arguments = parser.parse_args(rest[:end])
+    arguments.passed = rest[end + 1 :]
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:
         run(arguments)

@@ -10,14 +10,28 @@ from verl_like.config.foreign_names import foreign_hint
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with suggestions, examples that keep their lines, and no abbreviated options."""
+    """argparse with suggestions, examples that keep their lines, and no abbreviated options.
 
-    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **options: Any) -> None:
+    mixed: options may stand between positional arguments, in a subcommand too.
+    """
+
+    def __init__(self, *arguments: Any, examples: Sequence[str] = (), mixed: bool = False, **options: Any) -> None:
+        self.mixed = mixed
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         options.setdefault("allow_abbrev", False)
         if examples:
             options["epilog"] = "\n  ".join(["examples:", *examples])
         super().__init__(*arguments, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse, or its intermixed form, which calls this one in turn."""
+        if not self.mixed:
+            return super().parse_known_args(args, namespace)
+        self.mixed = False
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self.mixed = True
 
     def error(self, message: str) -> NoReturn:
         """End with status 2, the usage and the message; unknown options and names come with the nearest known one."""
