@@ -160,7 +160,7 @@ def _run(config: PPOConfig) -> list[str]:
         ("critic", config.critic.checkpoint),
     ):
         missing = sorted(set(checkpoint.load_contents) - set(checkpoint.save_contents) - {"hf_model"})
-        if missing and trainer.resume_mode == "auto" and trainer.save_freq > 0:
+        if missing and trainer.resume_mode == "auto" and (trainer.save_freq or -1) > 0:
             problems.append(
                 f"{section}.checkpoint.load_contents={checkpoint.load_contents} asks for {missing}, which "
                 f"save_contents={checkpoint.save_contents} leaves out: a resume would fail; set them equal"
@@ -388,7 +388,7 @@ def risky(config: PPOConfig) -> list[str]:
             f"them at their defaults, or {fix}"
         )
     lines += two_decays(config) + uncorrected_updates(config) + aimless_kl(config) + risky_rewards(config)
-    if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:
+    if (config.trainer.save_freq or -1) > 0 and "model" not in actor.checkpoint.save_contents:
         lines.append(
             f"{_ACTOR}.checkpoint.save_contents={actor.checkpoint.save_contents} leaves out model: a run cannot be "
             "resumed from such checkpoints"

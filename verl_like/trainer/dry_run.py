@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from verl_like.config import PPOConfig
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.trainer.build import Inputs, Prepared, check_output_folders, input_errors, prepare
+from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import grade_references, table
@@ -24,6 +25,7 @@ def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
     """
     with ExitStack() as stack, input_errors():
         check_output_folders(config, make=False)
+        config = with_free_folder(config)
         ready = prepare(config, stack)
         check_nsight(config, ready.device)
         resume = find_resume(config, with_critic=ready.plan.needs_critic)

@@ -220,9 +220,10 @@ class PPOTrainer:
         with self.clock("testing"):
             return self.validator.run(self.source, self.state.step)
 
-    def _due(self, every: int) -> bool:
+    def _due(self, every: int | None) -> bool:
+        """every: None means after the last step alone, -1 never."""
         step = self.state.step
-        return every > 0 and (step % every == 0 or step == self.total_steps)
+        return every != -1 and (step == self.total_steps or (every is not None and step % every == 0))
 
     def finish(self) -> None:
         """An interrupted run saves what its last scheduled checkpoint does not hold yet."""

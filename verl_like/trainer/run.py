@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 from verl_like.checkpoint.lock import held
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
@@ -25,6 +26,7 @@ from verl_like.trainer.build import (
     resolve_world,
 )
 from verl_like.trainer.compose import save_resolved
+from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.nsight import check_nsight, restart_under_nsight, worker_runtime_env
 from verl_like.workers.spec import WorkerSpec
 
@@ -33,19 +35,25 @@ logger = logging.getLogger(__name__)
 
 def run(config: PPOConfig) -> None:
     """Build everything, fit, take everything down again; trainer.default_local_dir is this run's alone meanwhile."""
-    folder, run_id = log_dir(config), new_run_id()
+    run_id = new_run_id()
     try:
         with input_errors():
+            check_output_folders(config, make=False)
+        if Path(config.trainer.default_local_dir).expanduser().is_dir():
+            with held(config.trainer.default_local_dir, run_id):  # a live run is refused, not avoided
+                config = with_free_folder(config)
+        with input_errors():
             check_output_folders(config)
+        folder = log_dir(config)
         with input_errors():
             check_nsight(config, resolve_world(config)[0])
         restart_under_nsight(config, profile_dir(config))
         with ExitStack() as stack:
             lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))
             setup_driver_logging(folder)  # not before: the log of a run that is going on is not this one's to write
-            save_resolved(config, folder / "config.yaml")
             groups = partial(worker_groups, run_id=run_id)
             trainer = stack.enter_context(build_trainer(config, groups, lock.confirm))
+            save_resolved(config, folder / "config.yaml")  # not before: a start that failed describes no run
             trainer.fit()
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
