@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +75,29 @@ def test_what_cannot_be_evaluated_is_told(trained: tuple[Path, dict[str, float]]
         main(["eval", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"reward_model\.enable"):
         main(["eval", str(trained[0]), "reward_model.enable=True", "reward_model.model.path=nowhere"])
+
+
+def test_the_run_tells_how_it_starts_and_what_to_do_next(
+    trained: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command of the closing block does what it says, as it stands there."""
+    folder, _ = trained
+    log = (folder / "verl_like.log").read_text()
+    for phase in ("tokenizer, data, graders", "1 worker(s): weights, hf", "first weight sync and its proof"):
+        assert re.search(rf"start: {re.escape(phase)} took \d+\.\d s", log), phase
+    assert re.search(r"start: weights \d+\.\d s, hf \d+\.\d s", log)
+    block = dict(line.split(maxsplit=1) for line in log.rpartition("the run ends\n")[2].splitlines())
+    assert block["done"].startswith("2 steps in ") and block["checkpoint"] == str(folder / "global_step_2")
+    commands = {name: shlex.split(block[name]) for name in ("resume", "look", "export")}
+    assert all(words[0].endswith("verl-like") or words[1:3] == ["-m", "verl_like.cli"] for words in commands.values())
+    own = {name: words[1:] if words[0].endswith("verl-like") else words[3:] for name, words in commands.items()}
+    main([*own["export"][:2], str(tmp_path / "model")])
+    main([*own["look"], "-p", "1+1=", "--max-tokens", "2"])
+    assert len(capsys.readouterr().out.splitlines()[-1]) <= 6
+    shutil.copytree(folder, tmp_path / "run")
+    elsewhere = [f"trainer.default_local_dir={tmp_path / 'run'}", f"trainer.log_dir={tmp_path / 'run'}"]
+    main([*own["resume"], *elsewhere, "actor_rollout_ref.actor.optim.lr=0.0"])
+    assert (tmp_path / "run" / "global_step_4").is_dir() and not (tmp_path / "run-2").exists()
 
 
 def test_chat_answers_with_what_the_model_would_say(

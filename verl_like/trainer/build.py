@@ -61,6 +61,7 @@ from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
+from verl_like.trainer.told import start_phase, worker_start_text
 from verl_like.trainer.tools import open_toolbox, require_tool_messages
 from verl_like.trainer.validation import Validator
 from verl_like.user_code import external_modules, is_reference
@@ -164,14 +165,16 @@ def build_trainer(
     `trainer.run`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`.
     """
     with ExitStack() as stack:
-        with input_errors():
+        with input_errors(), start_phase("tokenizer, data, graders"):
             ready = prepare(config, stack)
             inputs, plan, rewards = ready.inputs, ready.plan, ready.rewards
             recover(Path(config.trainer.default_local_dir).expanduser())
             resume = find_resume(config, with_critic=plan.needs_critic)
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
-        groups = stack.enter_context(connect_workers(config, ready.spec, ready.device, ready.ranks_per_node))
+        with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
+            groups = stack.enter_context(connect_workers(config, ready.spec, ready.device, ready.ranks_per_node))
         group = groups.policy
+        logger.info("start: %s", worker_start_text(group.call_all("start_seconds").wait()))
         if plan.needs_reward_model:
             scorer = RewardModelGroup(groups.reward, plan, balance=True, timeout_s=config.trainer.rpc_timeout)
             rewards.use_model(model_score(config, inputs, scorer))

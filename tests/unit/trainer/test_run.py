@@ -30,7 +30,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             for function in todo:
                 function(config, groups, confirm)
 
-        yield SimpleNamespace(fit=fit)
+        yield SimpleNamespace(fit=fit, state=SimpleNamespace(step=3), total_steps=3)
 
     monkeypatch.setattr(run_module, "build_trainer", build)
     monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder: None)  # it would stay for other tests
