@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
-from verl_like.config import PPOConfig, TrainerConfig
+from verl_like.config import PPOConfig
 
 logger = logging.getLogger(__name__)
-
-_FOLDER = "default_local_dir"
 
 
 def with_free_folder(config: PPOConfig) -> PPOConfig:
@@ -27,14 +25,18 @@ def with_free_folder(config: PPOConfig) -> PPOConfig:
     beside = (root.with_name(f"{root.name}-{number}") for number in itertools.count(2))
     folder = next(path for path in beside if not _holds_run(path) or (mode == "auto" and _holds_checkpoint(path)))
     _say(root, folder, mode)
+    settings = config.trainer
     moved = {
-        field.name: str(folder / Path(value).expanduser().relative_to(root))
-        for field in fields(TrainerConfig)
-        if field.name == _FOLDER or field.name.endswith("_dir")
-        if isinstance(value := getattr(config.trainer, field.name), str)
-        and Path(value).expanduser().is_relative_to(root)
+        name: str(folder / Path(value).expanduser().relative_to(root))
+        for name, value in (
+            ("default_local_dir", settings.default_local_dir),
+            ("log_dir", settings.log_dir),
+            ("rollout_data_dir", settings.rollout_data_dir),
+            ("validation_data_dir", settings.validation_data_dir),
+        )
+        if value is not None and Path(value).expanduser().is_relative_to(root)
     }
-    return replace(config, trainer=replace(config.trainer, **moved))
+    return replace(config, trainer=replace(settings, **moved))
 
 
 def _say(root: Path, folder: Path, mode: str) -> None:
