@@ -59,9 +59,10 @@ def test_a_checkpoint_gives_what_the_runs_own_validation_gave(
 def test_any_model_with_several_answers(
     trained: tuple[Path, dict[str, float]], tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Hugging Face folder under the run's configuration file; keys on the command line win."""
+    """A Hugging Face folder under the configuration of a run of several processes; keys on the command line win."""
     file = ["--config-path", str(trained[0]), "--config-name", "config"]
-    main(["eval", str(tiny_model), *file, "-n", "4", "custom_reward_function.name=compute_score", "data.seed=3"])
+    of_many = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "data.train_batch_size=7"]
+    main(["eval", str(tiny_model), *file, "-n", "4", "data.seed=3", *of_many])
     told = capsys.readouterr().out.splitlines()
     source, n, _, mean, best, failed, *_ = told[1].split()
     assert (source, n, failed) == ("sevens", "16", "0") and float(best) >= float(mean)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,19 +23,16 @@ from verl_like.checkpoint.export import Choices, export
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.worker_group import RankEnv, WorkerError, new_run_id
 from verl_like.config import PPOConfig
-from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.loading import has_weights
-from verl_like.parallel.dist import shutdown_distributed
+from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.client import LocalLink, RolloutClient
 from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.rollout.router import Router
 from verl_like.trainer.replicas import SamplingClient
 from verl_like.trainer.resume import CONFIG_FILE
-from verl_like.workers.process import joined
-from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,21 +77,14 @@ def served(
     config: PPOConfig, hf_config: PretrainedConfig, *, tokenizer_size: int, max_model_len: int, device: str
 ) -> Iterator[OneReplica]:
     """The engine of rollout.name, filled with the weights of actor_rollout_ref.model.path."""
-    spec = WorkerSpec(
-        config=config,
-        plan=BatchPlan.build(config, 1),
-        tokenizer_size=tokenizer_size,
-        max_model_len=max_model_len,
-        profile_dir="",
-    )
     server: list[_Server] = []
 
-    def start(spec: WorkerSpec, env: RankEnv) -> _Server:
-        server.append(_Server(spec, env, hf_config))
+    def start(_: None, env: RankEnv) -> _Server:
+        server.append(_Server(config, hf_config, env, tokenizer_size, max_model_len))
         return server[0]
 
     try:
-        group = LocalWorkerGroup(start, spec, device=device, run_id=new_run_id())
+        group = LocalWorkerGroup(start, device=device, run_id=new_run_id())
     except WorkerError as error:
         if isinstance(error.__cause__, ValueError | OSError):
             raise ConfigError([str(error.__cause__)]) from error
@@ -125,31 +115,33 @@ class OneReplica:
 class _Server:
     """The one rank: joins a process group of its own, as every engine expects."""
 
-    def __init__(self, spec: WorkerSpec, env: RankEnv, hf_config: PretrainedConfig) -> None:
-        policy, data = spec.config.actor_rollout_ref, spec.config.data
-        with joined(spec, env) as process:
+    def __init__(
+        self, config: PPOConfig, hf_config: PretrainedConfig, env: RankEnv, tokenizer_size: int, max_model_len: int
+    ) -> None:
+        policy = config.actor_rollout_ref
+        address = (env.master_address, env.master_port)
+        process = init_distributed(env.rank, env.world_size, env.local_rank, env.local_world_size, *address, env.device)
+        with ExitStack() as stack:
+            stack.callback(shutdown_distributed)
             self.engine = build_rollout_engine(
                 policy.rollout,
                 policy.model,
                 process=process,
                 hf_config=hf_config,
-                tokenizer_size=spec.tokenizer_size,
-                max_model_len=spec.max_model_len,
-                seed=spec.config.trainer.seed,
+                tokenizer_size=tokenizer_size,
+                max_model_len=max_model_len,
+                seed=config.trainer.seed,
                 run_id=env.run_id,
-                tokenizer=data.tokenizer,
+                tokenizer=config.data.tokenizer,
             )
-            try:
-                stream = weights_of(policy.model.path, hf_config, self.engine.dtype, policy.model.trust_remote_code)
-                self.engine.load_weights(stream, 0)
-            except BaseException:
-                self.engine.shutdown()
-                raise
+            stack.callback(self.engine.shutdown)  # vLLM must end before the process group
+            stream = weights_of(policy.model.path, hf_config, self.engine.dtype, policy.model.trust_remote_code)
+            self.engine.load_weights(stream, 0)
+            self._stack = stack.pop_all()
 
     def shutdown(self) -> None:
-        """vLLM must end before the process group."""
-        self.engine.shutdown()
-        shutdown_distributed()
+        """End the engine, then leave the process group."""
+        self._stack.close()
 
 
 def weights_of(
