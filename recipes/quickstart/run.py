@@ -44,7 +44,10 @@ def read_accuracies(metrics_file: Path) -> list[tuple[int, float]]:
 
 def report(output_dir: Path, accuracies: list[tuple[int, float]], seconds: float) -> None:
     (first_step, before), (last_step, after) = accuracies[0], accuracies[-1]
-    checkpoints, command = output_dir / "checkpoints", f"bash {os.path.relpath(HERE / 'run.sh')}"
+    checkpoints, command = (
+        output_dir / "checkpoints",
+        f"PYTHON={sys.executable} bash {os.path.relpath(HERE / 'run.sh')}",
+    )
     print(
         f"""
 ------------------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ def overrides(task: dict[str, str], model: Path, out: Path, **settings: Any) -> 
         "trainer.device": "cpu",
         "trainer.default_local_dir": str(out),
         "trainer.val_before_train": False,
+        "trainer.save_freq": -1,
+        "trainer.test_freq": -1,
         "trainer.total_training_steps": 4,
         "trainer.report_freq": -1,  # a second of CPU a run; tests/e2e/test_run_folder.py has it on
     }

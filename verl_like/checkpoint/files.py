@@ -17,11 +17,17 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def require_writable(key: str, folder: str | Path) -> None:
-    """Make the folder that a key names. ValueError, naming both, where nothing can be written into it."""
+def require_writable(key: str, folder: str | Path, *, make: bool = True) -> None:
+    """Make the folder that a key names. ValueError, naming both, where nothing can be written into it.
+
+    make: False leaves no folder behind and tries the nearest one above that is there.
+    """
     path = Path(folder).expanduser()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            path = next(part for part in (path, *path.absolute().parents) if part.exists())
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from verl_like.bench.shapes import GPUS, MODELS, WORKLOADS, BenchError
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Subcommands of `verl-like bench`."""
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK")
 

@@ -1,28 +1,202 @@
-"""Entry point of `verl-like`. Subcommands import what they need when they run, so that help is quick."""
+"""Entry point of `verl-like`: a table of verbs. Only the verb that was asked for is imported, so that help is quick."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from verl_like.cli import bench, check_template, compare, report, selfcheck
+from verl_like import __version__
+from verl_like.config.errors import ConfigError
+from verl_like.config.parser import Parser, meant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """One subcommand. module, in this package: `add_arguments(parser)`, which sets `run`, a function of the arguments.
+
+    mixed: options may stand between its positional arguments. passes_on: what stands behind -- is no argument of its
+    own, and arrives as `passed`.
+    """
+
+    name: str
+    module: str
+    help: str
+    examples: tuple[str, ...]
+    mixed: bool = True
+    passes_on: bool = False
+
+
+VERBS = (
+    Verb(
+        name="quickstart",
+        module="quickstart",
+        help="train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores",
+        examples=("verl-like quickstart", "verl-like quickstart --rollout hf trainer.total_training_steps=50"),
+    ),
+    Verb(
+        name="train",
+        module="train",
+        help="train a language model; takes the keys of verl's main_ppo",
+        examples=(
+            "verl-like train algorithm=grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL",
+            "verl-like train --config-path runs --config-name config trainer.total_epochs=3",
+            "verl-like train --cfg job --resolve preset=dapo",
+        ),
+    ),
+    Verb(
+        name="plan",
+        module="plan",
+        help="check a command line of train and tell what it would do: no workers, no weights, nothing written",
+        examples=(
+            "verl-like plan algorithm=grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL",
+            "verl-like plan --config-path runs --config-name config && verl-like train --config-path runs ...",
+        ),
+    ),
+    Verb(
+        name="explain",
+        module="explain",
+        help="tell what a key means, who reads it, and what it does in your configuration",
+        examples=(
+            "verl-like explain actor_rollout_ref.actor.clip_ratio_low",
+            "verl-like explain critic.ppo_epochs algorithm=grpo",
+            "verl-like explain algorithm.filter_groups",
+        ),
+    ),
+    Verb(
+        name="export",
+        module="export",
+        help="make a Hugging Face folder of a checkpoint, ours or verl's",
+        examples=(
+            "verl-like export checkpoints/run my_model --dtype bfloat16",
+            "verl-like export checkpoints/run/global_step_40 my_adapter --lora apart",
+            "verl-like export verl_run/global_step_100/actor my_model",
+        ),
+    ),
+    Verb(
+        name="eval",
+        module="eval",
+        help="answer and grade validation sets with a checkpoint or any model",
+        examples=(
+            "verl-like eval checkpoints/run",
+            "verl-like eval checkpoints/run/global_step_40 -n 8 --samples answers.jsonl",
+            "verl-like eval Qwen/Qwen2.5-0.5B-Instruct --config-path checkpoints/run --config-name config",
+            "verl-like eval MODEL data.val_files=test.parquet data.max_prompt_length=512 data.max_response_length=1024",
+        ),
+    ),
+    Verb(
+        name="chat",
+        module="chat",
+        help="talk to a checkpoint or any model",
+        examples=(
+            "verl-like chat checkpoints/run",
+            "verl-like chat my_model --engine vllm --temperature 0",
+            "verl-like chat checkpoints/run/global_step_40 --prompt 'What is 37 + 58?'",
+        ),
+    ),
+    Verb(
+        name="report",
+        module="report",
+        help="write one HTML file about a run",
+        examples=("verl-like report checkpoints/run", "verl-like report checkpoints/run --out run.html"),
+    ),
+    Verb(
+        name="compare",
+        module="compare",
+        help="write one HTML file about several runs",
+        examples=("verl-like compare checkpoints/first checkpoints/second --out both.html",),
+    ),
+    Verb(
+        name="diff",
+        module="diff",
+        help="tell in which keys two runs differ",
+        examples=(
+            "verl-like diff checkpoints/first checkpoints/second",
+            "verl-like diff checkpoints/first/global_step_20 checkpoints/first/global_step_40",
+            "verl-like diff checkpoints/first my_config.yaml",
+        ),
+    ),
+    Verb(
+        name="data",
+        module="data",
+        help="list and prepare data sets, and show files as the trainer reads them",
+        examples=(
+            "verl-like data list",
+            "verl-like data prepare gsm8k --out ~/data/gsm8k",
+            "verl-like data prepare countdown -- --template chat",
+            "verl-like data show data/gsm8k/train.parquet --model Qwen/Qwen2.5-0.5B-Instruct --row 3",
+        ),
+        mixed=False,
+        passes_on=True,
+    ),
+    Verb(
+        name="doctor",
+        module="doctor",
+        help="tell versions, devices, Ray, sandbox level and shared memory of this machine, and what is missing",
+        examples=("verl-like doctor", "verl-like doctor --start-ray"),
+    ),
+    Verb(
+        name="selfcheck",
+        module="selfcheck",
+        help="show that loss and gradient are right on your model, however a batch is cut",
+        examples=("verl-like selfcheck", "verl-like selfcheck --rows 24 -- actor_rollout_ref.model.path=MODEL"),
+        mixed=False,
+    ),
+    Verb(
+        name="check-template",
+        module="check_template",
+        help="show what the chat template does to turns of a conversation",
+        examples=("verl-like check-template MODEL", "verl-like check-template MODEL --chat-template my.jinja"),
+    ),
+    Verb(
+        name="bench",
+        module="bench",
+        help="measure the trainer on fixed shapes",
+        examples=("verl-like bench grpo --model 0.5b --workload w1", "verl-like bench sync --help"),
+        mixed=False,
+    ),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line and run the subcommand."""
-    parser = argparse.ArgumentParser(prog="verl-like", description="Tools around the trainer.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    bench.add_commands(commands.add_parser("bench", help="measure the trainer on fixed shapes"))
-    selfcheck.add_arguments(
-        commands.add_parser(
-            "selfcheck", help="show that loss and gradient are right on your model, however a batch is cut"
-        )
+    """Parse the command line and run the verb. What is wrong with a configuration ends with status 1 and its text."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    top = _parser()
+    if not argv or argv[0].startswith("-"):
+        top.parse_args(argv)
+        top.error("name a COMMAND")
+    name, *rest = argv
+    verb = next((verb for verb in VERBS if verb.name == name), None)
+    if verb is None:
+        top.error(f"there is no command {name!r}{meant(name, [verb.name for verb in VERBS])}")
+    parser = Parser(
+        prog=f"verl-like {name}", description=_sentence(verb.help), examples=verb.examples, mixed=verb.mixed
     )
-    check_template.add_arguments(
-        commands.add_parser("check-template", help="show what the chat template does to turns of a conversation")
-    )
-    report.add_arguments(commands.add_parser("report", help="write one HTML file about a run"))
-    compare.add_arguments(commands.add_parser("compare", help="write one HTML file about several runs"))
-    arguments = parser.parse_args(argv)
+    importlib.import_module(f"verl_like.cli.{verb.module}").add_arguments(parser)
+    end = rest.index("--") if verb.passes_on and "--" in rest else len(rest)
+    arguments = parser.parse_args(rest[:end])
+    arguments.passed = rest[end + 1 :]
     run: Callable[[argparse.Namespace], None] = arguments.run
-    run(arguments)
+    try:
+        run(arguments)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+def _parser() -> Parser:
+    width = max(len(verb.name) for verb in VERBS)
+    lines = [f"  {verb.name:<{width}}  {verb.help}" for verb in VERBS]
+    parser = Parser(
+        prog="verl-like",
+        usage="verl-like COMMAND ...",
+        description="Train language models with PPO and GRPO, and look at what came of it.",
+        epilog="\n".join(["commands:", *lines, "", "verl-like COMMAND --help shows options and examples."]),
+    )
+    parser.add_argument("--version", action="version", version=f"verl_like {__version__}")
+    return parser
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."

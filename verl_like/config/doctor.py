@@ -172,7 +172,7 @@ def _run(config: PPOConfig) -> list[str]:
         ("critic", config.critic.checkpoint),
     ):
         missing = sorted(set(checkpoint.load_contents) - set(checkpoint.save_contents) - {"hf_model"})
-        if missing and trainer.resume_mode == "auto" and trainer.save_freq > 0:
+        if missing and trainer.resume_mode == "auto" and (trainer.save_freq or -1) > 0:
             problems.append(
                 f"{section}.checkpoint.load_contents={checkpoint.load_contents} asks for {missing}, which "
                 f"save_contents={checkpoint.save_contents} leaves out: a resume would fail; set them equal"
@@ -357,7 +357,7 @@ def idle(config: PPOConfig, set_keys: frozenset[str], followers: Mapping[str, Se
     sizes, rows = _idle_sizes(config), [row for row in IDLE if row.when(config)]
 
     def why(key: str) -> str | None:
-        return sizes.get(key) or next((row.why for row in rows if _covers(row.keys, key)), None)
+        return sizes.get(key) or next((row.why for row in rows if covers(row, key)), None)
 
     def acts(key: str) -> bool:
         return why(key) is None or any(acts(follower) for follower in followers.get(key, ()))
@@ -372,8 +372,9 @@ def _idle_sizes(config: PPOConfig) -> dict[str, str]:
     return {key: why for cut in used for key, why in cut.idle_keys.items() if key not in deciding}
 
 
-def _covers(patterns: tuple[str, ...], key: str) -> bool:
-    return any(key.startswith(p) if p.endswith(".") else key == p for p in patterns)
+def covers(row: Idle, key: str) -> bool:
+    """Whether a row is about this key."""
+    return any(key.startswith(p) if p.endswith(".") else key == p for p in row.keys)
 
 
 def risky(config: PPOConfig) -> list[str]:
@@ -399,7 +400,7 @@ def risky(config: PPOConfig) -> list[str]:
             f"them at their defaults, or {fix}"
         )
     lines += two_decays(config) + uncorrected_updates(config) + aimless_kl(config) + risky_rewards(config)
-    if config.trainer.save_freq > 0 and "model" not in actor.checkpoint.save_contents:
+    if (config.trainer.save_freq or -1) > 0 and "model" not in actor.checkpoint.save_contents:
         lines.append(
             f"{_ACTOR}.checkpoint.save_contents={actor.checkpoint.save_contents} leaves out model: a run cannot be "
             "resumed from such checkpoints"

@@ -45,16 +45,18 @@ class TrainerConfig(ConfigNode):
     """[steps] Length of the run. Null: total_epochs."""
     critic_warmup: int = 0
     """[steps] Steps that train the critic alone."""
-    save_freq: int = -1
-    """[steps] Save a checkpoint every so many steps, and after the last; -1: only when the run is interrupted."""
-    test_freq: int = -1
-    """[steps] Validate every so many steps, and after the last; -1: never during training."""
+    save_freq: int | None = None
+    """[steps] Save a checkpoint every so many steps, and after the last. Null: after the last; -1: only when the run is
+    interrupted."""
+    test_freq: int | None = None
+    """[steps] Validate every so many steps, and after the last. Null: after the last; -1: never during training."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
     """Validate and stop."""
     resume_mode: ResumeMode = ResumeMode.auto
-    """auto (the newest checkpoint of default_local_dir), disable, resume_path."""
+    """auto (the newest checkpoint of default_local_dir, where there is one), disable (afresh), resume_path. A run that
+    does not resume, in a folder that holds another run's files, goes to <folder>-2."""
     resume_from_path: str | None = None
     """Checkpoint folder (global_step_N) of resume_mode=resume_path."""
     default_local_dir: str = "checkpoints"

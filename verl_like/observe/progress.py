@@ -284,6 +284,8 @@ class LiveProgress(ProgressDisplay):
         speed = speed_text(state.metrics)
         if speed:
             grid.add_row("speed", speed)
+        if floors := floor_text(state.metrics):
+            grid.add_row("floors", floors)
         if state.validation:
             scores = ", ".join(f"{k.removeprefix('val-core/')} {v:.4g}" for k, v in headline(state.validation).items())
             grid.add_row("validation", f"{scores} (step {state.validation_step})")
@@ -316,6 +318,18 @@ def speed_text(metrics: Mapping[str, float]) -> str:
         ("perf/time_per_step", "{:.1f} s/step"),
     ]
     return ", ".join(form.format(metrics[name]) for name, form in shown if name in metrics)
+
+
+def floor_text(metrics: Mapping[str, float]) -> str:
+    """The longest phases of the last step, each as a multiple of the time that the hardware needs at least."""
+    known = [
+        (seconds, name.removeprefix("timing_s/"), metrics[floor])
+        for name, seconds in metrics.items()
+        if (floor := name.replace("timing_s/", "perf/floor_ratio/")) != name and floor in metrics
+    ]
+    longest = sorted(known, reverse=True)[:4]
+    parts = [f"{name} {ratio:.1f}x" if ratio < 100 else f"{name} >100x" for _, name, ratio in longest]
+    return f"{', '.join(parts)} of the hardware's time" if parts else ""
 
 
 def sparkline(values: Sequence[float], bars: str = _BARS) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
+from verl_like.observe.console import StepTable
 from verl_like.observe.metrics import scalar
 from verl_like.observe.run_folder import METRICS
 from verl_like.observe.samples import Sample, samples_text, to_json
@@ -25,21 +26,6 @@ from verl_like.user_code import check_call, is_reference, load
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3  # in a row, then a tracker is left out for the rest of the run
-
-# The compact line: (metric, format). A metric that a run does not have is left out.
-_LINE = (
-    ("critic/score/mean", "score {:.4g}"),
-    ("response_length/mean", "length {:.1f}"),
-    ("response_length/clip_ratio", "clipped {:.1%}"),
-    ("actor/pg_loss", "pg_loss {:.3g}"),
-    ("actor/kl_loss", "kl_loss {:.3g}"),
-    ("actor/ppo_kl", "ppo_kl {:.2g}"),
-    ("actor/entropy", "entropy {:.3g}"),
-    ("actor/grad_norm", "grad_norm {:.3g}"),
-    ("critic/vf_loss", "vf_loss {:.3g}"),
-    ("timing_s/step", "{:.2f} s"),
-    ("perf/throughput", "{:,.0f} tokens/s"),
-)
 
 
 class Tracker(Protocol):
@@ -247,12 +233,16 @@ def _cut_unfinished_line(path: Path) -> None:
 
 
 class ConsoleTracker:
-    """A compact line a step in the log at INFO; all metrics, one a line, at DEBUG (so they are in the log file)."""
+    """Columns in the log at INFO (`console.StepTable`); all metrics, one a line, at DEBUG (so they are in the file)."""
 
     name = "console"
 
+    def __init__(self) -> None:
+        self._table = StepTable()
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        logger.info("%s", compact_line(step, metrics))
+        for line in self._table.lines(step, metrics):
+            logger.info("%s", line)
         if logger.isEnabledFor(logging.DEBUG):
             rows = "\n".join(f"  {name} = {value:.6g}" for name, value in sorted(metrics.items()))
             logger.debug("step %d, all metrics:\n%s", step, rows)
@@ -261,14 +251,6 @@ class ConsoleTracker:
         logger.info("%s", samples_text(f"step {step}, {len(samples)} validation answers:", samples))
 
     def finish(self) -> None: ...
-
-
-def compact_line(step: int, metrics: Mapping[str, float]) -> str:
-    """`step 3 | score 0.52 | length 18.2 | ...`, with validation means at the end."""
-    parts = [form.format(metrics[name]) for name, form in _LINE if name in metrics]
-    validation = [name for name in metrics if name.startswith("val-core/") and "/mean@" in name]
-    parts += [f"{name} {metrics[name]:.4g}" for name in validation]
-    return " | ".join([f"step {step}", *parts])
 
 
 class TensorboardTracker:

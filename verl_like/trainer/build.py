@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from verl_like.algorithms.kl import KLController
 from verl_like.batch import Prompt
 from verl_like.checkpoint.files import require_writable
+from verl_like.checkpoint.layout import recover
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerGroup
 from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
@@ -64,6 +65,7 @@ from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
+from verl_like.trainer.told import start_phase, worker_start_text
 from verl_like.trainer.tools import check_interactions, open_toolbox, require_tool_messages
 from verl_like.trainer.validation import Validator
 from verl_like.user_code import external_modules, is_reference
@@ -97,6 +99,69 @@ class Inputs:
     runner: EpisodeRunner  # how a prompt becomes an episode, in training and in validation
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run as far as it can be known and checked without workers. rewards: its graders run already."""
+
+    device: str
+    ranks_per_node: int
+    inputs: Inputs
+    plan: BatchPlan
+    loader: PromptLoader
+    costs: ModelCosts
+    spec: WorkerSpec
+    rewards: RewardManager
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes."""
+        return self.plan.world_size
+
+
+def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
+    """Check everything that needs no worker: own code, tools, model files, data, batch plan, graders, which are started
+    and tried. ValueError, OSError: what is wrong. What was started ends with `stack`."""
+    device, ranks_per_node = resolve_world(config)
+    check_own_code(config)
+    toolbox = open_toolbox(config.actor_rollout_ref.rollout, stack)
+    inputs = load_inputs(config, toolbox)
+    plan = BatchPlan.build(config, config.trainer.nnodes * ranks_per_node, len(inputs.train))
+    loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
+    spec = WorkerSpec(
+        config=config,
+        plan=plan,
+        tokenizer_size=len(inputs.tokenizer),
+        max_model_len=max_model_len(config, inputs.hf_config),
+        profile_dir=str(profile_dir(config)),
+        external_modules=external_modules(),
+    )
+    costs = ModelCosts.of(config, plan)
+    logger.info("%d process(es) on %s; %s", plan.world_size, device, plan.table())
+    rewards = stack.enter_context(
+        RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
+    )
+    if toolbox is None or not toolbox.gives_reward:
+        check_rewards(config, inputs, rewards)
+    elif not rewards.rule_grades:
+        raise ValueError(
+            "the environment of actor_rollout_ref.rollout.multi_turn.environment_path scores episodes, but beside the "
+            "reward model that counts nothing: set reward_model.rule_weight, or reward_model.enable=false"
+        )
+    encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
+    runner = with_agent_loops(config, inputs.runner, encoder, kind, stack)
+    inputs = dataclasses.replace(inputs, runner=runner)
+    return Prepared(
+        device=device,
+        ranks_per_node=ranks_per_node,
+        inputs=inputs,
+        plan=plan,
+        loader=loader,
+        costs=costs,
+        spec=spec,
+        rewards=rewards,
+    )
+
+
 @contextmanager
 def build_trainer(
     config: PPOConfig, connect_workers: Any, confirm_folder: Callable[[], None] = lambda: None
@@ -107,51 +172,26 @@ def build_trainer(
     `trainer.run`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`.
     """
     with ExitStack() as stack:
-        with input_errors():
-            device, ranks_per_node = resolve_world(config)
-            world_size = config.trainer.nnodes * ranks_per_node
-            check_own_code(config)
-            toolbox = open_toolbox(config.actor_rollout_ref.rollout, stack)
-            inputs = load_inputs(config, toolbox)
-            plan = BatchPlan.build(config, world_size, len(inputs.train))
-            loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
-            logger.info("%d process(es) on %s; %s", world_size, device, plan.table())
+        with input_errors(), start_phase("tokenizer, data, graders"):
+            ready = prepare(config, stack)
+            inputs, plan, rewards = ready.inputs, ready.plan, ready.rewards
+            recover(Path(config.trainer.default_local_dir).expanduser())
             resume = find_resume(config, with_critic=plan.needs_critic)
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
-            costs = ModelCosts.of(config, plan)
-            spec = WorkerSpec(
-                config=config,
-                plan=plan,
-                tokenizer_size=len(inputs.tokenizer),
-                max_model_len=max_model_len(config, inputs.hf_config),
-                profile_dir=str(profile_dir(config)),
-                external_modules=external_modules(),
-            )
-            rewards = stack.enter_context(
-                RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
-            )
-            if toolbox is None or not toolbox.gives_reward:
-                check_rewards(config, inputs, rewards)
-            elif not rewards.rule_grades:
-                raise ValueError(
-                    "the environment of actor_rollout_ref.rollout.multi_turn.environment_path scores episodes, but "
-                    "beside the reward model that counts nothing: set reward_model.rule_weight, or "
-                    "reward_model.enable=false"
-                )
-            encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
-            runner = with_agent_loops(config, inputs.runner, encoder, kind, stack)
-            inputs = dataclasses.replace(inputs, runner=runner)
-        groups = stack.enter_context(connect_workers(config, spec, device, ranks_per_node))
+        with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
+            groups = stack.enter_context(connect_workers(config, ready.spec, ready.device, ready.ranks_per_node))
         group = groups.policy
+        logger.info("start: %s", worker_start_text(group.call_all("start_seconds").wait()))
         if plan.needs_reward_model:
             scorer = RewardModelGroup(groups.reward, plan, balance=True, timeout_s=config.trainer.rpc_timeout)
             rewards.use_model(model_score(config, inputs, scorer))
         stop = stack.enter_context(graceful_interrupt())
         peaks = group.call_all("device_peak").wait(timeout=config.trainer.rpc_timeout)
-        speed = SpeedReport.of(config, plan, costs, peaks, device)
+        speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device)
         report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
         stack.callback(report.close)
-        trainer = assemble(config, plan, inputs, loader, costs, rewards, group, report, stop, checkpoints, stack)
+        parts = (ready.loader, ready.costs, rewards, group, report, stop, checkpoints, stack)
+        trainer = assemble(config, plan, inputs, *parts)
         # What is there now stays as long as the run. Without this the collector of garbage looks through all of it (a
         # million objects of torch and transformers) every few hundred episodes.
         gc.collect()
@@ -491,7 +531,7 @@ def required(steps: int | None) -> int:
     return steps
 
 
-def check_output_folders(config: PPOConfig) -> None:
+def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
     """ValueError, naming the key, for a folder of the run's output that cannot be made or written."""
     trainer = config.trainer
     for key, folder in (
@@ -501,7 +541,7 @@ def check_output_folders(config: PPOConfig) -> None:
         ("trainer.validation_data_dir", trainer.validation_data_dir),
     ):
         if folder is not None:
-            require_writable(key, folder)
+            require_writable(key, folder, make=make)
 
 
 def log_dir(config: PPOConfig) -> Path:

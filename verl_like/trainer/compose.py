@@ -8,13 +8,11 @@ are translated and unknown keys refused, whether it came from a file, `key=value
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import pickle
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
@@ -32,10 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_like.config import PPOConfig
 from verl_like.config.aliases import Change, canonical, renamed, rest_of
 from verl_like.config.availability import newer_than_here
-from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.doctor import check
 from verl_like.config.errors import ConfigError, raise_if_any
-from verl_like.config.foreign_names import foreign_hint
 from verl_like.config.schema import find_key, from_dict, get_value, keys, sections, suggest
 from verl_like.trainer.helper_sections import inline_all, is_helper, own_data_keys
 from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
@@ -89,19 +85,25 @@ def compose_with_warnings(
     """As `compose`, with the warnings returned instead of logged."""
     tree, changes, warnings = compose_tree(overrides, yaml_files)
     config = to_config(tree)
-    return config, warnings + _checked(config, changes)
+    return config, warnings + doctored(config, changes)
 
 
-def _checked(config: PPOConfig, changes: list[Change]) -> list[str]:
-    """The doctor's warnings; ConfigError for what cannot work."""
+def doctored(config: PPOConfig, changes: list[Change]) -> list[str]:
+    """The doctor's warnings; ConfigError for what cannot work. changes: what the user set."""
     defaults = keys()
-    set_keys = {key.path: change.value for change in changes if (key := find_key(change.key))}
+    set_keys = {key.path for change in changes if (key := find_key(change.key))}
     changed = frozenset(key for key in set_keys if get_value(config, key) != defaults[key].default)
+    return check(config, changed, followers_of(changes))
+
+
+def followers_of(changes: Sequence[Change]) -> dict[str, list[str]]:
+    """Key -> the keys that take its value: those that the user made follow it, and those that do so by default."""
+    texts = _interpolations() | {key.path: change.value for change in changes if (key := find_key(change.key))}
     followers: dict[str, list[str]] = {}
-    for follower, text in (_interpolations() | set_keys).items():
+    for follower, text in texts.items():
         for source in _sources(follower, text):
             followers.setdefault(source, []).append(follower)
-    return check(config, changed, followers)
+    return followers
 
 
 def _sources(key: str, text: Any) -> list[str]:
@@ -182,38 +184,6 @@ def save_resolved(config: PPOConfig, path: str | Path) -> None:
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
 
 
-def run_main(run: Callable[[PPOConfig], None], argv: Sequence[str] | None = None) -> None:
-    """Compose from the command line and run. `--cfg job` prints the configuration instead.
-
-    A faulty configuration ends the program with the list of faults and exit status 1, without a traceback.
-    """
-    arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
-    try:
-        files = _user_files(arguments)
-        if arguments.cfg:
-            _show(arguments, files)
-            return
-        config = compose(arguments.overrides, files)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    run(config)
-
-
-def _show(arguments: argparse.Namespace, files: list[Path]) -> None:
-    """Print the configuration, then say what is wrong with it, as far as that is known without model and data."""
-    tree, changes, warnings = compose_tree(arguments.overrides, files)
-    try:
-        sys.stdout.write(OmegaConf.to_yaml(tree, resolve=arguments.resolve))
-    except OmegaConfBaseException as error:
-        raise ConfigError([str(error).splitlines()[0]]) from error
-    config = to_config(tree)
-    for warning in warnings + _checked(config, changes):
-        logger.warning("config: %s", warning)
-    per_node = config.trainer.n_gpus_per_node
-    if not isinstance(per_node, str):
-        BatchPlan.build(config, config.trainer.nnodes * per_node)
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
@@ -222,48 +192,16 @@ def _plain(value: Any) -> Any:
     return str(value.value) if isinstance(value, Enum) else value
 
 
-def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m verl_like.trainer.main_ppo",
-        description="Train a language model with PPO or GRPO.",
-        epilog="Keys are verl's: docs/configuration.md lists them all with meaning, unit and default.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for instance actor_rollout_ref.rollout.n=8")
-    parser.add_argument("--config-path", "-cp", "--config-dir", "-cd", help="folder of your YAML file")
-    parser.add_argument("--config-name", "-cn", help="name of your YAML file")
-    parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration and stop")
-    parser.add_argument("--resolve", action="store_true", help="with --cfg: show values instead of interpolations")
-    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
-    arguments, unknown = parser.parse_known_intermixed_args(list(argv))
-    flags = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
-    if unknown:
-        parser.error("; ".join(foreign_hint(flag) or f"unknown option {flag}" for flag in flags or unknown))
-    if arguments.multirun:
-        parser.error("--multirun is not supported: start one run per setting")
-    return arguments
-
-
-def _user_files(arguments: argparse.Namespace) -> list[Path]:
-    name = arguments.config_name
-    if name is None and arguments.config_path is None:
-        return []
-    if name is None:
-        raise ConfigError([f"--config-path={arguments.config_path}: give --config-name too"])
-    path = _with_suffix(Path(arguments.config_path or "config").expanduser() / name)
-    if path.stem == CONFIG_NAME and path.parent.name == "config" and not path.is_file():
-        return []  # verl's own entry config, in the folder where its scripts name it
-    return [_yaml_path(Path(arguments.config_path or "."), name)]
-
-
-def _yaml_path(folder: Path, name: str) -> Path:
-    path = _with_suffix(folder.expanduser() / name)
+def yaml_path(folder: Path, name: str) -> Path:
+    """The file that --config-name means. ConfigError where there is none."""
+    path = with_suffix(folder.expanduser() / name)
     if not path.is_file():
         raise ConfigError([f"--config-name={name}: there is no file {path}"])
     return path
 
 
-def _with_suffix(path: Path) -> Path:
+def with_suffix(path: Path) -> Path:
+    """The path with .yaml, unless it has that or .yml."""
     return path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
 
 
@@ -291,7 +229,7 @@ def _read_yaml(path: Path, settings: Settings) -> None:
         elif isinstance(entry, dict):
             settings.groups += [_group_override(str(group), None, str(choice)) for group, choice in entry.items()]
         elif entry not in (CONFIG_NAME, "ppo_schema"):
-            _read_yaml(_yaml_path(path.parent, str(entry)), settings)
+            _read_yaml(yaml_path(path.parent, str(entry)), settings)
     if before:
         settings.changes += own
 

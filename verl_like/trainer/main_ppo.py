@@ -10,7 +10,7 @@ import os
 import sys
 
 from verl_like.config import PPOConfig
-from verl_like.trainer.compose import run_main
+from verl_like.trainer.command_line import run_main
 
 
 def train(config: PPOConfig) -> None:
@@ -26,11 +26,14 @@ def train(config: PPOConfig) -> None:
     run(config)
 
 
+def quiet_tokenizers() -> None:
+    """Workers are processes: the tokenizers' own threads would only get in their way."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def main() -> None:
     """Compose the configuration from the command line and train."""
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # workers are processes: its own threads only get in the way
+    quiet_tokenizers()
     run_main(train)
 
 

@@ -27,6 +27,7 @@ from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules
 from verl_like.trainer.state import TrainState
+from verl_like.trainer.told import start_phase
 from verl_like.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class PPOTrainer:
     def fit(self) -> None:
         """Generate -> score -> evaluate -> credit -> update -> sync, once per step. Data only moves downwards."""
         self.checkpoints.restore(self)
-        self.sync_weights()
+        with start_phase("first weight sync and its proof"):
+            self.sync_weights()
         self.validate_before_training()
         with self.checkpoints.saved_on_error(self):
             while not self.done():
@@ -235,9 +237,10 @@ class PPOTrainer:
         with self.clock("testing"):
             return self.validator.run(self.source, self.state.step)
 
-    def _due(self, every: int) -> bool:
+    def _due(self, every: int | None) -> bool:
+        """every: None means after the last step alone, -1 never."""
         step = self.state.step
-        return every > 0 and (step % every == 0 or step == self.total_steps)
+        return every != -1 and (step == self.total_steps or (every is not None and step % every == 0))
 
     def finish(self) -> None:
         """An interrupted run saves what its last scheduled checkpoint does not hold yet."""

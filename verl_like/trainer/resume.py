@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_like.checkpoint.checksums import find_faults
-from verl_like.checkpoint.layout import ACTOR, CRITIC, check_checkpoint, find_latest, recover
+from verl_like.checkpoint.layout import ACTOR, CRITIC, check_checkpoint, find_latest
 from verl_like.config import CheckpointConfig, ModelConfig, OptimConfig, PPOConfig
 from verl_like.config.errors import raise_if_any
 from verl_like.config.schema import keys
@@ -30,11 +30,11 @@ _AFRESH = "or start afresh: trainer.resume_mode=disable, or another trainer.defa
 def find_resume(config: PPOConfig, *, with_critic: bool) -> Path | None:
     """The checkpoint that trainer.resume_mode asks for, its files compared with their checksums; None: a fresh start.
 
-    Says which keys changed since it was saved. ValueError when it cannot be found, is damaged, or does not fit.
+    Says which keys changed since it was saved. ValueError when it cannot be found, is damaged, or does not fit. Changes
+    nothing: what a killed run left half done is `recover`'s, before.
     """
     settings = config.trainer
     root = Path(settings.default_local_dir).expanduser()
-    recover(root)
     check = partial(_faults, roles=_roles(config, with_critic=with_critic))
     mode = str(settings.resume_mode)
     if mode == "disable":

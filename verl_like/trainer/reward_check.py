@@ -61,6 +61,25 @@ def self_check(dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_sourc
 
     ValueError if a data source has reference answers of which none is graded better than a wrong answer.
     """
+    reports = grade_references(dataset, rewards, tokenizer, rows_per_source)
+    logger.info("self-check of the rewards (data.self_check_rows=%d)\n%s", rows_per_source, table(reports))
+    broken = [f"{source}: {report.example}" for source, report in reports.items() if report.broken]
+    if broken:
+        raise ValueError(
+            "data.self_check_rows: no reference answer is graded better than a wrong one, so nothing could be learned "
+            f"from {'; '.join(broken)}. Choose the grader with reward_model.rule, reward_model.rule_by_source or "
+            "custom_reward_function.path, or set data.self_check_rows=0"
+        )
+    return reports
+
+
+def grade_references(
+    dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_source: int
+) -> dict[str, SourceReport]:
+    """What became of the reference answers of up to `rows_per_source` rows of each data source.
+
+    ValueError when not one answer could be graded.
+    """
     reports: dict[str, SourceReport] = {}
     trials: list[_Trial] = []
     for index in _chosen(dataset.domains(), rows_per_source):
@@ -77,14 +96,6 @@ def self_check(dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_sourc
         except RewardError as error:
             raise ValueError(f"data.self_check_rows: no reference answer could be graded: {error}") from error
         _judge(trials, scores, reports)
-    logger.info("self-check of the rewards (data.self_check_rows=%d)\n%s", rows_per_source, table(reports))
-    broken = [f"{source}: {report.example}" for source, report in reports.items() if report.broken]
-    if broken:
-        raise ValueError(
-            "data.self_check_rows: no reference answer is graded better than a wrong one, so nothing could be learned "
-            f"from {'; '.join(broken)}. Choose the grader with reward_model.rule, reward_model.rule_by_source or "
-            "custom_reward_function.path, or set data.self_check_rows=0"
-        )
     return reports
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 from verl_like.checkpoint.lock import held
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
@@ -27,7 +29,9 @@ from verl_like.trainer.build import (
     resolve_world,
 )
 from verl_like.trainer.compose import save_resolved
+from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.nsight import check_nsight, restart_under_nsight, worker_runtime_env
+from verl_like.trainer.told import closing_text, start_phase
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -35,10 +39,16 @@ logger = logging.getLogger(__name__)
 
 def run(config: PPOConfig) -> None:
     """Build everything, fit, take everything down again; trainer.default_local_dir is this run's alone meanwhile."""
-    folder, run_id = log_dir(config), new_run_id()
+    run_id, began = new_run_id(), time.perf_counter()
     try:
         with input_errors():
+            check_output_folders(config, make=False)
+        if Path(config.trainer.default_local_dir).expanduser().is_dir():
+            with held(config.trainer.default_local_dir, run_id):  # a live run is refused, not avoided
+                config = with_free_folder(config)
+        with input_errors():
             check_output_folders(config)
+        folder = log_dir(config)
         with input_errors():
             device, ranks_per_node = resolve_world(config)
             check_nsight(config, device)
@@ -46,11 +56,15 @@ def run(config: PPOConfig) -> None:
         with ExitStack() as stack:
             lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))
             setup_driver_logging(folder)  # not before: the log of a run that is going on is not this one's to write
-            save_resolved(config, folder / CONFIG)
-            write_environment(folder, device=device, processes=config.trainer.nnodes * ranks_per_node)
+            logger.info("this run's files go to %s", folder)
             groups = partial(worker_groups, run_id=run_id)
             trainer = stack.enter_context(build_trainer(config, groups, lock.confirm))
+            save_resolved(config, folder / CONFIG)  # not before: a start that failed describes no run
+            write_environment(folder, device=device, processes=config.trainer.nnodes * ranks_per_node)
             trainer.fit()
+        if not config.trainer.val_only:
+            steps = {"step": trainer.state.step, "total_steps": trainer.total_steps}
+            logger.info("%s", closing_text(config, folder, **steps, seconds=time.perf_counter() - began))
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
         sys.exit(f"error: {error}")
@@ -91,15 +105,17 @@ def _ray_groups(
 
     ray_init, settings, reward = config.ray_init, config.trainer, config.reward_model
     own_pool = reward.enable and reward.enable_resource_pool
-    with connect(
-        address=ray_init.address,
-        num_cpus=ray_init.num_cpus,
-        min_cpus=ranks_per_node + 1 + (reward.n_gpus_per_node if own_pool else 0),
-        temp_dir=ray_init.temp_dir,
-        timeline_json_file=ray_init.timeline_json_file,
-        run_id=run_id,
-        extra={"runtime_env": dict(ray_init.runtime_env)} if ray_init.runtime_env else None,
-    ) as session:
+    with start_phase("Ray"):
+        connected = connect(
+            address=ray_init.address,
+            num_cpus=ray_init.num_cpus,
+            min_cpus=ranks_per_node + 1 + (reward.n_gpus_per_node if own_pool else 0),
+            temp_dir=ray_init.temp_dir,
+            timeline_json_file=ray_init.timeline_json_file,
+            run_id=run_id,
+            extra={"runtime_env": dict(ray_init.runtime_env)} if ray_init.runtime_env else None,
+        )
+    with connected as session:
 
         def start(worker: str, nnodes: int, ranks: int, name: str) -> WorkerGroup:
             allocation = allocate(

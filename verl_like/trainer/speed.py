@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class SpeedReport:
 
     def __init__(self, shape: RunShape, settings: Settings) -> None:
         self.shape, self.settings = shape, settings
+        self._given = ""  # the last advice, without its numbers
 
     @classmethod
     def of(
@@ -98,9 +100,13 @@ class SpeedReport:
         )
 
     def log(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:
-        """The step's phases against their floors, and the advice where there is any."""
+        """The step's phases against their floors, for the log file; advice where it is another than before."""
+        logger.debug("%s", speed_line(seconds, metrics))
         advice = advise(seconds, metrics, self.settings)
-        logger.info("%s%s", speed_line(seconds, metrics), f"; advice: {advice}" if advice else "")
+        told = re.sub(r"[\d.,]+", "", advice or "")
+        if advice and told != self._given:
+            logger.info("advice: %s", advice)
+            self._given = told
 
 
 def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:

@@ -37,6 +37,10 @@ class HybridWorker:
         with self.profiler.phase("actor", "sync_weights"):
             return self.policy.sync_weights(version)
 
+    def start_seconds(self) -> dict[str, float]:
+        """How long each part of this rank took to build."""
+        return self.policy.start_seconds
+
     def device_peak(self) -> DevicePeak:
         """What this rank's device can do at most, in the actor's compute precision."""
         return device_peak(self.process.device, self.policy.compute_dtype())

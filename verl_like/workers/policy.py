@@ -7,6 +7,7 @@ arrived. All methods are SPMD: every rank of the pool is called with its own sha
 from __future__ import annotations
 
 import math
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,6 +41,7 @@ class PolicyWorker:
     def __init__(self, spec: WorkerSpec, process: ProcessInfo, run_id: str) -> None:
         self.spec, self.process = spec, process
         self.temperature = spec.config.actor_rollout_ref.rollout.temperature
+        began = time.perf_counter()
         self.actor = self._build_actor()
         self._lora = spec.config.actor_rollout_ref.model.lora_rank > 0
         builds_reference = spec.plan.needs_reference and not self._lora
@@ -48,7 +50,10 @@ class PolicyWorker:
             self.actor.attach_reference(self.reference)
         actor, correction = spec.config.actor_rollout_ref.actor, spec.config.algorithm.rollout_correction
         self.objective = PolicyObjective(actor, correction, two_policies=two_policies(actor, correction))
+        built = time.perf_counter()
         self.rollout = self._build_rollout(run_id)
+        ready = time.perf_counter()
+        self.start_seconds = {"weights": built - began, spec.config.actor_rollout_ref.rollout.name: ready - built}
         self.link: LinkServer | None = None
         self.weight_sync = WeightSync(
             self.actor,

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from verl_like.bench import grpo
-from verl_like.cli.main import main
+from verl_like.cli.main import VERBS, Verb, main
+from verl_like.config import PPOConfig
+from verl_like.trainer import main_ppo
 
 
 def test_options_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +39,53 @@ def test_help_imports_neither_torch_nor_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]" and "--workload" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean train?"),
+        (["train", "--resovle"], "unknown option --resovle; did you mean --resolve?"),
+        (["train", "--num-generations", "8"], "Colossal-RL's --num-generations is our actor_rollout_ref.rollout.n"),
+        (["bench", "grop"], "did you mean grpo?"),
+        (["bench", "grpo", "--stpes", "3"], "did you mean --steps?"),
+    ],
+)
+def test_what_is_misspelt_gets_the_nearest_name(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_every_verb_shows_examples_that_begin_with_it(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([verb.name, "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and verb.examples
+    assert all(f"\n  {example}" in shown and f"verl-like {verb.name}" in example for example in verb.examples)
+
+
+def test_the_list_of_verbs_imports_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys\nfrom verl_like.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'ray', 'transformers', 'hydra') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]" and all(f"\n  {verb.name} " in done.stdout for verb in VERBS)
+
+
+def test_train_takes_the_command_line_of_main_ppo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[PPOConfig] = []
+    monkeypatch.setattr(main_ppo, "train", seen.append)
+    main(["train", "data.seed=3", "--config-path=config", "--config-name=ppo_trainer", "data.train_batch_size=8"])
+    assert [(config.data.seed, config.data.train_batch_size) for config in seen] == [(3, 8)]
+    with pytest.raises(SystemExit, match=r"error: unknown key data\.sed; did you mean data\.seed\?"):
+        main(["train", "data.sed=3"])
+    main(["train", "--cfg", "job", "data.seed=4"])
+    assert "seed: 4" in capsys.readouterr().out and len(seen) == 1

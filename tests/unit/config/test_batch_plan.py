@@ -273,8 +273,13 @@ def test_table_shows_what_a_user_asks_for():
 @pytest.mark.parametrize(
     ("trainer", "val_files", "found"),
     [
-        ({}, ["v"], ["nothing will be saved (trainer.save_freq=-1)", "validated before the first step only"]),
-        ({"save_freq": 5, "val_before_train": False}, ["v"], ["validated never (trainer.test_freq=-1)"]),
+        ({}, ["v"], []),
+        (
+            {"save_freq": -1, "test_freq": -1},
+            ["v"],
+            ["nothing will be saved (trainer.save_freq=-1)", "validated before the first step only"],
+        ),
+        ({"test_freq": -1, "val_before_train": False}, ["v"], ["validated never (trainer.test_freq=-1)"]),
         ({"save_freq": 5, "test_freq": 5}, [], ["never validated (data.val_files is empty)"]),
         ({"save_freq": 5, "test_freq": 5}, ["v"], []),
         ({"val_only": True}, ["v"], []),

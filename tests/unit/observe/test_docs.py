@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.observe import factory
+from verl_like.observe.console import COLUMNS
 from verl_like.observe.metrics import (
     memory_metrics,
     perf_metrics,
@@ -16,7 +17,6 @@ from verl_like.observe.metrics import (
     sequence_balance_metrics,
     training_metrics,
 )
-from verl_like.observe.trackers import _LINE
 
 _DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -41,7 +41,7 @@ def made() -> set[str]:
         *sequence_balance_metrics([1], [[0]]),
         *training_metrics(1, 0),
         *memory_metrics(),
-        *(name for name, _ in _LINE),
+        *(name for column in COLUMNS for name in column.metrics),
     }
 
 

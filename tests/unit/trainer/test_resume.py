@@ -166,7 +166,7 @@ def test_a_key_that_is_new_since_counts_with_its_default() -> None:
     saved["trainer"]["of_an_older_version"] = 1
     assert changed_keys(saved, config) == []
     config.trainer.save_freq = 5
-    assert changed_keys(saved, config) == ["trainer.save_freq: -1 -> 5"]
+    assert changed_keys(saved, config) == ["trainer.save_freq: None -> 5"]
 
 
 def test_a_checkpoint_of_an_older_version_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

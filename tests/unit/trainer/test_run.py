@@ -30,7 +30,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             for function in todo:
                 function(config, groups, confirm)
 
-        yield SimpleNamespace(fit=fit)
+        yield SimpleNamespace(fit=fit, state=SimpleNamespace(step=3), total_steps=3)
 
     monkeypatch.setattr(run_module, "build_trainer", build)
     monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder: None)  # it would stay for other tests
@@ -81,6 +81,57 @@ def test_the_folder_is_free_after_the_run(tmp_path: Path, fits: list[Any], error
         with pytest.raises(KeyError):
             run(config_of(tmp_path))
     assert not (tmp_path / LOCK_FILE).exists()
+
+
+def metrics_in(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    return folder
+
+
+def test_a_run_that_does_not_resume_leaves_anothers_files_alone(tmp_path: Path, fits: list[Any]) -> None:
+    """Its own folders below move along; the next one takes the next number, and a failed start does not count."""
+    root, taken = metrics_in(tmp_path / "run"), []
+    below = {"rollout_data_dir": str(root / "samples"), "validation_data_dir": str(tmp_path / "elsewhere")}
+    fits.append(lambda config, *_: taken.append(config.trainer))
+    run(config_of(root, **below))
+    run(config_of(root, **below))  # nothing was trained in the first one's folder
+    metrics_in(tmp_path / "run-2")
+    (tmp_path / "run-2" / "global_step_5").mkdir()
+    run(config_of(root, resume_mode="disable"))
+    assert [Path(each.default_local_dir).name for each in taken] == ["run-2", "run-2", "run-3"]
+    assert taken[0].rollout_data_dir == str(tmp_path / "run-2" / "samples")
+    assert taken[0].validation_data_dir == str(tmp_path / "elsewhere")
+    assert sorted(path.name for path in root.iterdir()) == ["metrics.jsonl"]
+    assert (tmp_path / "run-2" / "config.yaml").exists()
+
+
+def test_a_run_that_resumes_goes_where_the_checkpoint_is(tmp_path: Path, fits: list[Any]) -> None:
+    """In the folder, or, for a job that is started again and again, in the one that an earlier start moved to."""
+    root, taken = metrics_in(tmp_path / "run"), []
+    fits.append(lambda config, *_: taken.append(Path(config.trainer.default_local_dir).name))
+    metrics_in(tmp_path / "run-2")
+    (metrics_in(tmp_path / "run-3") / "global_step_7").mkdir()
+    run(config_of(root))
+    (root / "global_step_2").mkdir()
+    run(config_of(root))
+    run(config_of(root, resume_mode="resume_path", resume_from_path=str(root / "global_step_2")))
+    assert taken == ["run-3", "run", "run"]
+
+
+def test_a_start_that_fails_leaves_the_saved_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def build(*_: Any) -> Iterator[Any]:
+        raise RunStopped("the model is not there")
+        yield
+
+    monkeypatch.setattr(run_module, "build_trainer", build)
+    monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder: None)
+    (metrics_in(tmp_path) / "global_step_2").mkdir()
+    (tmp_path / "config.yaml").write_text("of the run")
+    with pytest.raises(SystemExit, match="the model is not there"):
+        run(config_of(tmp_path))
+    assert (tmp_path / "config.yaml").read_text() == "of the run"
 
 
 def test_a_run_folder_that_was_removed_is_said_with_its_key(tmp_path: Path) -> None:

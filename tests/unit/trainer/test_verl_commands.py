@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan, MicroBatchRule
-from verl_like.trainer.compose import run_main
+from verl_like.trainer.command_line import run_main
 
 # (version, script) -> what the message must say; docs/differences.md has a row for each.
 REFUSED = {

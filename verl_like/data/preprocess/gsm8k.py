@@ -1,9 +1,10 @@
-"""GSM8K: raw jsonl (question, answer) to train.parquet and test.parquet.
+"""GSM8K: raw jsonl or parquet (question, answer) to train.parquet and test.parquet.
 
     python -m verl_like.data.preprocess.gsm8k --local_dataset_path raw/gsm8k --local_save_dir ~/data/gsm8k
 
-The raw files are train.jsonl and test.jsonl of github.com/openai/grade-school-math (grade_school_math/data). The
-instruction after each question is verl's, so that models and scores compare.
+The raw files are train.jsonl and test.jsonl of github.com/openai/grade-school-math (grade_school_math/data), or the
+parquet files of openai/gsm8k on the hub (`verl-like data prepare gsm8k` downloads them). The instruction after each
+question is verl's, so that models and scores compare.
 """
 
 from __future__ import annotations
@@ -52,12 +53,20 @@ def main(argv: list[str] | None = None) -> None:
             "github.com/openai/grade-school-math (grade_school_math/data) and name their folder"
         )
     for split in ("train", "test"):
-        convert_split(options.local_dataset_path / f"{split}.jsonl", options.local_save_dir, split)
+        convert_split(_file_of(options.local_dataset_path, split), options.local_save_dir, split)
+
+
+def _file_of(folder: Path, split: str) -> Path:
+    """The jsonl file, or what the hub calls train-00000-of-00001.parquet where there is none."""
+    jsonl = folder / f"{split}.jsonl"
+    others = sorted(folder.glob(f"{split}*.parquet"))
+    return others[0] if others and not jsonl.exists() else jsonl
 
 
 def convert_split(source: Path, target: Path, split: str) -> None:
-    """One jsonl file to `target`/`split`.parquet."""
-    records = schema.read_jsonl(source, required=("question", "answer"))
+    """One file to `target`/`split`.parquet."""
+    read = schema.read_jsonl if source.suffix == ".jsonl" else schema.read_records
+    records = read(source, required=("question", "answer"))
     rows = schema.convert(records, lambda record, index: to_row(record, index, split), title=f"gsm8k {split}")
     schema.write_rows(rows, target / f"{split}.parquet", show_sample=split == "train")
 

@@ -1,0 +1,165 @@
+"""Trained weights as they lie on a disk, read tensor by tensor in one process without accelerator or process group.
+
+Three forms: the folder `model` of our checkpoints (torch.distributed.checkpoint), verl's one file per rank
+(model_world_size_<W>_rank_<R>.pt), and safetensors.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Shard
+
+_VERL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_PEFT_PREFIX, _PEFT_PARTS = "base_model.model.", (".base_layer.", ".default.")
+
+
+class StoredWeights(Protocol):
+    """Names are those of the module, without prefixes."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of all tensors."""
+        ...
+
+    def empty(self, name: str) -> Tensor:
+        """A tensor of its shape and dtype on the meta device."""
+        ...
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors. ValueError for files that do not hold them."""
+        ...
+
+
+class ShardedFolder:
+    """What any number of ranks wrote with torch.distributed.checkpoint. prefix: before each name there."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self.folder, self.prefix = folder, prefix
+        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+        self._empty = {
+            name.removeprefix(prefix): torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+            for name, found in stored.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        self.names = tuple(self._empty)
+
+    def empty(self, name: str) -> Tensor:
+        return self._empty[name]
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        tensors: dict[str, Any] = {
+            self.prefix + name: torch.empty_like(self._empty[name], device="cpu") for name in names
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there is no process group is meant
+            dcp.load(tensors, checkpoint_id=str(self.folder), no_dist=True)
+        return {name: tensors[self.prefix + name] for name in names}
+
+
+class VerlFiles:
+    """One file per rank as verl writes them (FSDP1 or FSDP2): plain tensors, or DTensors cut along one dimension.
+
+    Files are mapped into memory, not read as a whole. trust: also unpickle what is not known to be harmless.
+    """
+
+    def __init__(self, folder: Path, *, trust: bool = False) -> None:
+        files = {int(match[2]): path for path in folder.iterdir() if (match := _VERL_FILE.fullmatch(path.name))}
+        sizes = {int(match[1]) for path in files.values() if (match := _VERL_FILE.fullmatch(path.name))}
+        if len(sizes) != 1 or sorted(files) != list(range(*sizes)):
+            raise ValueError(
+                f"{folder} does not hold the files of one run's ranks, model_world_size_W_rank_0.pt to rank_(W-1).pt: "
+                f"it has {', '.join(sorted(path.name for path in files.values()))}"
+            )
+        self.folder, self._trust = folder, trust
+        self._ranks = [self._open(files[rank]) for rank in sorted(files)]
+        self.names = tuple(self._ranks[0])
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether a folder holds such files."""
+        return any(_VERL_FILE.fullmatch(path.name) for path in folder.iterdir())
+
+    def empty(self, name: str) -> Tensor:
+        tensor = self._ranks[0][name]
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._whole(name) for name in names}
+
+    def _whole(self, name: str) -> Tensor:
+        parts = [state[name] for state in self._ranks]
+        first = parts[0]
+        if not isinstance(first, DTensor):
+            return first.clone()
+        *others, last = first.placements
+        if any(not each.is_replicate() for each in others):
+            raise ValueError(f"{self.folder}: {name} is cut along several mesh dimensions ({first.placements})")
+        if not isinstance(last, Shard):
+            return first.to_local().clone()
+        mesh = first.device_mesh.mesh
+        ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()  # of the first replica
+        whole = torch.cat([parts[rank].to_local() for rank in ranks], dim=last.dim)
+        if whole.shape != first.shape:
+            raise ValueError(f"{self.folder}: the parts of {name} make {tuple(whole.shape)}, not {tuple(first.shape)}")
+        return whole
+
+    def _open(self, path: Path) -> dict[str, Any]:
+        try:
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=not self._trust)
+        except Exception as error:
+            what = str(error).splitlines()[0]
+            raise ValueError(f"{path} cannot be read: {what}. If you trust its author, --trust-pickle") from error
+        return {_plain_name(name): tensor for name, tensor in state.items()}
+
+
+class SafetensorsFolder:
+    """The safetensors files of a Hugging Face folder; names as they are there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as stored:
+                self._files |= dict.fromkeys(stored.keys(), path)
+        self.names = tuple(self._files)
+
+    def empty(self, name: str) -> Tensor:
+        return torch.empty_like(self.read([name])[name], device="meta")
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            with safe_open(self._files[name], framework="pt") as stored:
+                found[name] = stored.get_tensor(name)
+        return found
+
+
+class LoadedModel:
+    """Weights in memory, by name."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors, self.names = tensors, tuple(tensors)
+
+    def empty(self, name: str) -> Tensor:
+        return self._tensors[name].to("meta")
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._tensors[name] for name in names}
+
+
+def _plain_name(name: str) -> str:
+    """The module's name of what peft calls base_model.model.<module>.base_layer.weight, or .lora_A.default.weight."""
+    name = name.removeprefix(_PEFT_PREFIX)
+    for part in _PEFT_PARTS:
+        name = name.replace(part, ".")
+    return name

@@ -1,0 +1,29 @@
+"""`verl-like plan ...`: a command line of `train`, checked and told instead of run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from verl_like.trainer.command_line import add_config_arguments, user_files
+from verl_like.trainer.compose import compose
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The keys of `verl-like train`."""
+    add_config_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print what the run would be. ConfigError, hence exit status 1, for what is wrong with it."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
+    config = compose(arguments.overrides, user_files(arguments))
+    from verl_like.trainer.dry_run import dry_run  # after the cheap checks: it brings torch
+
+    rows = dry_run(config)
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        first, *more = text.splitlines()
+        print("\n".join([f"{name:<{width}}  {first}", *(f"{'':<{width}}  {line}" for line in more)]))
+    print("\nThis can run. Nothing was started but the graders, and nothing was written.")

@@ -1,0 +1,82 @@
+"""A data file as the trainer reads it: prompts as tokens with the chat template applied, for `verl-like data show`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.config import PPOConfig
+from verl_like.data.build import build_dataset
+from verl_like.data.dataset import PromptDataset
+from verl_like.models.loading import load_tokenizer
+from verl_like.trainer.build import input_errors, with_system_prompt
+
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRow:
+    """One row. tokens: (id, text, is special)."""
+
+    index: int
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    tokens: list[tuple[int, str, bool]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """lengths: tokens of the prompts of the first `len(lengths)` rows. limit: data.max_prompt_length."""
+
+    num_rows: int
+    sources: list[tuple[str, int]]
+    lengths: list[int]
+    limit: int
+    rows: list[ShownRow]
+    has_template: bool
+
+
+def view(config: PPOConfig, file: str, rows: Sequence[int], measure: int) -> View:
+    """Rows of a file under data.*, the tokenizer and the template of a configuration, nothing cut or dropped.
+
+    measure: how many rows are tokenised for the lengths. ConfigError for a file or rows that cannot be read.
+    """
+    with input_errors():
+        policy, limit = config.actor_rollout_ref.model, config.data.max_prompt_length
+        data = dataclasses.replace(
+            with_system_prompt(config), max_prompt_length=_NO_LIMIT, filter_overlong_prompts=False, train_max_samples=-1
+        )
+        tokenizer = load_tokenizer(data.tokenizer or policy.path, policy.trust_remote_code)
+        if policy.custom_chat_template:
+            tokenizer.chat_template = policy.custom_chat_template
+        dataset = build_dataset(data, file, tokenizer, split="train")
+        wrong = [row for row in rows if not 0 <= row < len(dataset)]
+        if wrong:
+            raise ValueError(f"{file} has {len(dataset):,} rows, from 0: there is no row {wrong[0]}")
+        special = set(tokenizer.all_special_ids)
+        shown = []
+        for row in rows:
+            ids, prompt = dataset[row]
+            tokens = [(i, tokenizer.decode([i], skip_special_tokens=False), i in special) for i in ids]
+            shown.append(
+                ShownRow(
+                    index=row,
+                    data_source=prompt.data_source,
+                    ground_truth=prompt.ground_truth,
+                    extra_info=prompt.extra_info,
+                    tokens=tokens,
+                )
+            )
+        lengths = [len(dataset[row][0]) for row in range(min(measure, len(dataset)))]
+    return View(
+        num_rows=len(dataset),
+        sources=Counter(dataset.domains()).most_common(),
+        lengths=lengths,
+        limit=limit,
+        rows=shown,
+        has_template=dataset.encoder.has_template if isinstance(dataset, PromptDataset) else True,
+    )

@@ -1,0 +1,78 @@
+"""A run without running: everything that can be known before workers exist, checked and told."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from verl_like.config import PPOConfig
+from verl_like.data.dataset import Dataset, PromptDataset
+from verl_like.trainer.build import Inputs, Prepared, check_output_folders, input_errors, prepare
+from verl_like.trainer.free_folder import with_free_folder
+from verl_like.trainer.nsight import check_nsight
+from verl_like.trainer.resume import find_resume
+from verl_like.trainer.reward_check import grade_references, table
+
+logger = logging.getLogger(__name__)
+
+
+def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
+    """(name, text) of what the run would be. ConfigError for what is wrong with it; no file is written.
+
+    The graders run as in the run itself, in their killable processes, and grade one row of each data source.
+    """
+    with ExitStack() as stack, input_errors():
+        check_output_folders(config, make=False)
+        config = with_free_folder(config)
+        ready = prepare(config, stack)
+        check_nsight(config, ready.device)
+        resume = find_resume(config, with_critic=ready.plan.needs_critic)
+        rows = list(_rows(config, ready))
+        rows.append(("rewards", _graded(config, ready)))
+    begin = "a fresh start" if resume is None else f"resumes from {resume}"
+    return [*rows, ("beginning", f"{begin}; output in {config.trainer.default_local_dir}")]
+
+
+def _rows(config: PPOConfig, ready: Prepared) -> Iterator[tuple[str, str]]:
+    policy, costs = config.actor_rollout_ref, ready.costs
+    yield "processes", f"{ready.world_size} on {ready.device}, started by {config.trainer.launcher}"
+    name = (ready.inputs.hf_config.architectures or [ready.inputs.hf_config.model_type])[0]
+    yield "model", f"{policy.model.path}: {name}, {_count(costs.actor.all_weights)} weights"
+    if costs.critic is not None:
+        yield "critic", f"{config.critic.model.path}: {_count(costs.critic.all_weights)} weights"
+    yield "rollout", f"{policy.rollout.name}, up to {ready.spec.max_model_len:,} tokens a sequence"
+    yield "training data", _data(ready.inputs, ready.inputs.train)
+    if ready.inputs.val is not None:
+        yield "validation", _data(ready.inputs, ready.inputs.val)
+    yield "batches", "\n".join(line.strip() for line in ready.plan.table().splitlines()[1:])
+
+
+def _data(inputs: Inputs, dataset: Dataset) -> str:
+    sources = ", ".join(f"{source} {count:,}" for source, count in Counter(dataset.domains()).most_common(8))
+    text = f"{len(dataset):,} rows ({sources})"
+    if isinstance(dataset, PromptDataset):
+        text += f" of {', '.join(str(file.path) for file in dataset.files)}"
+    ids, _ = dataset[0]
+    return f"{text}\nthe first prompt has {len(ids):,} tokens: {inputs.tokenizer.decode(ids)[-200:]!r}"
+
+
+def _graded(config: PPOConfig, ready: Prepared) -> str:
+    """One row of each data source, its reference answers against a wrong one."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    if not ready.rewards.rule_grades:
+        return "given by the reward model alone"
+    if turns.enable and turns.environment_path is not None:
+        return "given by the environment"
+    reports = grade_references(ready.inputs.train, ready.rewards, ready.inputs.tokenizer, 1)
+    for source in (source for source, report in reports.items() if report.broken):
+        logger.warning("%s: its reference answer is not graded better than a wrong one", source)
+    return table(reports)
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.2f} {letter}"
+    return str(number)

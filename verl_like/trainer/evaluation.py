@@ -1,0 +1,150 @@
+"""The validation sets of a configuration, answered by any model: `verl-like eval`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.batch import Rollouts, Scores
+from verl_like.config import PPOConfig
+from verl_like.config.errors import ConfigError
+from verl_like.data.loader import PromptLoader
+from verl_like.data.sampler import ResumableSampler
+from verl_like.episodes.collector import Collector
+from verl_like.observe.samples import Sample, make_samples
+from verl_like.observe.validation import report_names
+from verl_like.rewards.manager import RewardManager
+from verl_like.trainer.build import (
+    answering,
+    check_rewards,
+    input_errors,
+    load_inputs,
+    max_model_len,
+    resolve_world,
+    validation_batches,
+)
+from verl_like.trainer.own_code import check_own_code
+from verl_like.trainer.serving import served
+from verl_like.trainer.tools import open_toolbox
+from verl_like.trainer.validation import Validator
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceResult:
+    """One data source. n: prompts. mean: of the core variable (acc, where the reward gives it, else the reward).
+    best: pass@k of 0/1 values, else the mean of the best of k; None where k is 1. failed: rewards that could not be
+    computed; they are in no mean."""
+
+    source: str
+    n: int
+    k: int
+    variable: str
+    mean: float | None
+    best: float | None
+    failed: int
+    tokens: float
+    cut: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """metrics: all val-core/* and val-aux/* of a run's validation. seconds: of answering and grading."""
+
+    sources: list[SourceResult]
+    metrics: dict[str, float]
+    samples: list[Sample]
+    seconds: float
+
+
+def evaluate(config: PPOConfig) -> Evaluation:
+    """Answer and grade data.val_files as a run's validation does. ConfigError for what is wrong with the inputs."""
+    config = _with_validation_alone(config)
+    with ExitStack() as stack:
+        with input_errors():
+            device, _ = resolve_world(config)
+            check_own_code(config)
+            inputs = load_inputs(config, toolbox := open_toolbox(config.actor_rollout_ref.rollout, stack))
+            rewards = stack.enter_context(
+                RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
+            )
+            if toolbox is None or not toolbox.gives_reward:
+                check_rewards(config, inputs, rewards)
+            length = max_model_len(config, inputs.hf_config)
+        assert inputs.val is not None
+        replica = stack.enter_context(
+            served(config, inputs.hf_config, tokenizer_size=len(inputs.tokenizer), max_model_len=length, device=device)
+        )
+        how = answering(config, inputs, validation=True)
+        order = ResumableSampler(len(inputs.val), shuffle=False, seed=0, identity=inputs.val.identity())
+        collector = Collector(PromptLoader(inputs.val, order, 1), rewards, replica, how, config)
+        stack.callback(collector.close)
+        answered: list[tuple[Rollouts, Scores]] = []
+        validator = Validator(
+            lambda: validation_batches(config, inputs.val), how, on_samples=lambda _, batches: answered.extend(batches)
+        )
+        logger.info("%d prompts x %d answers on %s", len(inputs.val), how.n, device)
+        began = time.perf_counter()
+        metrics = validator.run(collector, 0)
+        seconds = time.perf_counter() - began
+        samples = [each for pair in answered for each in make_samples(*pair, inputs.tokenizer, 0)]
+    sources = list(_results(metrics, answered, how.n))
+    return Evaluation(sources=sources, metrics=metrics, samples=samples, seconds=seconds)
+
+
+def _with_validation_alone(config: PPOConfig) -> PPOConfig:
+    """The same configuration without training data; ConfigError where it cannot be evaluated in one process."""
+    data, reward = config.data, config.reward_model
+    if not data.val_files:
+        raise ConfigError(["data.val_files names no validation set: give data.val_files=FILE"])
+    if reward.enable:
+        raise ConfigError(
+            [
+                f"reward_model.enable={reward.enable}: a reward model scores in the workers of a run. Set it to "
+                "false to grade by rules, or use verl-like train trainer.val_only=True"
+            ]
+        )
+    return dataclasses.replace(config, data=dataclasses.replace(data, train_files=_flat(data.val_files)))
+
+
+def _flat(files: Any) -> list[str]:
+    """The files of all validation sets, in place of the training files, which nobody reads here."""
+    if isinstance(files, dict):
+        return [each for part in files.values() for each in _flat(part)]
+    return [files] if isinstance(files, str) else [each for part in files for each in _flat(part)]
+
+
+def _results(metrics: dict[str, float], answered: Sequence[tuple[Rollouts, Scores]], k: int) -> Iterator[SourceResult]:
+    names = report_names(row for rollouts, _ in answered for row in rollouts.rows)
+    for source in dict.fromkeys(names.values()):
+        lengths: list[int] = []
+        cut = 0
+        for rollouts, _ in answered:
+            for i, row in enumerate(rollouts.rows):
+                if names[row.validation_set, row.data_source] == source:
+                    lengths.append(int(rollouts.response_length_B[i]))
+                    cut += rollouts.finish_reasons[i] == "length"
+        variable = "acc" if f"val-core/{source}/acc/mean@{k}" in metrics else "reward"
+        found = {
+            name: value
+            for part in ("val-core", "val-aux")
+            for name in (f"mean@{k}", f"pass@{k}", f"best@{k}/mean")
+            if (value := metrics.get(f"{part}/{source}/{variable}/{name}")) is not None
+        }
+        yield SourceResult(
+            source=source,
+            n=int(metrics[f"val-aux/{source}/num_prompts"]),
+            k=k,
+            variable=variable,
+            mean=found.get(f"mean@{k}"),
+            best=found.get(f"pass@{k}", found.get(f"best@{k}/mean")) if k > 1 else None,
+            failed=int(metrics[f"val-aux/{source}/failed_rewards"]),
+            tokens=sum(lengths) / len(lengths),
+            cut=cut / len(lengths),
+        )

@@ -1,0 +1,70 @@
+"""What a run says at its beginning, phase by phase, and at its end: where everything is, and what to type next."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from verl_like.checkpoint.layout import find_latest
+from verl_like.config import PPOConfig
+from verl_like.observe.progress import duration
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def start_phase(what: str) -> Iterator[None]:
+    """Says what begins, and the seconds that it took once it is done: no start is silent."""
+    logger.info("start: %s ...", what)
+    began = time.perf_counter()
+    yield
+    logger.info("start: %s took %.1f s", what, time.perf_counter() - began)
+
+
+def worker_start_text(seconds_by_rank: Sequence[Mapping[str, float]]) -> str:
+    """`weights 3.1 s, vllm 12.0 s`: of each part the slowest rank."""
+    parts = dict.fromkeys(name for seconds in seconds_by_rank for name in seconds)
+    slowest = {name: max(seconds[name] for seconds in seconds_by_rank if name in seconds) for name in parts}
+    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest.items())
+
+
+def closing_text(config: PPOConfig, log_dir: Path, *, step: int, total_steps: int, seconds: float) -> str:
+    """The block at the end of a run."""
+    trainer = config.trainer
+    root = Path(trainer.default_local_dir).expanduser()
+    latest = find_latest(root) if root.is_dir() else None
+    done = f"{step} of {total_steps} steps" if step < total_steps else f"{step} steps"
+    rows = [("done", f"{done} in {duration(seconds)}")]
+    rows.append(("checkpoint", str(latest) if latest is not None else "none (trainer.save_freq)"))
+    rows.append(("metrics", str(log_dir / "metrics.jsonl")))
+    kept = (trainer.rollout_data_dir, trainer.validation_data_dir, log_dir / "samples", log_dir / "report.html")
+    rows += [("samples" if Path(each).suffix == "" else "report", str(each)) for each in kept if each and _there(each)]
+    if latest is not None:
+        rows.append(("resume", _resume(config, log_dir, step, total_steps)))
+        rows.append(("look", _command("chat", str(latest))))
+        rows.append(("export", _command("export", str(latest), f"{root}-model")))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["the run ends", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _resume(config: PPOConfig, log_dir: Path, step: int, total_steps: int) -> str:
+    keys = [f"trainer.total_training_steps={2 * total_steps}"] if step >= total_steps else []
+    if str(config.trainer.resume_mode) != "auto":
+        keys.append("trainer.resume_mode=auto")
+    return _command("train", "--config-path", str(log_dir), "--config-name", "config", *keys)
+
+
+def _command(*words: str) -> str:
+    """A command line for the shell that started the run, also where the environment is not activated."""
+    program = ["verl-like"] if shutil.which("verl-like") else [sys.executable, "-m", "verl_like.cli"]
+    return shlex.join([*program, *words])
+
+
+def _there(path: str | Path) -> bool:
+    return Path(path).expanduser().exists()
