@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, ToolSource
+from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, StatelessTool, ToolSource
+from verl_like.episodes.tools.mcp_tools import McpTools
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolSpec
 from verl_like.user_code import load, load_module, resolve_path
 
@@ -20,6 +21,8 @@ _SHIM = str(Path(__file__).parents[2] / "verl_shim")
 _SHIPPED = {
     "calculator": "verl_like.episodes.tools.calculator:Calculator",
     "code_interpreter": "verl_like.episodes.tools.code_interpreter:CodeInterpreter",
+    "http": "verl_like.episodes.tools.http_service:HttpService",
+    "search": "verl_like.episodes.tools.search:Search",
 }
 _TRACEBACK_LINES = 4
 
@@ -54,25 +57,30 @@ def _native_tools(path: str, key: str) -> list[ToolSource]:
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ToolError(f"{key}={path}: the file must hold a list `tools`, each with class_name, config, tool_schema")
-    return [_native_tool(entry, f"{key}={path}: tools[{place}]") for place, entry in enumerate(entries)]
+    return [_tool(entry, f"{key}={path}: tools[{place}]") for place, entry in enumerate(entries)]
 
 
-def _native_tool(entry: Any, where: str) -> NativeTool:
+def _tool(entry: Any, where: str) -> ToolSource:
     if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
         raise ToolError(f"{where} has no class_name")
     name = entry["class_name"]
     settings = entry.get("config") or {}
     if not isinstance(settings, dict):
         raise ToolError(f"{where} ({name}): config must be a mapping, not {settings!r:.100}")
-    if settings.get("type", "native") != "native":
-        raise ToolError(f"{where} ({name}): config.type={settings['type']!r} is not supported; write a native tool")
+    kind = settings.get("type", "mcp" if name == "mcp" else "native")
+    if kind == "mcp":
+        with _blamed(f"{where} ({name})"):
+            return McpTools(entry)
+    if kind != "native":
+        raise ToolError(f"{where} ({name}): config.type={kind!r}: must be native or mcp")
     reference = _SHIPPED.get(name) or (name if ":" in name else ":".join(name.rsplit(".", 1)))
     make = load(reference, f"{where}.class_name")
     with _blamed(f"{where} ({name})"):
         schema = entry.get("tool_schema")
         if schema is not None:
             schema = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)
-        return NativeTool(make(config=settings, tool_schema=schema))
+        tool = make(config=settings, tool_schema=schema)
+        return NativeTool(tool) if getattr(tool, "stateful", True) else StatelessTool(tool)
 
 
 def _function_tools(path: str, key: str) -> list[ToolSource]:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from verl_like.episodes.tools import text
 from verl_like.episodes.tools.kinds import Environment, ToolSource
 from verl_like.episodes.tools.loading import load_tools
-from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec
+from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec, ToolUnavailable
 
 _PRINTED_CHARS = 20_000  # of what tools print, that goes to the trainer's output, for each call
 _MESSAGE_CHARS, _TRACEBACK_CHARS = 1000, 2000
@@ -51,6 +51,8 @@ class ToolService:
             return outcome
         except MemoryError:
             raise
+        except ToolUnavailable as error:
+            return ToolOutcome(kind="service", message=self._plain(str(error), _MESSAGE_CHARS))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             return self._failure(payload, error)
 
