@@ -184,7 +184,8 @@ class ToolAgent:
             progress.counts["calls"] += 1
             progress.counts["failed_calls"] += outcome.kind is not None
             if outcome.kind in LOST:
-                return [], _failure(outcome, call.name)
+                where = "environment_error" if call.name in self._toolbox.of_environment else "tool_error"
+                return [], _failure(outcome, call.name, where)
             if outcome.reward is not None:
                 progress.rewards.setdefault(call.name, []).append(outcome.reward)
                 rewards.append(outcome.reward)
@@ -220,10 +221,10 @@ class ToolAgent:
         )
 
 
-def _failure(outcome: ToolOutcome, what: str) -> EpisodeFailure | None:
+def _failure(outcome: ToolOutcome, what: str, where: str = "environment_error") -> EpisodeFailure | None:
     if outcome.kind is None:
         return None
-    return EpisodeFailure(kind=f"tool_{outcome.kind}", message=f"{what}: {outcome.message}")
+    return EpisodeFailure(kind=f"tool_{outcome.kind}", message=f"{what}: {outcome.message}", outcome=where)
 
 
 def _numbered(parsed: Parsed, before: int) -> list[tuple[str, ToolCall]]:

@@ -57,9 +57,13 @@ class ToolService:
             return self._failure(payload, error)
 
     def _describe(self) -> list[Any]:
-        """[schema, whether it has state] of each tool; whether episodes have a life beside calls; whether an
-        environment scores them."""
-        tools = [(schema, source.stateful) for source in self._sources for schema in source.schemas]
+        """[schema, whether it has state, whether it is an environment's] of each tool; whether episodes have a life
+        beside calls; whether an environment scores them."""
+        tools = [
+            (schema, source.stateful, isinstance(source, Environment))
+            for source in self._sources
+            for schema in source.schemas
+        ]
         scored = any(isinstance(source, Environment) and source.gives_reward for source in self._sources)
         return [tools, any(source.stateful for source in self._sources), scored]
 
