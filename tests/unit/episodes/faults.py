@@ -33,7 +33,7 @@ T = TypeVar("T")
 EPISODE_TIMEOUT_S = 1.0
 
 FUNCTIONS = """
-    import asyncio, os, signal, sys, time
+    import asyncio, os, signal, subprocess, sys, time
     from verl.tools.function_tool import function_tool
     from verl_like.episodes.tools.tool_call import ToolUnavailable
 
@@ -54,10 +54,11 @@ FUNCTIONS = """
             case "kill": os.kill(os.getpid(), signal.SIGSEGV)
             case "leak":
                 kept = []
-                while True: kept.append(bytearray(10 ** 7))
+                while True: kept.append(bytearray(10 ** 8))
             case "long": return "x" * 300_000_000
             case "print":
                 while True: print("z" * 1000)
+            case "program": subprocess.run("yes | head -c 30000000", shell=True)
             case "four": return 1, 2, 3, 4
             case "infinite": return "text", float("inf")
             case "sleep": await asyncio.sleep(0.6)
@@ -129,7 +130,7 @@ GRADER = """
             case "wrong": return 0.0
             case "leak":
                 kept = []
-                while True: kept.append(bytearray(10 ** 7))
+                while True: kept.append(bytearray(10 ** 8))
         return 1.0
 """
 
@@ -163,7 +164,7 @@ def _world(what: str, told: str, *says: str) -> Fault:
 
 
 def _grader(what: str, told: str) -> Fault:
-    return Fault(told=f"the grader {told}", ground_truth=what)
+    return Fault(told=f"the grader {told}", ground_truth=what, where="grading")
 
 
 FAULTS = (
@@ -173,6 +174,7 @@ FAULTS = (
     _act("four", "returns what is no result"),
     _act("infinite", "returns an infinite reward"),
     _act("long", "returns 300 MB of text"),
+    _act("program", "starts a program that prints 30 MB"),
     _act("wait", "awaits for ever", where="hanging"),
     _act("hang", "blocks for ever", where="hanging"),
     _act("print", "prints for ever", where="hanging"),
@@ -302,7 +304,7 @@ def bench(folder: Path, spec: dict[str, Any], *, environment: bool = False) -> I
     with ExitStack() as stack:
         limits = {"timeout": 20.0, "max_response_length": 60}
         toolbox = stack.enter_context(closing(Toolbox(ToolSpec(**limits | spec), num_workers=1)))
-        grading = {"path": write(folder, "grader.py", GRADER), "timeout": 1, "memory_limit_mb": 600}
+        grading = {"path": write(folder, "grader.py", GRADER), "timeout": 3, "memory_limit_mb": 600}
         settings = CustomRewardFunctionConfig(**grading)
         rewards = RewardManager(settings, RewardModelConfig(), DataConfig(), TOKENIZER)  # type: ignore[arg-type]
         stack.enter_context(rewards)

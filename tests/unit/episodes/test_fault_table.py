@@ -31,7 +31,7 @@ HEAD = ("what happens", "outcome", "trained on", "counts that rise")
 
 @contextmanager
 def benches(folder: Path) -> Iterator[dict[str, Bench]]:
-    for name in ("tools", "hanging", "world", "mcp"):
+    for name in ("tools", "hanging", "grading", "world", "mcp"):
         (folder / name).mkdir()
     server = write(folder, "server.py", MCP_SERVER)
     mcp = f"tools: [{{class_name: mcp, config: {{command: {sys.executable}, args: [{server}], timeout: 6}}}}]"
@@ -47,7 +47,8 @@ def benches(folder: Path) -> Iterator[dict[str, Bench]]:
                 "memory_limit_mb": 900,
             },
             "hanging": {"function_tool_path": write(folder / "hanging", "f.py", FUNCTIONS), "timeout": 0.4},
-            "world": {"environment_path": write(folder / "world", "w.py", WORLD) + ":World", "timeout": 1.0},
+            "world": {"environment_path": write(folder / "world", "w.py", WORLD) + ":World", "timeout": 2.0},
+            "grading": {"function_tool_path": write(folder / "grading", "f.py", FUNCTIONS)},
             "mcp": {"tool_config_path": write(folder / "mcp", "t.yaml", mcp)},
         }
         with ExitStack() as stack:

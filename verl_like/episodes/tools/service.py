@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from verl_like.episodes.tools import text
 from verl_like.episodes.tools.kinds import Environment, ToolSource
 from verl_like.episodes.tools.loading import load_tools
+from verl_like.episodes.tools.output import ProgramOutput
 from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec, ToolUnavailable
 
 _PRINTED_CHARS = 20_000  # of what tools print, that goes to the trainer's output, for each call
@@ -28,16 +29,17 @@ class ToolService:
 
     def __init__(self, spec: ToolSpec) -> None:
         self._spec = spec
-        self._printed = [_Limited(sys.stdout), _Limited(sys.stderr)]
-        sys.stdout, sys.stderr = self._printed
+        programs = [ProgramOutput(1), ProgramOutput(2)]
+        sys.stdout, sys.stderr = printed = [_Limited(each.real(), 1 + i) for i, each in enumerate(programs)]
+        self._outputs = [*printed, *programs]
         self._sources = load_tools(spec)
         self._by_name = {schema["function"]["name"]: source for source in self._sources for schema in source.schemas}
         self._begun: dict[str, list[ToolSource]] = {}
 
     async def call(self, payload: ToolRequest) -> ToolOutcome:
         """The outcome of a request. Only what the pool must know is raised: the memory is used up, time is over."""
-        for stream in self._printed:
-            stream.left = _PRINTED_CHARS
+        for output in self._outputs:
+            output.left = _PRINTED_CHARS
         try:
             match payload.action:
                 case "describe":
@@ -128,8 +130,8 @@ def _told(error: BaseException) -> str:
 class _Limited(io.TextIOBase):
     """A stream that lets so many characters through: a tool that prints without end must not fill the run's log."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, number: int) -> None:
+        self._stream, self._number = stream, number
         self.left = _PRINTED_CHARS
 
     def write(self, text: str, /) -> int:
@@ -144,7 +146,7 @@ class _Limited(io.TextIOBase):
         self._stream.flush()
 
     def fileno(self) -> int:
-        return self._stream.fileno()
+        return self._number  # for a program that is given this stream
 
     def isatty(self) -> bool:
         return False
