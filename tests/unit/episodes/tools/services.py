@@ -14,7 +14,7 @@ MCP_SERVER = """
     import os, subprocess, sys, time
     from mcp.server import MCPServer
 
-    server = MCPServer("numbers", log_level="ERROR")
+    server = MCPServer("numbers", log_level="CRITICAL")
 
     @server.tool()
     def add(a: int, b: int) -> int:

@@ -33,7 +33,7 @@ def test_a_stdio_server_lives_and_dies_with_its_worker(tmp_path: Path) -> None:
     config = f"""
         tools:
           - class_name: mcp
-            config: {{command: {sys.executable}, args: [{server(tmp_path)}], tools: [add, act, pid], timeout: 2}}
+            config: {{command: {sys.executable}, args: [{server(tmp_path)}], tools: [add, act, pid], timeout: 6}}
     """
     with toolbox(tool_config_path=write(tmp_path, "tools.yaml", config), max_response_length=50) as box:
         assert names(box.schemas) == ["add", "pid", "act"]
@@ -54,7 +54,7 @@ def test_a_stdio_server_lives_and_dies_with_its_worker(tmp_path: Path) -> None:
         second = int(called(box, "a", "pid").text)
         assert second != first and gone(first)
         slow = called(box, "a", "act", what="hang")
-        assert (slow.kind, slow.message) == ("service", "MCP server 'mcp': no answer within 2 s")
+        assert (slow.kind, slow.message) == ("service", "MCP server 'mcp': no answer within 6 s")
         third = int(called(box, "a", "pid").text)
         assert third != second and gone(second)
         assert box.worker_pids() == [worker]
