@@ -30,6 +30,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add("attention", "attention", "packed attention against padded rows", sequences, kernel, files)
     add("growth", "growth", "cost by model, batch and length: computed, or measured", growth, files)
     add("scheduler", "scheduler", "orders of taking groups, simulated: time and length", scheduler, files)
+    add("agents", "agents", "conversations with a slow tool, beside the longest alone", agents, files, overrides)
+    add("driver", "driver", "the driver's own work of a step, without models", driver, files)
     add("packing", "packing", "how full micro-batches are", packing, files)
     add(
         "all",
@@ -142,6 +144,30 @@ def scheduler(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=positive, default=8)
     parser.add_argument("--steps", type=positive, default=20)
     parser.add_argument("--extra", type=int, nargs="+", default=[0, 8, 16, 32, 64], help="additional prompts")
+
+
+def agents(parser: argparse.ArgumentParser) -> None:
+    """The conversations, and what answers them."""
+    parser.add_argument("--engine", choices=("fake", "vllm", "hf"), default="fake", help="fake: simulated time")
+    parser.add_argument("--model", choices=sorted(MODELS), default="cpu", help="shape of a real engine's model")
+    parser.add_argument("--episodes", type=positive, default=500, help="at once")
+    parser.add_argument("--turns", type=positive, default=5, help="of each; a tool call after all but the last")
+    parser.add_argument("--tokens", type=positive, default=32, help="of a turn, mean")
+    parser.add_argument("--tool-ms", type=positive, default=200, help="of one call")
+    parser.add_argument("--replicas", type=positive, default=8, help="simulated ones")
+    parser.add_argument("--rounds", type=positive, default=3, help="measured rounds, after one that warms up")
+    parser.add_argument("--threads", type=positive, default=None, help="threads of a real engine (default: all cores)")
+
+
+def driver(parser: argparse.ArgumentParser) -> None:
+    """The batch that passes through the driver."""
+    parser.add_argument("--prompts", type=positive, default=1024)
+    parser.add_argument("--n", type=positive, default=8, help="responses to each")
+    parser.add_argument("--mean", type=positive, default=2300, help="tokens of a response")
+    parser.add_argument("--longest", type=positive, default=4096, help="tokens")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--threads", type=positive, default=1, help="of torch")
+    parser.add_argument("--most-copies", type=float, help="a further bar: the step, in copies of the batch")
 
 
 def growth(parser: argparse.ArgumentParser) -> None:

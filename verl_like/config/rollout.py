@@ -87,6 +87,9 @@ class MultiTurnConfig(ConfigNode):
     """[s] Longest time of one tool call; the process is killed then, and the episode left out of training."""
     tool_memory_limit_mb: int | None = None
     """[MB] Memory of one tool process."""
+    tool_concurrency: int = 1
+    """[calls] That one tool process works on at a time. More is for tools that await a network: what computes or blocks
+    holds up the calls beside it."""
     turn_rewards: bool = False
     """What tools give for the calls of a turn (the reward of `execute`, of a function's or a method's tuple) stands on
     the turn's last token, beside the episode's score. False: graders alone see it, as in verl."""
@@ -109,7 +112,7 @@ class MultiTurnConfig(ConfigNode):
 
     def check(self) -> None:
         above(self, 0, "tool_timeout")
-        at_least(self, 1, "tool_memory_limit_mb")
+        at_least(self, 1, "tool_memory_limit_mb", "tool_concurrency")
         one_of(self, "malformed_calls", ("answer", "end"))
         at_least(self, 1, "max_turns", "max_assistant_turns", "max_user_turns", "max_parallel_calls")
         at_least(self, 1, "max_tool_response_length")

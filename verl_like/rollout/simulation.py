@@ -34,11 +34,18 @@ class VirtualClock:
         """Call `action` at this time, or now if it has passed."""
         heappush(self._events, (max(time_s, self.now), next(self._order), action))
 
+    def step(self) -> bool:
+        """Let the next thing happen. False if nothing is left."""
+        if self._events:
+            self.now, _, action = heappop(self._events)
+            action()
+            return True
+        return False
+
     def run(self, until_s: float = math.inf) -> None:
         """Until that time, or until nothing is left to happen."""
         while self._events and self._events[0][0] <= until_s:
-            self.now, _, action = heappop(self._events)
-            action()
+            self.step()
         if until_s < math.inf:
             self.now = max(self.now, until_s)
 

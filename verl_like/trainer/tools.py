@@ -27,6 +27,7 @@ def open_toolbox(rollout: RolloutConfig, stack: ExitStack) -> Toolbox | None:
         truncate_side=turns.tool_response_truncate_side,
         timeout=turns.tool_timeout,
         memory_limit_mb=turns.tool_memory_limit_mb,
+        concurrency=turns.tool_concurrency,
     )
     return stack.enter_context(closing(Toolbox(spec, num_workers=rollout.agent.num_workers)))
 
