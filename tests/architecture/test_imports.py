@@ -66,6 +66,10 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "pydantic": ("verl_like/verl_shim/",),
     "flash_attn": ("verl_like/models/",),
+    "bm25s": ("verl_like/episodes/tools/search.py",),
+    "httpx": ("verl_like/episodes/tools/http_service.py",),
+    "httpx2": ("verl_like/episodes/tools/mcp_client.py",),
+    "mcp": ("verl_like/episodes/tools/mcp_client.py", "verl_like/episodes/tools/mcp_tools.py"),
     "liger_kernel": ("verl_like/models/",),
 }
 HEAVY = ("vllm", "sglang", "wandb", "tensorboard", "flash_attn", "liger_kernel")  # never at the top of a shared module

@@ -115,6 +115,7 @@ def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path
     assert len(trained) == 2
     for step in trained:
         assert step["tools/calls/mean"] > 0.3 and step["num_turns/max"] >= 4
+        assert step["tool/calculator/calls"] > 0 and step["outcomes/lost_fraction"] == 0
         assert step["tools/lost_episodes"] == 0 and step["training/rollout_probs_diff_max"] < 0.01
         assert step["response_length/max"] <= 40
     world = tmp_path / "world.py"

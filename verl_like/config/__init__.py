@@ -26,6 +26,7 @@ from verl_like.config.enums import (
 from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig, resolve_dtype
 from verl_like.config.model import CriticModelConfig, FusedKernelConfig, LoraConfig, ModelConfig
 from verl_like.config.optim import OptimConfig
+from verl_like.config.outcomes import OutcomesConfig
 from verl_like.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
 from verl_like.config.reward import (
@@ -84,6 +85,7 @@ __all__ = [
     "MultiTurnConfig",
     "OldLogProbs",
     "OptimConfig",
+    "OutcomesConfig",
     "OverlongBufferConfig",
     "PFPPOConfig",
     "PPOConfig",

@@ -12,6 +12,7 @@ from verl_like.config.doctor_correction import (
     two_policies,
 )
 from verl_like.config.doctor_losses import LOSS_IDLE, aimless_kl, impossible_losses, two_decays, uncorrected_updates
+from verl_like.config.doctor_outcomes import OUTCOME_IDLE, impossible_outcomes
 from verl_like.config.doctor_paths import impossible_paths
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, risky_rewards
@@ -50,6 +51,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + impossible_paths(config)
         + _lengths(config)
         + _tools(config)
+        + impossible_outcomes(config)
         + _run(config)
         + impossible_rewards(config)
         + impossible_reward_model(config)
@@ -259,6 +261,7 @@ IDLE: tuple[Idle, ...] = (
         f"{_ACTOR}.optim.lr_warmup_steps is set",
     ),
     *SHARDING_IDLE,
+    *OUTCOME_IDLE,
     Idle(_VLLM_ONLY, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
     Idle(
         (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.cudagraph_capture_sizes"),

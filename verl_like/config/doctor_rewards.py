@@ -128,16 +128,16 @@ def _groups(config: PPOConfig) -> list[str]:
             f"{_ROLLOUT}.scheduler.additional_prompts.enable=True with algorithm.filter_groups.resample=False: the "
             "batch is to keep groups without a signal; set one of the two to its default"
         )
-    if extra.enable and config.algorithm.filter_groups.enable and _scored_together(config):
+    if extra.enable and config.algorithm.filter_groups.enable and scored_together(config):
         problems.append(
             f"{_ROLLOUT}.scheduler.additional_prompts.enable=True with algorithm.filter_groups.enable=True: a group is "
-            f"chosen as soon as it ends, but {_scored_together(config)} gives scores to whole batches; disable one of "
+            f"chosen as soon as it ends, but {scored_together(config)} gives scores to whole batches; disable one of "
             "them"
         )
     return problems
 
 
-def _scored_together(config: PPOConfig) -> str:
+def scored_together(config: PPOConfig) -> str:
     """The setting by which responses get their scores as a batch; empty where each gets its own."""
     if config.actor_rollout_ref.rollout.scheduler.mode == "batch":
         return f"{_ROLLOUT}.scheduler.mode=batch"

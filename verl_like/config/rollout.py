@@ -7,6 +7,7 @@ from verl_like.config.actor import not_both
 from verl_like.config.base import ConfigNode, above, at_least, between, minus_one_or_positive, one_of, require
 from verl_like.config.data import CustomClassConfig
 from verl_like.config.enums import ABORTED_PROMPTS, DTYPES, ROLLOUT_MODES, SCHEDULER_MODES, LoadFormat, RolloutName
+from verl_like.config.outcomes import OutcomesConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -283,6 +284,8 @@ class RolloutConfig(ConfigNode):
     """Tools and conversations."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Agent loops."""
+    outcomes: OutcomesConfig = field(default_factory=OutcomesConfig)
+    """What becomes of episodes, by how they end."""
 
     def check(self) -> None:
         check_sampling(self)

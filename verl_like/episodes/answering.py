@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from verl_like.batch import Prompt, Scores
-from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeRunner
+from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, EpisodeRunner
 from verl_like.episodes.loop import Arrivals
+from verl_like.episodes.outcomes import Policies
 from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import Answer
+from verl_like.rewards.parts import combine
 from verl_like.rewards.reward_call import RewardOutcome
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.requests import request_seed
@@ -24,6 +27,7 @@ from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Samp
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_LOOK_S = 0.05  # at least, between two looks at the clock of an episode
 _GRACE_S = 10.0  # for episodes that are no longer wanted, and the last step of their requests
 
 
@@ -34,6 +38,7 @@ class Answering:
     purpose: keeps ids and seeds of training and validation apart. seed: the run's; None: requests have no seed.
     spread: the n requests of a prompt may go to different replicas; otherwise one replica shares their beginning.
     greedy_too: one greedy episode more, for a baseline. grade_at_end: not as episodes end, but when all have.
+    policies: what becomes of lost episodes. tool_usage: metrics of the tools since it was asked last.
     """
 
     runner: EpisodeRunner
@@ -44,15 +49,18 @@ class Answering:
     spread: bool = False
     greedy_too: bool = False
     grade_at_end: bool = False
+    policies: Policies = field(default_factory=Policies)
+    tool_usage: Callable[[], dict[str, float]] = dict
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One episode, and what the graders have of it."""
+    """One episode, and what the graders have of it. retried: outcomes of those that were lost before in its place."""
 
     prompt: Prompt
     episode: Episode
     graded: Graded | None = None
+    retried: list[str] = field(default_factory=list)
 
     def answer(self) -> Answer:
         """What is graded: everything after the prompt of the last row."""
@@ -139,10 +147,43 @@ class Collection:
         return [asker.num_sampled() for asker in self.askers if asker.sample < self.how.n]
 
     async def _member(self, prompt: Prompt, sample: int, sampling: SamplingParams) -> Member:
-        ask = Asker(self, prompt, sample, sampling)
+        """One episode; where it is lost, and the policy is to retry, another one in its place, with other seeds."""
+        policies, retried = self.how.policies, list[str]()
+        for attempt in itertools.count():
+            member = Member(prompt, await self._attempt(prompt, sample, sampling, attempt), retried=retried)
+            failure = member.episode.failure
+            outcome = await self._grader_error(member) if failure is None else failure.outcome
+            if outcome is None or not policies.retries(outcome) or attempt >= policies.max_retries or self.ended:
+                break
+            retried.append(outcome)
+            why = "no reward" if failure is None else failure.message
+            logger.warning("prompt %d is sampled again (%s): %.500s", prompt.group, outcome, why)
+        if not self.how.grade_at_end and not self.ended and member.graded is None:
+            self._grade_soon(member)
+        return member
+
+    async def _grader_error(self, member: Member) -> str | None:
+        """The grader's verdict, if a missing one is a reason to sample again; None for a good one."""
+        if not self.how.policies.retries("grader_error"):
+            return None
+        (graded,) = all_graded([member], self.rewards)
+        outcomes = [await self.arrivals.wait_for(future) for future in graded.futures]
+        score = combine([scorer.part for scorer in graded.scorers], outcomes).score
+        return "grader_error" if score is None else None
+
+    async def _attempt(self, prompt: Prompt, sample: int, sampling: SamplingParams, attempt: int) -> Episode:
+        ask = Asker(self, prompt, sample, sampling, attempt)
         self.askers.append(ask)
         try:
-            member = Member(prompt, await self.how.runner.run(prompt, sample, ask))
+            return await self._in_time(prompt, self._run(ask))
+        except EpisodeAborted as error:
+            if self.ended:
+                raise
+            return Episode.lost(prompt, EpisodeFailure(kind="aborted", message=str(error), outcome="aborted"))
+
+    async def _run(self, ask: Asker) -> Episode:
+        try:
+            return await self.how.runner.run(ask.prompt, ask.sample, ask)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and nobody would hear of it
             raise RuntimeError(f"{ask} tried to end the process: {error!r}") from error
         except asyncio.CancelledError as error:
@@ -150,9 +191,22 @@ class Collection:
             if task is not None and task.cancelling() == 0:  # nobody asked for it
                 raise RuntimeError(f"{ask} was cancelled from within") from error
             raise
-        if not self.how.grade_at_end and not self.ended:
-            self._grade_soon(member)
-        return member
+
+    async def _in_time(self, prompt: Prompt, episode: Coroutine[Any, Any, Episode]) -> Episode:
+        """The episode, or one that timed out: only time in which replicas serve counts."""
+        limit = self.how.policies.episode_timeout
+        if limit is None:
+            return await episode
+        task, begun = asyncio.ensure_future(episode), self.client.serving_s()
+        try:
+            while not task.done() and (left := begun + limit - self.client.serving_s()) > 0:
+                await asyncio.wait({task}, timeout=max(left, _LOOK_S))
+            if task.done():
+                return task.result()
+        finally:
+            await _ended(task)
+        what = f"not ended within rollout.outcomes.episode_timeout={limit:g} s"
+        return Episode.lost(prompt, EpisodeFailure(kind="episode_timeout", message=what, outcome="timed_out"))
 
     def _grade_soon(self, member: Member) -> None:
         """With all others that end in this pass of the event loop."""
@@ -176,6 +230,7 @@ class Asker:
     prompt: Prompt
     sample: int
     sampling: SamplingParams
+    attempt: int = 0  # how many episodes were lost in its place before
     requests: list[tuple[str, Future[Completion]]] = field(default_factory=list)  # one for each turn
 
     async def __call__(
@@ -188,7 +243,9 @@ class Asker:
         sampling = sampling or self.sampling
         if max_tokens is not None and max_tokens < sampling.max_tokens:
             sampling = dataclasses.replace(sampling, max_tokens=max_tokens)
-        draw = (how.purpose, group, self.sample, turn)
+        draw: tuple[int | str, ...] = (how.purpose, group, self.sample, turn)
+        if self.attempt:
+            draw += (f"retry{self.attempt}",)
         request = GenerationRequest(
             request_id="-".join(map(str, draw)),
             prompt_ids=context_ids,
@@ -216,6 +273,16 @@ class Asker:
         """Tokens of the turns that have ended, in whatever way."""
         done = [future for _, future in self.requests if future.done() and future.exception() is None]
         return sum(len(future.result().sampled) for future in done)
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Cancel it, unless it is done, and wait for its end."""
+    if left := cancel([task]):
+        await asyncio.wait(left, timeout=_GRACE_S)
+        if not task.done():
+            logger.error("an episode that is over its time goes on: %r", task.get_coro())
+        elif not task.cancelled() and isinstance(error := task.exception(), Exception):
+            logger.warning("an episode that was over its time failed", exc_info=error)
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -12,6 +12,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import prompts_in_flight
 from verl_like.data.loader import PromptLoader
 from verl_like.episodes.answering import Collection, Group, all_graded
+from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.pending import of_rows, renumbered
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
@@ -24,8 +25,11 @@ PASSES_WITHOUT_BOUND = 10  # max_num_gen_batches=0: a step that has seen all pro
 class Choosing:
     """Starts groups, judges each as it ends, and knows when the batch is full; then `finish`."""
 
-    def __init__(self, config: PPOConfig, loader: PromptLoader, rewards: RewardManager, *, step: int) -> None:
+    def __init__(
+        self, config: PPOConfig, loader: PromptLoader, rewards: RewardManager, policies: Policies, *, step: int
+    ) -> None:
         self._config, self._loader, self._rewards, self._step = config, loader, rewards, step
+        self._policies = policies
         self._rules = config.algorithm.filter_groups
         additional = config.actor_rollout_ref.rollout.scheduler.additional_prompts
         self._waits = not additional.enable or additional.aborted == "wait"
@@ -152,7 +156,8 @@ class Choosing:
         """It has a signal, and members enough."""
         episodes = [[member.episode for member in group.sampled]]
         rollouts = assemble_rollouts([group.prompt], episodes)
-        scores = of_rows(self._scores_of(group.prompt.group), episode_of_rows(episodes))
+        judged, _ = self._policies.apply(episodes[0], self._scores_of(group.prompt.group), keep=False)
+        scores = of_rows(judged, episode_of_rows(episodes))
         limit, least = self._config.data.max_response_length, self._config.algorithm.min_group_size
         signal_B = has_signal_B(self._rules, self._config.reward_model, rollouts, scores, limit)
         enough_B = signal_B if least is None else signal_B & large_enough_B(rollouts, scores, least)

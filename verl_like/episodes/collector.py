@@ -25,10 +25,11 @@ from verl_like.batch import Episodes, Prompt, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.loader import PromptLoader
-from verl_like.episodes.answering import Answering, Collection, Group, all_graded
+from verl_like.episodes.answering import Answering, Collection, Group, Member, all_graded
 from verl_like.episodes.baseline import with_baseline
 from verl_like.episodes.choosing import Choosing
 from verl_like.episodes.loop import EpisodeLoop
+from verl_like.episodes.outcomes import outcome_metrics, trained_too
 from verl_like.episodes.pending import PendingBatch, of_rows
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.episodes.tally import Ledger, conversation_metrics, filter_metrics
@@ -80,6 +81,7 @@ class Collector:
         rollouts, pending = self._batch(groups, step)
         self._require_version(rollouts)
         self._metrics |= conversation_metrics([member.episode for group in groups for member in group.sampled])
+        self._metrics |= self.how.tool_usage()
         if self.how.greedy_too:
             self._add_baseline(groups, rollouts, pending, step)
         if self._masks:
@@ -90,7 +92,9 @@ class Collector:
 
     def answer(self, prompts: Sequence[Prompt], how: Answering, *, step: int) -> tuple[Rollouts, PendingBatch]:
         """Answers to these prompts, and their scores, of which all may fail: one batch of a validation."""
-        return self._batch(self._answer(prompts, how), step, may_all_fail=True)
+        batch = self._batch(self._answer(prompts, how), step, validation=True)
+        how.tool_usage()  # a step's are those of its training
+        return batch
 
     def weights_changed(self, version: int) -> None:
         """The replicas hold these weights from now on."""
@@ -128,7 +132,7 @@ class Collector:
 
     def _choose(self, step: int) -> list[Group]:
         """The groups of dynamic sampling, or of additional prompts."""
-        choosing = Choosing(self.config, self.loader, self.rewards, step=step)
+        choosing = Choosing(self.config, self.loader, self.rewards, self.how.policies, step=step)
         in_waves = not self.rewards.grades_alone or self.how.grade_at_end or self.loader.learns
         if self.config.algorithm.filter_groups.enable and in_waves:
             choosing.collect_in_waves(partial(self._answer, how=self.how))
@@ -151,7 +155,7 @@ class Collector:
 
             async def begun() -> None:
                 if not first.is_set():
-                    for _ in range(2):  # the tasks of the groups, then those of their episodes
+                    for _ in range(3):  # the tasks of the groups, those of their episodes, those that are timed
                         await asyncio.sleep(0)
                     first.set()
 
@@ -162,10 +166,8 @@ class Collector:
 
         return self.replicas.sample(work)
 
-    def _batch(
-        self, groups: Sequence[Group], step: int, *, may_all_fail: bool = False
-    ) -> tuple[Rollouts, PendingBatch]:
-        """The rows of these groups, in this order."""
+    def _batch(self, groups: Sequence[Group], step: int, *, validation: bool = False) -> tuple[Rollouts, PendingBatch]:
+        """The rows of these groups, in this order. In a validation all scores count, and all may be missing."""
         members = [group.sampled for group in groups]
         episodes = [[member.episode for member in each] for each in members]
         rollouts = assemble_rollouts([group.prompt for group in groups], episodes)
@@ -174,9 +176,19 @@ class Collector:
             pending = PendingBatch(Scores.concat(known))
         else:
             graded = all_graded(itertools.chain.from_iterable(members), self.rewards)
-            pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=may_all_fail))
+            pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=validation))
+        if not validation:
+            pending.then(partial(self._by_outcome, list(itertools.chain.from_iterable(members))))
         pending.then(partial(of_rows, episode_of_row=episode_of_rows(episodes)))
         return rollouts, pending
+
+    def _by_outcome(self, members: Sequence[Member], scores: Scores) -> Scores:
+        """After the policy of each episode's outcome. RunStopped where too many were lost."""
+        episodes, retried = [member.episode for member in members], [name for m in members for name in m.retried]
+        scores, outcomes = self.how.policies.apply(episodes, scores)
+        self._metrics |= outcome_metrics(outcomes, retried)
+        self.how.policies.require_few_lost(episodes, outcomes, retried)
+        return scores
 
     def _add_baseline(self, groups: Sequence[Group], rollouts: Rollouts, pending: PendingBatch, step: int) -> None:
         """ReMax: the reward of each prompt's greedy episode."""
@@ -207,13 +219,13 @@ class Collector:
         )
         if not signal_B.any():
             logger.warning("step %d: no group has a signal (algorithm.filter_groups): nothing is learnt from it", step)
-        return scores.replace(trained_B=signal_B)
+        return scores.replace(trained_B=trained_too(scores, signal_B))
 
     def _small_groups_masked(self, rollouts: Rollouts, scores: Scores) -> Scores:
         """Groups that lost too many members stay too, and are counted."""
         enough_B = large_enough_B(rollouts, scores, self.config.algorithm.min_group_size or 1)
         self._metrics["groups/too_small"] = float(len(rollouts.group_B[~enough_B].unique()))
-        return scores.replace(trained_B=enough_B if scores.trained_B is None else scores.trained_B & enough_B)
+        return scores.replace(trained_B=trained_too(scores, enough_B))
 
     def _require_version(self, rollouts: Rollouts) -> None:
         """Tokens of other weights would be trained on as if the newest had sampled them."""

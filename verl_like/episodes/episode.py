@@ -48,10 +48,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFailure:
-    """Why an episode says nothing about the policy: it is left out of training, as one whose grader failed."""
+    """Why an episode says nothing about the policy. outcome: how it counts (`outcomes.py`), timed_out, tool_error,
+    environment_error or aborted; kind: what it was, more exactly."""
 
     kind: str
     message: str
+    outcome: str = "environment_error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +69,12 @@ class Episode:
     failure: EpisodeFailure | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def lost(cls, prompt: Prompt, failure: EpisodeFailure) -> Episode:
+        """One of which nothing is left: a turn without a token."""
+        nothing = Turn(observation_ids=prompt.ids, sampled=Sampled.of([], [], 0), finish_reason="stop")
+        return cls(turns=(nothing,), failure=failure)
 
     def rows(self) -> list[tuple[Turn, ...]]:
         """The turns of each row, in order."""

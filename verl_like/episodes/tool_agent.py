@@ -23,7 +23,7 @@ from verl_like.data.chat import Messages, PromptEncoder
 from verl_like.data.dataset import SINGLE_TURN
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
 from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
-from verl_like.episodes.tools.tool_call import ToolOutcome, state_id
+from verl_like.episodes.tools.tool_call import LOST, ToolOutcome, state_id
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.episodes.transcript import Transcript
 from verl_like.rollout.rollout_engine import Completion, Sampled
@@ -31,7 +31,6 @@ from verl_like.rollout.rollout_engine import Completion, Sampled
 _THINK, _TAIL_TOKENS = "<think>", 8
 _TOOL_REWARD = "tool_reward/"
 _BEGIN = 0  # the state before the first turn, where no environment tells it
-_LOST = ("timeout", "crash", "memory")  # of the tool's process: no fault of the model's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +190,9 @@ class ToolAgent:
         for (number, call), outcome in zip(allowed, outcomes, strict=True):
             progress.counts["calls"] += 1
             progress.counts["failed_calls"] += outcome.kind is not None
-            if outcome.kind in _LOST:
-                return [], _failure(outcome, call.name)
+            if outcome.kind in LOST:
+                where = "environment_error" if call.name in self._toolbox.of_environment else "tool_error"
+                return [], _failure(outcome, call.name, where)
             if outcome.reward is not None:
                 progress.rewards.setdefault(call.name, []).append(outcome.reward)
                 rewards.append(outcome.reward)
@@ -245,10 +245,10 @@ class ToolAgent:
         )
 
 
-def _failure(outcome: ToolOutcome, what: str) -> EpisodeFailure | None:
+def _failure(outcome: ToolOutcome, what: str, where: str = "environment_error") -> EpisodeFailure | None:
     if outcome.kind is None:
         return None
-    return EpisodeFailure(kind=f"tool_{outcome.kind}", message=f"{what}: {outcome.message}")
+    return EpisodeFailure(kind=f"tool_{outcome.kind}", message=f"{what}: {outcome.message}", outcome=where)
 
 
 def _numbered(parsed: Parsed, before: int) -> list[tuple[str, ToolCall]]:

@@ -43,6 +43,10 @@ class RolloutClient(Protocol):
         """What is sampled so far of every pending request, by id."""
         ...
 
+    def serving_s(self) -> float:
+        """[s] How long replicas have served so far: a clock that stands while they sleep or load weights."""
+        ...
+
     def close(self) -> None:
         """Pending requests end with RolloutError."""
         ...

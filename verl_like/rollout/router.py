@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -99,6 +100,7 @@ class Router:
         self._num_alive = 0
         self._held = False  # also those that will be attached
         self._all_held = True
+        self._served_s, self._serving_since = 0.0, math.nan  # before, and as of when (nan: not now)
         for link in links:
             self.attach(link)
 
@@ -109,6 +111,7 @@ class Router:
             self._replicas.append(replica)
             self._num_alive += 1
             self._all_held = self._all_held and self._held
+            self._count_serving()
             link.start(partial(self._on_events, replica))
             self._admit()
 
@@ -157,6 +160,11 @@ class Router:
                 same = {i: s for i, s in progress.items() if i in running and replica.running.get(i) is running[i]}
                 self._saw(replica, same)
             return {name: entry.seen for name, entry in self._entries.items()}
+
+    def serving_s(self) -> float:
+        """See RolloutClient: at least one replica is not held."""
+        with self._lock:
+            return self._served_s + (0.0 if math.isnan(self._serving_since) else time.monotonic() - self._serving_since)
 
     def hold(self, name: str | None = None) -> None:
         """Send this replica nothing new until `release`: call it before a pause. None: all, which begins a round."""
@@ -256,6 +264,14 @@ class Router:
                 del free[replica]
         for replica, requests in orders.items():
             replica.link.send(requests, ())
+
+    def _count_serving(self) -> None:
+        """To be called where replicas may have begun or ended to serve."""
+        since, now = self._serving_since, time.monotonic()
+        if self._all_held and not math.isnan(since):
+            self._served_s, self._serving_since = self._served_s + now - since, math.nan
+        elif not self._all_held and math.isnan(since):
+            self._serving_since = now
 
     def _has_place(self, replica: _Replica) -> bool:
         return replica.alive and not replica.held and len(replica.running) < self._capacity
@@ -357,6 +373,7 @@ class Router:
             for replica in chosen:
                 replica.held = held
             self._all_held = all(replica.held for replica in self._replicas)
+            self._count_serving()
             if name is None:
                 self._held = held
                 if held and self._deterministic:

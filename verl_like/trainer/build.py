@@ -34,6 +34,7 @@ from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.episode import EpisodeRunner, SingleTurn
+from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.tools.toolbox import Toolbox
@@ -97,6 +98,7 @@ class Inputs:
     eos_ids: tuple[int, ...]
     reward_tokenizers: tuple[Any, Any] | None  # of the policy's texts and of the reward model, where these differ
     runner: EpisodeRunner  # how a prompt becomes an episode, in training and in validation
+    tool_usage: Callable[[], dict[str, float]] = dict  # metrics of its tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +343,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         eos_ids=eos_ids,
         reward_tokenizers=reward_tokenizers,
         runner=SingleTurn() if toolbox is None else tool_agent(config, tokenizer, eos_ids, toolbox),
+        tool_usage=dict if toolbox is None else toolbox.take_usage,
     )
 
 
@@ -382,6 +385,8 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
         spread=rollout.scheduler.expand_n,
         greedy_too=config.algorithm.adv_estimator == "remax" and not validation,
         grade_at_end=rollout.scheduler.mode == "batch",
+        policies=Policies.from_config(rollout.outcomes, max_failure_fraction=config.reward_model.max_failure_fraction),
+        tool_usage=inputs.tool_usage,
     )
 
 

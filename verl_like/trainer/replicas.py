@@ -51,7 +51,7 @@ class SamplingClient:
         self._router = router
         self._lock = threading.Lock()
         self._closed = False
-        self.abort, self.snapshot = router.abort, router.snapshot
+        self.abort, self.snapshot, self.serving_s = router.abort, router.snapshot, router.serving_s
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """See RolloutClient."""

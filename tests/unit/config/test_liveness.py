@@ -11,6 +11,7 @@ import pytest
 
 from verl_like.config.aliases import DEPRECATED, Change
 from verl_like.config.availability import NO_EFFECT, NOT_YET, governed_keys
+from verl_like.config.outcomes import GRADED, LOST
 from verl_like.config.readers import PACKAGE, _attribute_types, _Scope, _scopes, readers
 from verl_like.config.schema import Key, get_value, keys
 from verl_like.trainer.compose import _apply, _base, to_config
@@ -37,6 +38,8 @@ SAMPLES: dict[str, Any] = {
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": "left",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "disable",
     "actor_rollout_ref.rollout.multi_turn.malformed_calls": "end",
+    **{f"actor_rollout_ref.rollout.outcomes.{name}": "mask" for name in GRADED},
+    **{f"actor_rollout_ref.rollout.outcomes.{name}": "retry" for name in LOST},
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0",
     "algorithm.rollout_correction.rollout_rs": "token_k1,seq_max_k2",

@@ -45,7 +45,7 @@ class AgentLoopService:
     is_async = True
 
     def __init__(self, spec: AgentLoopSpec) -> None:
-        self._printed = [Limited(sys.stdout), Limited(sys.stderr)]
+        self._printed = [Limited(sys.stdout, 1), Limited(sys.stderr, 2)]
         sys.stdout, sys.stderr = self._printed
         find_stand_ins()
         encoder = pickle.loads(spec.encoder)

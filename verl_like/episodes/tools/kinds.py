@@ -104,6 +104,25 @@ class NativeTool:
                 await _settled(self._tool.release(instance.id, **instance.keywords("release")))
 
 
+class StatelessTool:
+    """An object with verl's `execute` alone, whose class says `stateful = False`: nothing begins, nothing is lost."""
+
+    stateful = False
+
+    def __init__(self, tool: Any) -> None:
+        self._tool = tool
+        self.schemas = [plain_schema(tool.tool_schema)]
+
+    async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
+        return ToolOutcome()
+
+    async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
+        return outcome_of(await _settled(self._tool.execute(session, arguments)))
+
+    async def end(self, session: str) -> ToolOutcome:
+        return ToolOutcome()
+
+
 class FunctionTool:
     """A function without state."""
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.episodes.tools.interactions import Interactions, load_interactions
-from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, ToolSource
+from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, StatelessTool, ToolSource
+from verl_like.episodes.tools.mcp_tools import McpTools
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolSpec
 from verl_like.user_code import load, load_module, resolve_path
 
@@ -21,6 +22,8 @@ _SHIM = str(Path(__file__).parents[2] / "verl_shim")
 _SHIPPED = {
     "calculator": "verl_like.episodes.tools.calculator:Calculator",
     "code_interpreter": "verl_like.episodes.tools.code_interpreter:CodeInterpreter",
+    "http": "verl_like.episodes.tools.http_service:HttpService",
+    "search": "verl_like.episodes.tools.search:Search",
 }
 _TRACEBACK_LINES = 4
 
@@ -36,9 +39,9 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
     find_stand_ins()
     sources: list[ToolSource] = []
     if spec.tool_config_path is not None:
-        tools = native_tools(spec.tool_config_path)
-        with _blamed(f"{KEYS}tool_config_path={spec.tool_config_path}"):
-            sources += map(NativeTool, tools)
+        where = f"{KEYS}tool_config_path={spec.tool_config_path}"
+        entries = _entries(spec.tool_config_path)
+        sources += [_source(entry, f"{where}: tools[{place}]") for place, entry in enumerate(entries)]
     if spec.function_tool_path is not None:
         sources += _function_tools(spec.function_tool_path, f"{KEYS}function_tool_path")
     if spec.environment_path is not None:
@@ -61,7 +64,17 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
 
 
 def native_tools(path: str) -> list[Any]:
-    """The objects of the classes that multi_turn.tool_config_path lists."""
+    """The objects of the classes that multi_turn.tool_config_path lists: agent loops call them themselves."""
+    where = f"{KEYS}tool_config_path={path}"
+    entries = [_read(entry, f"{where}: tools[{place}]") for place, entry in enumerate(_entries(path))]
+    if any(kind == "mcp" for *_, kind in entries):
+        raise ToolError(
+            f"{where}: it lists MCP servers, whose tools agent loops of your own cannot call; leave them out"
+        )
+    return [_object(entry, where) for entry, where, _ in entries]
+
+
+def _entries(path: str) -> list[Any]:
     from omegaconf import OmegaConf  # here: a run without such a file need not wait for it
 
     key = f"{KEYS}tool_config_path"
@@ -70,25 +83,41 @@ def native_tools(path: str) -> list[Any]:
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ToolError(f"{key}={path}: the file must hold a list `tools`, each with class_name, config, tool_schema")
-    return [_native_tool(entry, f"{key}={path}: tools[{place}]") for place, entry in enumerate(entries)]
+    return entries
 
 
-def _native_tool(entry: Any, where: str) -> Any:
+def _read(entry: Any, where: str) -> tuple[dict[str, Any], str, str]:
+    """The entry, where it stands, and its kind: native or mcp."""
     if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
         raise ToolError(f"{where} has no class_name")
-    name = entry["class_name"]
-    settings = entry.get("config") or {}
+    name, settings = entry["class_name"], entry.get("config") or {}
     if not isinstance(settings, dict):
         raise ToolError(f"{where} ({name}): config must be a mapping, not {settings!r:.100}")
-    if settings.get("type", "native") != "native":
-        raise ToolError(f"{where} ({name}): config.type={settings['type']!r} is not supported; write a native tool")
+    kind = settings.get("type", "mcp" if name == "mcp" else "native")
+    if kind not in ("mcp", "native"):
+        raise ToolError(f"{where} ({name}): config.type={kind!r}: must be native or mcp")
+    return entry, where, kind
+
+
+def _source(entry: Any, where: str) -> ToolSource:
+    entry, where, kind = _read(entry, where)
+    if kind == "mcp":
+        with _blamed(f"{where} ({entry['class_name']})"):
+            return McpTools(entry)
+    tool = _object(entry, where)
+    with _blamed(f"{where} ({entry['class_name']})"):
+        return NativeTool(tool) if getattr(tool, "stateful", True) else StatelessTool(tool)
+
+
+def _object(entry: dict[str, Any], where: str) -> Any:
+    name = entry["class_name"]
     reference = _SHIPPED.get(name) or (name if ":" in name else ":".join(name.rsplit(".", 1)))
     make = load(reference, f"{where}.class_name")
     with _blamed(f"{where} ({name})"):
         schema = entry.get("tool_schema")
         if schema is not None:
             schema = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)
-        return make(config=settings, tool_schema=schema)
+        return make(config=entry.get("config") or {}, tool_schema=schema)
 
 
 def _function_tools(path: str, key: str) -> list[ToolSource]:

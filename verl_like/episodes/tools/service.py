@@ -13,7 +13,8 @@ from verl_like.episodes.tools import text
 from verl_like.episodes.tools.interactions import Interactions
 from verl_like.episodes.tools.kinds import Environment, ToolSource
 from verl_like.episodes.tools.loading import load_tools
-from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec
+from verl_like.episodes.tools.output import ProgramOutput
+from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec, ToolUnavailable
 
 PRINTED_CHARS = 20_000  # of what tools print, that goes to the trainer's output, for each call
 _MESSAGE_CHARS, _TRACEBACK_CHARS = 1000, 2000
@@ -29,16 +30,17 @@ class ToolService:
 
     def __init__(self, spec: ToolSpec) -> None:
         self._spec = spec
-        self._printed = [Limited(sys.stdout), Limited(sys.stderr)]
-        sys.stdout, sys.stderr = self._printed
+        programs = [ProgramOutput(1), ProgramOutput(2)]
+        sys.stdout, sys.stderr = printed = [Limited(each.real(), 1 + i) for i, each in enumerate(programs)]
+        self._outputs = [*printed, *programs]
         self._sources = load_tools(spec)
         self._by_name = {schema["function"]["name"]: source for source in self._sources for schema in source.schemas}
         self._begun: dict[str, list[ToolSource]] = {}
 
     async def call(self, payload: ToolRequest) -> ToolOutcome:
         """The outcome of a request. Only what the pool must know is raised: the memory is used up, time is over."""
-        for stream in self._printed:
-            stream.left = PRINTED_CHARS
+        for output in self._outputs:
+            output.left = PRINTED_CHARS
         try:
             match payload.action:
                 case "describe":
@@ -54,13 +56,19 @@ class ToolService:
             return outcome
         except MemoryError:
             raise
+        except ToolUnavailable as error:
+            return ToolOutcome(kind="service", message=self._plain(str(error), _MESSAGE_CHARS))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             return self._failure(payload, error)
 
     def _describe(self) -> list[Any]:
-        """[schema, whether it has state] of each tool; whether episodes have a life beside calls; whether an
-        environment scores them; the names of simulated users."""
-        tools = [(schema, source.stateful) for source in self._sources for schema in source.schemas]
+        """[schema, whether it has state, whether it is an environment's] of each tool; whether episodes have a life
+        beside calls; whether an environment scores them; the names of simulated users."""
+        tools = [
+            (schema, source.stateful, isinstance(source, Environment))
+            for source in self._sources
+            for schema in source.schemas
+        ]
         scored = any(isinstance(source, Environment) and source.gives_reward for source in self._sources)
         users = [name for source in self._interactions() for name in source.names]
         return [tools, any(source.stateful for source in self._sources), scored, users]
@@ -134,8 +142,8 @@ def _told(error: BaseException) -> str:
 class Limited(io.TextIOBase):
     """A stream that lets so many characters through: a tool that prints without end must not fill the run's log."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, number: int) -> None:
+        self._stream, self._number = stream, number
         self.left = PRINTED_CHARS
 
     def write(self, text: str, /) -> int:
@@ -150,7 +158,7 @@ class Limited(io.TextIOBase):
         self._stream.flush()
 
     def fileno(self) -> int:
-        return self._stream.fileno()
+        return self._number  # for a program that is given this stream
 
     def isatty(self) -> bool:
         return False

@@ -14,16 +14,24 @@ _SAID = {
     "crash": "its process failed",
     "memory": "it ran out of memory",
     "exception": "it failed",
+    "service": "its service does not answer",
 }
+LOST = ("timeout", "crash", "memory", "service")  # no fault of the model's: the call has no answer
 
 
 class ToolError(ServiceError):
     """The tools cannot be used at all: missing file or class, failing import, no schema, two tools of one name."""
 
 
+class ToolUnavailable(Exception):
+    """What a tool raises where something that it needs gives no answer (a service, a database), whatever the model
+    asks: the call is lost, kind "service"; any other exception is told to the model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome(Outcome):
-    """What became of a call. `kind` is None when it is good, and may also be "unknown_tool" or "bad_arguments".
+    """What became of a call. `kind` is None when it is good, and may also be "unknown_tool", "bad_arguments" or
+    "service" (ToolUnavailable).
 
     text: what the model is to read, also where the call failed; `message` is for people, and may tell more. state:
     `state_id` of the environment after this, where it tells. done: a simulated user has ended the conversation.

@@ -19,6 +19,7 @@ from verl_like.episodes.tools.interactions import interaction_kwargs
 from verl_like.episodes.tools.schema import bad_arguments, typed
 from verl_like.episodes.tools.text import SIDES
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolOutcome, ToolRequest, ToolSpec
+from verl_like.episodes.tools.usage import ToolUsage
 from verl_like.services.pool import WorkerPool
 
 if TYPE_CHECKING:  # it brings torch
@@ -50,9 +51,11 @@ class Toolbox:
             raise
         tools, self._stateful, self.gives_reward, names = json.loads(described.text)
         self.interactions: list[str] = names
-        self.schemas: list[dict[str, Any]] = [schema for schema, _ in tools]
+        self.schemas: list[dict[str, Any]] = [schema for schema, *_ in tools]
         self._schemas = {schema["function"]["name"]: schema for schema in self.schemas}
-        self._with_state = {schema["function"]["name"] for schema, stateful in tools if stateful}
+        self._with_state = {schema["function"]["name"] for schema, stateful, _ in tools if stateful}
+        self.of_environment = {schema["function"]["name"] for schema, _, environment in tools if environment}
+        self._usage = ToolUsage()
         self._allowed: dict[str, tuple[str, ...]] = {}  # of sessions: the tools that they may call
         self._warned: set[str] = set()
 
@@ -71,11 +74,21 @@ class Toolbox:
             return _answered(ToolOutcome())
         return self._submit(ToolRequest(action="begin", session=session, names=names, row=fields_of(row)))
 
+    def take_usage(self) -> dict[str, float]:
+        """tool/<name>/{calls,errors,timeouts}, /seconds/{mean,max} of the calls that ended since the last time."""
+        return self._usage.take()
+
     def call(self, session: str, name: str, arguments: dict[str, Any] | str) -> Future[ToolOutcome]:
         """Call a tool. arguments: as the model wrote them, a JSON object or its text.
 
         What the model got wrong is answered at once: kind "unknown_tool" or "bad_arguments", with a text that tells it.
         """
+        future = self._call(session, name, arguments)
+        if name in self._schemas:
+            self._usage.watch(name, future)
+        return future
+
+    def _call(self, session: str, name: str, arguments: dict[str, Any] | str) -> Future[ToolOutcome]:
         begun = self._allowed.get(session)
         allowed = tuple(self._schemas) if begun is None else begun
         if name not in allowed:

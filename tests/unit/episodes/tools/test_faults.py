@@ -57,6 +57,10 @@ HARMFUL = """
                 case "none": return None
                 case "text": return Text("own class")
                 case "surrogate": return "a" + chr(0xd800)
+                case "program":
+                    print("before")
+                    subprocess.run("echo small; yes | head -c 30000000; yes | head -c 30000000 >&2", shell=True)
+                    subprocess.run(["sh", "-c", "yes | head -c 30000000"], stdout=sys.stdout)
                 case "child": return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
             return "done"
 
@@ -116,6 +120,15 @@ def test_what_is_raised_or_returned_costs_the_call_alone(tmp_path: Path, capfd: 
         assert act(box, "b", "count")[0] == "exception"
         assert box.end("b").result(20).kind is None
     assert len(capfd.readouterr().out) < 100_000
+
+
+def test_what_programs_of_tools_print_is_cut(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with toolbox(environment_path=harmful(tmp_path)) as box:
+        box.begin("a", row()).result(20)
+        assert act(box, "a", "program") == (None, "done")
+    printed = capfd.readouterr()
+    assert "before\n" in printed.out and "small\n" in printed.out
+    assert len(printed.out) < 50_000 and len(printed.err) < 50_000
 
 
 def test_floods_are_cut_in_the_worker(tmp_path: Path) -> None:

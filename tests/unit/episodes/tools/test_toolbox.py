@@ -271,7 +271,7 @@ UNUSABLE = [
     ({"environment_path": "class E:\n def __init__(self): raise SystemExit(0)"}, "SystemExit"),
     ({"tool_config_path": "tools: []"}, "must hold a list `tools`"),
     ({"tool_config_path": "tools: [{class_name: calculator}, {class_name: calculator}]"}, "rename one"),
-    ({"tool_config_path": "tools: [{class_name: calculator, config: {type: mcp}}]"}, "config.type='mcp'"),
+    ({"tool_config_path": "tools: [{class_name: calculator, config: {type: remote}}]"}, "config.type='remote'"),
     ({"tool_config_path": "tools: [{class_name: calculator, config: 3}]"}, "config must be a mapping"),
     ({"tool_config_path": "tools: [{class_name: no.such.Tool}]"}, "tools[0].class_name"),
     ({"tool_config_path": "tools: [{class_name: Tool}]"}, "tools[0].class_name"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,35 @@ def test_the_tool_for_geometry(tmp_path: Path, unpack: Callable[..., None], vers
         assert called(box, "a", "submit", answer="0.5").text == "Current parsed answer='0.5' reward=1.0"
         assert called(box, "a", "submit", answer="3").reward == -0.05
         assert box.end("a").result(20).reward == 0.0  # of the last answer
+
+
+def test_the_mcp_search_tool(tmp_path: Path, unpack: Callable[..., None]) -> None:
+    pytest.importorskip("mcp")
+    unpack("0.7.0", "tools/mcp_search_tool.py")
+    source = """
+        from mcp.server import MCPServer
+        server = MCPServer("web", log_level="ERROR")
+
+        @server.tool()
+        def find(query: str) -> str:
+            '''Finds.'''
+            return str({"query": query, "results": [{"title": "Oslo", "content": "The capital"}]})
+
+        server.run()
+    """
+    servers = {"web": {"command": sys.executable, "args": [write(tmp_path, "web.py", source)]}}
+    path = write(tmp_path, "servers.json", json.dumps({"mcpServers": servers}))
+    config = f"""
+        tools:
+          - class_name: verl.tools.mcp_search_tool.MCPSearchTool
+            config: {{type: mcp, rate_limit: 120, timeout: 120}}
+            mcp: {{mcp_servers_config_path: {path}, tool_selected_list: [find]}}
+    """
+    with toolbox(tool_config_path=write(tmp_path, "tools.yaml", config)) as box:
+        box.begin("a", row()).result(20)
+        found = called(box, "a", "find", query="Oslo")
+        assert found.text == '[{"title": "Oslo", "content": "The capital"}]'
+        assert found.metrics == {"query_count": 1.0, "total_results": 1.0}
 
 
 @pytest.mark.slow  # a worker imports transformers

@@ -1,0 +1,50 @@
+"""Checks of `rollout.outcomes.*` against the rest of the configuration."""
+
+from verl_like.config.doctor_rewards import scored_together
+from verl_like.config.idle import Idle
+from verl_like.config.outcomes import OutcomesConfig
+from verl_like.config.ppo import PPOConfig
+
+_KEY = "actor_rollout_ref.rollout.outcomes"
+
+
+def impossible_outcomes(config: PPOConfig) -> list[str]:
+    """Combinations that cannot work: keys, values, fix."""
+    together = scored_together(config)
+    if not together or config.actor_rollout_ref.rollout.outcomes.grader_error != "retry":
+        return []
+    return [
+        f"{_KEY}.grader_error=retry with {together}: scores are there when all episodes have ended, too late to sample "
+        f"one again; set {_KEY}.grader_error=drop, or change that"
+    ]
+
+
+def _retries(outcomes: OutcomesConfig) -> bool:
+    return "retry" in (
+        *(outcomes.timed_out, outcomes.tool_error, outcomes.environment_error),
+        *(outcomes.grader_error, outcomes.aborted),
+    )
+
+
+def _has_tools(config: PPOConfig) -> bool:
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.multi_turn.enable or rollout.agent.agent_loop_config_path is not None
+
+
+OUTCOME_IDLE: tuple[Idle, ...] = (
+    Idle(
+        (f"{_KEY}.max_retries",),
+        lambda c: not _retries(c.actor_rollout_ref.rollout.outcomes),
+        f"no outcome in {_KEY} is sampled again (retry)",
+    ),
+    Idle(
+        (f"{_KEY}.timed_out",),
+        lambda c: c.actor_rollout_ref.rollout.outcomes.episode_timeout is None,
+        f"{_KEY}.episode_timeout is null",
+    ),
+    Idle(
+        (f"{_KEY}.tool_error", f"{_KEY}.environment_error"),
+        lambda c: not _has_tools(c),
+        "actor_rollout_ref.rollout.multi_turn.enable is false",
+    ),
+)
