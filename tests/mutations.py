@@ -256,7 +256,51 @@ DATA_AND_REWARDS = [
         "config/test_batch_plan.py",
     ),
 ]
-MUTATIONS = [*ALGORITHMS, *MODELS, *ENGINE_AND_ROLLOUT, *DATA_AND_REWARDS]
+EPISODES = [
+    Mutation(
+        "episodes: tool text costs no budget",
+        "episodes/tool_agent.py",
+        "progress.used += 0 if new_row else len(observation_ids)",
+        "progress.used += 0",
+        "episodes/test_tool_agent.py",
+    ),
+    Mutation(
+        "episodes: tool text is trained on",
+        "episodes/rows.py",
+        "return np.zeros(len(turn.observation_ids), dtype=np.float32)",
+        "return np.ones(len(turn.observation_ids), dtype=np.float32)",
+        "episodes/test_rows.py",
+    ),
+    Mutation(
+        "episodes: the last reward of a turn alone",
+        "episodes/rows.py",
+        "rewards[last] += turn.reward",
+        "rewards[last] = turn.reward",
+        "episodes/test_rows.py",
+    ),
+    Mutation(
+        "episodes: rows of other prefixes share a prompt",
+        "models/shared_prompts.py",
+        "differs = common != prompt[: len(common)]",
+        "differs = common[:1] != prompt[:1]",
+        "engine/test_episode_rows.py models/test_packing.py",
+    ),
+    Mutation(
+        "episodes: a new row is a part of the old one",
+        "episodes/episode.py",
+        "starts = [0, *(place for place, turn in enumerate(self.turns) if turn.new_row and place)]",
+        "starts = [0]",
+        "episodes/test_rows.py",
+    ),
+    Mutation(
+        "episodes: tokens that were not sampled are trained on",
+        "episodes/agent_loops/turns.py",
+        "if start <= begin < len(ids_T) and np.array_equal(ids_T[:begin], context_ids):",
+        "if start <= begin < len(ids_T):",
+        "episodes/agent_loops",
+    ),
+]
+MUTATIONS = [*ALGORITHMS, *MODELS, *ENGINE_AND_ROLLOUT, *DATA_AND_REWARDS, *EPISODES]
 
 
 def survives(mutation: Mutation, copy: Path) -> bool:
