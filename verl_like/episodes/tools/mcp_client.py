@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 from verl_like.episodes.tools.tool_call import ToolUnavailable
+from verl_like.services import leashed
 
+_LEASHED = str(Path(leashed.__file__).resolve())
 _CLOSED = -32000  # the SDK's code for a connection that has ended
 _MAX_STARTS = 3  # without a good call between them
 _SAID_BYTES = 2000
@@ -189,9 +193,9 @@ class McpServer:
             from mcp.client.stdio import stdio_client
 
             folder = {name: os.environ[name] for name in ("TMPDIR",) if name in os.environ}  # deleted with the worker
-            parameters = StdioServerParameters(
-                command=settings.command or "",
-                args=list(settings.args),
+            parameters = StdioServerParameters(  # the SDK gives it a session of its own: a killed worker would leave it
+                command=sys.executable,
+                args=["-I", _LEASHED, settings.command or "", *settings.args],
                 env={**folder, **settings.env},
                 cwd=settings.cwd,
             )
