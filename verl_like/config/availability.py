@@ -67,11 +67,6 @@ NOT_YET: list[NotYet] = [
     NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),
     *_off(f"{_ROLLOUT}.use_fire_sampling"),
     *_off(
-        f"{_ROLLOUT}.multi_turn.completion_callback",
-        instead="leave it out: it tokenises again what the model wrote. An agent loop (rollout.agent."
-        "agent_loop_config_path) or an interaction (rollout.multi_turn.interaction_config_path) does what it did",
-    ),
-    *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
         f"{_ROLLOUT}.agent.custom_async_server.name",
         instead="leave it out: a server of your own could not be given weights that are proved to be the trainer's; "

@@ -22,7 +22,7 @@ from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle, other_estimator
 from verl_like.config.micro_batches import cuts
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.rollout import distortions
+from verl_like.config.rollout import distortions, runs_agent_loops
 from verl_like.config.schema import keys
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -149,7 +149,7 @@ def _tools(config: PPOConfig) -> list[str]:
 
 
 def _agent_loops(config: PPOConfig) -> bool:
-    return config.actor_rollout_ref.rollout.agent.agent_loop_config_path is not None
+    return runs_agent_loops(config.actor_rollout_ref.rollout)
 
 
 def _run(config: PPOConfig) -> list[str]:

@@ -4,6 +4,7 @@ from verl_like.config.doctor_rewards import scored_together
 from verl_like.config.idle import Idle
 from verl_like.config.outcomes import OutcomesConfig
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.rollout import runs_agent_loops
 
 _KEY = "actor_rollout_ref.rollout.outcomes"
 
@@ -28,7 +29,7 @@ def _retries(outcomes: OutcomesConfig) -> bool:
 
 def _has_tools(config: PPOConfig) -> bool:
     rollout = config.actor_rollout_ref.rollout
-    return rollout.multi_turn.enable or rollout.agent.agent_loop_config_path is not None
+    return rollout.multi_turn.enable or runs_agent_loops(rollout)
 
 
 OUTCOME_IDLE: tuple[Idle, ...] = (

@@ -5,6 +5,7 @@ import math
 from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
 from verl_like.config.idle import Idle, other_estimator
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.rollout import runs_agent_loops
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -150,7 +151,7 @@ def _estimators(config: PPOConfig) -> list[str]:
     algorithm, problems = config.algorithm, []
     estimator, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     rollout = config.actor_rollout_ref.rollout
-    has_turns = rollout.multi_turn.enable or rollout.agent.agent_loop_config_path is not None
+    has_turns = rollout.multi_turn.enable or runs_agent_loops(rollout)
     if estimator in STEP_ESTIMATORS and not has_turns:
         problems.append(
             f"algorithm.adv_estimator={estimator} needs the turns of multi-turn rollout, but {_ROLLOUT}.multi_turn."

@@ -102,7 +102,8 @@ class MultiTurnConfig(ConfigNode):
     """YAML file that lists simulated users: verl's BaseInteraction classes. Rows choose one of them in
     extra_info.interaction_kwargs."""
     completion_callback: str | None = None
-    """Import path of a function called after each turn."""
+    """package.module.Class or file.py:Class of verl 0.5's CompletionCallback: called after each answer of all rows
+    without an agent_name, it appends to the conversation and submits it again. Runs as an agent loop."""
     use_inference_chat_template: bool = False
     """Where the chat template rewrites what came before (strips earlier thinking, say), send the model what it writes:
     the episode goes on in a new row. False: history stays as the model wrote it."""
@@ -309,6 +310,11 @@ class RolloutConfig(ConfigNode):
         require(all(self.stop), "stop", self.stop, "an empty text would end every response; leave it out")
         require(all(self.bad_words), "bad_words", self.bad_words, "an empty text rules out everything; leave it out")
         require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids are 0 or more")
+
+
+def runs_agent_loops(rollout: RolloutConfig) -> bool:
+    """Whether some rows may be coroutines of the user's."""
+    return rollout.agent.agent_loop_config_path is not None or rollout.multi_turn.completion_callback is not None
 
 
 def distortions(rollout: RolloutConfig) -> list[str]:

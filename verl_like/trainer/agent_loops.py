@@ -10,7 +10,8 @@ from contextlib import ExitStack, closing
 from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import SINGLE_TURN, Dataset
-from verl_like.episodes.agent_loops.loading import read_loops
+from verl_like.episodes.agent_loops.callback_loop import NAME
+from verl_like.episodes.agent_loops.loading import all_loops
 from verl_like.episodes.agent_loops.messages import AgentLoopSpec
 from verl_like.episodes.agent_loops.runner import AgentLoops
 from verl_like.episodes.episode import EpisodeRunner
@@ -23,8 +24,8 @@ BUILT_IN = (SINGLE_TURN, TOOL_AGENT)
 
 def loop_names(rollout: RolloutConfig) -> list[str]:
     """The loops that the run's file lists; none without one. ValueError for a bad file, and an unknown default."""
-    path, default = rollout.agent.agent_loop_config_path, rollout.agent.default_agent_loop
-    names = list(read_loops(path)) if path else []
+    default = rollout.agent.default_agent_loop
+    names = list(all_loops(rollout.agent.agent_loop_config_path, rollout.multi_turn.completion_callback))
     _require_known([default], names, "actor_rollout_ref.rollout.agent.default_agent_loop")
     return names
 
@@ -60,10 +61,12 @@ def with_agent_loops(
     """`others`, with the loops of the run's file before it until `stack` is closed. AgentLoopError for bad ones."""
     rollout, names = config.actor_rollout_ref.rollout, loop_names(config.actor_rollout_ref.rollout)
     path, turns = rollout.agent.agent_loop_config_path, rollout.multi_turn
-    if path is None:
+    callback, default = turns.completion_callback, rollout.agent.default_agent_loop
+    if path is None and callback is None:
         return others
     spec = AgentLoopSpec(
-        config_path=resolve_path(path, "actor_rollout_ref.rollout.agent.agent_loop_config_path"),
+        config_path=path and resolve_path(path, "actor_rollout_ref.rollout.agent.agent_loop_config_path"),
+        callback=callback,
         encoder=pickle.dumps(encoder),
         settings=to_dict(config),
         model_type=model_type,
@@ -74,7 +77,7 @@ def with_agent_loops(
         spec,
         num_workers=rollout.agent.num_workers,
         names=names,
-        default=rollout.agent.default_agent_loop,
+        default=NAME if callback is not None and default in BUILT_IN else default,  # of all rows, as in verl
         others=others,
         prompt=config.data.max_prompt_length,
         response=config.data.max_response_length,

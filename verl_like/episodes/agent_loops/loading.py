@@ -9,6 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_like.episodes.agent_loops.callback_loop import KEY as CALLBACK_KEY
+from verl_like.episodes.agent_loops.callback_loop import NAME, CompletionCallbackLoop
 from verl_like.episodes.agent_loops.messages import KEY, AgentLoopError
 from verl_like.user_code import load, resolve_path
 
@@ -28,6 +30,15 @@ class LoopEntry:
         if not inspect.iscoroutinefunction(inspect.unwrap(getattr(found, "run", found))):
             raise AgentLoopError(f"{self.where}: {self.target} has no `async def run`: derive it from AgentLoopBase")
         return found
+
+
+def all_loops(path: str | None, callback: str | None) -> dict[str, LoopEntry]:
+    """Those of the file, and the completion callback."""
+    loops = read_loops(path) if path else {}
+    if callback is not None:
+        target = f"{CompletionCallbackLoop.__module__}:{CompletionCallbackLoop.__name__}"
+        loops[NAME] = LoopEntry(target, {"callback": callback}, CALLBACK_KEY)
+    return loops
 
 
 def read_loops(path: str) -> dict[str, LoopEntry]:

@@ -77,6 +77,7 @@ class AgentRequest:
 class AgentLoopSpec(ServiceSpec):
     """The loops of one run. `timeout`: of a loop's own code between two requests to the policy.
 
+    config_path: the file that lists them. callback: verl's completion callback, one more; at least one of both.
     encoder: the pickled PromptEncoder of the run. settings: the whole configuration, as plain values.
     """
 
@@ -85,7 +86,8 @@ class AgentLoopSpec(ServiceSpec):
     noun: str = "agent loop"
     section: str = "actor_rollout_ref.rollout.multi_turn.tool_"  # tool_timeout, tool_memory_limit_mb
 
-    config_path: str
+    config_path: str | None = None
+    callback: str | None = None
     encoder: bytes
     settings: dict[str, Any]
     model_type: str | None = None
@@ -96,7 +98,7 @@ class AgentLoopSpec(ServiceSpec):
 
     @property
     def source(self) -> str:
-        return f"{KEY}={self.config_path}"
+        return f"{KEY}={self.config_path}" if self.config_path else f"completion_callback={self.callback}"
 
     def make(self) -> Service:
         return load(self.factory, "factory")(self)

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from verl_like.episodes.agent_loops.loading import accepted, read_loops
+from verl_like.episodes.agent_loops.callback_loop import load_callback
+from verl_like.episodes.agent_loops.loading import accepted, all_loops
 from verl_like.episodes.agent_loops.messages import AgentLoopError, AgentLoopSpec, AgentReply, AgentRequest, LoopRow
 from verl_like.episodes.agent_loops.policy import Policy
 from verl_like.episodes.tools.loading import find_stand_ins
@@ -55,8 +56,10 @@ class AgentLoopService:
         self._tokenizer.apply_chat_template = partial(self._tokenizer.apply_chat_template, return_dict=False)
         self._config: Any = OmegaConf.merge(_NEWER, spec.settings)
         self._model_type = spec.model_type
-        self._loops = read_loops(spec.config_path)
+        self._loops = all_loops(spec.config_path, spec.callback)
         self._classes = {name: entry.load() for name, entry in self._loops.items()}
+        if spec.callback is not None:
+            load_callback(spec.callback)  # a missing one is told now
         self._tools = self._load_tools()
         self._sessions: dict[str, _Session] = {}
 
