@@ -67,16 +67,17 @@ def _blocks(values: Tensor) -> Iterable[slice]:
 
 def token_spread(values_BR: Tensor, mask_BR: Tensor) -> tuple[float, float, float]:
     """Mean, largest and smallest of the true entries; the mean in float64. ValueError where there is none."""
-    total, count, most, least = 0.0, 0, float("-inf"), float("inf")
+    total, count = 0.0, 0
+    most, least = (values_BR.new_full((), float(limit)) for limit in ("-inf", "inf"))
     for rows in row_blocks(values_BR.shape):
         values = values_BR[rows][mask_BR[rows]]
         if len(values):
             total += values.sum(dtype=torch.float64).item()
             count += len(values)
-            most, least = max(most, values.max().item()), min(least, values.min().item())
+            most, least = torch.maximum(most, values.max()), torch.minimum(least, values.min())  # a NaN stays
     if not count:
         raise ValueError("there is no token to take a mean of")
-    return total / count, most, least
+    return total / count, most.item(), least.item()
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl_like.config.errors import ConfigError
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="what generates (hf)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: always the most likely token (0.7)")
     parser.add_argument("--top-p", type=float, default=1.0, help="share of the probability that is sampled from (1.0)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer (512)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer, at most (512)")
     parser.add_argument("--seed", type=int, default=1, help="of the sampling (1)")
     parser.add_argument("--chat-template", metavar="NAME|FILE", help="data.chat_template: a name or a Jinja file")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's own folder")
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     from verl_like.trainer.serving import model_of
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
-    with model_of(arguments.model) as model, _loaded(arguments, model) as (engine, encoder, hf_config):
+    with model_of(arguments.model) as model, _loaded(arguments, model) as (engine, encoder, hf_config, longest):
         sampling = SamplingParams(
             max_tokens=arguments.max_tokens,
             temperature=arguments.temperature,
@@ -56,11 +57,11 @@ def run(arguments: argparse.Namespace) -> None:
             stop_token_ids=end_token_ids(encoder.tokenizer, hf_config),
             do_sample=arguments.temperature > 0,
         )
-        _talk(engine, encoder, sampling, arguments)
+        _talk(engine, encoder, sampling, arguments, longest)
 
 
 @contextmanager
-def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[RolloutEngine, PromptEncoder, Any]]:
+def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[RolloutEngine, PromptEncoder, Any, int]]:
     from verl_like.data.dataset import make_encoder
     from verl_like.models.loading import load_hf_config, load_tokenizer
     from verl_like.trainer.build import input_errors, resolve_world
@@ -82,11 +83,9 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[Rollout
         hf_config = load_hf_config(settings, "MODEL")
         encoder = make_encoder(data, tokenizer)
         device, _ = resolve_world(config)
-        length = hf_config.get_text_config().max_position_embeddings
-    with served(
-        config, hf_config, tokenizer_size=len(tokenizer), max_model_len=min(length, _longest(config)), device=device
-    ) as replica:
-        yield replica.engine, encoder, hf_config
+        longest = min(hf_config.get_text_config().max_position_embeddings, _longest(config))
+    with served(config, hf_config, tokenizer_size=len(tokenizer), max_model_len=longest, device=device) as replica:
+        yield replica.engine, encoder, hf_config, longest
 
 
 def _longest(config: PPOConfig) -> int:
@@ -94,7 +93,10 @@ def _longest(config: PPOConfig) -> int:
     return max(8192, 2 * (config.data.max_prompt_length + config.data.max_response_length))
 
 
-def _talk(engine: RolloutEngine, encoder: PromptEncoder, sampling: SamplingParams, arguments: Any) -> None:
+def _talk(
+    engine: RolloutEngine, encoder: PromptEncoder, sampling: SamplingParams, arguments: Any, longest: int
+) -> None:
+    """longest: tokens of a conversation with its answer, which may be shorter than asked for."""
     from verl_like.rollout.requests import request_seed
     from verl_like.rollout.rollout_engine import GenerationRequest
 
@@ -114,6 +116,11 @@ def _talk(engine: RolloutEngine, encoder: PromptEncoder, sampling: SamplingParam
         messages.append({"role": "user", "content": text})
         try:
             (ids,) = encoder.encode([(messages, None)])
+            if (room := longest - len(ids)) < 1:
+                raise ValueError(
+                    f"the conversation has {len(ids)} tokens, and the model takes {longest}: /new begins another"
+                )
+            sampling = replace(sampling, max_tokens=min(arguments.max_tokens, room))
             request = GenerationRequest(
                 request_id=str(turn), prompt_ids=ids, sampling=sampling, seed=request_seed(arguments.seed, "chat", turn)
             )

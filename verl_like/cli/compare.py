@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
+
+from verl_like.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,14 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the file and print its path; exit status 2 where there are not two or three runs."""
+    """Write the file and print its path; ConfigError, hence exit status 1, where there are not two or three runs."""
     from verl_like.observe.report.page import write_comparison
 
     if not 2 <= len(arguments.run_folders) <= 3:
-        print(f"error: {len(arguments.run_folders)} runs were named; two or three can be compared", file=sys.stderr)
-        sys.exit(2)
+        raise ConfigError([f"{len(arguments.run_folders)} runs were named; two or three can be compared"])
     try:
         print(write_comparison(arguments.run_folders, arguments.out))
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (OSError, ValueError) as error:
+        raise ConfigError([str(error)]) from error

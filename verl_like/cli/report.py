@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
+
+from verl_like.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,11 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the file and print its path; exit status 2 where there is no run."""
+    """Write the file and print its path; ConfigError, hence exit status 1, where there is no run."""
     from verl_like.observe.report.page import write_report
 
     try:
         print(write_report(arguments.run_folder, arguments.out))
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (OSError, ValueError) as error:
+        raise ConfigError([str(error)]) from error

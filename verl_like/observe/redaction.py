@@ -8,6 +8,7 @@ from collections.abc import Sequence
 HIDDEN = "(hidden)"
 _SECRET = re.compile(r"(?i)(^|[._-])(api[_-]?key|\w*token|\w*secret\w*|passw(or)?d|credentials?|access[_-]?key)$")
 _IN_URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_INSIDE = re.compile(r"([A-Za-z_][\w.-]*)(['\"]?\s*[:=]\s*['\"]?)([^\s,{}'\"]+)")  # of a mapping on a command line
 _VALUE = re.compile(r"(?i)\b(sk|hf|ghp|glpat|xox[bp])[-_][A-Za-z0-9_-]{16,}")
 
 
@@ -31,5 +32,6 @@ def is_secret(name: str) -> bool:
 
 
 def redacted_text(text: str) -> str:
-    """A text without passwords in addresses and without words that look like access tokens."""
-    return _VALUE.sub(HIDDEN, _IN_URL.sub(HIDDEN, text))
+    """A text without passwords in addresses, values behind names of secrets, and what looks like an access token."""
+    named = _INSIDE.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN if is_secret(m[1]) else m[3]}", text)
+    return _VALUE.sub(HIDDEN, _IN_URL.sub(HIDDEN, named))

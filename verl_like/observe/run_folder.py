@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,13 +38,13 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved configuration, nested; {} where the file is missing."""
         path = self.path / CONFIG
-        return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
+        return _mapping(path, yaml.safe_load) if path.exists() else {}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Command line, versions, host and devices of the run's latest start; {} where the file is missing."""
         path = self.path / ENVIRONMENT
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return _mapping(path, json.loads) if path.exists() else {}
 
     @cached_property
     def steps(self) -> dict[int, dict[str, float]]:
@@ -97,6 +97,17 @@ def records(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in text.split("\n") if line]
+
+
+def _mapping(path: Path, read: Callable[[str], Any]) -> dict[str, Any]:
+    """What a file of the run's holds. ValueError, naming it, where that is damaged."""
+    try:
+        found = read(path.read_text(encoding="utf-8")) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no mapping")
+    return found
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

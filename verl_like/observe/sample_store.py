@@ -18,17 +18,19 @@ class SampleStore:
     """Writes records of a step, and thins older steps out where the folder grows over its limit."""
 
     def __init__(self, folder: Path, max_mb: float, resumed_at: int | None) -> None:
-        """resumed_at: the last step of the run that goes on, whose later files go; None: a new run, for which an older
-        run's samples are set aside under the first free number."""
+        """resumed_at: the last step of the run that goes on; samples of later steps are set aside under the first free
+        number. None: a new run; all are."""
         self.folder, self.max_bytes = folder, max_mb * 1e6
-        if resumed_at is None and folder.exists():
+        files = sorted(folder.glob("*/*.jsonl"))
+        later = [path for path in files if resumed_at is None or step_of(path) > resumed_at]
+        if later:
             names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
             aside = next(name for name in names if not name.exists())
-            folder.rename(aside)
-            logger.info("%s of an earlier run is now %s", folder, aside.name)
-        for path in folder.glob("*/*.jsonl"):
-            if resumed_at is not None and step_of(path) > resumed_at:
-                path.unlink()
+            for path in later:
+                target = aside / path.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target)
+            logger.info("%d files of samples that were in %s are now in %s", len(later), folder, aside.name)
 
     def write(self, part: str, step: int, samples: Sequence[Sample]) -> None:
         """Keep the records of a step. part: train or validation."""

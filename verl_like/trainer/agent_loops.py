@@ -34,12 +34,13 @@ def check_agents(datasets: Iterable[Dataset | None], rollout: RolloutConfig) -> 
     """ValueError for a row whose agent_name is no loop's, or tool_agent where conversations are off."""
     names, conversations = loop_names(rollout), rollout.multi_turn.enable
     for dataset in filter(None, datasets):
-        used = dataset.agents()
-        _require_known(used, names, "a row's agent_name")
+        agents = dataset.agents()
+        _require_known(agents, names, "a row's agent_name")
+        used = {name or rollout.agent.default_agent_loop for name in agents}
         if TOOL_AGENT in used and not conversations and TOOL_AGENT not in names:
             raise ValueError(
-                f"rows with agent_name={TOOL_AGENT} are conversations with tools, but actor_rollout_ref.rollout."
-                "multi_turn.enable=False: set it to true and name the tools, or leave agent_name out of the rows"
+                f"rows with agent_name (or agent.default_agent_loop) {TOOL_AGENT} are conversations with tools, but "
+                "actor_rollout_ref.rollout.multi_turn.enable=False: set it to true, or choose another"
             )
 
 

@@ -149,19 +149,22 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
             "the environment of actor_rollout_ref.rollout.multi_turn.environment_path scores episodes, but beside the "
             "reward model that counts nothing: set reward_model.rule_weight, or reward_model.enable=false"
         )
-    encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
-    runner = with_agent_loops(config, inputs.runner, encoder, kind, stack)
-    inputs = dataclasses.replace(inputs, runner=runner)
     return Prepared(
         device=device,
         ranks_per_node=ranks_per_node,
-        inputs=inputs,
+        inputs=with_own_loops(config, inputs, stack),
         plan=plan,
         loader=loader,
         costs=costs,
         spec=spec,
         rewards=rewards,
     )
+
+
+def with_own_loops(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> Inputs:
+    """The inputs with the agent loops of the run, until `stack` is closed."""
+    encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
+    return dataclasses.replace(inputs, runner=with_agent_loops(config, inputs.runner, encoder, kind, stack))
 
 
 @contextmanager
@@ -403,7 +406,7 @@ def tool_agent(config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], tool
         calls=turns.max_parallel_calls,
     )
     encoder = make_encoder(data, tokenizer)
-    require_tool_messages(encoder, toolbox.schemas, eos_ids)
+    require_tool_messages(encoder, toolbox.schemas, eos_ids, users=bool(toolbox.interactions))
     return ToolAgent(
         encoder,
         toolbox,

@@ -27,6 +27,7 @@ from verl_like.trainer.build import (
     max_model_len,
     resolve_world,
     validation_batches,
+    with_own_loops,
 )
 from verl_like.trainer.own_code import check_own_code
 from verl_like.trainer.serving import served
@@ -76,6 +77,7 @@ def evaluate(config: PPOConfig) -> Evaluation:
             )
             if toolbox is None or not toolbox.gives_reward:
                 check_rewards(config, inputs, rewards)
+            inputs = with_own_loops(config, inputs, stack)
             length = max_model_len(config, inputs.hf_config)
         assert inputs.val is not None
         replica = stack.enter_context(

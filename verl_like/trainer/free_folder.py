@@ -20,7 +20,8 @@ def with_free_folder(config: PPOConfig) -> PPOConfig:
     a job that is started again and again finds its own. A folder in which nothing was trained yet is taken as it is.
     """
     mode, root = str(config.trainer.resume_mode), Path(config.trainer.default_local_dir).expanduser()
-    if mode == "resume_path" or not _holds_run(root) or (mode == "auto" and _holds_checkpoint(root)):
+    own = Path(config.trainer.resume_from_path or root).expanduser().resolve().is_relative_to(root.resolve())
+    if (mode == "resume_path" and own) or not _holds_run(root) or (mode == "auto" and _holds_checkpoint(root)):
         return config
     beside = (root.with_name(f"{root.name}-{number}") for number in itertools.count(2))
     folder = next(path for path in beside if not _holds_run(path) or (mode == "auto" and _holds_checkpoint(path)))
@@ -43,7 +44,8 @@ def _say(root: Path, folder: Path, mode: str) -> None:
     if _holds_run(folder):
         logger.warning("%s holds another run's files and no checkpoint: this run resumes in %s", root, folder)
         return
-    why = "no checkpoint of it to resume from" if mode == "auto" else "trainer.resume_mode=disable"
+    reasons = {"auto": "no checkpoint of it to resume from", "resume_path": "this run resumes from another folder"}
+    why = reasons.get(mode, f"trainer.resume_mode={mode}")
     logger.warning("%s holds another run's files (%s): this run's go to %s", root, why, folder)
 
 

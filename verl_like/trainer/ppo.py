@@ -49,6 +49,7 @@ class PPOTrainer:
     checkpoints: Checkpoints
     report: Reporter
     stop: StopFlag
+    on_start: Callable[[], None] = lambda: None  # the checkpoint is read, and the first weights are proved
     on_scores: Callable[[Rollouts, Scores], None] = lambda rollouts, scores: None  # a curriculum learns from them
     clock: StepClock = field(default_factory=StepClock)  # of the step that runs; replaced at each step
     unreported: Callable[[], None] | None = field(default=None, init=False)  # of a finished step, with its metrics
@@ -58,6 +59,7 @@ class PPOTrainer:
         self.checkpoints.restore(self)
         with start_phase("first weight sync and its proof"):
             self.sync_weights()
+        self.on_start()
         self.validate_before_training()
         with self.checkpoints.saved_on_error(self):
             while not self.done():

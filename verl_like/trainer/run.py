@@ -59,8 +59,8 @@ def run(config: PPOConfig) -> None:
             logger.info("this run's files go to %s", folder)
             groups = partial(worker_groups, run_id=run_id)
             trainer = stack.enter_context(build_trainer(config, groups, lock.confirm))
-            save_resolved(config, folder / CONFIG)  # not before: a start that failed describes no run
-            write_environment(folder, device=device, processes=config.trainer.nnodes * ranks_per_node)
+            processes = config.trainer.nnodes * ranks_per_node
+            trainer.on_start = partial(_describe, config, folder, device=device, processes=processes)
             trainer.fit()
         if not config.trainer.val_only:
             steps = {"step": trainer.state.step, "total_steps": trainer.total_steps}
@@ -68,6 +68,14 @@ def run(config: PPOConfig) -> None:
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
         sys.exit(f"error: {error}")
+
+
+def _describe(config: PPOConfig, folder: Path, *, device: str, processes: int) -> None:
+    """config.yaml and environment.json: not before all that can be refused was looked at, as a start that failed
+    describes no run, and not in place of a training run's where this one only validates."""
+    if not (config.trainer.val_only and (folder / CONFIG).exists()):
+        save_resolved(config, folder / CONFIG)
+    write_environment(folder, device=device, processes=processes)
 
 
 @contextmanager

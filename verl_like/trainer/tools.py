@@ -45,25 +45,30 @@ def _reference(value: str | None, name: str) -> str | None:
     return f"{_path(path, name)}{colon}{member}" if path else value
 
 
-def require_tool_messages(encoder: PromptEncoder, schemas: list[dict[str, Any]], eos_ids: Sequence[int]) -> None:
-    """ValueError where the chat template has no place for what tools say, or without tools, simulated users."""
-    messages = [{"role": "user", "content": "x"}]
+def require_tool_messages(
+    encoder: PromptEncoder, schemas: list[dict[str, Any]], eos_ids: Sequence[int], *, users: bool = False
+) -> None:
+    """ValueError where the chat template has no place for what tools say, or (users) simulated users."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
     (ids,) = encoder.encode([(messages, schemas or None)])
     transcript = Transcript(encoder, ids, messages, schemas or None, follow_template=False)
-    answer: dict[str, Any] = {"role": "assistant", "content": "x"}
-    reply = messages[0]
+    plain: dict[str, Any] = {"role": "assistant", "content": "x"}
+    exchanges: list[tuple[dict[str, Any], dict[str, Any]]] = []
     if schemas:
         call = {"name": schemas[0]["function"]["name"], "arguments": {}}
-        answer["tool_calls"] = [{"id": "call00000", "type": "function", "function": call}]
-        reply = {"role": "tool", "tool_call_id": "call00000", "name": call["name"], "content": "x"}
-    transcript.wrote([*encoder.encode_text("x"), eos_ids[0]], answer)
-    try:
-        transcript.observe([reply])
-    except ValueError as error:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.multi_turn.enable=True: {error}. Set data.chat_template to one that has "
-            f"{reply['role']} messages after an answer"
-        ) from error
+        said = {"role": "tool", "tool_call_id": "call00000", "name": call["name"], "content": "x"}
+        exchanges.append(({**plain, "tool_calls": [{"id": "call00000", "type": "function", "function": call}]}, said))
+    if users or not schemas:
+        exchanges.append((plain, messages[0]))
+    for answer, reply in exchanges:
+        transcript.wrote([*encoder.encode_text("x"), eos_ids[0]], answer)
+        try:
+            transcript.observe([reply])
+        except ValueError as error:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.multi_turn.enable=True: {error}. Set data.chat_template to one that has "
+                f"{reply['role']} messages after an answer"
+            ) from error
 
 
 def check_interactions(datasets: Iterable[Dataset | None], toolbox: Toolbox | None) -> None:

@@ -237,7 +237,6 @@ def test_every_row_names_real_keys():
         (f"{R}.name=sglang", f"{R}.name=sglang: not available yet; use vllm or hf"),
         (f"{R}.multi_turn.enable=True", f"set {R}.multi_turn.tool_config_path"),
         (f"{R}.agent.default_agent_loop=tool_agent", f"needs {R}.multi_turn.enable=True"),
-        (f"{R}.multi_turn.completion_callback=x.y", "not available yet; leave it out: it tokenises again"),
         (f"{R}.agent.custom_async_server.path=x.py", "not available yet; leave it out: a server of your own"),
         (f"{R}.agent.default_agent_loop=mine", f"list it in a file of agent loops: {R}.agent.agent_loop_config_path"),
         ("actor_rollout_ref.hybrid_engine=False", "not available yet"),

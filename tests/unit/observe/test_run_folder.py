@@ -74,6 +74,10 @@ def test_secrets_stay_out_of_what_is_written() -> None:
     hidden = " ".join(redacted(given))
     assert "abc" not in hidden and "max_token_len=5" in hidden and "host/x" in hidden
     assert "hf_" not in redacted_text("token hf_AbCdEfGhIjKlMnOpQrSt used")
+    inside = redacted_text(
+        "+runtime_env={env_vars:{WANDB_API_KEY:0123abc, MODE: 'x'}, api_key: mine, max_token_len: 7}"
+    )
+    assert "0123abc" not in inside and "mine" not in inside and "max_token_len: 7" in inside and "'x'" in inside
     assert is_secret("HF_TOKEN") and is_secret("model.password") and not is_secret("ppo_max_token_len_per_gpu")
 
 

@@ -32,7 +32,7 @@ def test_validations_count_too(tmp_path: Path) -> None:
     assert kept(store.folder)[-1] == 8
 
 
-def test_a_new_run_sets_the_old_one_aside_and_a_resumed_one_drops_what_it_does_again(tmp_path: Path) -> None:
+def test_a_new_run_sets_the_old_one_aside_and_a_resumed_one_what_it_does_again(tmp_path: Path) -> None:
     folder = tmp_path / "samples"
     store = SampleStore(folder, 1.0, None)
     for step in (1, 2, 3):
@@ -40,5 +40,6 @@ def test_a_new_run_sets_the_old_one_aside_and_a_resumed_one_drops_what_it_does_a
         store.write("validation", step, [{"output": "old"}])
     SampleStore(folder, 1.0, 2)
     assert kept(folder) == [1, 2] and kept(folder, "validation") == [1, 2]
+    assert kept(tmp_path / "samples.1") == [3] and kept(tmp_path / "samples.1", "validation") == [3]
     SampleStore(folder, 1.0, None).write("train", 1, [{"output": "new"}])
-    assert kept(folder) == [1] and kept(tmp_path / "samples.1") == [1, 2]
+    assert kept(folder) == [1] and kept(tmp_path / "samples.2") == [1, 2]

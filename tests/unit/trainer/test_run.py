@@ -26,11 +26,15 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     @contextmanager
     def build(config: PPOConfig, groups: Any, confirm: Any) -> Iterator[Any]:
+        trainer = SimpleNamespace(state=SimpleNamespace(step=3), total_steps=3)
+
         def fit() -> None:
+            trainer.on_start()
             for function in todo:
                 function(config, groups, confirm)
 
-        yield SimpleNamespace(fit=fit, state=SimpleNamespace(step=3), total_steps=3)
+        trainer.fit = fit
+        yield trainer
 
     monkeypatch.setattr(run_module, "build_trainer", build)
     monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder: None)  # it would stay for other tests

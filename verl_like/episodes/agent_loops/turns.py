@@ -41,15 +41,30 @@ def turns_of(
         if room < 1:
             what = f"an AgentLoopOutput has {len(row.prompt_ids_P)} prompt_ids"
             raise ValueError(f"{what}; data.max_prompt_length + data.max_response_length = {total}")
-        counts["cut_tokens"] += max(0, len(row.response_ids_R) - room)
-        found = list(_turns_of_row(row, record, room, counts))
-        turns += _rewarded(found, row.extra.get("turn_scores") or []) if turn_rewards else found
+        cut = max(0, len(row.response_ids_R) - room)
+        unsampled = counts["unsampled_tokens"]
+        numbered = list(_turns_of_row(row, record, room, counts))
+        found = [turn for _, turn in numbered]
+        scores = row.extra.get("turn_scores") if turn_rewards else None
+        if scores:
+            if counts["unsampled_tokens"] > unsampled:
+                raise ValueError(
+                    "extra_fields['turn_scores'] of a row whose mask has tokens that were not sampled there"
+                )
+            found = _rewarded(numbered, scores, is_cut=cut > 0)
+        if cut and found:  # what follows does not fit: the answer is not whole
+            found[-1] = dataclasses.replace(found[-1], finish_reason="length")
+        counts["cut_tokens"] += cut
+        turns += found
     if not turns:
         raise ValueError("no token of what the loop returned was sampled by the policy in this episode")
+    if record and not len(record[-1][1].sampled) and record[-1][1].finish_reason == "length":  # there was no room left
+        turns[-1] = dataclasses.replace(turns[-1], finish_reason="length")
     return turns, counts
 
 
-def _turns_of_row(row: LoopRow, record: Record, room: int, counts: Counter[str]) -> Iterator[Turn]:
+def _turns_of_row(row: LoopRow, record: Record, room: int, counts: Counter[str]) -> Iterator[tuple[int, Turn]]:
+    """Each with the number of its completion, of which a mask with holes makes several."""
     ids_T = np.concatenate([row.prompt_ids_P, row.response_ids_R[:room]])
     start = len(row.prompt_ids_P)
     source_T = np.full(len(ids_T), -1)  # which completion a token is from
@@ -68,22 +83,32 @@ def _turns_of_row(row: LoopRow, record: Record, room: int, counts: Counter[str])
         if (number := int(source_T[begin])) >= 0:
             context_ids, completion = record[number]
             observation_ids = ids_T[last:begin].tolist()
-            yield Turn(
+            turn = Turn(
                 observation_ids=observation_ids,
                 sampled=_part(completion.sampled, begin - len(context_ids), end - len(context_ids)),
                 finish_reason=_reason(completion, end - len(context_ids), is_cut=end == len(ids_T) == start + room),
                 new_row=last == 0,
                 state_id=state_id(str(observation_ids)),
             )
+            yield number, turn
             last = end
 
 
-def _rewarded(turns: Sequence[Turn], scores: Any) -> list[Turn]:
-    if not isinstance(scores, list) or len(scores) > len(turns):
+def _rewarded(numbered: Sequence[tuple[int, Turn]], scores: Any, *, is_cut: bool) -> list[Turn]:
+    """The scores are those of the row's completions, in order; each stands on the last turn of its completion. is_cut:
+    there may be scores of completions that are no longer in the row."""
+    completions = list(dict.fromkeys(number for number, _ in numbered))
+    if not isinstance(scores, list) or (len(scores) > len(completions) and not is_cut):
         what = f"extra_fields['turn_scores']={scores!r:.200}"
-        raise ValueError(f"{what}: must be a list with at most one score for each of the row's {len(turns)} turns")
-    rewards = [*map(to_reward, scores), *[None] * (len(turns) - len(scores))]
-    return [dataclasses.replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
+        raise ValueError(
+            f"{what}: must be a list with at most one score for each of the row's {len(completions)} turns"
+        )
+    rewards = dict(zip(completions, map(to_reward, scores), strict=False))
+    last = {number: place for place, (number, _) in enumerate(numbered)}
+    return [
+        dataclasses.replace(turn, reward=rewards.get(number)) if last[number] == place else turn
+        for place, (number, turn) in enumerate(numbered)
+    ]
 
 
 def _common(ids_T: np.ndarray, sampled_T: np.ndarray) -> int:

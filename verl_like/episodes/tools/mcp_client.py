@@ -72,7 +72,7 @@ class McpServer:
         self._loop = asyncio.new_event_loop()
         self._session: Any = None
         self._holder: asyncio.Task[None] | None = None
-        self._lock = asyncio.Lock()
+        self._starting: asyncio.Task[Any] | None = None
         self._num_starts, self._next_call = 0, 0.0
         threading.Thread(target=self._loop.run_forever, name=f"mcp-{settings.name}", daemon=True).start()
         try:
@@ -105,10 +105,11 @@ class McpServer:
             self._next_call = max(now, self._next_call) + 1 / self.settings.rate_limit
             await asyncio.sleep(self._next_call - 1 / self.settings.rate_limit - now)
         session = await self._connected()
+        holder = self._holder
         try:
             result = await self._answer(session.call_tool(name, arguments), self.settings.timeout)
         except asyncio.CancelledError:  # the worker's own limit is over: what the server is at, nobody knows
-            self._drop()
+            self._drop(holder)
             raise
         self._num_starts = 0
         return result
@@ -130,40 +131,47 @@ class McpServer:
                     why = f"its connection has ended ({error})"
             else:
                 why = "its connection has ended" if holder.done() else f"no answer within {timeout:g} s"
-            self._drop()
+            self._drop(holder)
             raise ToolUnavailable(f"MCP server {self.settings.name!r}: {why}")
         finally:
             asked.cancel()
 
     async def _connected(self) -> Any:
-        """The session, of a server that is started if there is none."""
-        async with self._lock:
-            if self._session is not None and self._holder is not None and not self._holder.done():
-                return self._session
-            if self._num_starts >= _MAX_STARTS:
-                raise ToolUnavailable(f"MCP server {self.settings.name!r} was started {_MAX_STARTS} times in vain")
-            self._num_starts += 1
-            ready: asyncio.Future[Any] = self._loop.create_future()
-            said = _LastWords()  # its stderr, for the case that it fails
-            self._holder = holder = asyncio.ensure_future(self._hold(ready, said))
-            holder.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is told below, or by calls
-            limit = self.settings.start_timeout
-            await asyncio.wait({ready, holder}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                self._session = ready.result()
-                return self._session
-            why = f"no connection within start_timeout={limit:g} s"
-            if holder.done():
-                why = "; ".join(_leaves(holder.exception())) if not holder.cancelled() else "it was given up"
-            self._drop()
-            where = self.settings.url or " ".join([self.settings.command or "", *self.settings.args])
-            raise ToolUnavailable(f"MCP server {self.settings.name!r} ({where}): {why}\n{said.text()}".strip())
+        """The session, of a server that is started if there is none. A start outlives the call that asked for it: one
+        that takes longer than a call may is there for the next."""
+        if self._session is not None and self._holder is not None and not self._holder.done():
+            return self._session
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.ensure_future(self._start())
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # told to who waits
+        return await asyncio.shield(self._starting)
 
-    def _drop(self) -> None:
-        """Give the connection up: a process is ended in the background, by force if need be."""
-        self._session = None
-        if self._holder is not None:
-            self._holder.cancel()
+    async def _start(self) -> Any:
+        if self._num_starts >= _MAX_STARTS:
+            raise ToolUnavailable(f"MCP server {self.settings.name!r} was started {_MAX_STARTS} times in vain")
+        self._num_starts += 1
+        ready: asyncio.Future[Any] = self._loop.create_future()
+        said = _LastWords()  # its stderr, for the case that it fails
+        self._holder = holder = asyncio.ensure_future(self._hold(ready, said))
+        holder.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is told below, or by calls
+        limit = self.settings.start_timeout
+        await asyncio.wait({ready, holder}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            self._session = ready.result()
+            return self._session
+        why = f"no connection within start_timeout={limit:g} s"
+        if holder.done():
+            why = "; ".join(_leaves(holder.exception())) if not holder.cancelled() else "it was given up"
+        self._drop(holder)
+        where = self.settings.url or " ".join([self.settings.command or "", *self.settings.args])
+        raise ToolUnavailable(f"MCP server {self.settings.name!r} ({where}): {why}\n{said.text()}".strip())
+
+    def _drop(self, holder: asyncio.Task[None] | None) -> None:
+        """Give this connection up: a process is ended in the background, by force if need be."""
+        if holder is self._holder:
+            self._session = None
+        if holder is not None:
+            holder.cancel()
 
     async def _hold(self, ready: asyncio.Future[Any], said: _LastWords) -> None:
         """Keep the connection open until this task is cancelled, or the transport gives up."""

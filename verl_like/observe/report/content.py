@@ -68,8 +68,8 @@ def config_rows(run: Run) -> list[dict[str, Any]]:
     """Every key with value, default and meaning; `changed` where the run's value is not the default."""
     known, given, rows = keys(), run.config, []
     for path, key in known.items():
-        value = _at(given, path)
         default = getattr(key.default, "value", key.default)
+        value = _at(given, path, default)  # a key that the run's version did not have
         unit = f"[{key.unit}] " if key.unit else ""
         rows.append(
             {
@@ -83,10 +83,12 @@ def config_rows(run: Run) -> list[dict[str, Any]]:
     return rows if given else []
 
 
-def _at(tree: dict[str, Any], path: str) -> Any:
+def _at(tree: dict[str, Any], path: str, default: Any) -> Any:
     value: Any = tree
     for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
+        if not isinstance(value, dict) or name not in value:
+            return default
+        value = value[name]
     return value
 
 

@@ -91,3 +91,36 @@ def test_scores_of_turns() -> None:
 def test_nothing_that_was_sampled() -> None:
     with pytest.raises(ValueError, match="no token of what the loop returned was sampled"):
         cut([row("Q", "xy", "11")], record(("Q", "ab")))
+
+
+def rewards(made: LoopRow, sampled: Record, **options: Any) -> list[tuple[str, float | None]]:
+    turns, _ = cut([made], sampled, turn_rewards=True, **options)
+    return [(said, turn.reward) for (_, said), turn in zip(shown(turns), turns, strict=True)]
+
+
+def test_scores_are_those_of_completions_however_the_mask_cuts_them() -> None:
+    sampled = record(("Q", "abc"), ("QabcX", "de"))
+    whole = row("Q", "abcXde", "101011", extra={"turn_scores": [0.0, 1.0]})
+    assert rewards(whole, sampled) == [("a", None), ("c", 0.0), ("de", 1.0)]
+    assert rewards(row("Q", "abcXde", "111011", extra={"turn_scores": [0.5]}), sampled) == [("abc", 0.5), ("de", None)]
+
+
+def test_scores_beside_tokens_that_were_not_sampled_are_not_shifted() -> None:
+    rewritten = row("Q", "aBcXde", "111011", extra={"turn_scores": [1.0, 0.0]})
+    with pytest.raises(ValueError, match="tokens that were not sampled there"):
+        rewards(rewritten, record(("Q", "abc"), ("QaBcX", "de")))
+
+
+def test_a_row_that_outgrows_the_budget_is_truncated_and_keeps_its_scores() -> None:
+    sampled = record(("Q", "abc"), ("QabcX", "de"))
+    long = row("Q", "abcXde", "111011", extra={"turn_scores": [1.0, 2.0]})
+    assert rewards(long, sampled, response=4) == [("abc", 1.0)]
+    turns, counts = cut([long], sampled, response=4)
+    assert turns[-1].finish_reason == "length" and counts["cut_tokens"] == 2
+
+
+def test_an_answer_for_which_there_was_no_room_truncates() -> None:
+    sampled = record(("Q", "abc"), ("QabcX", ""))
+    empty = Completion(request_id="x", sampled=Sampled.of([], [], 0), finish_reason="length")
+    turns, _ = cut([row("Q", "abcX", "1110")], [sampled[0], (list(b"QabcX"), empty)])
+    assert [turn.finish_reason for turn in turns] == ["length"]
