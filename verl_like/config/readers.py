@@ -7,9 +7,10 @@ Standard library only.
 """
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ PACKAGE = Path(__file__).resolve().parents[1]
 _CONFIG_READERS = ("batch_plan.py", "micro_batches.py")
 
 
+@functools.cache
 def readers(package: Path = PACKAGE) -> dict[str, list[str]]:
     """Key -> modules that read it, as dotted names below verl_like."""
-    modules = {path: ast.parse(path.read_text()) for path in _sources(package)}
-    attributes = _attribute_types(modules)
+    trees = {path: ast.parse(path.read_text()) for path in _sources(package)}
+    scopes = {path: [_Nodes.of(scope) for scope in _scopes(tree)] for path, tree in trees.items()}
+    attributes = _attribute_types(trees, scopes)
     reads: dict[tuple[type, str], set[str]] = defaultdict(set)
-    for path, tree in modules.items():
+    for path, functions in scopes.items():
         name = ".".join(path.relative_to(package).with_suffix("").parts)
-        for scope in _scopes(tree):
-            for owner, field in _Scope(scope, attributes).reads():
+        for nodes in functions:
+            for owner, field in _Scope(nodes, attributes).reads():
                 reads[owner, field].add(name)
     return {
         path: sorted({name for (owner, field), names in reads.items() if _owns(owner, key.owner) and field == key.name
@@ -75,22 +78,23 @@ def _annotated(annotation: ast.expr | None) -> Kinds:
     return frozenset(TYPES[n.id] for n in ast.walk(annotation) if isinstance(n, ast.Name) and n.id in TYPES)
 
 
-def _attribute_types(modules: dict[Path, ast.Module]) -> dict[str, Kinds]:
+def _attribute_types(trees: dict[Path, ast.Module], scopes: dict[Path, list["_Nodes"]]) -> dict[str, Kinds]:
     """Attribute name -> config types it holds somewhere: class annotations and `self.x = argument`."""
     types: dict[str, Kinds] = defaultdict(frozenset)
-    for tree in modules.values():
+    for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 for field in node.body:
                     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                         types[field.target.id] |= _annotated(field.annotation)
     for _ in range(2):  # twice: self.b = self.a.section needs the type of self.a
-        for tree in modules.values():
-            for function in _scopes(tree):
-                scope = _Scope(function, types)
-                for target, value in _assignments(function):
-                    if isinstance(target, ast.Attribute):
-                        types[target.attr] |= scope.kinds(value)
+        for functions in scopes.values():
+            for nodes in functions:
+                given = [(target, value) for target, value in nodes.assignments if isinstance(target, ast.Attribute)]
+                scope = _Scope(nodes, types) if given else None
+                for target, value in given:
+                    assert scope is not None
+                    types[target.attr] |= scope.kinds(value)
     return types
 
 
@@ -99,31 +103,51 @@ def _scopes(tree: ast.Module) -> Iterator[ast.AST]:
     yield from (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
 
-def _assignments(scope: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    for node in ast.walk(scope):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    yield from zip(target.elts, node.value.elts, strict=False)
-                else:
-                    yield target, node.value
-        elif isinstance(node, ast.NamedExpr):
-            yield node.target, node.value
-        elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
-            yield from ((node.target, item) for item in node.iter.elts)
+@dataclass(slots=True)
+class _Nodes:
+    """What is looked at in one function, found in one walk: a function is looked at several times."""
+
+    arguments: list[ast.arg]
+    assignments: list[tuple[ast.expr, ast.expr]]
+    reads: list[ast.Attribute]
+
+    @classmethod
+    def of(cls, scope: ast.AST) -> "_Nodes":
+        found = cls([], [], [])
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Attribute):
+                if isinstance(node.ctx, ast.Load):
+                    found.reads.append(node)
+            elif isinstance(node, ast.arg):
+                found.arguments.append(node)
+            else:
+                found.assignments += _assignments(node)
+        return found
+
+
+def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts, strict=False)
+            else:
+                yield target, node.value
+    elif isinstance(node, ast.NamedExpr):
+        yield node.target, node.value
+    elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
+        yield from ((node.target, item) for item in node.iter.elts)
 
 
 class _Scope:
     """Names of one function with the config types they may hold."""
 
-    def __init__(self, scope: ast.AST, attributes: dict[str, Kinds]) -> None:
-        self.scope, self.attributes = scope, attributes
+    def __init__(self, nodes: _Nodes, attributes: dict[str, Kinds]) -> None:
+        self.nodes, self.attributes = nodes, attributes
         self.names: dict[str, Kinds] = defaultdict(frozenset)
-        for node in ast.walk(scope):
-            if isinstance(node, ast.arg):
-                self.names[node.arg] |= _annotated(node.annotation)
+        for node in nodes.arguments:
+            self.names[node.arg] |= _annotated(node.annotation)
         for _ in range(2):
-            for target, value in _assignments(scope):
+            for target, value in nodes.assignments:
                 if isinstance(target, ast.Name):
                     self.names[target.id] |= self.kinds(value)
 
@@ -141,14 +165,15 @@ class _Scope:
 
     def reads(self) -> Iterator[tuple[type, str]]:
         """(owner, field) of each attribute access on a config type in this scope."""
-        for node in ast.walk(self.scope):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                yield from ((kind, node.attr) for kind in self.kinds(node.value) if _has(kind, node.attr))
+        for node in self.nodes.reads:
+            yield from ((kind, node.attr) for kind in self.kinds(node.value) if _has(kind, node.attr))
 
 
+@functools.cache
 def _has(kind: type, name: str) -> bool:
     return any(field.name == name for field in fields(kind))  # pyright: ignore
 
 
+@functools.cache
 def _field_type(kind: type, name: str) -> Any:
     return next((f.type for f in fields(kind) if f.name == name and is_dataclass(f.type)), None)  # pyright: ignore

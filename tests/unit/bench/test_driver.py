@@ -8,24 +8,24 @@ import pytest
 
 from tests.unit.bench.tiny import bench
 from verl_like.bench.driver import ESTIMATORS, Phases, response_lengths
+from verl_like.bench.report import Report
 
 SMALL = ("--prompts", "8", "--n", "4", "--mean", "20", "--longest", "40", "--rounds", "1")
 
 
-def test_every_phase_is_measured(tmp_path: Path) -> None:
-    report = bench(tmp_path / "driver.json", "driver", *SMALL)
+def test_every_phase_is_measured_and_a_missed_bar_is_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench(tmp_path / "driver.json", "driver", *SMALL, "--most-copies", "0.001")
+    assert ended.value.code == 1 and capsys.readouterr().out.endswith("verdict: MISSED\n")
+    report = Report.load(tmp_path / "driver.json")
     names = {row.name for row in report.rows}
     assert {"receive", "assemble", "scores", "old log-probs", "update", "reporting", "whole step"} <= names
     assert {f"make_experience {name}" for name in ESTIMATORS} <= names
     parts = ("receive", "assemble", "scores", "old log-probs", "make_experience grpo", "update", "reporting")
     assert report.row("whole step").seconds == pytest.approx(sum(report.row(name).seconds or 0 for name in parts))
     assert report.figures["copies"] > 0 and report.row("whole step").figures["copies"] == report.figures["copies"]
-
-
-def test_a_missed_bar_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench(tmp_path / "driver.json", "driver", *SMALL, "--most-copies", "0.001")
-    assert ended.value.code == 1 and capsys.readouterr().out.endswith("verdict: MISSED\n")
 
 
 def test_lengths_are_long_tailed() -> None:

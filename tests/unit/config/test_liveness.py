@@ -12,7 +12,7 @@ import pytest
 from verl_like.config.aliases import DEPRECATED, Change
 from verl_like.config.availability import NO_EFFECT, NOT_YET, governed_keys
 from verl_like.config.outcomes import GRADED, LOST
-from verl_like.config.readers import PACKAGE, _attribute_types, _Scope, _scopes, readers
+from verl_like.config.readers import PACKAGE, _attribute_types, _Nodes, _Scope, _scopes, readers
 from verl_like.config.schema import Key, get_value, keys
 from verl_like.trainer.compose import _apply, _base, to_config
 
@@ -143,8 +143,9 @@ def test_no_effect_keys_are_really_not_read():
 
 def reads_of(source: str) -> set[tuple[str, str]]:
     tree = ast.parse(source)
-    types = _attribute_types({PACKAGE / "x.py": tree})
-    return {(owner.__name__, field) for scope in _scopes(tree) for owner, field in _Scope(scope, types).reads()}
+    scopes = [_Nodes.of(scope) for scope in _scopes(tree)]
+    types = _attribute_types({PACKAGE / "x.py": tree}, {PACKAGE / "x.py": scopes})
+    return {(owner.__name__, field) for nodes in scopes for owner, field in _Scope(nodes, types).reads()}
 
 
 @pytest.mark.parametrize(
