@@ -297,7 +297,7 @@ EPISODES = [
         "episodes/agent_loops/turns.py",
         "if start <= begin < len(ids_T) and np.array_equal(ids_T[:begin], context_ids):",
         "if start <= begin < len(ids_T):",
-        "episodes/agent_loops",
+        "episodes/agent_loops/test_turns.py",
     ),
 ]
 MUTATIONS = [*ALGORITHMS, *MODELS, *ENGINE_AND_ROLLOUT, *DATA_AND_REWARDS, *EPISODES]
