@@ -39,7 +39,7 @@ def check_agents(datasets: Iterable[Dataset | None], rollout: RolloutConfig) -> 
         used = {name or rollout.agent.default_agent_loop for name in agents}
         if TOOL_AGENT in used and not conversations and TOOL_AGENT not in names:
             raise ValueError(
-                f"rows with agent_name={TOOL_AGENT} (or that as agent.default_agent_loop) are conversations with tools, but "
+                f"rows with agent_name={TOOL_AGENT} (or as agent.default_agent_loop) are conversations with tools, but "
                 "actor_rollout_ref.rollout.multi_turn.enable=False: set it to true, or choose another"
             )
 
