@@ -225,6 +225,12 @@ def risky_rewards(config: PPOConfig) -> list[str]:
             "reward_model.overlong_buffer.enable=True with penalty_factor=0.0 punishes nothing; set "
             "reward_model.overlong_buffer.penalty_factor (DAPO: 1.0)"
         )
+    model = config.reward_model
+    if model.enable and model.rule_weight == 0 and runs_agent_loops(config.actor_rollout_ref.rollout):
+        lines.append(
+            "reward_model.enable=True with rule_weight=0.0 and agent loops: a reward_score that a loop returns counts "
+            "nothing beside the reward model; set reward_model.rule_weight to what it counts"
+        )
     return lines
 
 

@@ -151,6 +151,10 @@ def test_all_problems_in_one_error():
         ([f"{A}.ppo_max_token_len_per_gpu=100"], "is below data.max_prompt_length + data.max_response_length = 1024"),
         ([f"{A}.ppo_max_token_len_per_gpu=1000000000000"], "more than a whole rollout batch can hold (1048576 tokens)"),
         ([f"{R}.val_kwargs.n=4"], f"{R}.val_kwargs.n=4 without sampling"),
+        (
+            ["reward_model.enable=true", "reward_model.model.path=x", f"{R}.agent.agent_loop_config_path=loops.yaml"],
+            "a reward_score that a loop returns counts nothing",
+        ),
     ],
 )
 def test_idle_and_risky_settings_are_warned_about(overrides, message):
