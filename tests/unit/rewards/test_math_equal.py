@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.bench.grader_rows import FORMS, cases, gsm8k_rows, math_rows, perturb, respell
+from benchmarks.grader_rows import FORMS, cases, gsm8k_rows, math_rows, perturb, respell
 from verl_like.rewards import symbolic
 from verl_like.rewards.expression import UnknownExpression, parse, tokenise
 from verl_like.rewards.expression_value import proportional, rational, same

@@ -1,4 +1,4 @@
-"""Graders of other projects behind our reward function signature, to be compared with ours; see `bench/graders.py`.
+"""Graders of other projects behind our reward function signature, to be compared with ours; see graders.py.
 
 They are loaded from the installed packages: math-verify, and, from a folder given as `peers`, verl and trl.
 """

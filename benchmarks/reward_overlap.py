@@ -1,6 +1,6 @@
 """What overlapping a slow grader with the rest of the step is worth: three runs that differ only in when it grades.
 
-    python -m verl_like.bench.reward_overlap --milliseconds 50
+    python -m benchmarks.reward_overlap --milliseconds 50
 
 at the end     the grader gets the whole batch when the last response is there (reward_manager=batch)
 as they end    each response is graded when it ends (the default)

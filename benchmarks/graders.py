@@ -1,8 +1,8 @@
 """Graders: agreement with what is right, and responses per second through the reward pool, next to other projects.
 
-    python -m verl_like.bench.graders                              # ours and math-verify
+    python -m benchmarks.graders                              # ours and math-verify
     pip install --no-deps --target /tmp/peers verl trl
-    python -m verl_like.bench.graders --peers /tmp/peers --workers 2
+    python -m benchmarks.graders --peers /tmp/peers --workers 2
 
 The responses are the reference answers of GSM8K and MATH, as they are, respelled and perturbed (`grader_rows.py`),
 and hand-written pairs of answers that mean the same or nearly do. Every grader runs in the trainer's reward pool;
@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_like.bench.grader_rows import GradedRow, cases, gsm8k_rows, math_rows
+from benchmarks.grader_rows import GradedRow, cases, gsm8k_rows, math_rows
 from verl_like.rewards import graders
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, ScorerSpec
 from verl_like.services.pool import WorkerPool
 
-_PEERS = "pkg://verl_like.bench.peer_graders"
+_PEERS = "pkg://benchmarks.peer_graders"
 _TIMEOUT_S = 30.0
 
 
