@@ -2,63 +2,93 @@
 
     Prompt -> Rollouts -> Scores -> Evaluated -> Experience
 
-Letters in names give the axes: B sequences, P padded prompt, R padded response. A prompt is left padded to [B, P], a
-response right padded to [B, R]; R is the longest response present, never a configured maximum. Every struct is a
-`TensorStruct`: `select`, `split`, `concat`, `trim`, `to` act on all its fields at once, so that no field can be
-reordered alone. Pickling a struct sends real tokens only: padding is cut off and rebuilt on arrival.
+Letters in names give the axes: B sequences, T tokens of all of them one after the other. `prompt_ids_T` holds every
+prompt's tokens, and with them prompt_length_B[b] belong to row b; all other columns of tokens are of responses, which
+response_length_B cuts. Nothing is padded: a struct holds, sends and selects real tokens only.
 
-Nothing downstream changes an upstream object. An optional field means "this run does not have it" (no critic, no
-reference), never "not computed yet": that is another stage.
+Arithmetic over positions needs rectangles. Every column `name_T` can be read as `name_BR` (responses, right padded to
+the longest) or `name_BP` (prompts, left padded), and a struct can be made from such columns too; both are made on the
+spot. What works on a whole batch uses `name_T`, or pads a block of rows (ragged.length_blocks).
+
+Every struct is a `TensorStruct`: `select`, `split`, `concat`, `to` act on all its fields at once, so that no field can
+be reordered alone. Nothing downstream changes an upstream object. An optional field means "this run does not have it"
+(no critic, no reference), never "not computed yet": that is another stage.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from verl_like.ragged import Side, flat_rows, pad_to_width, padded_rows, plain, revived
+from verl_like.ragged import Side, flat_rows, padded_rows, plain, revived, take_rows
 
-_RIGHT: Side = "right"  # [B, R]: row i holds response_length_B[i] real entries, then padding
-_LEFT: Side = "left"  # [B, P]: row i holds padding, then prompt_length_B[i] real entries
-_LENGTH_FIELD: dict[Side, str] = {_RIGHT: "response_length_B", _LEFT: "prompt_length_B"}
-
-
-def _padded(side: Side, fill: float = 0, **kwargs: Any) -> Any:
-    return dataclasses.field(metadata={"padded": side, "fill": fill}, **kwargs)
+_PROMPTS, _RESPONSES = "prompt_length_B", "response_length_B"
+_ENDINGS = {_PROMPTS: "_BP", _RESPONSES: "_BR"}
+_SIDES: dict[str, Side] = {_PROMPTS: "left", _RESPONSES: "right"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorStruct:
-    """Base of all stages. Each field is a tensor [B, ...], a list of B Python objects, or None."""
+def tokens(length: str = _RESPONSES, fill: float = 0, **kwargs: Any) -> Any:
+    """A field that is a column [T], whose rows have the lengths of another field. fill: in its padded form."""
+    return dataclasses.field(metadata={"length": length, "fill": fill}, **kwargs)
+
+
+class _Struct(type):
+    """Lets a struct be made from padded columns: `name_BR` or `name_BP` in place of `name_T`."""
+
+    def __call__(cls, **columns: Any) -> Any:
+        return super().__call__(**_flattened(cls, columns, {}))
+
+
+class TensorStruct(metaclass=_Struct):
+    """Base of all stages. Each field is a tensor [B, ...], a column of tokens [T], a list of B objects, or None."""
+
+    __slots__ = ("_forms",)  # padded forms that were asked for: see `with_forms`
 
     def __len__(self) -> int:
-        for value in self.columns().values():
-            return len(value)
+        for name, value in self.columns().items():
+            if name not in _token_fields(type(self)):
+                return len(value)
         raise ValueError(f"{type(self).__name__} holds no column, so it has no length")
+
+    def __getattr__(self, name: str) -> Any:
+        """The padded form of a column of tokens, [B, longest]; None where the column is."""
+        column = f"{name[:-3]}_T"
+        field = _token_fields(type(self)).get(column)
+        if field is None or name[-3:] != _ENDINGS[field.metadata["length"]]:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        value = getattr(self, column)
+        return None if value is None else self.padded(value, field.metadata["length"], field.metadata["fill"])
 
     def columns(self) -> dict[str, Tensor | list[Any]]:
         """The fields that are present, by name."""
-        named = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        named = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))  # type: ignore[arg-type]
         return {name: value for name, value in named if value is not None}
 
     def check(self) -> None:
-        """Raise ValueError unless all columns have the same number of rows and padded ones the same width."""
-        rows = {name: len(value) for name, value in self.columns().items()}
+        """Raise ValueError unless all columns have the same number of rows, and those of tokens as many as lengths say."""
+        columns, fields = self.columns(), _token_fields(type(self))
+        rows = {name: len(value) for name, value in columns.items() if name not in fields}
         if len(set(rows.values())) > 1:
             raise ValueError(f"{type(self).__name__}: columns differ in length: {rows}")
-        for side in (_RIGHT, _LEFT):
-            widths = {name: getattr(self, name).shape[1] for name in self._padded_names(side)}
-            if len(set(widths.values())) > 1:
-                raise ValueError(f"{type(self).__name__}: {side}-padded columns differ in width: {widths}")
+        for length in {field.metadata["length"] for name, field in fields.items() if name in columns}:
+            total = int(getattr(self, length).sum())
+            held = {
+                name: len(columns[name])
+                for name, f in fields.items()
+                if f.metadata["length"] == length and name in columns
+            }
+            if set(held.values()) != {total}:
+                raise ValueError(f"{type(self).__name__}: {length} adds up to {total}, but there are {held} tokens")
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields exchanged."""
-        return dataclasses.replace(self, **changes)
+        current = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return type(self)(**current | _flattened(type(self), changes, current))
 
     def select(self, index: Tensor | Sequence[int]) -> Self:
         """Rows by position (a boolean mask [B] or integers), in the order given; all of them: the struct itself."""
@@ -69,7 +99,15 @@ class TensorStruct:
         chosen = positions.tolist()
         if chosen == list(range(len(self))):
             return self
-        return self._map(lambda t: t[positions.to(t.device)], lambda items: [items[i] for i in chosen])
+        fields, changes = _token_fields(type(self)), dict[str, Any]()
+        for name, value in self.columns().items():
+            if name in fields:
+                changes[name] = take_rows(value, getattr(self, fields[name].metadata["length"]), chosen)
+            elif isinstance(value, Tensor):
+                changes[name] = value[positions.to(value.device)]
+            else:
+                changes[name] = [value[i] for i in chosen]
+        return self.replace(**changes)
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive pieces of the given sizes, which must add up to the number of rows."""
@@ -83,107 +121,94 @@ class TensorStruct:
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """Rows of all parts one after the other; padded columns are widened to the widest part."""
+        """Rows of all parts one after the other."""
         if not parts:
             raise ValueError(f"cannot concatenate zero {cls.__name__}")
         joined: dict[str, Any] = {}
-        for f in dataclasses.fields(cls):
+        for f in dataclasses.fields(cls):  # type: ignore[arg-type]
             values = [getattr(part, f.name) for part in parts]
             missing = [value is None for value in values]
             if any(missing) and not all(missing):
                 raise ValueError(f"{cls.__name__}.{f.name} is present in some parts and missing in others")
-            joined[f.name] = None if all(missing) else _concat_column(values, f.metadata)
+            if all(missing):
+                joined[f.name] = None
+            elif isinstance(values[0], Tensor):
+                joined[f.name] = torch.cat(values)
+            else:
+                joined[f.name] = [item for items in values for item in items]
         return cls(**joined)
-
-    def trim(self) -> Self:
-        """Cut padding that no row needs any more (after `select`)."""
-        return self._narrowed(slice(None)) if len(self) else self
-
-    def share(self, index: Sequence[int]) -> Self:
-        """`select` and `trim` in one: padding that these rows do not need is not copied first."""
-        return self._narrowed(torch.tensor(index)).select(index) if len(index) else self.select(index)
-
-    def _narrowed(self, rows: Tensor | slice) -> Self:
-        """All rows, as wide as these need."""
-        changes: dict[str, Any] = {}
-        for side, lengths in _LENGTH_FIELD.items():
-            names = self._padded_names(side)
-            if names:
-                width = int(getattr(self, lengths)[rows].max())
-                cut = (lambda t, w=width: t[:, :w]) if side == _RIGHT else (lambda t, w=width: t[:, t.shape[1] - w :])
-                changes |= {name: cut(getattr(self, name)) for name in names}
-        return self.replace(**changes)
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on `device`."""
-        return self._map(lambda t: t.to(device, non_blocking=True), lambda items: items)
+        moved = {n: v.to(device, non_blocking=True) for n, v in self.columns().items() if isinstance(v, Tensor)}
+        return self.replace(**moved)
 
-    def _padded_names(self, side: Side) -> list[str]:
-        return [
-            f.name
-            for f in dataclasses.fields(self)
-            if f.metadata.get("padded") == side and getattr(self, f.name) is not None
-        ]
+    def with_forms(self) -> Self:
+        """A copy that keeps the padded form of each column from when it is first asked for: a micro-batch's, whose loss
+        asks often. Of a whole batch they would be most of the memory."""
+        copy = self.replace()
+        object.__setattr__(copy, "_forms", {})
+        return copy
 
-    def _map(self, on_tensor: Any, on_list: Any) -> Self:
-        changes = {
-            name: on_tensor(value) if isinstance(value, Tensor) else on_list(value)
-            for name, value in self.columns().items()
-        }
-        return self.replace(**changes)
+    def padded(self, values_T: Tensor, length: str = _RESPONSES, fill: float = 0) -> Tensor:
+        """Values at this struct's tokens as [B, longest]: those of responses, or of prompts (length="prompt_length_B").
+
+        Differentiable.
+        """
+        forms = self._forms if hasattr(self, "_forms") else None
+        key = (id(values_T), length)
+        if forms is not None and key in forms:
+            return forms[key][1]
+        length_B = getattr(self, length)
+        width = int(length_B.max()) if len(length_B) else 0
+        padded = padded_rows(values_T, length_B, width, _SIDES[length], fill)
+        if forms is not None:
+            forms[key] = (values_T, padded)  # held, so that its id stays its own
+        return padded
+
+    def flat(self, values_BR: Tensor) -> Tensor:
+        """Inverse of `padded` for responses: the entries [T] of [B, R or more] that are tokens."""
+        return flat_rows(values_BR, self.response_length_B, "right")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state: dict[str, Any] = {}
-        for f in dataclasses.fields(self):
-            value, side = getattr(self, f.name), f.metadata.get("padded")
-            if value is not None and side is not None:
-                lengths = getattr(self, _LENGTH_FIELD[side]).tolist()
-                state[f.name] = (plain(flat_rows(value, lengths, side)), value.shape[1])
-            else:
-                state[f.name] = plain(value) if isinstance(value, Tensor) else value
-        return _rebuild, (type(self), state)
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return _revive, (type(self), {n: plain(v) if isinstance(v, Tensor) else v for n, v in named.items()})
 
 
-def _real_mask(length_B: Tensor, width: int, side: Side) -> Tensor:
-    """[B, width] bool, true where a padded column holds a real entry."""
-    position = torch.arange(width, device=length_B.device)
-    if side == _RIGHT:
-        return position[None, :] < length_B[:, None]
-    return position[None, :] >= (width - length_B)[:, None]
+def _revive(cls: type[TensorStruct], columns: dict[str, Any]) -> TensorStruct:
+    return cls(**{name: revived(value) for name, value in columns.items()})
 
 
-def _rebuild(cls: type[TensorStruct], state: dict[str, Any]) -> TensorStruct:
-    """Inverse of `TensorStruct.__reduce__`: put the padding back."""
-    fields: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):
-        value, side = state[f.name], f.metadata.get("padded")
-        if value is not None and side is not None:
-            lengths = revived(state[_LENGTH_FIELD[side]]).tolist()
-            fields[f.name] = padded_rows(revived(value[0]), lengths, value[1], side, f.metadata["fill"])
-        else:
-            fields[f.name] = revived(value)
-    return cls(**fields)
+def _token_fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """The columns of tokens that a struct can have, by name."""
+    if "_known_token_fields" not in cls.__dict__:
+        cls._known_token_fields = {f.name: f for f in dataclasses.fields(cls) if "length" in f.metadata}  # type: ignore[attr-defined, arg-type]
+    return cls.__dict__["_known_token_fields"]
 
 
-def _concat_column(values: list[Any], metadata: Any) -> Any:
-    if not isinstance(values[0], Tensor):
-        return [item for items in values for item in items]
-    side = metadata.get("padded")
-    if side is None:
-        return torch.cat(values)
-    width = max(value.shape[1] for value in values)
-    return torch.cat([pad_to_width(value, width, side, metadata["fill"]) for value in values])
+def _flattened(cls: type, columns: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns with padded ones flat. Lengths are those among them, else the known ones; without any, all rows of a
+    padded column are as long as it is wide. Where a column is given twice the padded one counts (dataclasses.replace)."""
+    fields, padded = _token_fields(cls), dict[str, Any]()
+    for name in columns:
+        field = fields.get(f"{name[:-3]}_T")
+        if field is not None and name[-3:] == _ENDINGS[field.metadata["length"]]:
+            padded[name] = field
+    flat = {name: value for name, value in columns.items() if name not in padded}
+    for name, field in padded.items():
+        value, length = columns[name], field.metadata["length"]
+        length_B = flat.get(length, known.get(length))
+        if value is not None and length_B is None:
+            length_B = flat[length] = torch.full((len(value),), value.shape[1], dtype=torch.int64)
+        flat[field.name] = None if value is None else flat_rows(value, length_B, _SIDES[length])
+    return flat
 
 
 def pad_rows(rows: Iterable[Sequence[float] | Tensor], *, side: Side, dtype: torch.dtype, fill: float = 0) -> Tensor:
     """Stack sequences of different lengths into [B, longest], padded with `fill` on `side` ("left" or "right")."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    return pad_values(torch.cat(tensors), [len(row) for row in tensors], side=side, fill=fill)
-
-
-def pad_values(values_T: Tensor, lengths: Sequence[int], *, side: Side, fill: float = 0) -> Tensor:
-    """The same for rows that lie one behind the other: [T], of which row b has `lengths[b]`, as [B, longest]."""
-    return padded_rows(values_T, lengths, max(lengths), side, fill)
+    length_B = torch.tensor([len(row) for row in tensors])
+    return padded_rows(torch.cat(tensors), length_B, int(length_B.max()), side, fill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +220,6 @@ class MediaHandle:
     column: str
     row: int  # in that file
     number: int  # in the cell's list
-
-
-def _unpadded_left(ids_BP: Tensor, length_B: Tensor) -> list[list[int]]:
-    width = ids_BP.shape[1]
-    return [ids[width - n :].tolist() for ids, n in zip(ids_BP, length_B.tolist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,19 +258,19 @@ class Prompt:
 class Sequences(TensorStruct):
     """Prompts with a response each: what a forward pass of a training engine needs."""
 
-    prompt_ids_BP: Tensor = _padded(_LEFT)  # int32
+    prompt_ids_T: Tensor = tokens(_PROMPTS)  # int32
     prompt_length_B: Tensor  # int64
-    response_ids_BR: Tensor = _padded(_RIGHT)  # int32: all tokens after the prompt, tool text included
+    response_ids_T: Tensor = tokens()  # int32: all tokens after the prompt, tool text included
     response_length_B: Tensor  # int64
-    response_mask_BR: Tensor = _padded(_RIGHT)  # bool: true only for tokens that the policy sampled
+    response_mask_T: Tensor = tokens()  # bool: true only for tokens that the policy sampled
 
     def num_tokens_B(self) -> Tensor:
         """Prompt plus response tokens of each row, int64 [B]: the cost that balancing and budgets count."""
         return self.prompt_length_B + self.response_length_B
 
     def prompt_lists(self) -> list[list[int]]:
-        """The prompts as Python lists, without padding."""
-        return _unpadded_left(self.prompt_ids_BP, self.prompt_length_B)
+        """The prompts as Python lists."""
+        return [ids.tolist() for ids in self.prompt_ids_T.split(self.prompt_length_B.tolist())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,14 +281,14 @@ class Rollouts(Sequences):
     # int64: rows with the same number are parts of one episode whose history was rewritten, in the order in which they
     # were sampled; all have its reward. Unique within a run, as group_B. None: every row is an episode. See `Episodes`.
     episode_B: Tensor | None = None
-    rollout_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)  # float32, 0 outside response_mask
-    weight_version_BR: Tensor = _padded(_RIGHT)  # int32: version of the weights that sampled each token
+    rollout_log_probs_T: Tensor | None = tokens(default=None)  # float32, 0 outside response_mask
+    weight_version_T: Tensor = tokens()  # int32: version of the weights that sampled each token
     finish_reasons: list[str]  # "stop" (end token), "length" (response budget used up) or "abort"
     rows: list[PromptRow]
     # Multi-turn only. A turn is what the policy sampled between two observations; it is counted in the whole episode.
-    step_BR: Tensor | None = _padded(_RIGHT, fill=-1, default=None)  # int32: turn of a sampled token, 0, 1, 2 ...; -1
-    anchor_BR: Tensor | None = _padded(_RIGHT, fill=-1, default=None)  # int64: id of the state before the turn
-    step_rewards_BR: Tensor | None = _padded(_RIGHT, default=None)  # float32: the environment's, on a turn's end
+    step_T: Tensor | None = tokens(fill=-1, default=None)  # int32: turn of a sampled token, 0, 1, 2 ...; -1
+    anchor_T: Tensor | None = tokens(fill=-1, default=None)  # int64: id of the state before the turn
+    step_rewards_T: Tensor | None = tokens(default=None)  # float32: the environment's, on a turn's end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,12 +319,12 @@ class Evaluated(TensorStruct):
     """What the trained models say about the rollouts, before any update. Only what the run needs is present."""
 
     response_length_B: Tensor  # int64
-    old_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
-    entropy_BR: Tensor | None = _padded(_RIGHT, default=None)
-    sum_pi_squared_BR: Tensor | None = _padded(_RIGHT, default=None)  # over the vocabulary, of squared probabilities
-    ref_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
-    full_kl_BR: Tensor | None = _padded(_RIGHT, default=None)  # KL to the reference over the whole vocabulary
-    values_BR: Tensor | None = _padded(_RIGHT, default=None)
+    old_log_probs_T: Tensor | None = tokens(default=None)
+    entropy_T: Tensor | None = tokens(default=None)
+    sum_pi_squared_T: Tensor | None = tokens(default=None)  # over the vocabulary, of squared probabilities
+    ref_log_probs_T: Tensor | None = tokens(default=None)
+    full_kl_T: Tensor | None = tokens(default=None)  # KL to the reference over the whole vocabulary
+    values_T: Tensor | None = tokens(default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,14 +335,14 @@ class Experience(Sequences):
     group_B: Tensor
     episode_B: Tensor | None = None  # int64: as in Rollouts
     episode_tokens_B: Tensor | None = None  # int64: trained tokens of the row's episode, in all its rows
-    advantages_BR: Tensor = _padded(_RIGHT)
-    returns_BR: Tensor | None = _padded(_RIGHT, default=None)
-    old_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
-    ref_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
-    rollout_log_probs_BR: Tensor | None = _padded(_RIGHT, default=None)
-    rollout_is_weights_BR: Tensor | None = _padded(_RIGHT, default=None)  # constants on the policy loss
-    values_BR: Tensor | None = _padded(_RIGHT, default=None)
-    selected_BR: Tensor | None = _padded(_RIGHT, default=None)  # bool: tokens chosen over the mini-batch (clip_cov ...)
+    advantages_T: Tensor = tokens()
+    returns_T: Tensor | None = tokens(default=None)
+    old_log_probs_T: Tensor | None = tokens(default=None)
+    ref_log_probs_T: Tensor | None = tokens(default=None)
+    rollout_log_probs_T: Tensor | None = tokens(default=None)
+    rollout_is_weights_T: Tensor | None = tokens(default=None)  # constants on the policy loss
+    values_T: Tensor | None = tokens(default=None)
+    selected_T: Tensor | None = tokens(default=None)  # bool: tokens chosen over the mini-batch (clip_cov ...)
     score_B: Tensor | None = None  # float32: as graded
     truncated_B: Tensor | None = None  # bool: the response hit its length limit
     difficulty_B: Tensor | None = None  # float32: of the dataset row
@@ -394,33 +414,28 @@ class Episodes:
         if "valid_B" in columns:
             chosen = [int(part[int(columns["valid_B"][part].int().argmin())]) for part in parts]
         changes: dict[str, Any] = {
-            f.name: self.join_tokens(columns[f.name], f.metadata["fill"])
-            for f in dataclasses.fields(rows)
-            if f.metadata.get("padded") == _RIGHT and f.name in columns
+            name: self.join_tokens(columns[name])
+            for name, field in _token_fields(type(rows)).items()
+            if field.metadata["length"] == _RESPONSES and name in columns
         }
-        if "response_length_B" in columns:
-            changes["response_length_B"] = self.sums(self.length_B)
+        if _RESPONSES in columns:
+            changes[_RESPONSES] = self.sums(self.length_B)
         if "finish_reasons" in columns:
             changes["finish_reasons"] = [columns["finish_reasons"][int(part[-1])] for part in parts]
         return rows.select(chosen).replace(**changes)
 
-    def join_tokens(self, values_BR: Tensor | None, fill: float = 0) -> Tensor | None:
-        """A response column with the rows of each episode one after the other: [E, R of the longest episode]."""
-        if self.number_B is None or values_BR is None:
-            return values_BR
-        order_B, length_E = torch.argsort(self.number_B, stable=True), self.sums(self.length_B)
-        real = values_BR[order_B][_real_mask(self.length_B[order_B], values_BR.shape[1], _RIGHT)]
-        inside_ER = _real_mask(length_E, int(length_E.max()) if len(length_E) else 0, _RIGHT)
-        return values_BR.new_full(inside_ER.shape, fill).masked_scatter(inside_ER, real)
+    def join_tokens(self, values_T: Tensor | None) -> Tensor | None:
+        """A column of response tokens with the rows of each episode one after the other."""
+        if self.number_B is None or values_T is None:
+            return values_T
+        return take_rows(values_T, self.length_B, torch.argsort(self.number_B, stable=True).tolist())
 
-    def cut(self, values_ER: Tensor, width: int) -> Tensor:
-        """Inverse of `join_tokens`: [B, width], 0 in the padding."""
+    def cut(self, values_T: Tensor) -> Tensor:
+        """Inverse of `join_tokens`."""
         if self.number_B is None:
-            return values_ER
-        order_B, length_E = torch.argsort(self.number_B, stable=True), self.sums(self.length_B)
-        inside_BR = _real_mask(self.length_B[order_B], width, _RIGHT)
-        real = values_ER[_real_mask(length_E, values_ER.shape[1], _RIGHT)]
-        return values_ER.new_zeros(inside_BR.shape).masked_scatter(inside_BR, real)[torch.argsort(order_B)]
+            return values_T
+        order_B = torch.argsort(self.number_B, stable=True)
+        return take_rows(values_T, self.length_B[order_B], torch.argsort(order_B).tolist())
 
 
 def whole_episodes(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:

@@ -89,8 +89,8 @@ def gap(engine: FSDPEngine, done: list[Completion]) -> float:
         response_length_B=torch.full((len(done),), 6),
         response_mask_BR=torch.ones(len(done), 6, dtype=torch.bool),
     )
-    trained_BR = engine.forward(rows, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)["log_probs"]
-    return float((trained_BR - torch.tensor([c.log_probs for c in done])).abs().max())
+    trained_T = engine.forward(rows, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)["log_probs"]
+    return float((rows.padded(trained_T) - torch.tensor([c.log_probs for c in done])).abs().max())
 
 
 def test_base_weights_go_once_and_adapters_every_time(rollout: RolloutEngine, process: ProcessInfo, path: str) -> None:

@@ -49,10 +49,10 @@ def test_forward_shapes_and_zeros(build: Build, process: ProcessInfo, path: str)
     outputs = build(process, path).forward(batch, want=frozenset({"log_probs", "entropy"}), rule=RULE)
     assert outputs.keys() == {"log_probs", "entropy"}
     for value in outputs.values():
-        assert value.shape == batch.response_ids_BR.shape
+        assert value.shape == batch.response_ids_T.shape
         assert value.dtype == torch.float32 and value.device.type == "cpu" and not value.requires_grad
-        assert not value[~batch.response_mask_BR].any()
-    assert bool((outputs["log_probs"][batch.response_mask_BR] < 0).all())
+        assert not value[~batch.response_mask_T].any()
+    assert bool((outputs["log_probs"][batch.response_mask_T] < 0).all())
 
 
 def test_log_probs_are_those_of_the_plain_model(build: Build, process: ProcessInfo, path: str, tmp_path: Path) -> None:
@@ -61,6 +61,7 @@ def test_log_probs_are_those_of_the_plain_model(build: Build, process: ProcessIn
     engine.export_hf(str(tmp_path / "hf"))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     ours = engine.forward(batch, want=frozenset({"log_probs"}), rule=RULE, temperature=temperature)["log_probs"]
+    ours = batch.padded(ours)
     for i, (p, r) in enumerate(zip(batch.prompt_length_B.tolist(), batch.response_length_B.tolist(), strict=True)):
         prompt = batch.prompt_ids_BP[i, batch.prompt_ids_BP.shape[1] - p :]
         ids = torch.cat([prompt, batch.response_ids_BR[i, :r]]).long()

@@ -1,4 +1,4 @@
-"""The structs of verl_like.batch: whole-row operations, padding rebuilt after pickling, metric merging."""
+"""The structs of verl_like.batch: whole-row operations, padded forms, pickling, metric merging."""
 
 from __future__ import annotations
 
@@ -22,27 +22,24 @@ from verl_like.batch import (
     TensorStruct,
     merge_metrics,
     pad_rows,
-    pad_to_width,
     whole_episodes,
 )
 
 
-def rollouts(lengths: list[tuple[int, int]], extra: int = 0) -> Rollouts:
+def rollouts(lengths: list[tuple[int, int]]) -> Rollouts:
     """One row per (prompt length, response length), every entry a number that says where it belongs."""
-    prompts = [[100 * i + j + 1 for j in range(p)] for i, (p, _) in enumerate(lengths)]
-    responses = [[1000 * i + j + 1 for j in range(r)] for i, (_, r) in enumerate(lengths)]
-    width = max((r for _, r in lengths), default=0) + extra
-    ids = pad_to_width(pad_rows(responses, side="right", dtype=torch.int32), width, "right", 0)
-    prompt_width = max((p for p, _ in lengths), default=0) + extra
+    prompts = [100 * i + j + 1 for i, (p, _) in enumerate(lengths) for j in range(p)]
+    responses = [1000 * i + j + 1 for i, (_, r) in enumerate(lengths) for j in range(r)]
+    ids = torch.tensor(responses, dtype=torch.int32)
     return Rollouts(
-        prompt_ids_BP=pad_to_width(pad_rows(prompts, side="left", dtype=torch.int32), prompt_width, "left", 0),
+        prompt_ids_T=torch.tensor(prompts, dtype=torch.int32),
         prompt_length_B=torch.tensor([p for p, _ in lengths]),
-        response_ids_BR=ids,
+        response_ids_T=ids,
         response_length_B=torch.tensor([r for _, r in lengths]),
-        response_mask_BR=(ids > 0) & (ids % 3 > 0),
+        response_mask_T=ids % 3 > 0,
         group_B=torch.arange(len(lengths)) // 2,
-        rollout_log_probs_BR=-ids.float() / 7,
-        weight_version_BR=(ids > 0).int() * 3,
+        rollout_log_probs_T=-ids.float() / 7,
+        weight_version_T=torch.full_like(ids, 3),
         finish_reasons=[f"reason {i}" for i in range(len(lengths))],
         rows=[PromptRow(index=i, data_source="toy", messages=[]) for i in range(len(lengths))],
     )
@@ -67,18 +64,52 @@ def test_select_moves_whole_rows() -> None:
     chosen = batch.select([2, 0, 2])
     assert chosen.finish_reasons == ["reason 2", "reason 0", "reason 2"]
     assert chosen.group_B.tolist() == [1, 0, 1]
-    for place, row in enumerate([2, 0, 2]):
-        for name, value in batch.columns().items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(getattr(chosen, name)[place], value[row]), name
-
-
-def test_a_share_is_as_wide_as_its_rows() -> None:
-    batch = rollouts(LENGTHS, extra=3)
-    assert_same(batch.share([3, 0]), batch.select([3, 0]).trim())
-    assert batch.share([3, 0]).response_ids_BR.shape == (2, 3)
-    assert_same(batch.share([]), batch.select([]))
+    chosen.check()
+    for name in ("response_ids", "response_mask", "rollout_log_probs", "weight_version"):
+        before, after = (rows.columns()[f"{name}_T"].split(rows.response_length_B.tolist()) for rows in (batch, chosen))  # type: ignore[union-attr]
+        for place, row in enumerate([2, 0, 2]):
+            assert torch.equal(after[place], before[row]), name
+    assert chosen.prompt_lists() == [[201], [1, 2], [201]]
     assert batch.select(range(4)) is batch  # nothing is copied
+
+
+def test_padded_forms_are_read_and_taken() -> None:
+    batch = rollouts(LENGTHS)
+    assert batch.response_ids_BR.tolist()[:2] == [[1, 2, 3, 0, 0], [1001, 0, 0, 0, 0]]
+    assert batch.prompt_ids_BP.tolist() == [[0, 0, 1, 2], [101, 102, 103, 104], [0, 0, 0, 201], [0, 301, 302, 303]]
+    assert batch.step_BR is None
+    names = {f.name[:-2] for f in dataclasses.fields(Sequences) if f.name.endswith("_T")}
+    padded = {f"{n}_BP" if n == "prompt_ids" else f"{n}_BR" for n in names}
+    again = Sequences(
+        prompt_length_B=batch.prompt_length_B,
+        response_length_B=batch.response_length_B,
+        **{name: getattr(batch, name) for name in padded},
+    )
+    for name in names:
+        assert torch.equal(getattr(again, f"{name}_T"), getattr(batch, f"{name}_T"))
+    wider = torch.nn.functional.pad(batch.response_ids_BR, (0, 3), value=77)  # what padding holds is nobody's
+    assert torch.equal(batch.replace(response_ids_BR=wider).response_ids_T, batch.response_ids_T)
+    assert torch.equal(dataclasses.replace(batch, response_ids_BR=wider).response_ids_T, batch.response_ids_T)
+    assert torch.equal(batch.flat(wider), batch.response_ids_T)
+    for wrong in ("response_ids_BP", "prompt_ids_BR", "no_such_BR", "group_BR"):
+        with pytest.raises(AttributeError, match=wrong):
+            getattr(batch, wrong)
+    with pytest.raises(TypeError, match="no_such_BR"):
+        batch.replace(no_such_BR=wider)
+
+
+def test_padding_of_turns_says_that_there_is_none() -> None:
+    batch = rollouts(LENGTHS)
+    step = torch.zeros_like(batch.response_ids_T)
+    assert batch.replace(step_T=step).step_BR[1].tolist() == [0, -1, -1, -1, -1]
+
+
+def test_forms_are_kept_where_that_is_asked_for() -> None:
+    batch = rollouts(LENGTHS)
+    micro = batch.with_forms()
+    assert micro.response_ids_BR is micro.response_ids_BR and batch.response_ids_BR is not batch.response_ids_BR
+    assert micro.replace(group_B=batch.group_B).response_ids_BR is not micro.response_ids_BR
+    assert_same(micro, batch)
 
 
 def test_select_by_mask_and_by_nothing() -> None:
@@ -97,17 +128,10 @@ def test_split_and_concat_are_inverse() -> None:
         batch.split([1, 2])
 
 
-def test_concat_widens_to_the_widest_part() -> None:
-    batch = rollouts(LENGTHS)
-    parts = [part.trim() for part in batch.split([2, 2])]
-    assert [part.response_ids_BR.shape[1] for part in parts] == [3, 5]
-    assert_same(Rollouts.concat(parts), batch)
-
-
 def test_concat_refuses_parts_that_do_not_fit() -> None:
     batch = rollouts(LENGTHS)
-    with pytest.raises(ValueError, match="rollout_log_probs_BR is present in some parts and missing in others"):
-        Rollouts.concat([batch, batch.replace(rollout_log_probs_BR=None)])
+    with pytest.raises(ValueError, match="rollout_log_probs_T is present in some parts and missing in others"):
+        Rollouts.concat([batch, batch.replace(rollout_log_probs_T=None)])
     with pytest.raises(ValueError, match="zero Rollouts"):
         Rollouts.concat([])
 
@@ -115,21 +139,20 @@ def test_concat_refuses_parts_that_do_not_fit() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6),
-    extra=st.integers(0, 4),
     data=st.data(),
 )
-def test_pickle_round_trip(lengths: list[tuple[int, int]], extra: int, data: st.DataObject) -> None:
-    """Also of any selection, with padding that nobody needs, of rows without a token."""
-    batch = rollouts(lengths, extra)
+def test_pickle_round_trip(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Also of any selection, of rows without a token."""
+    batch = rollouts(lengths)
     index = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
-    for struct in (batch, batch.select(index), batch.trim()):
+    for struct in (batch, batch.select(index), batch.with_forms()):
         assert_same(pickle.loads(pickle.dumps(struct)), struct)
 
 
 def test_pickle_keeps_types_and_none() -> None:
-    said = Evaluated(response_length_B=torch.tensor([1, 2]), values_BR=torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
+    said = Evaluated(response_length_B=torch.tensor([1, 2]), values_T=torch.tensor([1.0, 2.0, 3.0]))
     copy = pickle.loads(pickle.dumps(said))
-    assert copy.old_log_probs_BR is None
+    assert copy.old_log_probs_T is None
     assert_same(copy, said)
 
 
@@ -146,22 +169,7 @@ def test_pickle_sends_no_padding() -> None:
     assert len(pickle.dumps(batch)) < 40_000 < ids.numel() * 4
 
 
-@pytest.mark.parametrize("extra", [0, 3])
-def test_trim_cuts_only_padding(extra: int) -> None:
-    batch = rollouts(LENGTHS, extra).select([3, 1])
-    short = batch.trim()
-    assert short.response_ids_BR.shape == (2, 2) and short.prompt_ids_BP.shape == (2, 4)
-    assert short.response_ids_BR.tolist() == [[3001, 3002], [1001, 0]]
-    assert short.prompt_ids_BP.tolist() == [[0, 301, 302, 303], [101, 102, 103, 104]]
-    short.check()
-    assert_same(short.trim(), short)
-
-
-def test_trim_of_nothing() -> None:
-    assert len(rollouts(LENGTHS).select([]).trim()) == 0
-
-
-def test_prompt_lists_drop_left_padding() -> None:
+def test_prompt_lists() -> None:
     assert rollouts(LENGTHS).prompt_lists() == [[1, 2], [101, 102, 103, 104], [201], [301, 302, 303]]
 
 
@@ -174,8 +182,8 @@ def test_check_finds_columns_that_do_not_fit() -> None:
     batch.check()
     with pytest.raises(ValueError, match="columns differ in length"):
         batch.replace(finish_reasons=["stop"]).check()
-    with pytest.raises(ValueError, match="right-padded columns differ in width"):
-        batch.replace(response_mask_BR=batch.response_mask_BR[:, :2]).check()
+    with pytest.raises(ValueError, match="response_length_B adds up to 11, but there are .*'response_mask_T': 7"):
+        batch.replace(response_mask_T=batch.response_mask_T[:7]).check()
 
 
 def test_structs_are_frozen_and_have_no_further_fields() -> None:
@@ -189,7 +197,7 @@ def test_structs_are_frozen_and_have_no_further_fields() -> None:
 def test_operations_leave_the_original_alone() -> None:
     batch = rollouts(LENGTHS)
     copy = pickle.loads(pickle.dumps(batch))
-    batch.select([1]).trim()
+    batch.select([1])
     batch.replace(group_B=torch.zeros(4))
     Rollouts.concat([batch, batch])
     assert_same(batch, copy)
@@ -271,7 +279,6 @@ def test_episode_numbers_travel_with_their_rows() -> None:
     assert batch.select([3, 0]).episode_B.tolist() == [7, 9]  # type: ignore[union-attr]
     assert_same(Rollouts.concat(batch.split([1, 3])), batch)
     assert_same(pickle.loads(pickle.dumps(batch)), batch)
-    assert_same(Rollouts.concat([part.trim() for part in batch.split([2, 2])]), batch)
     with pytest.raises(ValueError, match="episode_B is present in some parts and missing in others"):
         Rollouts.concat([batch, rollouts(LENGTHS)])
 
@@ -300,26 +307,24 @@ def test_without_numbers_nothing_is_touched() -> None:
     episodes, values = Episodes.of(batch), torch.arange(4.0)
     assert episodes.join(batch) is batch and episodes.once(values) is values and episodes.of_rows(values) is values
     assert episodes.sums(values) is values and len(episodes) == 4
-    assert episodes.cut(batch.response_ids_BR, 5) is batch.response_ids_BR
+    assert episodes.cut(batch.response_ids_T) is batch.response_ids_T
     assert [rows.tolist() for rows in episodes.rows()] == [[0], [1], [2], [3]]
     nothing = numbered().select([])
     assert len(Episodes.of(nothing)) == 0 == len(Episodes.of(nothing).join(nothing))
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=9), extra=st.integers(0, 3))
-def test_cut_is_the_inverse_of_join_and_sums_stay(rows: list[tuple[int, int]], extra: int) -> None:
-    batch = rollouts([(1, length) for length, _ in rows], extra)
+@given(rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=9))
+def test_cut_is_the_inverse_of_join_and_sums_stay(rows: list[tuple[int, int]]) -> None:
+    batch = rollouts([(1, length) for length, _ in rows])
     batch = batch.replace(group_B=torch.zeros(len(rows)), episode_B=torch.tensor([number for _, number in rows]))
-    episodes, ids = Episodes.of(batch), batch.response_ids_BR
+    episodes, ids = Episodes.of(batch), batch.response_ids_T
     joined = episodes.join_tokens(ids)
-    assert joined is not None and torch.equal(episodes.cut(joined, ids.shape[1]), ids)
+    assert joined is not None and torch.equal(episodes.cut(joined), ids)
     by_number: dict[int, list[int]] = {}
-    for (length, number), row in zip(rows, ids.tolist(), strict=True):
-        by_number.setdefault(number, []).extend(row[:length])
-    assert [row[:n] for row, n in zip(joined.tolist(), episodes.sums(episodes.length_B).tolist(), strict=True)] == [
-        *by_number.values()
-    ]
+    for (_, number), row in zip(rows, ids.split([length for length, _ in rows]), strict=True):
+        by_number.setdefault(number, []).extend(row.tolist())
+    assert [row.tolist() for row in joined.split(episodes.sums(episodes.length_B).tolist())] == [*by_number.values()]
     first = [next(i for i, (_, other) in enumerate(rows) if other == number) for number in by_number]
     assert episodes.once(torch.arange(len(rows))).tolist() == first
     assert episodes.of_rows(torch.tensor([*by_number])).tolist() == [number for _, number in rows]

@@ -14,45 +14,80 @@ import torch
 from torch import Tensor
 
 from verl_like.algorithms.groups import GroupStatistics, group_statistics
-from verl_like.algorithms.masked import masked_fill_zero, masked_sum, masked_whiten, row_blocks
+from verl_like.algorithms.masked import masked_fill_zero, masked_whiten, whitened_rows
 from verl_like.algorithms.registry import Registry
 from verl_like.algorithms.stepwise import Turns, anchor_advantages, normalised_by_group, turn_returns, turns_of
+from verl_like.batch import TensorStruct, tokens
 from verl_like.config import AlgorithmConfig
+from verl_like.ragged import Blocks, on_rows, row_sums
 
 GRPO_EPS = 1e-6
-_GAE_BLOCK = 2**23  # entries of a block of rows: fewer rows would make more steps of the loop over tokens
+_LOOP_BLOCK = 2**22  # entries of a block of rows: fewer rows would make more steps of a loop over tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageInputs:
-    """What estimators may look at. Optional columns are there when the run has them.
+class AdvantageInputs(TensorStruct):
+    """What estimators may look at, as columns [T] or padded (`values_BR`): see verl_like/batch.py. Optional columns are
+    there when the run has them. Padding is 0 or false.
 
     A row is a whole episode: one whose history was rewritten comes joined to one row (see algorithms/experience.py).
     """
 
-    token_rewards_BR: Tensor  # float32: reward after KL, on the token that earned it, 0 elsewhere
-    response_mask_BR: Tensor  # bool: tokens the policy sampled
+    token_rewards_T: Tensor = tokens()  # float32: reward after KL, on the token that earned it, 0 elsewhere
+    response_mask_T: Tensor = tokens()  # bool: tokens the policy sampled
+    response_length_B: Tensor  # int64
     group_B: Tensor  # int64: rows with the same number answer the same prompt
-    values_BR: Tensor | None = None  # V(state before token t), from the critic
-    old_log_probs_BR: Tensor | None = None
+    values_T: Tensor | None = tokens(default=None)  # V(state before token t), from the critic
+    old_log_probs_T: Tensor | None = tokens(default=None)
     components: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # float64 [B]: rewards by name, for gdpo
-    step_BR: Tensor | None = None  # turn of each sampled token, and state before the turn: see algorithms/stepwise.py
-    anchor_BR: Tensor | None = None
-    sum_pi_squared_BR: Tensor | None = None  # over the vocabulary, of squared probabilities, under the old policy
-    importance_weights_BR: Tensor | None = None  # of algorithm.rollout_correction, where the driver has them
+    # turn of each sampled token, and state before the turn: see algorithms/stepwise.py
+    step_T: Tensor | None = tokens(fill=-1, default=None)
+    anchor_T: Tensor | None = tokens(fill=-1, default=None)
+    # over the vocabulary, of squared probabilities, under the old policy
+    sum_pi_squared_T: Tensor | None = tokens(default=None)
+    importance_weights_T: Tensor | None = tokens(
+        default=None
+    )  # of algorithm.rollout_correction, where the driver has them
     baseline_B: Tensor | None = None  # reward of the greedy response to the row's prompt
 
     def reward_B(self) -> Tensor:
-        """Reward of the whole response."""
-        return masked_sum(self.token_rewards_BR, self.response_mask_BR, dim=1)
+        """Reward of the whole response, float32."""
+        rewards_T = masked_fill_zero(self.token_rewards_T, self.response_mask_T)
+        return row_sums(rewards_T, self.response_length_B).float()
+
+    def sampled_B(self) -> Tensor:
+        """Tokens that the policy sampled, int64 [B]."""
+        return row_sums(self.response_mask_T, self.response_length_B)
+
+    def on_sampled(self, values_B: Tensor) -> Tensor:
+        """One value per row on each of its sampled tokens, 0 on others: float32 [T]."""
+        return masked_fill_zero(on_rows(values_B.float(), self.response_length_B), self.response_mask_T)
+
+    def by_blocks(
+        self, work: Callable[..., Tensor], *columns_T: Tensor, groups: bool = False, entries: int | None = None
+    ) -> Tensor:
+        """`work` on padded blocks of the columns, its answers as one column [T].
+
+        groups: whole groups are in a block, and work's first argument is the rows' group_B.
+        """
+        blocks = Blocks(self.response_length_B, self.group_B if groups else None, entries)
+        answer_T = torch.zeros(0)
+        for rows in blocks:
+            given = [blocks.padded(column, rows) for column in columns_T]
+            answer_bR = work(self.group_B[rows], *given) if groups else work(*given)
+            if not len(answer_T):
+                answer_T = torch.zeros(self.response_mask_T.shape, dtype=answer_bR.dtype)
+            blocks.put(answer_T, rows, answer_bR)
+        return answer_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageOutputs:
-    """Both are 0 outside response_mask."""
+class AdvantageOutputs(TensorStruct):
+    """Both are 0 outside response_mask. Given padded, as [B, R], lengths need not be said."""
 
-    advantages_BR: Tensor
-    returns_BR: Tensor
+    advantages_T: Tensor = tokens()
+    returns_T: Tensor = tokens()
+    response_length_B: Tensor
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -63,12 +98,26 @@ register_advantage = ADVANTAGES.register
 
 def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Run the estimator that algorithm.adv_estimator names."""
-    return ADVANTAGES.lookup(algorithm.adv_estimator)(inputs, algorithm)
+    outputs = ADVANTAGES.lookup(algorithm.adv_estimator)(inputs, algorithm)
+    if torch.equal(outputs.response_length_B, inputs.response_length_B):
+        return outputs
+    shape, expected = outputs.advantages_BR.shape, (len(inputs), inputs.padded(inputs.response_mask_T).shape[1])
+    if shape != expected or outputs.returns_BR.shape != expected:
+        raise ValueError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator!r} returned advantages of {tuple(shape)} and returns of "
+            f"{tuple(outputs.returns_BR.shape)}, but the responses are {expected}"
+        )
+    return outcome(inputs, inputs.flat(outputs.advantages_BR), inputs.flat(outputs.returns_BR), outputs.metrics)
 
 
-def over_tokens(values_B: Tensor, mask_BR: Tensor) -> Tensor:
-    """One value per row, written on each of its sampled tokens: float32 [B, R]."""
-    return values_B.float()[:, None] * mask_BR
+def outcome(
+    inputs: AdvantageInputs, advantages_T: Tensor, returns_T: Tensor, metrics: dict[str, float] | None = None
+) -> AdvantageOutputs:
+    """What an estimator found, as columns of these rows."""
+    lengths = inputs.response_length_B
+    return AdvantageOutputs(
+        advantages_T=advantages_T, returns_T=returns_T, response_length_B=lengths, metrics=metrics or {}
+    )
 
 
 @register_advantage("gae")
@@ -79,25 +128,27 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs
     carried on undiscounted, so a multi-turn row equals the same row with its tool text cut out. So they are where an
     episode goes on in another row: the state after a row's last token is the next row's prompt.
     """
-    if inputs.values_BR is None:
+    if inputs.values_T is None:
         raise ValueError(
             "algorithm.adv_estimator='gae' needs values, but this run has no critic; use 'grpo' or add one"
         )
-    rewards, values, mask = inputs.token_rewards_BR, inputs.values_BR, inputs.response_mask_BR
-    raw_BR = torch.empty_like(rewards)
-    for rows in row_blocks(rewards.shape, _GAE_BLOCK):  # time first: what one step reads lies together
-        rewards_RB, values_RB, mask_RB = (column[rows].T.contiguous() for column in (rewards, values, mask))
-        raw_RB = torch.empty_like(rewards_RB)
-        next_value = next_advantage = rewards.new_zeros(rewards_RB.shape[1])
-        for t in reversed(range(len(rewards_RB))):
-            delta = rewards_RB[t] + algorithm.gamma * next_value - values_RB[t]
+
+    def backwards(rewards_bR: Tensor, values_bR: Tensor, mask_bR: Tensor) -> Tensor:
+        """Advantages before whitening. Time first: what one step reads lies together."""
+        rewards_Rb, values_Rb, mask_Rb = (column.T.contiguous() for column in (rewards_bR, values_bR, mask_bR))
+        raw_Rb = torch.empty_like(rewards_Rb)
+        next_value = next_advantage = rewards_Rb.new_zeros(rewards_Rb.shape[1])
+        for t in reversed(range(len(rewards_Rb))):
+            delta = rewards_Rb[t] + algorithm.gamma * next_value - values_Rb[t]
             advantage = delta + algorithm.gamma * algorithm.lam * next_advantage
-            next_value = torch.where(mask_RB[t], values_RB[t], next_value)
-            next_advantage = torch.where(mask_RB[t], advantage, next_advantage)
-            raw_RB[t] = next_advantage
-        raw_BR[rows] = raw_RB.T
-    returns_BR = masked_fill_zero(raw_BR + values, mask)
-    return AdvantageOutputs(advantages_BR=masked_whiten(raw_BR, mask), returns_BR=returns_BR)
+            next_value = torch.where(mask_Rb[t], values_Rb[t], next_value)
+            next_advantage = torch.where(mask_Rb[t], advantage, next_advantage)
+            raw_Rb[t] = next_advantage
+        return raw_Rb.T
+
+    mask_T = inputs.response_mask_T
+    raw_T = inputs.by_blocks(backwards, inputs.token_rewards_T, inputs.values_T, mask_T, entries=_LOOP_BLOCK)
+    return outcome(inputs, masked_whiten(raw_T, mask_T), masked_fill_zero(raw_T + inputs.values_T, mask_T))
 
 
 @register_advantage("grpo")
@@ -112,8 +163,7 @@ def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
     advantage_B = reward_B.double() - groups.of_rows(groups.mean_G)
     if algorithm.norm_adv_by_std_in_grpo:
         advantage_B = advantage_B / (groups.of_rows(groups.std_G) + GRPO_EPS)
-    advantages_BR = over_tokens(advantage_B, inputs.response_mask_BR)
-    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+    return on_all_tokens(advantage_B, inputs)
 
 
 # ---- one advantage per response, from the rewards of its group. A group of one has nothing to be compared with: 0.
@@ -121,8 +171,14 @@ def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
 
 def on_all_tokens(advantage_B: Tensor, inputs: AdvantageInputs) -> AdvantageOutputs:
     """The row's advantage on each of its sampled tokens, as returns too."""
-    advantages_BR = over_tokens(advantage_B, inputs.response_mask_BR)
-    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+    advantages_T = inputs.on_sampled(advantage_B)
+    return outcome(inputs, advantages_T, advantages_T)
+
+
+def whitened(advantage_B: Tensor, inputs: AdvantageInputs) -> AdvantageOutputs:
+    """The row's advantage, less the mean over all sampled tokens, by their deviation, on each of them."""
+    advantages_T = inputs.on_sampled(whitened_rows(advantage_B, inputs.sampled_B()))
+    return outcome(inputs, advantages_T, advantages_T)
 
 
 def above_group_mean(inputs: AdvantageInputs) -> tuple[Tensor, GroupStatistics]:
@@ -149,7 +205,7 @@ def rloo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
 @register_advantage("opo")
 def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """reward - length-weighted mean reward of the group (OPO's optimal baseline, Hao et al. 2025, arXiv 2505.23585)."""
-    reward_B, length_B = inputs.reward_B().double(), inputs.response_mask_BR.sum(dim=1).double()
+    reward_B, length_B = inputs.reward_B().double(), inputs.sampled_B().double()
     groups = group_statistics(reward_B, inputs.group_B)
     baseline_G = groups.sums_of(reward_B * length_B) / groups.sums_of(length_B).clamp(min=1)
     return on_all_tokens(reward_B - groups.of_rows(baseline_G), inputs)
@@ -213,10 +269,7 @@ def lite_ppo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOu
 @register_advantage("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """reward - group mean, whitened over all sampled tokens (REINFORCE++ with baseline, arXiv 2501.03262)."""
-    mask_BR = inputs.response_mask_BR
-    raw_BR = above_group_mean(inputs)[0][:, None] * mask_BR
-    advantages_BR = masked_whiten(raw_BR, mask_BR).float()
-    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+    return whitened(above_group_mean(inputs)[0], inputs)
 
 
 @register_advantage("gdpo")
@@ -233,9 +286,7 @@ def gdpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
     for key, weight in zip(keys, algorithm.gdpo_reward_weights or [1.0] * len(keys), strict=True):
         values_B = inputs.reward_B() if key == "score" else inputs.components[key]
         total_B += weight * normalised_by_group(values_B, inputs.group_B, algorithm.norm_adv_by_std_in_grpo)
-    raw_BR = total_B[:, None] * inputs.response_mask_BR
-    advantages_BR = masked_whiten(raw_BR, inputs.response_mask_BR).float()
-    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+    return whitened(total_B, inputs)
 
 
 # ---- from the returns of turns, for multi-turn responses
@@ -243,9 +294,9 @@ def gdpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
 
 def turns_in(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Turns:
     """The batch's turns; ValueError naming the estimator when it has none."""
-    if inputs.step_BR is None:
+    if inputs.step_T is None:
         raise ValueError(
-            f"algorithm.adv_estimator={algorithm.adv_estimator!r} needs turns (step_BR), but these responses have one "
+            f"algorithm.adv_estimator={algorithm.adv_estimator!r} needs turns (step_T), but these responses have one "
             "turn only; use 'grpo' or 'reinforce' without multi-turn rollout"
         )
     return turns_of(inputs.step_BR, inputs.response_mask_BR)
@@ -256,8 +307,8 @@ def step_reinforce(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advan
     """The return of the token's turn, discounted by step_reward_gamma a turn (ROLL's step-wise reinforce)."""
     turns = turns_in(inputs, algorithm)
     returns_BK = turn_returns(turns, inputs.token_rewards_BR, algorithm.step_reward_gamma)
-    returns_BR = turns.of_tokens(returns_BK).float()
-    return AdvantageOutputs(advantages_BR=returns_BR, returns_BR=returns_BR)
+    returns_T = inputs.flat(turns.of_tokens(returns_BK).float())
+    return outcome(inputs, returns_T, returns_T)
 
 
 @register_advantage("gigpo")
@@ -269,46 +320,47 @@ def gigpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutpu
     by deviations if norm_adv_by_std_in_grpo is false.
     """
     turns, by_std = turns_in(inputs, algorithm), algorithm.norm_adv_by_std_in_grpo
-    if inputs.anchor_BR is None:
-        raise ValueError(
-            "algorithm.adv_estimator='gigpo' needs the states before turns (anchor_BR), but there are none"
-        )
+    if inputs.anchor_T is None:
+        raise ValueError("algorithm.adv_estimator='gigpo' needs the states before turns (anchor_T), but there are none")
     returns_BK = turn_returns(turns, inputs.token_rewards_BR, algorithm.step_reward_gamma)
     episode_B = normalised_by_group(inputs.reward_B(), inputs.group_B, by_std)
     step_BK = anchor_advantages(turns, returns_BK, inputs.anchor_BR, inputs.group_B, by_std)
     weights = algorithm.gigpo
-    advantages_BR = turns.of_tokens(weights.episode_weight * episode_B[:, None] + weights.step_weight * step_BK).float()
-    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=advantages_BR)
+    summed_BK = weights.episode_weight * episode_B[:, None] + weights.step_weight * step_BK
+    advantages_T = inputs.flat(turns.of_tokens(summed_BK).float())
+    return outcome(inputs, advantages_T, advantages_T)
 
 
 # ---- from discounted returns, token by token
 
 
 def discounted_returns(inputs: AdvantageInputs, gamma: float) -> Tensor:
-    """G_t = r_t + gamma * G of the next sampled token, over tool text: float32 [B, R], 0 outside the mask."""
-    rewards, mask = inputs.token_rewards_BR, inputs.response_mask_BR
-    following_B = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
-    backwards: list[Tensor] = []
-    for t in reversed(range(rewards.shape[1])):
-        following_B = torch.where(mask[:, t], rewards[:, t] + gamma * following_B, following_B)
-        backwards.append(following_B)
-    returns_BR = torch.stack(backwards[::-1], dim=1) if backwards else rewards
-    return masked_fill_zero(returns_BR, mask).float()
+    """G_t = r_t + gamma * G of the next sampled token, over tool text: float32 [T], 0 outside the mask."""
+
+    def backwards(rewards_bR: Tensor, mask_bR: Tensor) -> Tensor:
+        rewards_Rb, mask_Rb = rewards_bR.T.contiguous(), mask_bR.T.contiguous()
+        following_b = torch.zeros(len(rewards_bR), dtype=torch.float64)
+        returns_Rb = torch.zeros(rewards_Rb.shape)
+        for t in reversed(range(len(rewards_Rb))):
+            following_b = torch.where(mask_Rb[t], rewards_Rb[t] + gamma * following_b, following_b)
+            returns_Rb[t] = following_b
+        return masked_fill_zero(returns_Rb, mask_Rb).T
+
+    return inputs.by_blocks(backwards, inputs.token_rewards_T, inputs.response_mask_T, entries=_LOOP_BLOCK)
 
 
 @register_advantage("reinforce")
 def reinforce(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """The discounted return itself, without a baseline (Williams 1992)."""
-    returns_BR = discounted_returns(inputs, algorithm.gamma)
-    return AdvantageOutputs(advantages_BR=returns_BR, returns_BR=returns_BR)
+    returns_T = discounted_returns(inputs, algorithm.gamma)
+    return outcome(inputs, returns_T, returns_T)
 
 
 @register_advantage("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """The discounted return, whitened over all sampled tokens (REINFORCE++, Hu et al. 2025, arXiv 2501.03262)."""
-    returns_BR = discounted_returns(inputs, algorithm.gamma)
-    advantages_BR = masked_whiten(returns_BR, inputs.response_mask_BR)
-    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=returns_BR)
+    returns_T = discounted_returns(inputs, algorithm.gamma)
+    return outcome(inputs, masked_whiten(returns_T, inputs.response_mask_T), returns_T)
 
 
 # ---- against a baseline from outside the batch, or one for each position
@@ -320,13 +372,11 @@ def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutpu
 
     The baseline does not depend on the sampled response, so the gradient stays unbiased, also with one response each.
     """
-    mask_BR = inputs.response_mask_BR
     if inputs.baseline_B is None:
         raise ValueError("algorithm.adv_estimator='remax' needs the scores of greedy responses, but there are none")
-    returns_BR = discounted_returns(inputs, gamma=1.0)
-    advantages_BR = masked_fill_zero(returns_BR - inputs.baseline_B[:, None], mask_BR)
+    returns_T = discounted_returns(inputs, gamma=1.0)
     metrics = {"critic/baseline/mean": inputs.baseline_B.mean().item()} if len(inputs.baseline_B) else {}
-    return AdvantageOutputs(advantages_BR=advantages_BR.float(), returns_BR=returns_BR, metrics=metrics)
+    return outcome(inputs, returns_T - inputs.on_sampled(inputs.baseline_B), returns_T, metrics)
 
 
 @register_advantage("optimal_token_baseline")
@@ -337,58 +387,72 @@ def optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) 
     the token's score with respect to the logits, times its squared importance weight where there is one. Where only
     one row of the group has a sampled token b_t is 0 (as in verl); a group of one has advantage 0, as everywhere here.
     """
-    returns_BR = discounted_returns(inputs, gamma=1.0)
-    return _above_optimal_baseline(returns_BR, _path_energy(inputs), inputs.response_mask_BR, inputs)
+    returns_T, columns = discounted_returns(inputs, gamma=1.0), _energy_columns(inputs)
+
+    def work(group_b: Tensor, returns_bR: Tensor, mask_bR: Tensor, *energy: Tensor) -> Tensor:
+        return _above_optimal_baseline(returns_bR, _path_energy(mask_bR, *energy), mask_bR, group_b)
+
+    advantages_T = inputs.by_blocks(work, returns_T, inputs.response_mask_T, *columns, groups=True)
+    return outcome(inputs, advantages_T, returns_T)
 
 
 @register_advantage("tir_optimal_token_baseline")
 def tir_optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """The same with positions counted in sampled tokens, tool text left out: for tool-integrated reasoning."""
-    mask_BR = inputs.response_mask_BR
-    rows, columns = mask_BR.nonzero(as_tuple=True)
-    place = (mask_BR.cumsum(dim=1) - 1)[rows, columns]
+    returns_T, columns = discounted_returns(inputs, gamma=1.0), _energy_columns(inputs)
 
-    def compact(values_BR: Tensor) -> Tensor:
-        packed = torch.zeros_like(values_BR)
-        packed[rows, place] = values_BR[rows, columns]
-        return packed
+    def work(group_b: Tensor, returns_bR: Tensor, mask_bR: Tensor, *energy: Tensor) -> Tensor:
+        rows, places = mask_bR.nonzero(as_tuple=True)
+        compact = (mask_bR.cumsum(dim=1) - 1)[rows, places]
 
-    returns_BR = discounted_returns(inputs, gamma=1.0)
-    packed = _above_optimal_baseline(compact(returns_BR), compact(_path_energy(inputs)), compact(mask_BR), inputs)
-    advantages_BR = torch.zeros_like(returns_BR)
-    advantages_BR[rows, columns] = packed.advantages_BR[rows, place]
-    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=returns_BR)
+        def packed(values_bR: Tensor) -> Tensor:
+            found = torch.zeros_like(values_bR)
+            found[rows, compact] = values_bR[rows, places]
+            return found
+
+        energy_bR = packed(_path_energy(mask_bR, *energy))
+        found_bR = _above_optimal_baseline(packed(returns_bR), energy_bR, packed(mask_bR), group_b)
+        advantages_bR = torch.zeros_like(returns_bR)
+        advantages_bR[rows, places] = found_bR[rows, compact]
+        return advantages_bR
+
+    advantages_T = inputs.by_blocks(work, returns_T, inputs.response_mask_T, *columns, groups=True)
+    return outcome(inputs, advantages_T, returns_T)
 
 
-def _path_energy(inputs: AdvantageInputs) -> Tensor:
-    """W of each token (float64 [B, R]): the row's summed squared score norms up to and with it."""
-    if inputs.old_log_probs_BR is None or inputs.sum_pi_squared_BR is None:
+def _energy_columns(inputs: AdvantageInputs) -> list[Tensor]:
+    if inputs.old_log_probs_T is None or inputs.sum_pi_squared_T is None:
         raise ValueError(
             "algorithm.adv_estimator=(tir_)optimal_token_baseline needs old log-probs and sums of squared "
             "probabilities: set actor_rollout_ref.actor.old_log_probs=recompute"
         )
-    norm_BR = 1 - 2 * inputs.old_log_probs_BR.double().exp() + inputs.sum_pi_squared_BR.double()
-    if inputs.importance_weights_BR is not None:
-        norm_BR = norm_BR * inputs.importance_weights_BR.double() ** 2
-    return masked_fill_zero(norm_BR.clamp(min=0), inputs.response_mask_BR).cumsum(dim=1)
+    weights = [] if inputs.importance_weights_T is None else [inputs.importance_weights_T]
+    return [inputs.old_log_probs_T, inputs.sum_pi_squared_T, *weights]
 
 
-def _above_optimal_baseline(
-    returns_BR: Tensor, energy_BR: Tensor, mask_BR: Tensor, inputs: AdvantageInputs
-) -> AdvantageOutputs:
+def _path_energy(
+    mask_bR: Tensor, old_log_probs_bR: Tensor, sum_pi_squared_bR: Tensor, weights_bR: Tensor | None = None
+) -> Tensor:
+    """W of each token (float64 [b, R]): the row's summed squared score norms up to and with it."""
+    norm_bR = 1 - 2 * old_log_probs_bR.double().exp() + sum_pi_squared_bR.double()
+    if weights_bR is not None:
+        norm_bR = norm_bR * weights_bR.double() ** 2
+    return masked_fill_zero(norm_bR.clamp(min=0), mask_bR).cumsum(dim=1)
+
+
+def _above_optimal_baseline(returns_bR: Tensor, energy_bR: Tensor, mask_bR: Tensor, group_b: Tensor) -> Tensor:
     """Returns minus the weighted mean return of the group's rows that have a token at the position."""
-    ids, row_group_B = torch.unique(inputs.group_B, return_inverse=True)
+    ids, row_group_b = torch.unique(group_b, return_inverse=True)
 
-    def over_group(values_BR: Tensor) -> Tensor:
-        masked_BR = masked_fill_zero(values_BR.double(), mask_BR)
-        sums_GR = masked_BR.new_zeros(len(ids), mask_BR.shape[1]).index_add(0, row_group_B, masked_BR)
-        return sums_GR[row_group_B]
+    def over_group(values_bR: Tensor) -> Tensor:
+        masked_bR = masked_fill_zero(values_bR.double(), mask_bR)
+        sums_GR = masked_bR.new_zeros(len(ids), mask_bR.shape[1]).index_add(0, row_group_b, masked_bR)
+        return sums_GR[row_group_b]
 
-    count_BR, weight_BR = over_group(torch.ones_like(returns_BR)), over_group(energy_BR)
-    plain_BR = over_group(returns_BR) / count_BR.clamp(min=1)  # where no row's score has any energy
-    weighted_BR = over_group(returns_BR * energy_BR) / torch.where(weight_BR > 0, weight_BR, torch.ones_like(weight_BR))
-    baseline_BR = torch.where(weight_BR > 0, weighted_BR, plain_BR)
-    alone_B1 = (torch.bincount(row_group_B, minlength=len(ids))[row_group_B] == 1)[:, None]
-    advantages_BR = returns_BR - masked_fill_zero(baseline_BR, count_BR > 1)
-    advantages_BR = masked_fill_zero(advantages_BR, mask_BR & ~alone_B1).float()
-    return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=returns_BR)
+    count_bR, weight_bR = over_group(torch.ones_like(returns_bR)), over_group(energy_bR)
+    plain_bR = over_group(returns_bR) / count_bR.clamp(min=1)  # where no row's score has any energy
+    weighted_bR = over_group(returns_bR * energy_bR) / torch.where(weight_bR > 0, weight_bR, torch.ones_like(weight_bR))
+    baseline_bR = torch.where(weight_bR > 0, weighted_bR, plain_bR)
+    alone_b1 = (torch.bincount(row_group_b, minlength=len(ids))[row_group_b] == 1)[:, None]
+    advantages_bR = returns_bR - masked_fill_zero(baseline_bR, count_bR > 1)
+    return masked_fill_zero(advantages_bR, mask_bR & ~alone_b1).float()

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, row_blocks, share_of_episode
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
 from verl_like.algorithms.mismatch import (
     LOG_LIMIT,
     NONFINITE,
@@ -41,6 +41,7 @@ from verl_like.batch import Episodes, Evaluated, Rollouts
 from verl_like.config import ActorConfig, RolloutCorrectionConfig
 from verl_like.config.batch_plan import uses_sampler_log_probs
 from verl_like.config.correction import Bounds, Rejection, corrects, parse_rejections, weight_bounds
+from verl_like.ragged import Blocks, row_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,9 +278,9 @@ def _count_option(rejection: Rejection, statistic_BR: Tensor, passed_BR: Tensor,
 class DriverCorrection:
     """What the driver found out, and what it leaves to the update."""
 
-    mask_BR: Tensor  # bool: sampled tokens to train on
-    weights_BR: Tensor | None = None  # float32: constants on the policy loss
-    rollout_log_probs_BR: Tensor | None = None  # present where the update must compare with its own log-probs
+    mask_T: Tensor  # bool: sampled tokens to train on
+    weights_T: Tensor | None = None  # float32: constants on the policy loss
+    rollout_log_probs_T: Tensor | None = None  # present where the update must compare with its own log-probs
     metrics: dict[str, float]
 
 
@@ -291,41 +292,49 @@ def correct_on_driver(
     Raises ValueError without rollout log-probs to correct by, and when every token is rejected: a run that trains on
     nothing must not look like one that trains.
     """
-    mask_BR, rollout_BR = rollouts.response_mask_BR, rollouts.rollout_log_probs_BR
-    if rollout_BR is None:
+    mask_T, rollout_T = rollouts.response_mask_T, rollouts.rollout_log_probs_T
+    if rollout_T is None:
         if corrects(correction) or uses_sampler_log_probs(actor, correction):
             raise ValueError("algorithm.rollout_correction needs rollout log-probs, but these rollouts have none")
-        return DriverCorrection(mask_BR=mask_BR, metrics={})
-    if evaluated.old_log_probs_BR is None or uses_sampler_log_probs(actor, correction):
-        return DriverCorrection(mask_BR=mask_BR, rollout_log_probs_BR=rollout_BR, metrics={})
-    episodes = Episodes.of(rollouts)
-    tokens_B = episodes.of_rows(episodes.sums(mask_BR.sum(dim=1)))
-    share_B, tally, num_unknown = share_of_episode(mask_BR, tokens_B), Tally(), 0
-    keep_BR = torch.zeros_like(mask_BR) if corrects(correction) else mask_BR
-    weights: list[tuple[slice, Tensor]] = []
-    for rows in row_blocks(mask_BR.shape):
-        gap = gap_between(evaluated.old_log_probs_BR[rows], rollout_BR[rows], mask_BR[rows], share_B[rows])
+        return DriverCorrection(mask_T=mask_T, metrics={})
+    old_T = evaluated.old_log_probs_T
+    if old_T is None or uses_sampler_log_probs(actor, correction):
+        return DriverCorrection(mask_T=mask_T, rollout_log_probs_T=rollout_T, metrics={})
+    acts, length_B = corrects(correction), rollouts.response_length_B
+    share_B, tally, num_unknown = shares_of_episodes(rollouts), Tally(), 0
+    keep_T, weights_T = (torch.zeros_like(mask_T) if acts else mask_T), None
+    blocks = Blocks(length_B)
+    for rows in blocks:
+        log_p_bR, log_q_bR, mask_bR = (blocks.padded(column, rows) for column in (old_T, rollout_T, mask_T))
+        gap = gap_between(log_p_bR, log_q_bR, mask_bR, share_B[rows])
         num_unknown += int(gap.unknown_BR.sum())
         counted = count_gap(gap)
-        if corrects(correction):
+        if acts:
             found = correct(gap, dataclasses.replace(correction, rollout_is_batch_normalize=False))
-            keep_BR[rows], counted = found.keep_BR, counted.joined(found.tally)
+            blocks.put(keep_T, rows, found.keep_BR)
             if found.weights_BR is not None:
-                weights.append((rows, found.weights_BR))
+                weights_T = torch.zeros(mask_T.shape) if weights_T is None else weights_T
+                blocks.put(weights_T, rows, found.weights_BR)
+            counted = counted.joined(found.tally)
         tally = tally.added(counted)
     metrics = finish(tally.numbers()) | {NONFINITE: float(num_unknown)}
-    if not corrects(correction):
-        return DriverCorrection(mask_BR=mask_BR, metrics=metrics)
-    factor = 1.0
-    if weights and correction.rollout_is_batch_normalize:
+    if not acts:
+        return DriverCorrection(mask_T=mask_T, metrics=metrics)
+    if weights_T is not None and correction.rollout_is_batch_normalize:
         factor = _mean_of(tally, correction.rollout_is) or 1.0
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
-    if not keep_BR.any():
-        raise ValueError(_all_rejected(correction, metrics, int(mask_BR.sum())))
-    weights_BR = torch.zeros(mask_BR.shape)
-    for rows, weights_of_rows in weights:
-        weights_BR[rows] = weights_of_rows / factor
-    return DriverCorrection(mask_BR=keep_BR, weights_BR=weights_BR if weights else None, metrics=metrics)
+        weights_T /= factor
+    if not keep_T.any():
+        raise ValueError(_all_rejected(correction, metrics, int(mask_T.sum())))
+    return DriverCorrection(mask_T=keep_T, weights_T=weights_T, metrics=metrics)
+
+
+def shares_of_episodes(rollouts: Rollouts) -> Tensor:
+    """Each row's share of its episode's sampled tokens, float64 [B] (masked.share_of_episode)."""
+    if rollouts.episode_B is None:
+        return torch.ones(len(rollouts), dtype=torch.float64)
+    episodes, sampled_B = Episodes.of(rollouts), row_sums(rollouts.response_mask_T, rollouts.response_length_B)
+    return sampled_B.double() / episodes.of_rows(episodes.sums(sampled_B)).clamp(min=1)
 
 
 def _mean_of(tally: Tally, level: str | None) -> float:

@@ -10,7 +10,6 @@ advantages, an estimator of the user's own included, sees each episode once; its
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 import torch
@@ -20,7 +19,7 @@ from verl_like.algorithms.advantages import AdvantageInputs, AdvantageOutputs, c
 from verl_like.algorithms.corrections import DriverCorrection, correct_on_driver
 from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.kl import FULL_KL_KIND, kl_penalty, mean_sequence_kl
-from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_var, token_spread
+from verl_like.algorithms.masked import masked_fill_zero, masked_var, token_spread
 from verl_like.algorithms.reward_shaping import (
     pf_ppo_rows,
     reward_components,
@@ -33,6 +32,7 @@ from verl_like.algorithms.stepwise import check_numbering
 from verl_like.batch import Episodes, Evaluated, Experience, Rollouts, Scores
 from verl_like.config import ActorConfig, AlgorithmConfig
 from verl_like.config.enums import STEP_ESTIMATORS
+from verl_like.ragged import last_true, on_rows, row_sums
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ def make_experience(
 
     Rows whose reward failed (valid_B false) and rows in which the policy sampled no token are left out before any
     statistic, and counted; the rest keeps its order. Tokens that algorithm.rollout_correction rejects earn credit like
-    all others, then leave response_mask_BR; rows without a token left stay, so that N_seq does not depend on them.
+    all others, then leave response_mask; rows without a token left stay, so that N_seq does not depend on them.
     `kl_coef` is the coefficient before this step's update. `reward_B` (`shape_rewards`) takes the place of the scores;
-    `seed` draws the rows of PF-PPO. Without `evaluated.old_log_probs_BR` the update takes its own log-probs as
+    `seed` draws the rows of PF-PPO. Without `evaluated.old_log_probs_T` the update takes its own log-probs as
     the old ones (detach).
     Raises ValueError when no row is left, a score is not finite, or something the configuration needs is missing.
     """
@@ -65,44 +65,40 @@ def make_experience(
     corrected = correct_on_driver(algorithm.rollout_correction, actor, rollouts, evaluated)
     episodes = Episodes.of(rollouts)
     whole, graded, known = episodes.join(rollouts), episodes.join(scores), episodes.join(evaluated)
-    mask_BR = whole.response_mask_BR
-    token_rewards_BR = place_on_last_token(episodes.once(reward_B), mask_BR)
-    if whole.step_rewards_BR is not None:
-        token_rewards_BR = token_rewards_BR + masked_fill_zero(whole.step_rewards_BR, mask_BR)
+    mask_T = whole.response_mask_T
+    token_rewards_T = place_on_last_token(episodes.once(reward_B), mask_T, whole.response_length_B)
+    if whole.step_rewards_T is not None:
+        token_rewards_T = token_rewards_T + masked_fill_zero(whole.step_rewards_T, mask_T)
     if algorithm.use_kl_in_reward:
-        token_rewards_BR, kl_metrics = subtract_kl(token_rewards_BR, mask_BR, known, algorithm, kl_coef)
+        token_rewards_T, kl_metrics = subtract_kl(token_rewards_T, mask_T, known, algorithm, kl_coef)
         metrics |= kl_metrics
-    token_rewards_BR, shaping_metrics = shape_token_rewards(algorithm, token_rewards_BR, mask_BR)
+    token_rewards_T, shaping_metrics = shape_token_rewards(algorithm, token_rewards_T, mask_T)
     inputs = AdvantageInputs(
-        token_rewards_BR=token_rewards_BR,
-        response_mask_BR=mask_BR,
+        token_rewards_T=token_rewards_T,
+        response_mask_T=mask_T,
+        response_length_B=whole.response_length_B,
         group_B=whole.group_B,
-        values_BR=known.values_BR,
-        old_log_probs_BR=known.old_log_probs_BR,
+        values_T=known.values_T,
+        old_log_probs_T=known.old_log_probs_T,
         components=reward_components(algorithm, graded),
-        step_BR=whole.step_BR,
-        anchor_BR=whole.anchor_BR,
-        sum_pi_squared_BR=known.sum_pi_squared_BR,
-        importance_weights_BR=episodes.join_tokens(corrected.weights_BR),
+        step_T=whole.step_T,
+        anchor_T=whole.anchor_T,
+        sum_pi_squared_T=known.sum_pi_squared_T,
+        importance_weights_T=episodes.join_tokens(corrected.weights_T),
         baseline_B=graded.baseline_B,
     )
     outputs = compute_advantages(inputs, algorithm)
-    advantages_BR, advantage_metrics = shape_advantages(algorithm, outputs.advantages_BR, mask_BR)
+    advantages_T, advantage_metrics = shape_advantages(algorithm, outputs.advantages_T, mask_T)
     metrics |= corrected.metrics | shaping_metrics | advantage_metrics | outputs.metrics
-    metrics |= reward_metrics(graded.score_B, inputs) | credit_metrics(inputs, outputs, advantages_BR)
-    if known.entropy_BR is not None:
-        metrics["actor/entropy"] = masked_mean(known.entropy_BR, mask_BR).item()
-    width = rollouts.response_mask_BR.shape[1]
-    outputs = dataclasses.replace(
-        outputs,
-        advantages_BR=episodes.cut(advantages_BR, width),
-        returns_BR=episodes.cut(outputs.returns_BR, width),
-    )
-    experience = put_together(actor, rollouts, scores, evaluated, corrected, outputs)
+    metrics |= reward_metrics(graded.score_B, inputs) | credit_metrics(inputs, outputs, advantages_T)
+    if known.entropy_T is not None:
+        metrics["actor/entropy"] = token_spread(known.entropy_T, mask_T)[0]
+    credit = (episodes.cut(advantages_T), episodes.cut(outputs.returns_T))
+    experience = put_together(actor, rollouts, scores, evaluated, corrected, *credit)
     if algorithm.use_pf_ppo:
         drawn_E, resampling_metrics = pf_ppo_rows(graded.score_B, algorithm.pf_ppo, seed)
         experience, metrics = drawn_episodes(experience, drawn_E), metrics | resampling_metrics
-    return experience.trim(), metrics
+    return experience, metrics
 
 
 def drawn_episodes(experience: Experience, drawn_E: Tensor) -> Experience:
@@ -122,29 +118,30 @@ def put_together(
     scores: Scores,
     evaluated: Evaluated,
     corrected: DriverCorrection,
-    outputs: AdvantageOutputs,
+    advantages_T: Tensor,
+    returns_T: Tensor,
 ) -> Experience:
     """The columns of an update; tokens that are not trained on have advantage 0 and are not in the mask."""
-    trained_BR = corrected.mask_BR
-    if scores.trained_B is not None:
-        trained_BR = trained_BR & scores.trained_B[:, None]
+    trained_T = corrected.mask_T
+    if scores.trained_B is not None and not scores.trained_B.all():
+        trained_T = trained_T & on_rows(scores.trained_B, rollouts.response_length_B)
     episodes = Episodes.of(rollouts)
     cut_off_E = torch.tensor([reason == "length" for reason in episodes.join(rollouts).finish_reasons])
     experience = Experience(
-        prompt_ids_BP=rollouts.prompt_ids_BP,
+        prompt_ids_T=rollouts.prompt_ids_T,
         prompt_length_B=rollouts.prompt_length_B,
-        response_ids_BR=rollouts.response_ids_BR,
+        response_ids_T=rollouts.response_ids_T,
         response_length_B=rollouts.response_length_B,
-        response_mask_BR=trained_BR,
+        response_mask_T=trained_T,
         group_B=rollouts.group_B,
         episode_B=rollouts.episode_B,
-        advantages_BR=masked_fill_zero(outputs.advantages_BR, trained_BR),
-        returns_BR=None if evaluated.values_BR is None else outputs.returns_BR,
-        old_log_probs_BR=evaluated.old_log_probs_BR,
-        ref_log_probs_BR=evaluated.ref_log_probs_BR if actor.use_kl_loss else None,
-        rollout_log_probs_BR=corrected.rollout_log_probs_BR,
-        rollout_is_weights_BR=corrected.weights_BR,
-        values_BR=evaluated.values_BR,
+        advantages_T=masked_fill_zero(advantages_T, trained_T),
+        returns_T=None if evaluated.values_T is None else returns_T,
+        old_log_probs_T=evaluated.old_log_probs_T,
+        ref_log_probs_T=evaluated.ref_log_probs_T if actor.use_kl_loss else None,
+        rollout_log_probs_T=corrected.rollout_log_probs_T,
+        rollout_is_weights_T=corrected.weights_T,
+        values_T=evaluated.values_T,
         score_B=scores.score_B,
         truncated_B=episodes.of_rows(cut_off_E),
         difficulty_B=difficulties(rollouts, actor.sample_weight),
@@ -183,7 +180,7 @@ def check_inputs(
         raise ValueError("rows of one episode have different scores: each must have the episode's")
     if algorithm.adv_estimator in STEP_ESTIMATORS:
         check_numbering(algorithm.adv_estimator, rollouts)
-    if algorithm.use_kl_in_reward and evaluated.old_log_probs_BR is None:
+    if algorithm.use_kl_in_reward and evaluated.old_log_probs_T is None:
         raise ValueError(
             "algorithm.use_kl_in_reward=True needs old log-probs on the driver: "
             f"set actor_rollout_ref.actor.old_log_probs=recompute (it is {str(actor.old_log_probs)!r})"
@@ -192,51 +189,52 @@ def check_inputs(
         ("algorithm.use_kl_in_reward", algorithm.kl_penalty, algorithm.use_kl_in_reward),
         ("actor_rollout_ref.actor.use_kl_loss", actor.kl_loss_type, actor.use_kl_loss),
     ):
-        if wanted and kind != FULL_KL_KIND and evaluated.ref_log_probs_BR is None:
+        if wanted and kind != FULL_KL_KIND and evaluated.ref_log_probs_T is None:
             raise ValueError(f"{key}=True needs reference log-probs, but none were computed")
-    if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL_KIND and evaluated.full_kl_BR is None:
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL_KIND and evaluated.full_kl_T is None:
         raise ValueError("algorithm.kl_penalty=full needs the KL of every token, but none was computed")
-    for name in ("old_log_probs_BR", "ref_log_probs_BR", "full_kl_BR", "values_BR"):
-        column = evaluated.columns().get(name)
-        if isinstance(column, Tensor):
-            _require_finite(name, column, rollouts.response_mask_BR)
+    for name in ("old_log_probs_T", "ref_log_probs_T", "full_kl_T", "values_T"):
+        column_T = getattr(evaluated, name)
+        if column_T is not None:
+            _require_finite(name.removesuffix("_T"), column_T, rollouts)
 
 
-def _require_finite(name: str, column_BR: Tensor, mask_BR: Tensor) -> None:
-    bad_BR = mask_BR & ~column_BR.isfinite()
-    if bad_BR.any():
-        rows = bad_BR.any(dim=1).nonzero().flatten().tolist()
+def _require_finite(name: str, column_T: Tensor, rollouts: Rollouts) -> None:
+    if column_T.sum().isfinite():  # without a token that is not; three times as fast as to look at each
+        return
+    bad_T = rollouts.response_mask_T & ~column_T.isfinite()
+    if bad_T.any():
+        rows = row_sums(bad_T, rollouts.response_length_B).nonzero().flatten().tolist()
         raise ValueError(
-            f"{name} is NaN or infinite at {int(bad_BR.sum())} sampled tokens (rows {rows[:8]} of the kept ones). "
+            f"{name} is NaN or infinite at {int(bad_T.sum())} sampled tokens (rows {rows[:8]} of the kept ones). "
             "Rollout log-probs used as old ones may lack a token: actor.old_log_probs=recompute avoids that"
         )
 
 
-def place_on_last_token(score_B: Tensor, mask_BR: Tensor) -> Tensor:
-    """Token rewards, float32 [B, R]: the score on the last token that the policy sampled, 0 elsewhere.
+def place_on_last_token(score_B: Tensor, mask_T: Tensor, length_B: Tensor) -> Tensor:
+    """Token rewards, float32 [T]: the score on the last token of each row that the policy sampled, 0 elsewhere.
 
     Not simply on the last token of the response: tool text may follow, and credit on it would be lost.
     """
-    rewards_BR = torch.zeros(mask_BR.shape, dtype=torch.float32, device=mask_BR.device)
-    rows = mask_BR.any(dim=1).nonzero().flatten()
-    last = mask_BR.shape[1] - 1 - mask_BR.flip(1).to(torch.uint8).argmax(dim=1)  # the first of equal ones
-    rewards_BR[rows, last[rows]] = score_B.float()[rows]
-    return rewards_BR
+    rewards_T = torch.zeros(mask_T.shape, dtype=torch.float32, device=mask_T.device)
+    last_B = last_true(mask_T, length_B)
+    rewards_T[last_B[last_B >= 0]] = score_B.float()[last_B >= 0]
+    return rewards_T
 
 
 def subtract_kl(
-    token_rewards_BR: Tensor, mask_BR: Tensor, evaluated: Evaluated, algorithm: AlgorithmConfig, kl_coef: float
+    token_rewards_T: Tensor, mask_T: Tensor, evaluated: Evaluated, algorithm: AlgorithmConfig, kl_coef: float
 ) -> tuple[Tensor, dict[str, float]]:
     """reward_t - kl_coef * KL_t on every sampled token; critic/kl is what the controller is updated with."""
     if algorithm.kl_penalty == FULL_KL_KIND:
-        assert evaluated.full_kl_BR is not None
-        kl_BR = evaluated.full_kl_BR
+        assert evaluated.full_kl_T is not None
+        kl_T = evaluated.full_kl_T
     else:
-        assert evaluated.old_log_probs_BR is not None and evaluated.ref_log_probs_BR is not None
-        kl_BR = kl_penalty(evaluated.old_log_probs_BR, evaluated.ref_log_probs_BR, algorithm.kl_penalty)
-    kl_BR = masked_fill_zero(kl_BR, mask_BR)
-    metrics = {"critic/kl": mean_sequence_kl(kl_BR, mask_BR), "critic/kl_coeff": kl_coef}
-    return token_rewards_BR - kl_coef * kl_BR, metrics
+        assert evaluated.old_log_probs_T is not None and evaluated.ref_log_probs_T is not None
+        kl_T = kl_penalty(evaluated.old_log_probs_T, evaluated.ref_log_probs_T, algorithm.kl_penalty)
+    kl_T = masked_fill_zero(kl_T, mask_T)
+    metrics = {"critic/kl": mean_sequence_kl(kl_T, mask_T, evaluated.response_length_B), "critic/kl_coeff": kl_coef}
+    return token_rewards_T - kl_coef * kl_T, metrics
 
 
 def reward_metrics(score_B: Tensor, inputs: AdvantageInputs) -> dict[str, float]:
@@ -248,22 +246,22 @@ def reward_metrics(score_B: Tensor, inputs: AdvantageInputs) -> dict[str, float]
     }
 
 
-def credit_metrics(inputs: AdvantageInputs, outputs: AdvantageOutputs, advantages_BR: Tensor) -> dict[str, float]:
+def credit_metrics(inputs: AdvantageInputs, outputs: AdvantageOutputs, advantages_T: Tensor) -> dict[str, float]:
     """critic/advantages, returns, values over sampled tokens, and how much of the returns the critic explains.
 
-    critic/raw_advantages is there when shaping (whiten_advantages, advantage_clip) made `advantages_BR` others.
+    critic/raw_advantages is there when shaping (whiten_advantages, advantage_clip) made `advantages_T` others.
     """
-    mask_BR = inputs.response_mask_BR
-    metrics = {
-        **_token_spread("critic/advantages", advantages_BR, mask_BR),
-        **_token_spread("critic/returns", outputs.returns_BR, mask_BR),
-    }
-    if advantages_BR is not outputs.advantages_BR and not torch.equal(advantages_BR, outputs.advantages_BR):
-        metrics |= _token_spread("critic/raw_advantages", outputs.advantages_BR, mask_BR)
-    if inputs.values_BR is not None:
-        residual_BR = outputs.returns_BR - inputs.values_BR
-        unexplained = masked_var(residual_BR, mask_BR) / (masked_var(outputs.returns_BR, mask_BR) + 1e-5)
-        metrics |= _token_spread("critic/values", inputs.values_BR, mask_BR)
+    mask_T, returns_T = inputs.response_mask_T, outputs.returns_T
+    metrics = _token_spread("critic/advantages", advantages_T, mask_T)
+    if returns_T is outputs.advantages_T and returns_T is advantages_T:
+        metrics |= {name.replace("advantages", "returns"): value for name, value in metrics.items()}
+    else:
+        metrics |= _token_spread("critic/returns", returns_T, mask_T)
+    if advantages_T is not outputs.advantages_T and not torch.equal(advantages_T, outputs.advantages_T):
+        metrics |= _token_spread("critic/raw_advantages", outputs.advantages_T, mask_T)
+    if inputs.values_T is not None:
+        unexplained = masked_var(returns_T - inputs.values_T, mask_T) / (masked_var(returns_T, mask_T) + 1e-5)
+        metrics |= _token_spread("critic/values", inputs.values_T, mask_T)
         metrics["critic/vf_explained_var"] = (1 - unexplained).item()
     return metrics
 
@@ -276,5 +274,5 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
     }
 
 
-def _token_spread(name: str, values_BR: Tensor, mask_BR: Tensor) -> dict[str, float]:
-    return dict(zip((f"{name}/mean", f"{name}/max", f"{name}/min"), token_spread(values_BR, mask_BR), strict=True))
+def _token_spread(name: str, values_T: Tensor, mask_T: Tensor) -> dict[str, float]:
+    return dict(zip((f"{name}/mean", f"{name}/max", f"{name}/min"), token_spread(values_T, mask_T), strict=True))

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.masked import masked_mean
+from verl_like.algorithms.masked import masked_fill_zero
 from verl_like.algorithms.registry import Registry
 from verl_like.config import KLControlConfig, KLControlType
 from verl_like.config.enums import KL_MENU
+from verl_like.ragged import row_sums
 
 FULL_KL_KIND = "full"
 EXPONENT_LIMIT = 20.0  # exp(20) = 4.9e8: nothing above it carries information, and nothing overflows
@@ -74,9 +75,10 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     return KL_ESTIMATORS.lookup(kind)(log_probs - ref_log_probs)
 
 
-def mean_sequence_kl(kl_BR: Tensor, mask_BR: Tensor) -> float:
+def mean_sequence_kl(kl_T: Tensor, mask_T: Tensor, length_B: Tensor) -> float:
     """Mean over sequences of the mean over their tokens: what the adaptive controller compares with target_kl."""
-    return masked_mean(kl_BR, mask_BR, dim=1).mean().item() if len(kl_BR) else 0.0
+    counts_B = row_sums(mask_T, length_B).clamp(min=1)
+    return (row_sums(masked_fill_zero(kl_T, mask_T), length_B) / counts_B).mean().item() if len(length_B) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

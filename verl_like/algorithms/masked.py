@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 WHITEN_EPS = 1e-8
 _BLOCK = 2**19  # entries: float64 of so many is reused by the allocator, and stays in a processor's cache
-
-
-def row_blocks(shape: tuple[int, ...] | torch.Size, entries: int = _BLOCK) -> Iterator[slice]:
-    """Neighbouring rows of a [B, R] batch, few enough that what is computed of them in between stays small.
-
-    A batch of ten thousand long responses has float64 temporaries of gigabytes, and getting that memory from the
-    system takes longer than the arithmetic.
-    """
-    rows = max(1, entries // max(1, shape[1]))
-    for start in range(0, shape[0], rows):
-        yield slice(start, start + rows)
 
 
 def masked_fill_zero(values: Tensor, mask: Tensor) -> Tensor:
@@ -61,20 +50,22 @@ def _variance(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
     return squares / (mask.sum() - 1).clamp(min=1)
 
 
-def _blocks(values: Tensor) -> Iterable[slice]:
-    return row_blocks(values.shape) if values.ndim == 2 else (slice(None),)
+def _blocks(values: Tensor) -> Iterator[slice]:
+    """Pieces of the first axis, small enough that what is computed of them in between is."""
+    size = max(1, _BLOCK // max(1, values[:1].numel()))
+    return (slice(start, start + size) for start in range(0, len(values), size))
 
 
-def token_spread(values_BR: Tensor, mask_BR: Tensor) -> tuple[float, float, float]:
+def token_spread(values: Tensor, mask: Tensor) -> tuple[float, float, float]:
     """Mean, largest and smallest of the true entries; the mean in float64. ValueError where there is none."""
     total, count = 0.0, 0
-    most, least = (values_BR.new_full((), float(limit)) for limit in ("-inf", "inf"))
-    for rows in row_blocks(values_BR.shape):
-        values = values_BR[rows][mask_BR[rows]]
-        if len(values):
-            total += values.sum(dtype=torch.float64).item()
-            count += len(values)
-            most, least = torch.maximum(most, values.max()), torch.minimum(least, values.min())  # a NaN stays
+    most, least = (values.new_full((), float(limit)) for limit in ("-inf", "inf"))
+    for rows in _blocks(values):
+        found = values[rows][mask[rows]]
+        if len(found):
+            total += found.sum(dtype=torch.float64).item()
+            count += len(found)
+            most, least = torch.maximum(most, found.max()), torch.minimum(least, found.min())  # a NaN stays
     if not count:
         raise ValueError("there is no token to take a mean of")
     return total / count, most.item(), least.item()
@@ -94,3 +85,11 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     for rows in _blocks(values):
         whitened[rows] = masked_fill_zero((values[rows].double() - mean) * scale, mask[rows]).to(values.dtype)
     return whitened
+
+
+def whitened_rows(values_B: Tensor, count_B: Tensor) -> Tensor:
+    """`masked_whiten` of values that are the same on all `count_B` tokens of a row: float64 [B]."""
+    values_B, total = values_B.double(), count_B.sum()
+    mean = (values_B * count_B).sum() / total.clamp(min=1)
+    variance = ((values_B - mean) ** 2 * count_B).sum() / (total - 1).clamp(min=1)
+    return (values_B - mean) * torch.rsqrt(variance + WHITEN_EPS)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Denominators, Episodes, Experience
+from verl_like.ragged import row_sums
 
 
 def cut_minibatches(
@@ -44,7 +45,7 @@ def cut_minibatches(
 def denominators_of(rows: Experience, max_response_length: int) -> Denominators:
     """What the losses of the mini-batch made of these rows are divided by, on every rank."""
     return Denominators(
-        num_tokens=int(rows.response_mask_BR.sum()),
+        num_tokens=int(rows.response_mask_T.sum()),
         num_sequences=len(Episodes.of(rows)),
         max_response_length=max_response_length,
     )
@@ -55,7 +56,7 @@ def count_episode_tokens(rows: Experience) -> Experience:
     if rows.episode_B is None:
         return rows
     episodes = Episodes.of(rows)
-    tokens_E = episodes.sums(rows.response_mask_BR.sum(dim=1))
+    tokens_E = episodes.sums(row_sums(rows.response_mask_T, rows.response_length_B))
     return rows.replace(episode_tokens_B=episodes.of_rows(tokens_E))
 
 

@@ -22,6 +22,7 @@ from verl_like.batch import Denominators, Experience, Metric
 from verl_like.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl_like.config.correction import corrects
 from verl_like.config.enums import DEFAULT_AGGREGATION
+from verl_like.ragged import row_sums
 
 
 class PolicyObjective:
@@ -62,7 +63,8 @@ class PolicyObjective:
         others = actor.entropy_coeff != 0 or actor.use_kl_loss or actor.sft_loss_coef != 0 or by_score
         if others or self.policy_loss.pulls_without_advantage:
             return None
-        return (masked_fill_zero(experience.advantages_BR, experience.response_mask_BR) == 0).all(dim=1)
+        pulls_T = masked_fill_zero(experience.advantages_T, experience.response_mask_T) != 0
+        return row_sums(pulls_T, experience.response_length_B) == 0
 
     def __call__(
         self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators

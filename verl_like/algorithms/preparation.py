@@ -34,13 +34,13 @@ def prepare_minibatch(rows: Experience, actor: ActorConfig, seed: Seed) -> Exper
     weight_B = rows.sample_weight_B
     if actor.sample_weight.scope == "mini_batch":
         weight_B = sample_weights(rows, actor.sample_weight)
-    return rows.replace(sample_weight_B=weight_B, selected_BR=select_tokens(rows, actor, seed) if len(rows) else None)
+    return rows.replace(sample_weight_B=weight_B, selected_T=select_tokens(rows, actor, seed) if len(rows) else None)
 
 
 def _left_out(rows: Experience, actor: ActorConfig) -> Tensor:
     """bool [B]: rows that the update must not see."""
     if not actor.mask_truncated:
-        return rows.response_mask_BR.new_zeros(len(rows))
+        return rows.response_mask_T.new_zeros(len(rows))
     if rows.truncated_B is None:
         raise ValueError("actor_rollout_ref.actor.mask_truncated=True needs finish reasons, but the batch has none")
     return rows.truncated_B

@@ -29,6 +29,7 @@ from verl_like.config import (
     PFPPOConfig,
     RewardModelConfig,
 )
+from verl_like.ragged import row_sums
 
 NORM_EPS = 1e-6
 
@@ -45,7 +46,9 @@ class ShapedRewards:
 def trainable_B(rollouts: Rollouts, scores: Scores) -> Tensor:
     """Rows in which the policy sampled a token, of episodes all of whose rows have a reward: bool [B]."""
     episodes = Episodes.of(rollouts)
-    return episodes.of_rows(episodes.join(scores).valid_B) & rollouts.response_mask_BR.any(dim=1)
+    return episodes.of_rows(episodes.join(scores).valid_B) & (
+        row_sums(rollouts.response_mask_T, rollouts.response_length_B) > 0
+    )
 
 
 def shape_rewards(
@@ -282,21 +285,21 @@ def clip(
 
 
 def shape_token_rewards(
-    algorithm: AlgorithmConfig, token_rewards_BR: Tensor, mask_BR: Tensor
+    algorithm: AlgorithmConfig, token_rewards_T: Tensor, mask_T: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
     """token_reward_clip, then whiten_rewards: what estimators see as reward of each token, and metrics."""
-    rewards_BR, metrics = clip(token_rewards_BR, algorithm.token_reward_clip, "critic/token_reward_clip_frac", mask_BR)
-    return (masked_whiten(rewards_BR, mask_BR) if algorithm.whiten_rewards else rewards_BR), metrics
+    rewards_T, metrics = clip(token_rewards_T, algorithm.token_reward_clip, "critic/token_reward_clip_frac", mask_T)
+    return (masked_whiten(rewards_T, mask_T) if algorithm.whiten_rewards else rewards_T), metrics
 
 
 def shape_advantages(
-    algorithm: AlgorithmConfig, advantages_BR: Tensor, mask_BR: Tensor
+    algorithm: AlgorithmConfig, advantages_T: Tensor, mask_T: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
     """whiten_advantages, then advantage_clip; 0 outside the mask."""
     if algorithm.whiten_advantages:
-        advantages_BR = masked_whiten(advantages_BR, mask_BR)
-    clipped_BR, metrics = clip(advantages_BR, algorithm.advantage_clip, "critic/advantage_clip_frac", mask_BR)
-    return masked_fill_zero(clipped_BR, mask_BR), metrics
+        advantages_T = masked_whiten(advantages_T, mask_T)
+    clipped_T, metrics = clip(advantages_T, algorithm.advantage_clip, "critic/advantage_clip_frac", mask_T)
+    return masked_fill_zero(clipped_T, mask_T), metrics
 
 
 # ---- resampling

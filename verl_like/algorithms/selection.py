@@ -20,31 +20,29 @@ Seed = tuple[int, ...]
 
 
 def select_tokens(rows: Experience, actor: ActorConfig, seed: Seed) -> Tensor | None:
-    """bool [B, R], true where the loss acts on the token; None for losses that select nothing.
+    """bool [T], true where the loss acts on the token; None for losses that select nothing.
 
     The same rows in the same order with the same seed give the same tokens.
     """
     select = {"clip_cov": _clip_cov, "kl_cov": _kl_cov}.get(actor.policy_loss.loss_mode)
     if select is None:
         return None
-    covariance_BR = token_covariance(rows)
-    mask_BR = rows.response_mask_BR
-    chosen = select(covariance_BR[mask_BR], actor, seed)
-    tokens = torch.zeros(int(mask_BR.sum()), dtype=torch.bool)
-    tokens[chosen] = True
-    return torch.zeros_like(mask_BR).masked_scatter(mask_BR, tokens)
+    mask_T = rows.response_mask_T
+    chosen = select(token_covariance(rows)[mask_T], actor, seed)
+    selected_T = torch.zeros_like(mask_T)
+    selected_T[mask_T.nonzero().flatten()[chosen]] = True
+    return selected_T
 
 
 def token_covariance(rows: Experience) -> Tensor:
-    """(A - mean A)(old - mean old) of each token, float64 [B, R]; 0 outside the mask."""
-    if rows.old_log_probs_BR is None:
+    """(A - mean A)(old - mean old) of each token, float64 [T]; 0 outside the mask."""
+    if rows.old_log_probs_T is None:
         raise ValueError(
             "clip_cov and kl_cov select tokens by old log-probs: set actor_rollout_ref.actor.old_log_probs=recompute"
         )
-    mask_BR = rows.response_mask_BR
-    advantages_BR, old_BR = rows.advantages_BR.double(), rows.old_log_probs_BR.double()
-    product_BR = (advantages_BR - masked_mean(advantages_BR, mask_BR)) * (old_BR - masked_mean(old_BR, mask_BR))
-    return masked_fill_zero(product_BR, mask_BR)
+    mask_T, advantages_T, old_T = rows.response_mask_T, rows.advantages_T.double(), rows.old_log_probs_T.double()
+    product_T = (advantages_T - masked_mean(advantages_T, mask_T)) * (old_T - masked_mean(old_T, mask_T))
+    return masked_fill_zero(product_T, mask_T)
 
 
 def _clip_cov(covariance_N: Tensor, actor: ActorConfig, seed: Seed) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from verl_like.algorithms.groups import group_statistics
 from verl_like.algorithms.masked import masked_fill_zero
 from verl_like.batch import Episodes, Rollouts
+from verl_like.ragged import bounds
 
 EPS = 1e-6
 
@@ -63,10 +64,12 @@ def check_numbering(estimator: str, rollouts: Rollouts) -> None:
     A turn is sampled in one context. A number that comes back in a later row is another turn; taken for the same one
     both would get a wrong return.
     """
-    if rollouts.step_BR is None or rollouts.episode_B is None:
+    if rollouts.step_T is None or rollouts.episode_B is None:
         return
+    ends = bounds(rollouts.response_length_B)
     for rows in Episodes.of(rollouts).rows():
-        steps = [rollouts.step_BR[row][rollouts.response_mask_BR[row]] for row in rows.tolist()]
+        places = [slice(ends[row], ends[row + 1]) for row in rows.tolist()]
+        steps = [rollouts.step_T[place][rollouts.response_mask_T[place]] for place in places]
         for before, after in itertools.pairwise(found for found in steps if len(found)):
             if int(after.min()) <= int(before.max()):
                 raise ValueError(

@@ -193,11 +193,11 @@ class _Driver:
         if nested:
             return
         for name in ESTIMATORS[1:]:
-            given, shape = evaluated, rollouts.response_ids_BR.shape
+            given, shape = evaluated, rollouts.response_ids_T.shape
             if name == "gae":
-                given = evaluated.replace(values_BR=torch.zeros(shape))
+                given = evaluated.replace(values_T=torch.zeros(shape))
             elif name == "optimal_token_baseline":
-                given = evaluated.replace(sum_pi_squared_BR=torch.full(shape, 0.5))
+                given = evaluated.replace(sum_pi_squared_T=torch.full(shape, 0.5))
             run(
                 f"make_experience {name}",
                 lambda name=name, given=given: self._experience(name, rollouts, scores, given, shaped),
@@ -281,8 +281,8 @@ class _Done:
 def _answer(given: Any) -> Any:
     """Log-probs for rows; for mini-batches of an update, no metrics."""
     if isinstance(given, Sequences):
-        column = torch.full(given.response_ids_BR.shape, -1.0)
-        return Evaluated(response_length_B=given.response_length_B, old_log_probs_BR=column)
+        column = torch.full(given.response_ids_T.shape, -1.0)
+        return Evaluated(response_length_B=given.response_length_B, old_log_probs_T=column)
     return [{} for _ in given]
 
 

@@ -62,4 +62,4 @@ class ReplayCollector(Collector):
 
     def next_batch(self, step: int) -> tuple[Rollouts, PendingBatch]:
         rollouts, pending = super().next_batch(step)
-        return rollouts.replace(rollout_log_probs_BR=None), pending
+        return rollouts.replace(rollout_log_probs_T=None), pending

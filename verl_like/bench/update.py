@@ -50,7 +50,7 @@ class Variant:
     def rule(self, batch: Experience) -> MicroBatchRule:
         if self.path != "padded":
             return MicroBatchRule(max_tokens=self.budget)
-        width = batch.prompt_ids_BP.shape[1] + batch.response_ids_BR.shape[1]
+        width = int(batch.prompt_length_B.max() + batch.response_length_B.max())
         return MicroBatchRule(max_sequences=max(1, self.budget // width))
 
 

@@ -45,7 +45,8 @@ class ScoredBatch:
 
 def scored_batch(rollouts: Rollouts, scores: Scores) -> ScoredBatch:
     """One step's responses and scores in that form."""
-    token_scores = torch.zeros(rollouts.response_ids_BR.shape)
+    responses = rollouts.response_ids_BR
+    token_scores = torch.zeros(responses.shape)
     last = (rollouts.response_length_B - 1).clamp(min=0)
     token_scores[torch.arange(len(rollouts)), last] = scores.score_B
     rows = rollouts.rows
@@ -61,7 +62,7 @@ def scored_batch(rollouts: Rollouts, scores: Scores) -> ScoredBatch:
     return ScoredBatch(
         batch={
             "token_level_scores": token_scores,
-            "responses": rollouts.response_ids_BR,
+            "responses": responses,
             "response_mask": rollouts.response_mask_BR,
         },
         non_tensor_batch={name: _objects(values) for name, values in columns.items()},

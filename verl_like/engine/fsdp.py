@@ -36,6 +36,7 @@ from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import FSDP2Sharding
 from verl_like.parallel.fsdp1 import FSDP1Sharding
 from verl_like.parallel.ulysses import sequence_group
+from verl_like.ragged import take_rows
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig, ModelConfig, OptimConfig
@@ -195,15 +196,18 @@ class FSDPEngine:
         self._check_want(want)
         self.sharding.root.eval()
         batch = batch.to("cpu")
-        outputs = {name: torch.zeros(batch.response_ids_BR.shape) for name in sorted(want)}
+        order: list[int] = []
+        found: dict[str, list[Tensor]] = {name: [] for name in sorted(want)}
         with self._resident(optimizer=False), self._comparison(want) as other:
             for part in self._cut(batch, rule):
                 answers = self._answers(None if part is None else part[1], want, temperature, other)
                 if part is not None:
-                    for name, full in outputs.items():
-                        full[part[0], : answers[name].shape[1]] = answers[name].float().cpu()
+                    order += part[0]
+                    for name, parts in found.items():
+                        parts.append(answers[name].float().cpu())
             self.sharding.reshard()
-        return outputs
+        length_B, back = batch.response_length_B, torch.argsort(torch.tensor(order)).tolist()
+        return {n: take_rows(torch.cat(parts or [torch.zeros(0)]), length_B[order], back) for n, parts in found.items()}
 
     def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
         return microbatch.cut(batch, rule, share_prompts=self.shares_prompts)
@@ -211,7 +215,7 @@ class FSDPEngine:
     def _answers(
         self, rows: Sequences | None, want: frozenset[str], temperature: float, other: Head | None = None
     ) -> dict[str, Tensor]:
-        """Outputs [b, R] of one micro-batch; a placeholder's when this rank has no rows left (collective).
+        """Outputs [T] of one micro-batch's response tokens; a placeholder's when this rank has no rows left (collective).
 
         `other`: the reference's head, for "full_kl".
         """
@@ -236,12 +240,12 @@ class FSDPEngine:
         return take_slice(inputs, self._row_group)
 
     def _whole_input(self, rows: Sequences) -> packing.ModelInput:
-        wanted_BR = packing.response_positions(rows, sampled_only=self.kind == "policy")
+        wanted_T = packing.response_positions(rows, sampled_only=self.kind == "policy")
         if isinstance(self.model, PolicyModel):
-            _check_vocabulary(rows.response_ids_BR[wanted_BR], self.model.vocab_size)
+            _check_vocabulary(rows.response_ids_T[wanted_T], self.model.vocab_size)
         if not self.packed:
-            return packing.pad(rows, wanted_BR, self.device)
-        return packing.pack(rows, wanted_BR, self.device, share_prompts=self.shares_prompts)
+            return packing.pad(rows, wanted_T, self.device)
+        return packing.pack(rows, wanted_T, self.device, share_prompts=self.shares_prompts)
 
     def _check_want(self, want: frozenset[str]) -> None:
         compares = self.kind == "policy" and (self._reference is not None or self._adapters is not None)
@@ -329,7 +333,7 @@ class FSDPEngine:
             for part in self._cut(rows, rule):
                 outputs = self._answers(part and part[1], loss_fn.wants, temperature, other)
                 if part is not None:
-                    metrics.append(self._counted_once(loss_fn(outputs, part[1].to(self.device), denominators)[1]))
+                    metrics.append(self._counted_once(self._loss(loss_fn, outputs, part[1], denominators)[1]))
         return metrics
 
     def _counted_once(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
@@ -351,11 +355,18 @@ class FSDPEngine:
         if rows is None:
             _zero_loss(outputs).backward()
             return {}
-        loss, metrics = loss_fn(outputs, rows.to(self.device), denominators)
+        loss, metrics = self._loss(loss_fn, outputs, rows, denominators)
         if not loss.requires_grad:  # the loss selected no token: the collectives of backward must run all the same
             loss = loss + _zero_loss(outputs)
         loss.backward()
         return self._counted_once(metrics)
+
+    def _loss(
+        self, loss_fn: LossFn, outputs: dict[str, Tensor], rows: Experience, denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """The objective of one micro-batch, for which everything is padded."""
+        rows = rows.to(self.device).with_forms()
+        return loss_fn({name: rows.padded(values_T) for name, values_T in outputs.items()}, rows, denominators)
 
     def advance_schedule(self) -> None:
         """See TrainEngine.advance_schedule."""

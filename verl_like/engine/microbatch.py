@@ -20,7 +20,7 @@ Batch = TypeVar("Batch", bound=Sequences)
 
 
 def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tuple[list[int], Batch] | None]:
-    """(row positions, trimmed rows) per micro-batch; None where this rank has run out of rows (collective).
+    """(row positions, rows) per micro-batch; None where this rank has run out of rows (collective).
 
     Every rank returns the same number, so that all take part in the same collectives of the sharded model.
     share_prompts: rows with equal prompts are packed with one of them, and kept together for that.
@@ -28,7 +28,7 @@ def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tupl
     prompts = prompts_of(batch) if share_prompts and rule.max_tokens is not None else None
     index = micro_batches(batch.num_tokens_B().tolist(), rule, prompts)
     count = all_reduce_max(len(index))
-    parts: list[tuple[list[int], Batch] | None] = [(rows, batch.select(rows).trim()) for rows in index]
+    parts: list[tuple[list[int], Batch] | None] = [(rows, batch.select(rows)) for rows in index]
     return parts + [None] * (count - len(parts))
 
 

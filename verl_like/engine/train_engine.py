@@ -1,7 +1,7 @@
 """What every training engine offers. One engine holds one model (actor, reference or critic), sharded over the ranks.
 
 All methods are collective: every rank calls them, in the same order. Rows may differ between ranks and may be none.
-Letters: B rows of this rank, b rows of a micro-batch, R response, as in verl_like.batch.
+Letters: B rows of this rank, b rows of a micro-batch, R response, T response tokens, as in verl_like.batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LossFn(Protocol):
     """The objective of one micro-batch.
 
     Called with the wanted outputs as [b, R] tensors with a graph (0 where nothing was computed), the micro-batch
-    (trimmed, on the device) and the denominators of the whole mini-batch over all ranks. Returns the SUM of its loss
+    (on the device) and the denominators of the whole mini-batch over all ranks. Returns the SUM of its loss
     terms, already divided by the denominators, and metrics. Gradients of micro-batches and ranks are added up.
     """
 
@@ -47,7 +47,7 @@ class TrainEngine(Protocol):
     def forward(
         self, batch: Sequences, *, want: frozenset[str], rule: MicroBatchRule, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """Per-token outputs without gradients, float32 CPU [B, R], aligned with the response tokens.
+        """Per-token outputs without gradients, float32 CPU [T]: one for each response token of the rows.
 
         want: "log_probs", "entropy" and "sum_pi_squared" (sum over the vocabulary of squared probabilities) of a
         policy, under logits / temperature, at response_mask (0 elsewhere);

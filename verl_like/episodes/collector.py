@@ -229,6 +229,6 @@ class Collector:
 
     def _require_version(self, rollouts: Rollouts) -> None:
         """Tokens of other weights would be trained on as if the newest had sampled them."""
-        found = rollouts.weight_version_BR[rollouts.response_mask_BR].unique().tolist()
+        found = rollouts.weight_version_T[rollouts.response_mask_T].unique().tolist()
         if self._version is not None and found not in ([], [self._version]):
             raise RuntimeError(f"the batch was sampled with weights of version {found}, not of {self._version} alone")

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verl_like.batch import Prompt, Rollouts, pad_rows, pad_values
+from verl_like.batch import Prompt, Rollouts
 from verl_like.episodes.episode import Episode, Turn
 
 
@@ -21,23 +21,21 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
     rows = [(place, number, turns) for number, (place, episode) in enumerate(flat) for turns in episode.rows()]
     turns_of = [turns for _, _, turns in rows]
     numbers_of = [numbers for _, episode in flat for numbers in _numbers(episode)]
-    places = torch.tensor([place for place, _, _ in rows], dtype=torch.long)
-    response_ids_BR = _padded(turns_of, lambda turn: turn.sampled.token_ids, _observed, torch.int32)
     response_length_B = torch.tensor([sum(_lengths(turns)) for turns in turns_of], dtype=torch.int64)
     if all(len(turns) == 1 for turns in turns_of):
-        mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]
+        mask_T = torch.ones(int(response_length_B.sum()), dtype=torch.bool)
     else:
-        mask_BR = _padded(turns_of, lambda turn: np.ones(len(turn.sampled)), _nothing, torch.bool)
-    prompt_ids_BP, prompt_length_B = _contexts(prompts, turns_of, places)
+        mask_T = _column(turns_of, lambda turn: np.ones(len(turn.sampled)), _nothing, torch.bool)
+    prompt_ids_T, prompt_length_B = _contexts(turns_of)
     return Rollouts(
-        prompt_ids_BP=prompt_ids_BP,
+        prompt_ids_T=prompt_ids_T,
         prompt_length_B=prompt_length_B,
-        response_ids_BR=response_ids_BR,
+        response_ids_T=_column(turns_of, lambda turn: turn.sampled.token_ids, _observed, torch.int32),
         response_length_B=response_length_B,
-        response_mask_BR=mask_BR,
+        response_mask_T=mask_T,
         group_B=torch.tensor([prompts[place].group for place, _, _ in rows], dtype=torch.int64),
-        rollout_log_probs_BR=_padded(turns_of, lambda turn: turn.sampled.log_probs, _nothing, torch.float32),
-        weight_version_BR=_padded(turns_of, lambda turn: turn.sampled.weight_versions, _nothing, torch.int32),
+        rollout_log_probs_T=_column(turns_of, lambda turn: turn.sampled.log_probs, _nothing, torch.float32),
+        weight_version_T=_column(turns_of, lambda turn: turn.sampled.weight_versions, _nothing, torch.int32),
         finish_reasons=[turns[-1].finish_reason for turns in turns_of],
         rows=[prompts[place].row for place, _, _ in rows],
         **_turn_columns(turns_of, numbers_of),
@@ -69,14 +67,17 @@ def _episode_numbers(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epis
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _contexts(prompts: Sequence[Prompt], turns_of: Sequence[Sequence[Turn]], places: Tensor) -> tuple[Tensor, Tensor]:
-    """Left-padded contexts of the rows. Where they are the prompts themselves, a group's is padded once."""
-    if any(turns[0].observation_ids is not prompts[place].ids for turns, place in zip(turns_of, places, strict=True)):
-        contexts = [turns[0].observation_ids for turns in turns_of]
-        return pad_rows(contexts, side="left", dtype=torch.int32), torch.tensor([len(ids) for ids in contexts])
-    ids_GP = pad_rows([prompt.ids for prompt in prompts], side="left", dtype=torch.int32)
-    length_G = torch.tensor([len(prompt.ids) for prompt in prompts])
-    return ids_GP[places], length_G[places]
+def _contexts(turns_of: Sequence[Sequence[Turn]]) -> tuple[Tensor, Tensor]:
+    """What the rows' first turns were sampled behind, [T], and how many tokens each is. A list that several rows share,
+    such as the prompt of a group, becomes an array once."""
+    known: dict[int, NDArray[np.int32]] = {}
+    arrays = []
+    for turns in turns_of:
+        ids = turns[0].observation_ids
+        if id(ids) not in known:
+            known[id(ids)] = np.asarray(ids, dtype=np.int32)
+        arrays.append(known[id(ids)])
+    return torch.from_numpy(np.concatenate(arrays)), torch.tensor([len(ids) for ids in arrays])
 
 
 def _lengths(turns: Sequence[Turn]) -> list[int]:
@@ -84,22 +85,20 @@ def _lengths(turns: Sequence[Turn]) -> list[int]:
     return [len(turn.sampled) + (len(turn.observation_ids) if place else 0) for place, turn in enumerate(turns)]
 
 
-def _padded(
+def _column(
     turns_of: Sequence[Sequence[Turn]],
     sampled: Callable[[Turn], NDArray[Any]],
     observed: Callable[[Turn], NDArray[Any]],
     dtype: torch.dtype,
 ) -> Tensor:
-    """One column [B, R]: of each turn what the observation has, then what the sampled tokens have."""
-
-    def values(turns: Sequence[Turn]) -> NDArray[Any]:
-        if len(turns) == 1:
-            return sampled(turns[0])
-        parts = [part for turn in turns for part in (observed(turn), sampled(turn))][1:]
-        return np.concatenate(parts)
-
-    rows = [values(turns) for turns in turns_of]
-    return pad_values(torch.from_numpy(np.concatenate(rows)).to(dtype), [len(row) for row in rows], side="right")
+    """One column [T]: of each turn what the observation has, but for a row's first, then what the sampled tokens have."""
+    parts = []
+    for turns in turns_of:
+        for place, turn in enumerate(turns):
+            if place:
+                parts.append(observed(turn))
+            parts.append(sampled(turn))
+    return torch.from_numpy(np.concatenate(parts)).to(dtype)
 
 
 def _observed(turn: Turn) -> NDArray[np.int32]:
@@ -111,15 +110,15 @@ def _nothing(turn: Turn) -> NDArray[np.float32]:
 
 
 def _turn_columns(turns_of: Sequence[Sequence[Turn]], numbers_of: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """step_BR, anchor_BR and step_rewards_BR, where there is more to say than that each row is one turn."""
+    """step_T, anchor_T and step_rewards_T, where there is more to say than that each row is one turn."""
     turns = [turn for each in turns_of for turn in each]
     columns: dict[str, Tensor] = {}
     if len(turns) > len(turns_of) or any(turn.state_id >= 0 or turn.reward is not None for turn in turns):
         states_of = [[turn.state_id for turn in each] for each in turns_of]
-        for name, values_of, dtype in (("step_BR", numbers_of, torch.int32), ("anchor_BR", states_of, torch.int64)):
-            columns[name] = pad_rows(map(_of_turns, turns_of, values_of), side="right", dtype=dtype, fill=-1)
+        for name, values_of, dtype in (("step_T", numbers_of, torch.int32), ("anchor_T", states_of, torch.int64)):
+            columns[name] = torch.cat(list(map(_of_turns, turns_of, values_of))).to(dtype)
     if any(turn.reward is not None for turn in turns):
-        columns["step_rewards_BR"] = pad_rows(map(_rewards, turns_of), side="right", dtype=torch.float32)
+        columns["step_rewards_T"] = torch.cat(list(map(_rewards, turns_of)))
     return columns
 
 

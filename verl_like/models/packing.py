@@ -1,4 +1,4 @@
-"""Sequences -> what the model eats, and its per-token answers -> [b, R].
+"""Sequences -> what the model eats, and its per-token answers -> [T].
 
 Packed: all rows one after the other in [1, T], positions restart at every row, no padding token anywhere. A row's last
 token is left out, because nothing is predicted from it. Rows travel shortest first, so that equal lengths are
@@ -22,6 +22,7 @@ from verl_like.batch import Sequences
 from verl_like.models.group_layout import Groups
 from verl_like.models.shared_prompts import first_rows, shared_layout, shared_prefixes
 from verl_like.models.token_layout import TokenLayout
+from verl_like.ragged import on_rows, take_rows
 
 if TYPE_CHECKING:
     from verl_like.parallel.ulysses import SequenceGroup
@@ -74,8 +75,8 @@ class ModelInput:
     segments: Segments | None  # packed only
     select_N: Tensor  # index into the flattened tokens: hidden states whose output is wanted
     targets_N: Tensor  # the token that follows each of them
-    out_N: Tensor  # index into the flattened [b, R]
-    out_shape: tuple[int, int]
+    out_N: Tensor  # index into the response tokens of the batch, [T]
+    num_out: int  # of these
 
     def model_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of the Hugging Face backbone."""
@@ -83,20 +84,17 @@ class ModelInput:
         return kwargs if self.segments is None else kwargs | {"segments": self.segments}
 
     def unpack(self, values_N: Tensor) -> Tensor:
-        """Per-token answers [N] -> [b, R], zero elsewhere; differentiable."""
-        flat = values_N.new_zeros(self.out_shape[0] * self.out_shape[1])
-        return flat.index_copy(0, self.out_N, values_N).view(self.out_shape)
+        """Per-token answers [N] -> one for each response token of the batch [T], zero elsewhere; differentiable."""
+        return values_N.new_zeros(self.num_out).index_copy(0, self.out_N, values_N)
 
 
 def response_positions(batch: Sequences, *, sampled_only: bool) -> Tensor:
-    """[b, R] bool: the tokens an output is wanted for; all of the response, or only what the policy sampled."""
-    column = torch.arange(batch.response_ids_BR.shape[1], device=batch.response_ids_BR.device)
-    inside = column[None, :] < batch.response_length_B[:, None]
-    return inside & batch.response_mask_BR if sampled_only else inside
+    """bool [T]: the response tokens an output is wanted for; all, or only what the policy sampled."""
+    return batch.response_mask_T if sampled_only else torch.ones_like(batch.response_mask_T)
 
 
-def pack(batch: Sequences, wanted_BR: Tensor, device: torch.device, *, share_prompts: bool = False) -> ModelInput:
-    """Concatenate the rows. `wanted_BR` marks the response tokens whose output is wanted.
+def pack(batch: Sequences, wanted_T: Tensor, device: torch.device, *, share_prompts: bool = False) -> ModelInput:
+    """Concatenate the rows. `wanted_T` marks the response tokens whose output is wanted.
 
     share_prompts: what several rows begin with (`shared_prefixes`) is there once.
     """
@@ -113,7 +111,8 @@ def pack(batch: Sequences, wanted_BR: Tensor, device: torch.device, *, share_pro
     tokens, position = _real_tokens(rows)
     row = torch.arange(len(rows)).repeat_interleave(rows.num_tokens_B())
     kept = (position < length_S[row]) & (position >= left_out_S[row])
-    row_N, column_N = wanted_BR[order].nonzero(as_tuple=True)
+    places_T = take_rows(torch.arange(len(wanted_T)), batch.response_length_B, order.tolist())  # of rows, in the batch
+    chosen_N, row_N, column_N = _wanted(wanted_T[places_T], rows)
     position_N = prompt_S[row_N] - 1 + column_N
     holder_N = torch.where(position_N < left_out_S[row_N], first_S[row_N], row_N)
     select_N = start_S[holder_N] + position_N - left_out_S[holder_N]
@@ -123,10 +122,17 @@ def pack(batch: Sequences, wanted_BR: Tensor, device: torch.device, *, share_pro
         attention_mask=None,
         segments=_segments(length_S, own_S, shared_S, first_S, start_S, device),
         select_N=select_N.to(device),
-        targets_N=rows.response_ids_BR[row_N, column_N].long().to(device),
-        out_N=(order[row_N] * wanted_BR.shape[1] + column_N).to(device),
-        out_shape=(wanted_BR.shape[0], wanted_BR.shape[1]),
+        targets_N=rows.response_ids_T[chosen_N].long().to(device),
+        out_N=places_T[chosen_N].to(device),
+        num_out=len(wanted_T),
     )
+
+
+def _wanted(wanted_T: Tensor, rows: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the response tokens whose output is wanted: place among all, row, and place in the row; int64 [N] each."""
+    chosen_N, length_B = wanted_T.nonzero().flatten(), rows.response_length_B
+    row_N = on_rows(torch.arange(len(rows)), length_B)[chosen_N]
+    return chosen_N, row_N, chosen_N - (length_B.cumsum(0) - length_B)[row_N]
 
 
 def _segments(
@@ -140,7 +146,7 @@ def _segments(
     return Segments(length_S[asks].tolist(), device, own_lengths=own_S[asks].tolist(), layout=layout)
 
 
-def pad(batch: Sequences, wanted_BR: Tensor, device: torch.device) -> ModelInput:
+def pad(batch: Sequences, wanted_T: Tensor, device: torch.device) -> ModelInput:
     """One row each, right padded with token 0."""
     _check_prompts(batch)
     length_B = batch.num_tokens_B()
@@ -148,16 +154,16 @@ def pad(batch: Sequences, wanted_BR: Tensor, device: torch.device) -> ModelInput
     input_ids = torch.nn.utils.rnn.pad_sequence(tokens.split(length_B.tolist()), batch_first=True)
     width = input_ids.shape[1]
     position_ids = torch.arange(width).expand_as(input_ids)
-    row_N, column_N = wanted_BR.nonzero(as_tuple=True)
+    chosen_N, row_N, column_N = _wanted(wanted_T, batch)
     return ModelInput(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
         attention_mask=(position_ids < length_B[:, None]).long().to(device),
         segments=None,
         select_N=(row_N * width + batch.prompt_length_B[row_N] - 1 + column_N).to(device),
-        targets_N=batch.response_ids_BR[row_N, column_N].long().to(device),
-        out_N=(row_N * wanted_BR.shape[1] + column_N).to(device),
-        out_shape=(wanted_BR.shape[0], wanted_BR.shape[1]),
+        targets_N=batch.response_ids_T[chosen_N].long().to(device),
+        out_N=chosen_N.to(device),
+        num_out=len(wanted_T),
     )
 
 
@@ -172,7 +178,7 @@ def placeholder(device: torch.device, *, packed: bool) -> ModelInput:
         select_N=zero[0],
         targets_N=zero[0],
         out_N=zero[0],
-        out_shape=(1, 1),
+        num_out=1,
     )
 
 
@@ -196,18 +202,17 @@ def take_slice(whole: ModelInput, parallel: SequenceGroup) -> ModelInput:
         select_N=whole.select_N[mine_N] - first,
         targets_N=whole.targets_N[mine_N],
         out_N=whole.out_N[mine_N],
-        out_shape=whole.out_shape,
+        num_out=whole.num_out,
     )
 
 
 def _real_tokens(rows: Sequences) -> tuple[Tensor, Tensor]:
     """All tokens without padding, row after row (int64 [total]), and each one's position in its row."""
-    width_P, width_R = rows.prompt_ids_BP.shape[1], rows.response_ids_BR.shape[1]
-    ids = torch.cat([rows.prompt_ids_BP, rows.response_ids_BR], dim=1).long()
-    first_B = width_P - rows.prompt_length_B
-    position = torch.arange(width_P + width_R)[None, :] - first_B[:, None]
-    real = (position >= 0) & (position < rows.num_tokens_B()[:, None])
-    return ids[real], position[real]
+    prompts = rows.prompt_ids_T.split(rows.prompt_length_B.tolist())
+    responses = rows.response_ids_T.split(rows.response_length_B.tolist())
+    ids = torch.cat([part for pair in zip(prompts, responses, strict=True) for part in pair]).long()
+    length_B = rows.num_tokens_B()
+    return ids, torch.arange(len(ids)) - on_rows(length_B.cumsum(0) - length_B, length_B)
 
 
 def _check_prompts(batch: Sequences) -> None:

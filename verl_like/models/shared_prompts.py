@@ -10,6 +10,7 @@ Letters: S rows of the packed input (in packed order), K tokens of all whole seq
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from verl_like.batch import Experience, Rollouts, Sequences
 from verl_like.models.token_layout import TokenLayout
+from verl_like.ragged import bounds
 
 
 def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:
@@ -29,9 +31,9 @@ def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:
     their prompts begin with, if that is at least half of the shortest; otherwise those with equal prompts do. A row
     without a response shares with nobody: its last prompt token is never computed.
     """
-    ids, width = rows.prompt_ids_BP.cpu().int().numpy(), rows.prompt_ids_BP.shape[1]
     lengths, responses = rows.prompt_length_B.tolist(), rows.response_length_B.tolist()
-    prompts = [ids[b, width - length :] for b, length in enumerate(lengths)]
+    ids, ends = rows.prompt_ids_T.cpu().int().numpy(), bounds(rows.prompt_length_B)
+    prompts = [ids[start:stop] for start, stop in itertools.pairwise(ends)]
     keys: list[Hashable] = [prompts[b].tobytes() if responses[b] else ("row", b) for b in range(len(rows))]
     if isinstance(rows, Rollouts | Experience) and rows.episode_B is not None:
         groups: dict[int, list[int]] = {}

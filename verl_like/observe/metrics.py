@@ -5,6 +5,7 @@ Pure functions from a stage struct to `{name: number}` under verl's names; docs/
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Episodes, Rollouts
+from verl_like.ragged import bounds
 
 _GIB = 1024**3
 
@@ -39,9 +41,9 @@ def rollout_metrics(rollouts: Rollouts, max_prompt_length: int, max_response_len
 
 def duplicate_fraction(rollouts: Rollouts) -> float:
     """Share of the responses that equal an earlier one of their group, token for token."""
-    lengths, groups = rollouts.response_length_B.tolist(), rollouts.group_B.tolist()
-    ids = rollouts.response_ids_BR.numpy()
-    different = {(group, ids[i, : lengths[i]].tobytes()) for i, group in enumerate(groups)}
+    ids, groups = rollouts.response_ids_T.numpy(), rollouts.group_B.tolist()
+    places = itertools.pairwise(bounds(rollouts.response_length_B))
+    different = {(group, ids[start:stop].tobytes()) for group, (start, stop) in zip(groups, places, strict=True)}
     return 1 - len(different) / len(groups)
 
 

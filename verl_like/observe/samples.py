@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
+from verl_like.ragged import bounds
 
 Sample = dict[str, Any]
 
@@ -36,16 +37,15 @@ def make_samples(
     rollouts: Rollouts, scores: Scores, tokenizer: Decoder, step: int, experience: Experience | None = None
 ) -> list[Sample]:
     """One record per row, in row order, special tokens left out of the texts. experience: gives the advantages."""
-    prompt_width = rollouts.prompt_ids_BP.shape[1]
+    prompts, ends = rollouts.prompt_lists(), bounds(rollouts.response_length_B)
     credit = {} if experience is None else credit_rows(rollouts, experience)
     samples: list[Sample] = []
     for i, row in enumerate(rollouts.rows):
-        prompt_ids = rollouts.prompt_ids_BP[i, prompt_width - int(rollouts.prompt_length_B[i]) :].tolist()
-        length = int(rollouts.response_length_B[i])
-        response_ids = rollouts.response_ids_BR[i, :length].tolist()
+        prompt_ids, own = prompts[i], slice(ends[i], ends[i + 1])
+        response_ids = rollouts.response_ids_T[own].tolist()
         failure, reason = scores.failures[i], rollouts.finish_reasons[i]
-        sampled_R = rollouts.response_mask_BR[i, :length]
-        versions_R = rollouts.weight_version_BR[i, :length][sampled_R]
+        sampled = rollouts.response_mask_T[own]
+        versions = rollouts.weight_version_T[own][sampled]
         sample = {
             "input": tokenizer.decode(prompt_ids, skip_special_tokens=True),
             "output": tokenizer.decode(response_ids, skip_special_tokens=True),
@@ -58,16 +58,16 @@ def make_samples(
             "group": int(rollouts.group_B[i]),
             "dataset_index": row.index,
             "prompt_tokens": len(prompt_ids),
-            "response_tokens": length,
-            "sampled_tokens": int(sampled_R.sum()),
-            "weight_version": int(versions_R.min()) if len(versions_R) else None,
+            "response_tokens": len(response_ids),
+            "sampled_tokens": int(sampled.sum()),
+            "weight_version": int(versions.min()) if len(versions) else None,
         }
         if i in credit and experience is not None:
-            trained_R = experience.response_mask_BR[credit[i]]
-            advantages_R = experience.advantages_BR[credit[i]][trained_R]
-            sample["advantage"] = float(advantages_R.mean()) if len(advantages_R) else 0.0
-        if rollouts.step_BR is not None:
-            sample["turns"] = int(rollouts.step_BR[i].max()) + 1
+            trained = row_of(experience, experience.response_mask_T, credit[i])
+            advantages = row_of(experience, experience.advantages_T, credit[i])[trained]
+            sample["advantage"] = float(advantages.mean()) if len(advantages) else 0.0
+        if rollouts.step_T is not None:
+            sample["turns"] = max(rollouts.step_T[own].tolist(), default=-1) + 1
         if row.validation_set:
             sample["validation_set"] = row.validation_set
         if row.prompt_id is not None:
@@ -82,16 +82,17 @@ def make_samples(
 def credit_rows(rollouts: Rollouts, experience: Experience) -> dict[int, int]:
     """Row of the experience for each row of the rollouts that has one: rows are left out there, or drawn twice."""
     found: dict[tuple[int, int, bytes], int] = {}
-    for position in range(len(experience)):
-        found.setdefault(_identity(experience, position), position)
-    matched = {i: found.get(_identity(rollouts, i)) for i in range(len(rollouts))}
+    for position, identity in enumerate(_identities(experience)):
+        found.setdefault(identity, position)
+    matched = {i: found.get(identity) for i, identity in enumerate(_identities(rollouts))}
     return {i: position for i, position in matched.items() if position is not None}
 
 
-def _identity(rows: Rollouts | Experience, i: int) -> tuple[int, int, bytes]:
-    episode = int(rows.group_B[i]) if rows.episode_B is None else int(rows.episode_B[i])
-    ids = rows.response_ids_BR[i, : int(rows.response_length_B[i])]
-    return int(rows.prompt_length_B[i]), episode, ids.to(torch.int32).numpy().tobytes()
+def _identities(rows: Rollouts | Experience) -> list[tuple[int, int, bytes]]:
+    episodes = (rows.group_B if rows.episode_B is None else rows.episode_B).tolist()
+    ids, places = rows.response_ids_T.to(torch.int32).numpy(), itertools.pairwise(bounds(rows.response_length_B))
+    texts = [ids[start:stop].tobytes() for start, stop in places]
+    return list(zip(rows.prompt_length_B.tolist(), episodes, texts, strict=True))
 
 
 def add_tokens(
@@ -108,31 +109,30 @@ def add_tokens(
     """
     credit = {} if experience is None else credit_rows(rollouts, experience)
     for i, sample in enumerate(samples):
-        length = int(rollouts.response_length_B[i])
-        columns: dict[str, Tensor | None] = {
-            "rollout_log_probs": _row(rollouts.rollout_log_probs_BR, i),
-            "log_probs": None if trainer is None else _row(trainer.old_log_probs_BR, i),
-            "ref_log_probs": None if trainer is None else _row(trainer.ref_log_probs_BR, i),
-            "entropy": None if trainer is None else _row(trainer.entropy_BR, i),
-            "advantages": _row(experience.advantages_BR, credit[i]) if experience is not None and i in credit else None,
-        }
-        ids = rollouts.response_ids_BR[i, :length].tolist()
+        columns: dict[str, Tensor | None] = {"rollout_log_probs": rollouts.rollout_log_probs_T}
+        if trainer is not None:
+            columns["log_probs"] = trainer.old_log_probs_T
+            columns |= {"ref_log_probs": trainer.ref_log_probs_T, "entropy": trainer.entropy_T}
+        known = {name: row_of(rollouts, column, i) for name, column in columns.items() if column is not None}
+        if experience is not None and i in credit:
+            known["advantages"] = row_of(experience, experience.advantages_T, credit[i])
         sample["tokens"] = {
-            "text": token_texts(ids),
-            "sampled": runs(rollouts.response_mask_BR[i, :length].int().tolist()),
-            "weight_version": runs(rollouts.weight_version_BR[i, :length].tolist()),
-            **{name: rounded(column, length) for name, column in columns.items() if column is not None},
+            "text": token_texts(row_of(rollouts, rollouts.response_ids_T, i).tolist()),
+            "sampled": runs(row_of(rollouts, rollouts.response_mask_T, i).int().tolist()),
+            "weight_version": runs(row_of(rollouts, rollouts.weight_version_T, i).tolist()),
+            **{name: rounded(column) for name, column in known.items()},
         }
 
 
-def _row(column_BR: Tensor | None, i: int) -> Tensor | None:
-    return None if column_BR is None else column_BR[i]
+def row_of(rows: Rollouts | Experience, column_T: Tensor, i: int) -> Tensor:
+    """What a column has for one row's response."""
+    end = int(rows.response_length_B[: i + 1].sum())
+    return column_T[end - int(rows.response_length_B[i]) : end]
 
 
-def rounded(column_R: Tensor, length: int) -> list[float | None]:
+def rounded(values: Tensor) -> list[float | None]:
     """Four decimals are enough to colour by, and a third of the bytes."""
-    values = [round(value, 4) if math.isfinite(value) else None for value in column_R[:length].tolist()]
-    return values + [0.0] * (length - len(values))  # a column of a trimmed struct may be narrower than the response
+    return [round(value, 4) if math.isfinite(value) else None for value in values.tolist()]
 
 
 class TokenTexts:

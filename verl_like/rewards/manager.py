@@ -218,10 +218,10 @@ class RewardManager:
 
     def score(self, rollouts: Rollouts, *, step: int) -> Scores:
         """One reward per response of rollouts that are complete: `grade` and `gather` in one."""
-        responses = zip(rollouts.response_ids_BR, rollouts.response_length_B.tolist(), strict=True)
+        responses = rollouts.response_ids_T.split(rollouts.response_length_B.tolist())
         answers = [
-            Answer(row=row, prompt_ids=prompt, response_ids=ids[:length].tolist())
-            for row, prompt, (ids, length) in zip(rollouts.rows, rollouts.prompt_lists(), responses, strict=True)
+            Answer(row=row, prompt_ids=prompt, response_ids=ids.tolist())
+            for row, prompt, ids in zip(rollouts.rows, rollouts.prompt_lists(), responses, strict=True)
         ]
         return self.gather(self.grade(answers), step=step).result()
 

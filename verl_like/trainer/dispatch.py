@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -70,21 +70,15 @@ class RowBalance:
 
 
 def split_rows(batch: Struct, shares: Sequence[Sequence[int]]) -> list[Struct]:
-    """One struct per rank, without padding that its own rows do not need."""
-    return [batch.share(share) for share in shares]
+    """One struct per rank."""
+    return [batch.select(share) for share in shares]
 
 
-def join_rows(parts: Sequence[Struct], shares: Sequence[Sequence[int]], width: int) -> Struct:
-    """Inverse of `split_rows`: rows in their old order, right-padded columns widened to `width`."""
-    kept = [(part, torch.tensor(share)) for part, share in zip(parts, shares, strict=True) if len(share)]
-    names = {tuple(part.columns()) for part, _ in kept}
+def join_rows(parts: Sequence[Struct], shares: Sequence[Sequence[int]]) -> Struct:
+    """Inverse of `split_rows`: rows in their old order."""
+    kept = [part for part, share in zip(parts, shares, strict=True) if len(share)]
+    names = {tuple(part.columns()) for part in kept}
     if len(names) > 1:
         raise ValueError(f"ranks answered with different columns: {sorted(names)}")
-    count, joined = sum(map(len, shares)), dict[str, Any]()
-    for name in names.pop():
-        first = getattr(kept[0][0], name)
-        target = joined[name] = first.new_zeros((count, width) if first.ndim == 2 else count)
-        for part, rows in kept:
-            own = getattr(part, name)
-            target[(rows, slice(own.shape[1])) if own.ndim == 2 else rows] = own
-    return type(parts[0])(**joined)
+    order = [row for share in shares for row in share]
+    return type(parts[0]).concat(kept).select(torch.argsort(torch.tensor(order)))

@@ -124,17 +124,17 @@ class PPOTrainer:
         if self.critic is not None:
             with self.clock("values"):
                 values = self.critic.values(rollouts)
-        old_log_probs = old.old_log_probs_BR if old else None
+        old_log_probs = old.old_log_probs_T if old else None
         if self.plan.old_log_probs == "rollout":
-            old_log_probs = rollouts.rollout_log_probs_BR
+            old_log_probs = rollouts.rollout_log_probs_T
         return Evaluated(
             response_length_B=rollouts.response_length_B,
-            old_log_probs_BR=old_log_probs,
-            entropy_BR=old.entropy_BR if old else None,
-            sum_pi_squared_BR=old.sum_pi_squared_BR if old else None,
-            ref_log_probs_BR=reference.ref_log_probs_BR if reference else None,
-            full_kl_BR=reference.full_kl_BR if reference else None,
-            values_BR=values.values_BR if values else None,
+            old_log_probs_T=old_log_probs,
+            entropy_T=old.entropy_T if old else None,
+            sum_pi_squared_T=old.sum_pi_squared_T if old else None,
+            ref_log_probs_T=reference.ref_log_probs_T if reference else None,
+            full_kl_T=reference.full_kl_T if reference else None,
+            values_T=values.values_T if values else None,
         )
 
     def make_experience(
@@ -174,7 +174,7 @@ class PPOTrainer:
             kept, known = rollouts.select(list(rows)), evaluated.select(list(rows))
             if self.plan.old_log_probs != "recompute" and self.config.trainer.sample_freq > 0:
                 own = self.policy.old_log_probs(kept)
-                known = known.replace(old_log_probs_BR=own.old_log_probs_BR, entropy_BR=own.entropy_BR)
+                known = known.replace(old_log_probs_T=own.old_log_probs_T, entropy_T=own.entropy_T)
             self.report.keep(step, kept, scores.select(list(rows)), known, experience, list(rows.values()))
 
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_like.algorithms.masked import row_blocks
 from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
 from verl_like.config import TrainerConfig
 from verl_like.config.errors import RunStopped
@@ -138,13 +137,11 @@ class Reporter:
 
     def _staleness(self, rollouts: Rollouts) -> dict[str, float]:
         """How many versions the oldest sampled token lies behind the newest weights that any token was sampled by."""
-        mask_BR, oldest = rollouts.response_mask_BR, []
-        for rows in row_blocks(mask_BR.shape):
-            versions = rollouts.weight_version_BR[rows][mask_BR[rows]]
-            if len(versions):
-                oldest.append(int(versions.min()))
-                self.newest_version = max(self.newest_version, int(versions.max()))
-        return {"training/weight_staleness": float(self.newest_version - min(oldest))} if oldest else {}
+        versions_T = rollouts.weight_version_T[rollouts.response_mask_T]
+        if not len(versions_T):
+            return {}
+        self.newest_version = max(self.newest_version, int(versions_T.max()))
+        return {"training/weight_staleness": float(self.newest_version - int(versions_T.min()))}
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a validation outside a step (before training, or trainer.val_only)."""

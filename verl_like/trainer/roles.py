@@ -25,7 +25,6 @@ from verl_like.batch import (
     Rollouts,
     Sequences,
     merge_metrics,
-    pad_rows,
 )
 from verl_like.cluster.worker_group import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig
@@ -82,7 +81,7 @@ class RoleGroup:
         light, copies = as_sequences(batch), ranks_per_row or self.ranks_per_row()
         shares = self.balance.shares(light, self.group.world_size // copies)
         parts = self.wait(self.group.call(method, _repeated(split_rows(light, shares), copies)))
-        return join_rows(parts[::copies], shares, batch.response_ids_BR.shape[1])
+        return join_rows(parts[::copies], shares)
 
     def update(self, method: str, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
         """All optimizer steps of one role in one call; metrics joined over ranks, then over optimizer steps."""
@@ -90,7 +89,7 @@ class RoleGroup:
         shares: list[Minibatches] = [[] for _ in range(self.group.world_size // copies)]
         num_empty = 0
         for rows in self._minibatches(experience, rules, step):
-            if rows.response_mask_BR.any():
+            if rows.response_mask_T.any():
                 self._append_minibatch(shares, rows, rules)
             else:
                 num_empty += 1
@@ -251,25 +250,25 @@ class RewardModelGroup(RoleGroup):
         count = len(texts)
         one = torch.ones(count, dtype=torch.int64)
         rows = Sequences(
-            prompt_ids_BP=pad_rows(texts, side="left", dtype=torch.int32),
+            prompt_ids_T=torch.tensor([token for text in texts for token in text], dtype=torch.int32),
             prompt_length_B=torch.tensor([len(text) for text in texts]),
-            response_ids_BR=torch.zeros(count, 1, dtype=torch.int32),
+            response_ids_T=torch.zeros(count, dtype=torch.int32),
             response_length_B=one,
-            response_mask_BR=one.bool()[:, None],
+            response_mask_T=one.bool(),
         )
-        values_BR = self.evaluate("reward_scores", rows).values_BR
-        assert values_BR is not None
-        return values_BR[:, 0].tolist()
+        values_T = self.evaluate("reward_scores", rows).values_T
+        assert values_T is not None
+        return values_T.tolist()
 
 
 def as_sequences(batch: Sequences) -> Sequences:
     """Only what a forward pass needs: dataset rows and log-probs stay on the driver."""
     return Sequences(
-        prompt_ids_BP=batch.prompt_ids_BP,
+        prompt_ids_T=batch.prompt_ids_T,
         prompt_length_B=batch.prompt_length_B,
-        response_ids_BR=batch.response_ids_BR,
+        response_ids_T=batch.response_ids_T,
         response_length_B=batch.response_length_B,
-        response_mask_BR=batch.response_mask_BR,
+        response_mask_T=batch.response_mask_T,
     )
 
 

@@ -63,12 +63,12 @@ class Probe:
     def measure(self, engine: TrainEngine, rollout: RolloutEngine, version: int) -> Gap:
         """The gap; collective. All ranks use the same tokens, others for each version."""
         sequences = probe_sequences(rollout.tokenizer_size, rollout.max_model_len, version)
-        length = sequences.response_ids_BR.shape[1]
+        length = int(sequences.response_length_B[0])
         rule = MicroBatchRule(max_sequences=_ROWS)
-        trained_BR = engine.forward(sequences, want=frozenset({LOG_PROBS}), rule=rule, temperature=1.0)[LOG_PROBS]
+        trained_T = engine.forward(sequences, want=frozenset({LOG_PROBS}), rule=rule, temperature=1.0)[LOG_PROBS]
         tokens = torch.cat([sequences.prompt_ids_BP, sequences.response_ids_BR], dim=1).tolist()
         scored_BR = torch.tensor([row[-length:] for row in rollout.score(tokens)])
-        return gap_between(trained_BR.cpu().float(), scored_BR)
+        return gap_between(trained_T.view(_ROWS, length), scored_BR)
 
     def problem(self, gap: Gap) -> str | None:
         """What to say if the gap is too large."""

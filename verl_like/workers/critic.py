@@ -33,7 +33,7 @@ class CriticWorker:
     def values(self, batch: Sequences) -> Evaluated:
         """V(state before each response token) of this rank's rows."""
         out = self.engine.forward(batch, want=frozenset({"values"}), rule=self.spec.plan.critic_forward_micro)
-        return Evaluated(response_length_B=batch.response_length_B, values_BR=out["values"])
+        return Evaluated(response_length_B=batch.response_length_B, values_T=out["values"])
 
     def update(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
         """One optimizer step per mini-batch; the metrics of each."""

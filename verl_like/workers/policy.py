@@ -175,9 +175,9 @@ class PolicyWorker:
         )
         return Evaluated(
             response_length_B=batch.response_length_B,
-            old_log_probs_BR=out[LOG_PROBS],
-            entropy_BR=out[ENTROPY],
-            sum_pi_squared_BR=out[SUM_PI_SQUARED] if more else None,
+            old_log_probs_T=out[LOG_PROBS],
+            entropy_T=out[ENTROPY],
+            sum_pi_squared_T=out[SUM_PI_SQUARED] if more else None,
         )
 
     def ref_log_probs(self, batch: Sequences) -> Evaluated:
@@ -193,7 +193,7 @@ class PolicyWorker:
                 log_probs = engine.forward(batch, want=frozenset({"log_probs"}), **options)["log_probs"]
         if "full_kl" in wanted:
             full_kl = self.actor.forward(batch, want=frozenset({"full_kl"}), **options)["full_kl"]
-        return Evaluated(response_length_B=batch.response_length_B, ref_log_probs_BR=log_probs, full_kl_BR=full_kl)
+        return Evaluated(response_length_B=batch.response_length_B, ref_log_probs_T=log_probs, full_kl_T=full_kl)
 
     def update_actor(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
         """One optimizer step per mini-batch on this rank's rows; the metrics of each step."""

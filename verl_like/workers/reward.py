@@ -32,13 +32,13 @@ class RewardWorker:
         )
 
     def scores(self, batch: Sequences) -> Evaluated:
-        """values_BR [B, 1]: the head's output at the last token of each row's prompt.
+        """values_T [B]: the head's output at the last token of each row's prompt.
 
         A row is a whole text as its prompt, with one placeholder as its response: the value in front of that is the one
         at the text's end, and no token of the text sees it.
         """
         out = self.engine.forward(batch, want=frozenset({"values"}), rule=self.rule)
-        return Evaluated(response_length_B=batch.response_length_B, values_BR=out["values"])
+        return Evaluated(response_length_B=batch.response_length_B, values_T=out["values"])
 
 
 class RewardPoolWorker:

@@ -44,18 +44,19 @@ def split(struct: Struct, parts: Parts) -> Struct:
         value = getattr(struct, f.name)
         if f.name == "episode_B":
             changes[f.name] = torch.tensor([1000 - row for row in rows])
-        elif value is not None and f.metadata.get("padded") == "right":
-            changes[f.name] = split_column(value, parts, width, f.metadata["fill"])
+        elif value is not None and f.metadata.get("length") == "response_length_B":
+            name = f.name.removesuffix("T") + "BR"
+            changes[name] = split_column(getattr(struct, name), parts, width, f.metadata["fill"])
     names = struct.columns()
     if "response_length_B" in names:
         changes["response_length_B"] = torch.tensor([stop - start for _, start, stop in parts])
     if "finish_reasons" in names:  # the end of a part that another one follows says nothing about the episode
         reasons: Any = names["finish_reasons"]
         changes["finish_reasons"] = [reasons[row] if last else "length" for row, last in ends(parts)]
-    if "prompt_ids_BP" in names:
-        ids_BP: Any = names["prompt_ids_BP"]
+    if "prompt_ids_T" in names:
+        ids_BP: Any = struct.prompt_ids_BP
         later = torch.tensor([start for _, start, _ in parts], dtype=ids_BP.dtype)
-        changes["prompt_ids_BP"] = ids_BP[rows] + later[:, None]
+        changes |= {"prompt_ids_BP": ids_BP[rows] + later[:, None], "prompt_length_B": names["prompt_length_B"][rows]}
     return struct.select(rows).replace(**changes)
 
 

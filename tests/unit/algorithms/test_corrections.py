@@ -251,7 +251,11 @@ def test_row_order_and_padding_do_not_matter(
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
 
     def at(index: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        columns = (rows.old_log_probs_BR, rows.rollout_log_probs_BR, rows.response_mask_BR)
+        missing = 8 - rows.response_mask_BR.shape[1]
+        columns = [
+            torch.nn.functional.pad(column, (0, missing))
+            for column in (rows.old_log_probs_BR, rows.rollout_log_probs_BR, rows.response_mask_BR)
+        ]
         policy, rollout, mask = (torch.nn.functional.pad(c[index], (0, width)) for c in columns if c is not None)
         noise = torch.where(mask, rollout, torch.full_like(rollout, math.nan))  # whatever padding holds
         found = correct(gap_between(policy, noise, mask), config)
@@ -511,7 +515,9 @@ def test_corrections_of_the_update_do_not_depend_on_micro_batches(config: Config
     whole, whole_metrics = objective(outputs, rows, denominators(rows))
     total, parts = torch.zeros((), dtype=torch.float64), []
     for index in torch.tensor([3, 0, 6, 1, 5, 2, 4]).split(2):
-        loss, metrics = objective({n: v[index] for n, v in outputs.items()}, rows.select(index), denominators(rows))
+        micro = rows.select(index)
+        width = micro.response_mask_BR.shape[1]
+        loss, metrics = objective({n: v[index, :width] for n, v in outputs.items()}, micro, denominators(rows))
         total, parts = total + loss, [*parts, metrics]
     assert total.item() == pytest.approx(whole.item(), abs=1e-12)
     joined, expected = merge_metrics(parts), {n: m.value for n, m in whole_metrics.items()}

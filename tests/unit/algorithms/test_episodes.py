@@ -361,8 +361,9 @@ def answer(objective: Any, rows: Experience, outputs: dict[str, Tensor], actor: 
     total, metrics = torch.zeros((), dtype=torch.float64), list[dict[str, Metric]]()
     order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(micro))
     for piece in order.split(micro):
-        inputs = {name: value[index[piece]] for name, value in outputs.items()}
-        loss, found = objective(inputs, kept.select(piece), counts)
+        part = kept.select(piece)
+        width = part.response_mask_BR.shape[1]
+        loss, found = objective({name: value[index[piece], :width] for name, value in outputs.items()}, part, counts)
         total, metrics = total + loss, [*metrics, found]
     gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
     return total.detach(), gradients, {name: m.value for name, m in merge_metrics(metrics).items()}
@@ -381,7 +382,7 @@ def agree(objective: Any, rows: Experience, outputs: dict[str, Tensor], actor: A
         assert torch.allclose(found, loss, rtol=1e-9, atol=1e-10)
         for a, b in zip(found_gradients, gradients, strict=True):
             if b is not None:
-                assert torch.allclose(whole(a, parts, WIDTH), b, rtol=1e-9, atol=1e-10)
+                assert torch.allclose(whole(a, parts, b.shape[1]), b, rtol=1e-9, atol=1e-10)
         same(found_metrics, metrics, ("mismatch_tally/",))  # has spreads of rows
 
 
@@ -469,9 +470,9 @@ def test_a_row_twice_in_one_episode_counts_once_in_the_mismatch(correction: Roll
     for name, value in once.metrics.items():
         if name.endswith(OF_ROWS):
             assert more.metrics[name] == pytest.approx(value, rel=1e-6), name
-    assert torch.equal(more.mask_BR[:9], once.mask_BR)
-    if once.weights_BR is not None and more.weights_BR is not None:
-        assert torch.allclose(more.weights_BR[:9], once.weights_BR)
+    assert torch.equal(more.mask_T[: len(once.mask_T)], once.mask_T)
+    if once.weights_T is not None and more.weights_T is not None:
+        assert torch.allclose(more.weights_T[: len(once.weights_T)], once.weights_T)
 
 
 def test_skipped_rows_count_by_their_share_of_the_episode() -> None:

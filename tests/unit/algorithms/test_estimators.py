@@ -142,7 +142,7 @@ def test_empty_rows_and_empty_batches(name: str) -> None:
         response_mask_BR=empty.response_mask_BR,
         group_B=torch.zeros(0, dtype=torch.int64),
     )
-    assert advantages(name, empty).shape == (0, 3)
+    assert len(advantages(name, empty)) == 0
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)

@@ -18,9 +18,9 @@ ACTOR = ActorConfig()
 
 
 def test_score_goes_on_the_last_sampled_token() -> None:
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 0, 0]]).bool()  # third row: tool text between turns
-    rewards = place_on_last_token(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask)
-    assert rewards.tolist() == [[0, 0, 1], [2, 0, 0], [0, 0, 3], [0, 0, 0]]
+    mask = torch.tensor([1, 1, 1] + [1, 0] + [1, 0, 1] + [0, 0, 0]).bool()  # third row: tool text between turns
+    rewards = place_on_last_token(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask, torch.tensor([3, 2, 3, 3]))
+    assert rewards.tolist() == [0, 0, 1] + [2, 0] + [0, 0, 3] + [0, 0, 0]
 
 
 def test_grpo_batch_by_hand() -> None:
@@ -152,9 +152,9 @@ def test_what_is_missing_is_named(algorithm: AlgorithmConfig, actor: ActorConfig
 def test_nan_log_probs_are_refused_with_their_rows() -> None:
     batch = rollouts((2, 2, 2), [0, 0, 0])
     said = evaluated(batch)
-    assert said.old_log_probs_BR is not None
-    said.old_log_probs_BR[2, 1] = float("nan")
-    with pytest.raises(ValueError, match=r"old_log_probs_BR is NaN or infinite at 1 sampled tokens \(rows \[2\]"):
+    assert said.old_log_probs_T is not None
+    said.old_log_probs_T[5] = float("nan")
+    with pytest.raises(ValueError, match=r"old_log_probs is NaN or infinite at 1 sampled tokens \(rows \[2\]"):
         make_experience(GRPO, ACTOR, batch, scores([1.0, 0.0, 0.0]), said, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Loss, gradient and metrics do not depend on micro-batches, padding, row order or the numbers of groups.
+"""Loss, gradient and metrics do not depend on micro-batches, row order or the numbers of groups.
 
 Proved for every legal combination of loss, aggregation, KL term and options (combinations.py), also on batches that
 hypothesis draws.
@@ -38,6 +38,7 @@ from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Denominators, Experience, Metric, merge_metrics
 from verl_like.config import ActorConfig, AlgorithmConfig
 from verl_like.config.enums import LOSS_MODES
+from verl_like.ragged import on_rows
 
 WIDTH = 8
 
@@ -47,7 +48,6 @@ class Cut:
     """One way to compute the same thing."""
 
     micro: int  # rows of a micro-batch
-    padding: int  # columns beyond what its rows need
     order: int  # seed of the permutation
     poison: bool  # NaN wherever no token was sampled
 
@@ -66,21 +66,20 @@ def batch(seed: int, lengths: tuple[int, ...], groups: Tensor, estimator: str) -
     rows = experience(seed, lengths, WIDTH)
     assert rows.score_B is not None
     inputs = AdvantageInputs(
-        token_rewards_BR=place_on_last_token(rows.score_B, rows.response_mask_BR),
-        response_mask_BR=rows.response_mask_BR,
+        token_rewards_T=place_on_last_token(rows.score_B, rows.response_mask_T, rows.response_length_B),
+        response_mask_T=rows.response_mask_T,
+        response_length_B=rows.response_length_B,
         group_B=groups,
-        values_BR=None,
-        old_log_probs_BR=rows.old_log_probs_BR,
+        old_log_probs_T=rows.old_log_probs_T,
     )
-    advantages_BR = compute_advantages(inputs, AlgorithmConfig(adv_estimator=estimator)).advantages_BR
-    return rows.replace(group_B=groups, advantages_BR=advantages_BR.double())
+    advantages_T = compute_advantages(inputs, AlgorithmConfig(adv_estimator=estimator)).advantages_T
+    return rows.replace(group_B=groups, advantages_T=advantages_T.double())
 
 
 def prepared(rows: Experience, actor: ActorConfig) -> tuple[Experience, Tensor, Denominators]:
     """What the driver makes of a mini-batch, and which of the rows it kept."""
-    width = rows.response_ids_BR.shape[1]
-    named_BR = torch.arange(len(rows), dtype=torch.int32)[:, None].expand(-1, width)
-    numbered = prepare_batch(rows, actor).replace(response_ids_BR=named_BR)
+    named_T = on_rows(torch.arange(len(rows), dtype=torch.int32), rows.response_length_B)
+    numbered = prepare_batch(rows, actor).replace(response_ids_T=named_T)
     kept = prepare_minibatch(numbered, actor, seed=(3, 1, 0, 0))
     return kept, kept.response_ids_BR[:, 0].long(), denominators_of(kept, MAX_RESPONSE_LENGTH)
 
@@ -92,11 +91,9 @@ def answer(rows: Experience, combination: Combination, seed: int, cut: Cut | Non
     objective, parts = combination.objective(), list[dict[str, Metric]]()
     total = torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
     for piece in pieces(len(kept), cut):
-        micro = kept.select(piece).trim()
-        padding = 0 if cut is None else cut.padding
-        width = micro.response_mask_BR.shape[1] + padding
-        micro = widened(micro, padding)
-        inputs = {name: fit(value[index[piece]], width) for name, value in outputs.items()}
+        micro = kept.select(piece)
+        width = micro.response_mask_BR.shape[1]
+        inputs = {name: value[index[piece], :width] for name, value in outputs.items()}
         if cut is not None and cut.poison:
             micro, inputs = poisoned(micro, inputs)
         loss, metrics = objective(inputs, micro, counts)
@@ -113,16 +110,6 @@ def pieces(num_rows: int, cut: Cut | None) -> list[Tensor]:
         return [torch.arange(num_rows)][: min(num_rows, 1)]
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(cut.order))
     return list(order.split(cut.micro))
-
-
-def fit(value: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(value, (0, max(width - value.shape[1], 0)))[:, :width]
-
-
-def widened(rows: Experience, padding: int) -> Experience:
-    columns = {n: v for n, v in rows.columns().items() if n.endswith("_BR") and isinstance(v, Tensor)}
-    width = rows.response_mask_BR.shape[1] + padding
-    return rows.replace(**{name: fit(value, width) for name, value in columns.items()})
 
 
 def poisoned(rows: Experience, inputs: dict[str, Tensor]) -> tuple[Experience, dict[str, Tensor]]:
@@ -163,7 +150,7 @@ def test_every_combination(loss: Any) -> None:
     for i, combination in enumerate(covering(loss)):
         generator = torch.Generator().manual_seed(i)
         lengths = tuple(torch.randint(1, WIDTH + 1, (6,), generator=generator).tolist())
-        proves(combination, i, lengths, Cut(micro=1 + i % 4, padding=i % 3, order=i, poison=i % 2 == 0))
+        proves(combination, i, lengths, Cut(micro=1 + i % 4, order=i, poison=i % 2 == 0))
 
 
 ACTORS = st.builds(
@@ -174,9 +161,7 @@ ACTORS = st.builds(
     st.sampled_from(SUBSETS),
 ).filter(legal)
 COMBINATIONS = st.builds(Combination, ACTORS, st.sampled_from(CORRECTIONS))
-CUTS = st.builds(
-    Cut, micro=st.integers(1, 9), padding=st.integers(0, 4), order=st.integers(0, 99), poison=st.booleans()
-)
+CUTS = st.builds(Cut, micro=st.integers(1, 9), order=st.integers(0, 99), poison=st.booleans())
 
 
 @settings(max_examples=120, deadline=None)
@@ -195,7 +180,7 @@ def test_drawn_combinations_on_drawn_batches(
 
 # ---- the proof can fail
 
-ONE_ROW_EACH = Cut(micro=1, padding=0, order=0, poison=False)
+ONE_ROW_EACH = Cut(micro=1, order=0, poison=False)
 
 
 class MeanOfMeans(PolicyObjective):
@@ -208,9 +193,7 @@ class MeanOfMeans(PolicyObjective):
 def test_a_local_denominator_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.unit.algorithms.combinations.PolicyObjective", MeanOfMeans)
     with pytest.raises(AssertionError):
-        proves(
-            Combination(ActorConfig(), CORRECTIONS[0]), 1, (3, 5, 2, 8), Cut(micro=1, padding=0, order=0, poison=False)
-        )
+        proves(Combination(ActorConfig(), CORRECTIONS[0]), 1, (3, 5, 2, 8), Cut(micro=1, order=0, poison=False))
 
 
 def test_a_weight_of_the_micro_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,10 +76,9 @@ def test_k1_and_k3_are_unbiased_on_a_small_vocabulary() -> None:
 
 
 def test_mean_sequence_kl_weighs_sequences_equally() -> None:
-    kl = torch.tensor([[1.0, 3.0, 99.0], [4.0, 99.0, 99.0]])
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert mean_sequence_kl(kl, mask) == 3.0
-    assert mean_sequence_kl(kl[:0], mask[:0]) == 0.0
+    kl, mask = torch.tensor([1.0, 3.0, 99.0, 4.0]), torch.tensor([True, True, False, True])
+    assert mean_sequence_kl(kl, mask, torch.tensor([3, 1])) == 3.0
+    assert mean_sequence_kl(kl[:0], mask[:0], torch.zeros(0, dtype=torch.int64)) == 0.0
 
 
 def adaptive(**options: float) -> KLController:

@@ -170,7 +170,7 @@ def test_mask_truncated_equals_the_batch_without_those_rows() -> None:
     rows = number_rows(experience(6, lengths=(8, 5, 7, 3)))
     rows = rows.replace(truncated_B=torch.tensor([True, False, True, False]))
     outputs = outputs_for(rows, 7)
-    alone = rows.select([1, 3]).trim()
+    alone = rows.select([1, 3])
     inputs = {name: value[[1, 3], : alone.response_mask_BR.shape[1]] for name, value in outputs.items()}
     loss, _ = PolicyObjective(ActorConfig())(inputs, alone, denominators_of(alone, MAX_RESPONSE_LENGTH))
     assert numbers(ActorConfig(mask_truncated=True), rows)["loss"] == pytest.approx(loss.item())

@@ -108,11 +108,12 @@ def test_micro_batches_and_ranks_add_up(lengths: list[int], cut: int, seed: int)
     rows = experience(seed, tuple(max(n, 1) for n in lengths)).replace(response_mask_BR=mask)
     outputs, objective = outputs_for(rows, seed), PolicyObjective(ActorConfig())
     assert rows.rollout_log_probs_BR is not None
-    whole = measured(outputs["log_probs"], rows.rollout_log_probs_BR, mask)
+    whole = measured(outputs["log_probs"], rows.rollout_log_probs_BR, rows.response_mask_BR)
     order, parts = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)), []
     for index in order.split(cut):
-        piece = {name: value[index] for name, value in outputs.items()}
-        parts.append(objective(piece, rows.select(index), denominators(rows))[1])
+        part = rows.select(index)
+        piece = {name: value[index, : part.response_mask_BR.shape[1]] for name, value in outputs.items()}
+        parts.append(objective(piece, part, denominators(rows))[1])
     joined = finish({name: metric.value for name, metric in merge_metrics(parts).items()})
     assert {name: joined[name] for name in whole} == pytest.approx(whole, rel=1e-9, abs=1e-9)
     assert not any(name.startswith(PREFIX) for name in joined)

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from tests.unit.algorithms.builders import evaluated, rollouts, scores
-from verl_like.algorithms import advantages, corrections, masked
+from verl_like import ragged
+from verl_like.algorithms import advantages, masked
 from verl_like.algorithms.experience import make_experience
-from verl_like.algorithms.masked import masked_var, masked_whiten, row_blocks, token_spread
+from verl_like.algorithms.masked import masked_var, masked_whiten, token_spread
 from verl_like.config import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 
 LENGTHS, GROUPS = (5, 1, 4, 4, 2, 5, 3, 1), [0, 0, 0, 1, 1, 2, 2, 2]
 CORRECTION = {"rollout_is_threshold": 1.2, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.5"}
 
 
-def one_row_each(shape: torch.Size, entries: int = 0) -> Iterator[slice]:
-    return (slice(row, row + 1) for row in range(shape[0]))
-
-
 def cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (masked, corrections, advantages):
-        monkeypatch.setattr(module, "row_blocks", one_row_each)
-
-
-def test_blocks_hold_all_rows_once() -> None:
-    assert list(row_blocks((7, 2**18))) == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
-    assert list(row_blocks((2, 2**30))) == [slice(0, 1), slice(1, 2)]
-    assert list(row_blocks((0, 5))) == []
+    """Blocks of one row, or group, each."""
+    for module, name in ((masked, "_BLOCK"), (ragged, "_BLOCK"), (advantages, "_LOOP_BLOCK")):
+        monkeypatch.setattr(module, name, 1)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +27,7 @@ def test_blocks_hold_all_rows_once() -> None:
     [
         ("grpo", RolloutCorrectionConfig()),
         ("gae", RolloutCorrectionConfig()),
+        ("optimal_token_baseline", RolloutCorrectionConfig()),
         ("reinforce_plus_plus", RolloutCorrectionConfig(rollout_is="token", **CORRECTION)),
         ("grpo", RolloutCorrectionConfig(rollout_is="sequence", rollout_is_batch_normalize=True, **CORRECTION)),
         ("grpo", RolloutCorrectionConfig(rollout_is="token", rollout_is_batch_normalize=True, **CORRECTION)),
@@ -48,7 +39,8 @@ def test_an_experience_does_not_depend_on_the_cut(
     torch.manual_seed(0)
     batch, given = rollouts(LENGTHS, GROUPS), [1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0, 0.0]
     said = evaluated(batch, values=estimator == "gae")
-    said = said.replace(old_log_probs_BR=batch.rollout_log_probs_BR + 0.3 * torch.randn(len(LENGTHS), 5))
+    drift, squares = 0.3 * torch.randn(sum(LENGTHS)), torch.rand(sum(LENGTHS))
+    said = said.replace(old_log_probs_T=batch.rollout_log_probs_T + drift, sum_pi_squared_T=squares)
     algorithm = AlgorithmConfig(adv_estimator=estimator, rollout_correction=correction)
     whole, metrics = make_experience(algorithm, ActorConfig(), batch, scores(given), said, 0.0)
     cut_up(monkeypatch)

@@ -31,14 +31,14 @@ def hand_rows() -> Experience:
 
 
 def test_covariance_by_hand() -> None:
-    assert token_covariance(hand_rows()).tolist() == [[2.0, 0.0, 0.0], [0.0, 0.0, -1.0]]
+    assert token_covariance(hand_rows()).tolist() == [2.0, 0.0, 0.0, 0.0, -1.0]
 
 
 def test_kl_cov_takes_the_largest() -> None:
     chosen = select_tokens(hand_rows(), actor("kl_cov", kl_cov_ratio=0.25), SEED)
-    assert chosen is not None and chosen.tolist() == [[True, False, False], [False, False, False]]
+    assert chosen is not None and chosen.tolist() == [True, False, False, False, False]
     several = select_tokens(hand_rows(), actor("kl_cov", kl_cov_ratio=0.75), SEED)
-    assert several is not None and several.tolist() == [[True, True, False], [True, False, False]]
+    assert several is not None and several.tolist() == [True, True, True, False, False]
 
 
 def test_clip_cov_draws_from_the_window() -> None:
@@ -47,7 +47,7 @@ def test_clip_cov_draws_from_the_window() -> None:
             hand_rows(), actor("clip_cov", clip_cov_ratio=0.25, clip_cov_lb=-0.5, clip_cov_ub=1.0), (seed,)
         )
         assert chosen is not None and chosen.sum() == 1
-        assert bool(chosen[0, 1]) or bool(chosen[1, 0])  # the two zeros
+        assert bool(chosen[1]) or bool(chosen[2])  # the two zeros
     nothing = select_tokens(hand_rows(), actor("clip_cov", clip_cov_lb=3.0, clip_cov_ub=9.0), SEED)
     assert nothing is not None and not nothing.any()
 
@@ -75,10 +75,10 @@ def test_kl_cov_equals_a_naive_loop_and_follows_a_permutation(seed: int) -> None
     rows, options = experience(seed), actor("kl_cov", kl_cov_ratio=0.3)
     chosen = select_tokens(rows, options, SEED)
     assert chosen is not None
-    assert {(i, t) for i, t in chosen.nonzero().tolist()} == naive_kl_cov(rows, 0.3)
+    assert {(i, t) for i, t in rows.padded(chosen).nonzero().tolist()} == naive_kl_cov(rows, 0.3)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     moved = select_tokens(rows.select(order), options, SEED)
-    assert torch.equal(moved, chosen[order])
+    assert moved is not None and torch.equal(rows.select(order).padded(moved), rows.padded(chosen)[order])
 
 
 def test_the_draw_follows_the_seed_alone() -> None:
@@ -103,11 +103,12 @@ def test_the_update_reports_how_many_tokens_were_chosen() -> None:
     """Three of four tokens, in two micro-batches."""
     options = actor("kl_cov", kl_cov_ratio=0.75)
     rows = hand_rows()
-    rows = rows.replace(selected_BR=select_tokens(rows, options, SEED))
+    rows = rows.replace(selected_T=select_tokens(rows, options, SEED))
     outputs, parts = outputs_for(rows), []
     for row in range(2):
-        part = {name: value[[row]] for name, value in outputs.items()}
-        parts.append(PolicyObjective(options)(part, rows.select([row]), denominators(rows))[1])
+        one = rows.select([row])
+        part = {name: value[[row], : one.response_mask_BR.shape[1]] for name, value in outputs.items()}
+        parts.append(PolicyObjective(options)(part, one, denominators(rows))[1])
     found = merge_metrics(parts)
     assert found["selected_tokens"].value == 3 and found["selected_frac"].value == 0.75
 
@@ -115,4 +116,4 @@ def test_the_update_reports_how_many_tokens_were_chosen() -> None:
 def test_equal_advantages_choose_the_first_and_stay_finite() -> None:
     rows = hand_rows().replace(advantages_BR=torch.zeros(2, 3))
     chosen = select_tokens(rows, actor("kl_cov", kl_cov_ratio=0.25), SEED)
-    assert chosen is not None and chosen.tolist() == [[True, False, False], [False, False, False]]
+    assert chosen is not None and chosen.tolist() == [True, False, False, False, False]

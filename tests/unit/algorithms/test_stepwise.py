@@ -286,5 +286,5 @@ def test_turn_columns_travel_with_their_rows() -> None:
     batch = multi_turn(ROWS, GROUPS)
     parts = batch.split([1, 3])
     again = Rollouts.concat([parts[1], parts[0]]).select([3, 0, 1, 2])
-    for name in ("step_BR", "anchor_BR", "step_rewards_BR"):
+    for name in ("step_T", "anchor_T", "step_rewards_T"):
         assert torch.equal(again.columns()[name], batch.columns()[name]), name  # type: ignore[arg-type]

@@ -43,9 +43,9 @@ def jobs(engine: FSDPEngine) -> list[Job]:
         current = engine.forward(rows, want=frozenset({"log_probs"}), rule=WHOLE)["log_probs"]
         near = [current + 0.25 * torch.randn(current.shape, generator=g) for _ in range(3)]
         rows = rows.replace(
-            old_log_probs_BR=near[0],
-            ref_log_probs_BR=near[1],
-            rollout_log_probs_BR=near[2],
+            old_log_probs_T=near[0],
+            ref_log_probs_T=near[1],
+            rollout_log_probs_T=near[2],
             score_B=torch.randint(-1, 2, (NUM_ROWS,), generator=g).float(),
             truncated_B=torch.arange(NUM_ROWS) == 2,
             difficulty_B=torch.rand(NUM_ROWS, generator=g),

@@ -45,9 +45,10 @@ def update(process: ProcessInfo, path: str, save_to: str | None = None) -> dict[
     result["gradients_first"] = gradients(engine, my_rows(process, batch, "first"), batch)
     once = build_engine(process, path, fsdp=FSDPConfig(sync_every_micro_batch=False))
     result["gradients_sync_last"] = gradients(once, my_rows(process, batch, "even"), batch)
-    result["log_probs"] = engine.forward(
-        my_rows(process, batch, "even"), want=frozenset({"log_probs"}), rule=RULE, temperature=0.7
-    )["log_probs"]
+    mine = my_rows(process, batch, "even")
+    result["log_probs"] = by_row(mine, engine.forward(mine, want=frozenset({"log_probs"}), rule=RULE, temperature=0.7))[
+        "log_probs"
+    ]
     for seed, share in ((1, "even"), (2, "first"), (3, "even")):
         batch = experience(7, seed=seed)
         metrics = engine.train_minibatch(
@@ -115,7 +116,8 @@ def sequence_parallel(process: ProcessInfo, path: str, size: int) -> dict[str, A
         result[name] = gradients(engine, mine, batch)
         alone = batch.select(range(len(batch) if index == 0 else 0))
         result[f"{name}_alone"] = gradients(engine, alone, batch)
-    result["outputs"] = engine.forward(mine, want=frozenset({"log_probs", "entropy"}), rule=RULE, temperature=0.7)
+    want = frozenset({"log_probs", "entropy"})
+    result["outputs"] = by_row(mine, engine.forward(mine, want=want, rule=RULE, temperature=0.7))
     metrics = engine.train_minibatch(mine, PolicyLoss(), denominators(batch), rule=RULE)
     result["reports_loss"] = "pg_loss" in metrics
     result["grad_norm"] = metrics["grad_norm"].value
@@ -123,10 +125,16 @@ def sequence_parallel(process: ProcessInfo, path: str, size: int) -> dict[str, A
     engine = build_engine(process, path, ulysses_size=size, model=checkpointed)
     result["checkpointed"] = gradients(engine, mine, batch)
     critic = build_engine(process, path, ulysses_size=size, kind="value", model={"override_config": override})
-    result["values"] = critic.forward(mine, want=frozenset({"values"}), rule=RULE)["values"]
+    values = frozenset({"values"})
+    result["values"] = by_row(mine, critic.forward(mine, want=values, rule=RULE))["values"]
     texts = whole_texts(batch).select(range(index, len(batch), groups))
-    result["scores"] = critic.forward(texts, want=frozenset({"values"}), rule=RULE)["values"]
+    result["scores"] = by_row(texts, critic.forward(texts, want=values, rule=RULE))["values"]
     return result
+
+
+def by_row(rows: Sequences, outputs: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """An engine's answers, row by row."""
+    return {name: list(value.split(rows.response_length_B.tolist())) for name, value in outputs.items()}
 
 
 def whole_texts(batch: Experience) -> Sequences:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.unit.engine.scenarios import RULE, gradients
+from tests.unit.engine.scenarios import RULE, by_row, gradients
 from tests.unit.engine.tiny import (
     ONE_BATCH,
     PolicyLoss,
@@ -115,7 +115,8 @@ def rows_and_outputs(ranks: Ranks, path: str) -> dict[str, Any]:
     result["gradients_shared_prompts"] = gradients(engine, groups, shared)
     result["gradients_sync_last"] = ranks.gradients(ranks.engine(path, fsdp={"sync_every_micro_batch": False}))
     want = frozenset({"log_probs", "entropy"})
-    result["outputs"] = engine.forward(ranks.mine(batch), want=want, rule=RULE, temperature=0.7)
+    mine = ranks.mine(batch)
+    result["outputs"] = by_row(mine, engine.forward(mine, want=want, rule=RULE, temperature=0.7))
     result["held"], result["tokens"] = held(engine), tokens_between_blocks(engine, batch)
     result["reports_loss"] = "pg_loss" in ranks.step(engine)
     return result
@@ -156,9 +157,9 @@ def compiled(process: ProcessInfo, path: str) -> tuple[dict[str, Tensor], dict[s
 
 def critic(ranks: Ranks, path: str) -> dict[str, Any]:
     engine, batch = ranks.engine(path, kind="value"), experience(9)
-    values = engine.forward(ranks.mine(batch), want=frozenset({"values"}), rule=RULE)["values"]
+    mine = ranks.mine(batch)
     return {
-        "values": values,
+        "values": by_row(mine, engine.forward(mine, want=frozenset({"values"}), rule=RULE))["values"],
         "gradients_critic": ranks.gradients(engine, loss=ValueLoss()),
         "norm_critic": ranks.step(engine)["grad_norm"],
         "weights_critic": weights(engine),

@@ -89,9 +89,9 @@ def batch(*, rewritten: bool) -> tuple[Rollouts, Scores]:
 def evaluated(engine: FSDPEngine, rollouts: Rollouts) -> Evaluated:
     """Old log-probs a little off the model's own, by the token: the same whatever row it stands in."""
     known = engine.forward(rollouts, want=frozenset({"log_probs"}), rule=WHOLE)["log_probs"]
-    assert rollouts.rollout_log_probs_BR is not None
-    old = known + 0.2 * rollouts.rollout_log_probs_BR * rollouts.response_mask_BR
-    return Evaluated(response_length_B=rollouts.response_length_B, old_log_probs_BR=old, values_BR=0.1 * old)
+    assert rollouts.rollout_log_probs_T is not None
+    old = known + 0.2 * rollouts.rollout_log_probs_T * rollouts.response_mask_T
+    return Evaluated(response_length_B=rollouts.response_length_B, old_log_probs_T=old, values_T=0.1 * old)
 
 
 def experience(engine: FSDPEngine, actor: ActorConfig, estimator: str, *, rewritten: bool) -> Experience:
@@ -136,7 +136,7 @@ def test_the_rows_of_an_episode_compute_their_prompt_once() -> None:
     wanted = packing.response_positions(rollouts, sampled_only=True)
     packed = packing.pack(rollouts, wanted, torch.device("cpu"), share_prompts=True)
     assert packed.input_ids.shape[1] == computed_tokens(rollouts) - rows  # nothing is predicted from a last token
-    assert torch.equal(packed.unpack(packed.targets_N), (rollouts.response_ids_BR * wanted).long())
+    assert torch.equal(packed.unpack(packed.targets_N), (rollouts.response_ids_T * wanted).long())
     assert packed.segments is not None and packed.segments.layout is not None
     spread = packed.segments.layout.spread(packed.input_ids[0][:, None].double())[:, 0].split(packed.segments.lengths)
     contexts = {

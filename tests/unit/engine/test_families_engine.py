@@ -94,8 +94,8 @@ def test_an_adapted_model_is_delivered_and_generates_what_the_trainer_scores(
     assert report.num_read_back == report.num_tensors == len(engine.weight_names())
     rows = generated(rollout)
     trained = engine.forward(rows, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)["log_probs"]
-    assert rows.rollout_log_probs_BR is not None
-    gap = (trained - rows.rollout_log_probs_BR)[rows.response_mask_BR].abs().max()
+    assert rows.rollout_log_probs_T is not None
+    gap = (trained - rows.rollout_log_probs_T)[rows.response_mask_T].abs().max()
     assert float(gap) < 2e-4
     rollout.shutdown()
 

@@ -22,6 +22,14 @@ def two_rows() -> Sequences:
     )
 
 
+def without_responses(rows: Sequences, empty: list[int]) -> Sequences:
+    """The same, where these rows have no response."""
+    length_B = rows.response_length_B.clone()
+    length_B[empty] = 0
+    ids_BR, mask_BR = rows.response_ids_BR, rows.response_mask_BR
+    return rows.replace(response_ids_BR=ids_BR, response_mask_BR=mask_BR, response_length_B=length_B)
+
+
 def test_pack_by_hand() -> None:
     rows = two_rows()
     x = packing.pack(rows, packing.response_positions(rows, sampled_only=True), CPU)
@@ -29,7 +37,7 @@ def test_pack_by_hand() -> None:
     assert x.position_ids.tolist() == [[0, 1, 0, 1, 2, 3]]
     assert x.segments is not None and x.segments.cu_seqlens.tolist() == [0, 2, 6]
     answers = torch.arange(6.0)[x.select_N]  # the index of the token each answer was read at
-    assert x.unpack(answers).tolist() == [[4.0, 5.0], [0.0, 0.0]]  # 3 predicts 4, 4 predicts 5; 6 (at 0) predicts 7
+    assert x.unpack(answers).tolist() == [4.0, 5.0, 0.0, 0.0]  # 3 predicts 4, 4 predicts 5; 6 (at 0) predicts 7
     assert x.input_ids[0, x.select_N].tolist() == [6, 3, 4]
     assert x.targets_N.tolist() == [7, 4, 5]
 
@@ -53,19 +61,20 @@ def test_every_answer_is_read_where_its_token_is_predicted() -> None:
     wanted = packing.response_positions(rows, sampled_only=True)
     x = packing.pack(rows, wanted, CPU)
     restored = x.unpack(x.targets_N.double())
-    assert torch.equal(restored, rows.response_ids_BR.double() * wanted)
+    assert torch.equal(restored, rows.response_ids_T.double() * wanted)
     assert x.input_ids.shape[1] == int((rows.num_tokens_B() - 1).sum())
 
 
 def test_row_without_response_and_empty_selection() -> None:
-    rows = two_rows().replace(response_length_B=torch.tensor([0, 0]))
+    rows = without_responses(two_rows(), [0, 1])
     x = packing.pack(rows, packing.response_positions(rows, sampled_only=True), CPU)
     assert x.input_ids.tolist() == [[6, 1, 2]] and len(x.select_N) == 0
-    assert x.unpack(torch.zeros(0)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert x.unpack(torch.zeros(0)).tolist() == []
 
 
 def test_empty_prompt_is_refused() -> None:
-    rows = two_rows().replace(prompt_length_B=torch.tensor([3, 0]))
+    rows = two_rows()
+    rows = rows.replace(prompt_length_B=torch.tensor([3, 0]), prompt_ids_T=rows.prompt_ids_T[:3])
     with pytest.raises(ValueError, match="needs a prompt token"):
         packing.pack(rows, packing.response_positions(rows, sampled_only=True), CPU)
 
@@ -91,8 +100,10 @@ def test_shared_prompt_by_hand() -> None:
     assert x.segments.cu_own.tolist() == [0, 2, 5, 6, 8] and x.segments.cu_seqlens.tolist() == [0, 2, 5, 9, 14]
     spread = x.segments.layout.spread(x.input_ids[0, :, None])[:, 0]
     assert spread.tolist() == [1, 2, 1, 2, 3, 1, 2, 3, 8, 1, 2, 3, 4, 5]  # the keys of each row
-    assert x.unpack(x.targets_N.double()).tolist() == (rows.response_ids_BR * rows.response_mask_BR).tolist()
-    read_at = x.unpack(x.select_N.double()).tolist()  # the first token of rows 0 to 2 is predicted at one place
+    assert torch.equal(x.unpack(x.targets_N), rows.response_ids_T.long())
+    read_at = rows.padded(
+        x.unpack(x.select_N.double())
+    ).tolist()  # the first token of rows 0 to 2 is predicted at one place
     assert read_at == [[4, 6, 7], [4, 0, 0], [4, 5, 0], [1, 0, 0]]
 
 
@@ -104,11 +115,11 @@ def test_equal_prompts_stay_apart_without_sharing() -> None:
 
 
 def test_a_row_without_a_response_shares_nothing() -> None:
-    rows = three_rows_of_one_prompt().replace(response_length_B=torch.tensor([3, 0, 2, 1]))
+    rows = without_responses(three_rows_of_one_prompt(), [1])
     assert shared_prefixes(rows)[0] == [0, 1, 0, 2]
     wanted = packing.response_positions(rows, sampled_only=True)
     x = packing.pack(rows, wanted, CPU, share_prompts=True)
-    assert torch.equal(x.unpack(x.targets_N.double()), (rows.response_ids_BR * wanted).double())
+    assert torch.equal(x.unpack(x.targets_N), (rows.response_ids_T * wanted).long())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -48,8 +48,7 @@ def test_nothing_depends_on_the_slices(one: dict[str, Any], path: str, tmp_path:
         index, groups = rank // size, ranks // size
         outputs = {**result["outputs"], "values": result["values"], "scores": result["scores"]}
         for name, whole in {**one["outputs"], "values": one["values"], "scores": one["scores"]}.items():
-            mine = whole[index::groups]
-            torch.testing.assert_close(outputs[name][:, : mine.shape[1]], mine, rtol=0, atol=1e-5)
+            torch.testing.assert_close(outputs[name], whole[index::groups], rtol=0, atol=1e-5)
         assert result["reports_loss"] == (rank % size == 0)  # its sum over ranks must count every row once
         assert result["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 

@@ -26,12 +26,12 @@ def test_split_and_join_give_back_every_row_in_its_place(balance: bool, num_rank
     batch = sequences([3, 9, 1, 4, 6])
     shares = rows_per_rank(batch.num_tokens_B().tolist(), num_ranks, balance=balance)
     assert sorted(row for share in shares for row in share) == list(range(5))
-    # A worker answers with a value that tells the row it belongs to, on rows trimmed to its own longest response.
+    # A worker answers with a value that tells the row it belongs to.
     answers = [
         Evaluated(response_length_B=part.response_length_B, old_log_probs_BR=part.response_ids_BR.float() * -1)
         for part in split_rows(batch, shares)
     ]
-    joined = join_rows(answers, shares, width=9)
+    joined = join_rows(answers, shares)
     assert torch.equal(joined.old_log_probs_BR, -batch.response_ids_BR.float())
     assert torch.equal(joined.response_length_B, batch.response_length_B)
 
@@ -51,7 +51,7 @@ def test_a_rank_without_rows_is_skipped_when_joining() -> None:
     parts = split_rows(batch, shares)
     assert sorted(len(part) for part in parts) == [0, 1]
     answers = [Evaluated(response_length_B=p.response_length_B, values_BR=p.response_ids_BR.float()) for p in parts]
-    assert torch.equal(join_rows(answers, shares, width=2).values_BR, batch.response_ids_BR.float())
+    assert torch.equal(join_rows(answers, shares).values_BR, batch.response_ids_BR.float())
 
 
 def test_rows_are_balanced_by_cost_where_attention_makes_long_rows_dear() -> None:

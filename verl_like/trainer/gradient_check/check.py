@@ -104,8 +104,8 @@ class SelfCheck:
         temperature = 1.0 if want == VALUES else TEMPERATURE
         rollouts = case.material.rollouts
         rule = MicroBatchRule(max_tokens=int(rollouts.num_tokens_B().sum()))
-        answer_BR = engine.forward(rollouts, want=frozenset({want}), rule=rule, temperature=temperature)[want]
-        gap_BR = (answer_BR - case.column)[rollouts.response_mask_BR].abs()
+        answer_T = engine.forward(rollouts, want=frozenset({want}), rule=rule, temperature=temperature)[want]
+        gap_T = (answer_T - rollouts.flat(case.column))[rollouts.response_mask_T].abs()
         expected, loss_gap = case.plain.gradient, abs(found.loss - case.plain.loss)
         model = self.config.critic.model if want == VALUES else self.config.actor_rollout_ref.model
         if model.lora_rank > 0:
@@ -114,7 +114,7 @@ class SelfCheck:
             expected = with_adapters(expected, found.gradient, {n: t.cpu() for n, t in adapters.items()}, scale)
         name = PLAIN + case.name
         return [
-            Finding(name=f"{name}{want.replace('_', '-')}", difference=float(gap_BR.max())),
+            Finding(name=f"{name}{want.replace('_', '-')}", difference=float(gap_T.max())),
             Finding(name=f"{name}loss", difference=loss_gap / case.plain.scale),
             Finding(name=f"{name}gradient", difference=apart(expected, found.gradient)),
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from verl_like.algorithms.advantages import AdvantageOutputs
 from verl_like.algorithms.corrections import correct_on_driver
 from verl_like.algorithms.experience import put_together
 from verl_like.batch import Denominators, Evaluated, Experience
@@ -35,8 +34,8 @@ def experience_of(config: PPOConfig, material: Material, old: OldLogProbs) -> Ex
         values_BR=material.values_BR,
     )
     corrected = correct_on_driver(config.algorithm.rollout_correction, actor, rollouts, evaluated)
-    outputs = AdvantageOutputs(advantages_BR=material.advantages_BR, returns_BR=material.returns_BR)
-    return put_together(actor, rollouts, material.scores, evaluated, corrected, outputs)
+    credit = (rollouts.flat(material.advantages_BR), rollouts.flat(material.returns_BR))
+    return put_together(actor, rollouts, material.scores, evaluated, corrected, *credit)
 
 
 def shares_of(
