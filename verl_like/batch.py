@@ -25,7 +25,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from verl_like.ragged import Side, flat_rows, padded_rows, plain, revived, take_rows
+from verl_like.ragged import Side, bounds, flat_rows, padded_rows, plain, revived, take_rows
 
 _PROMPTS, _RESPONSES = "prompt_length_B", "response_length_B"
 _ENDINGS = {_PROMPTS: "_BP", _RESPONSES: "_BR"}
@@ -70,19 +70,16 @@ class TensorStruct(metaclass=_Struct):
         return {name: value for name, value in named if value is not None}
 
     def check(self) -> None:
-        """Raise ValueError unless all columns have the same number of rows, and those of tokens as many as lengths say."""
+        """Raise ValueError unless all columns have the same number of rows, and of tokens as many as lengths say."""
         columns, fields = self.columns(), _token_fields(type(self))
         rows = {name: len(value) for name, value in columns.items() if name not in fields}
         if len(set(rows.values())) > 1:
             raise ValueError(f"{type(self).__name__}: columns differ in length: {rows}")
-        for length in {field.metadata["length"] for name, field in fields.items() if name in columns}:
-            total = int(getattr(self, length).sum())
-            held = {
-                name: len(columns[name])
-                for name, f in fields.items()
-                if f.metadata["length"] == length and name in columns
-            }
-            if set(held.values()) != {total}:
+        for length in _ENDINGS:
+            of_length = [name for name, field in fields.items() if field.metadata["length"] == length]
+            held = {name: len(columns[name]) for name in of_length if name in columns}
+            total = int(getattr(self, length).sum()) if held else 0
+            if held and set(held.values()) != {total}:
                 raise ValueError(f"{type(self).__name__}: {length} adds up to {total}, but there are {held} tokens")
 
     def replace(self, **changes: Any) -> Self:
@@ -99,10 +96,13 @@ class TensorStruct(metaclass=_Struct):
         chosen = positions.tolist()
         if chosen == list(range(len(self))):
             return self
-        fields, changes = _token_fields(type(self)), dict[str, Any]()
+        fields, changes, ends = _token_fields(type(self)), dict[str, Any](), dict[str, list[int]]()
         for name, value in self.columns().items():
-            if name in fields:
-                changes[name] = take_rows(value, getattr(self, fields[name].metadata["length"]), chosen)
+            if isinstance(value, Tensor) and name in fields:
+                length = fields[name].metadata["length"]
+                if length not in ends:
+                    ends[length] = bounds(getattr(self, length))
+                changes[name] = take_rows(value, getattr(self, length), chosen, ends[length])
             elif isinstance(value, Tensor):
                 changes[name] = value[positions.to(value.device)]
             else:
@@ -182,13 +182,14 @@ def _revive(cls: type[TensorStruct], columns: dict[str, Any]) -> TensorStruct:
 def _token_fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
     """The columns of tokens that a struct can have, by name."""
     if "_known_token_fields" not in cls.__dict__:
-        cls._known_token_fields = {f.name: f for f in dataclasses.fields(cls) if "length" in f.metadata}  # type: ignore[attr-defined, arg-type]
+        known = {f.name: f for f in dataclasses.fields(cls) if "length" in f.metadata}  # type: ignore[arg-type]
+        cls._known_token_fields = known  # type: ignore[attr-defined]
     return cls.__dict__["_known_token_fields"]
 
 
 def _flattened(cls: type, columns: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """The columns with padded ones flat. Lengths are those among them, else the known ones; without any, all rows of a
-    padded column are as long as it is wide. Where a column is given twice the padded one counts (dataclasses.replace)."""
+    padded column are as long as it is wide. Where both are given the padded one counts (dataclasses.replace)."""
     fields, padded = _token_fields(cls), dict[str, Any]()
     for name in columns:
         field = fields.get(f"{name[:-3]}_T")

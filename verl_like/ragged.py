@@ -34,9 +34,11 @@ def bounds(length_B: Tensor) -> list[int]:
     return [0, *length_B.cumsum(0).tolist()]
 
 
-def take_rows(values_T: Tensor, length_B: Tensor, rows: Sequence[int]) -> Tensor:
-    """The rows at these positions, in this order. Neighbours in their order are no copy."""
-    ends = bounds(length_B)
+def take_rows(
+    values_T: Tensor, length_B: Tensor, rows: Sequence[int], ends: Sequence[int] | None = None
+) -> Tensor:
+    """The rows at these positions, in this order. Neighbours in their order are no copy. ends: `bounds` of them all."""
+    ends = bounds(length_B) if ends is None else ends
     if not rows:
         return values_T[:0]
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):

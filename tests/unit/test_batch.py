@@ -182,7 +182,7 @@ def test_check_finds_columns_that_do_not_fit() -> None:
     batch.check()
     with pytest.raises(ValueError, match="columns differ in length"):
         batch.replace(finish_reasons=["stop"]).check()
-    with pytest.raises(ValueError, match="response_length_B adds up to 11, but there are .*'response_mask_T': 7"):
+    with pytest.raises(ValueError, match=r"response_length_B adds up to 11, but there are .*'response_mask_T': 7"):
         batch.replace(response_mask_T=batch.response_mask_T[:7]).check()
 
 

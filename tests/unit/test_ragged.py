@@ -84,7 +84,7 @@ def test_rows_sums_and_ends(lengths: list[int], data: st.DataObject) -> None:
     assert row_sums(mask, length_B).dtype == torch.int64
     assert on_rows(length_B, length_B).tolist() == [n for n in lengths for _ in range(n)]
     starts = [sum(lengths[:row]) for row in range(len(lengths))]
-    last = [max([s + i for i, x in enumerate(m.tolist()) if x], default=-1) for s, m in zip(starts, marks, strict=True)]
+    last = [max((s + i for i, x in enumerate(m) if x), default=-1) for s, m in zip(starts, marks, strict=True)]
     assert last_true(mask, length_B).tolist() == last
 
 

@@ -120,6 +120,11 @@ def outcome(
     )
 
 
+def over_tokens(values_B: Tensor, mask_BR: Tensor) -> Tensor:
+    """One value per row, written on each of its sampled tokens: float32 [B, R]. For estimators with padded columns."""
+    return values_B.float()[:, None] * mask_BR
+
+
 @register_advantage("gae")
 def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Generalized advantage estimation, whitened over all tokens (Schulman et al. 2016, arXiv 1506.02438).

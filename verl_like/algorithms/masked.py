@@ -61,10 +61,10 @@ def token_spread(values: Tensor, mask: Tensor) -> tuple[float, float, float]:
     total, count = 0.0, 0
     most, least = (values.new_full((), float(limit)) for limit in ("-inf", "inf"))
     for rows in _blocks(values):
-        found = values[rows][mask[rows]]
-        if len(found):
+        found = values[rows] if mask[rows].all() else values[rows][mask[rows]]
+        if found.numel():
             total += found.sum(dtype=torch.float64).item()
-            count += len(found)
+            count += found.numel()
             most, least = torch.maximum(most, found.max()), torch.minimum(least, found.min())  # a NaN stays
     if not count:
         raise ValueError("there is no token to take a mean of")

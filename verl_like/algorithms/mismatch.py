@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, share_of_episode
+from verl_like.algorithms.masked import masked_fill_zero, share_of_episode
 
 LOG_LIMIT = 20.0  # log ratios are clamped to +-20 before exp
 PREFIX = "mismatch_tally/"  # names of sums on their way from the engines; `finish` replaces them
@@ -60,18 +60,14 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The two engines' log-probs of the same tokens; float64, without gradients."""
+    """The two engines' log-probs of the same tokens; float64, without gradients, 0 outside the mask."""
 
     policy_BR: Tensor  # log p
     rollout_BR: Tensor  # log q
+    log_ratio_BR: Tensor  # lr
     mask_BR: Tensor  # bool: sampled tokens whose log q is known
     unknown_BR: Tensor  # bool: sampled tokens whose log q is NaN or infinite
     share_B: Tensor  # the row's share of its episode's sampled tokens: what it adds to a count of rows
-
-    @property
-    def log_ratio_BR(self) -> Tensor:
-        """lr; 0 outside the mask."""
-        return self.policy_BR - self.rollout_BR
 
     def counted(self, rows_B: Tensor) -> Tensor:
         """float64 [B]: what each of these rows (bool) adds to a count in which an episode's rows are one."""
@@ -85,9 +81,12 @@ def gap_between(policy_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor, share_B:
     """
     finite_BR = rollout_BR.isfinite()
     known_BR = mask_BR & finite_BR
+    log_p_BR = masked_fill_zero(policy_BR.detach(), known_BR).double()
+    log_q_BR = masked_fill_zero(rollout_BR, known_BR).double()
     return Gap(
-        policy_BR=masked_fill_zero(policy_BR.detach().double(), known_BR),
-        rollout_BR=masked_fill_zero(rollout_BR.double(), known_BR),
+        policy_BR=log_p_BR,
+        rollout_BR=log_q_BR,
+        log_ratio_BR=log_p_BR - log_q_BR,
         mask_BR=known_BR,
         unknown_BR=mask_BR & ~finite_BR,
         share_B=share_of_episode(mask_BR, None) if share_B is None else share_B,
@@ -129,35 +128,26 @@ def without_gap(metrics: Mapping[str, T]) -> dict[str, T]:
 
 
 def _token_sums(gap: Gap) -> Tally:
-    mask = gap.mask_BR
-    p, q = masked_fill_zero(gap.policy_BR.exp(), mask), masked_fill_zero(gap.rollout_BR.exp(), mask)
-    difference, ratio_log = (p - q).abs(), gap.log_ratio_BR.clamp(-LOG_LIMIT, LOG_LIMIT)
-    rho = masked_fill_zero(ratio_log.exp(), mask)
-    per_token = {
-        "difference": difference,
-        "difference_squared": difference**2,
-        "p": p,
-        "q": q,
-        "pp": p * p,
-        "qq": q * q,
-        "pq": p * q,
-        "lr": gap.log_ratio_BR,
-        "lr_abs": gap.log_ratio_BR.abs(),
-        "rho": rho,
-        "rho_squared": rho**2,
-        "k3": ratio_log.exp() - 1 - ratio_log,  # 0 where lr is 0: outside the mask too
-    }
-    sums = {name: value.sum() for name, value in per_token.items()} | {"tokens": mask.sum().double()}
-    maxima = {"difference": largest(difference, mask), "lr_abs": largest(gap.log_ratio_BR.abs(), mask)}
-    return Tally(sums=sums, maxima={f"max_{name}": value for name, value in maxima.items()})
+    """Outside the mask log-probs are 0: differences and their squares are too, probabilities and ratios are 1."""
+    mask, lr_abs = gap.mask_BR, gap.log_ratio_BR.abs()
+    p, q, ratio_log = gap.policy_BR.exp(), gap.rollout_BR.exp(), gap.log_ratio_BR.clamp(-LOG_LIMIT, LOG_LIMIT)
+    rho, difference, num_tokens = ratio_log.exp(), (p - q).abs(), mask.sum().double()
+    outside = mask.numel() - num_tokens
+    of_ones = {"p": p, "q": q, "pp": p * p, "qq": q * q, "pq": p * q, "rho": rho, "rho_squared": rho * rho}
+    of_zeros = {"difference": difference, "difference_squared": difference * difference, "lr_abs": lr_abs}
+    sums = {name: value.sum() for name, value in of_zeros.items()}
+    sums |= {name: value.sum() - outside for name, value in of_ones.items()}
+    sums |= {"lr": gap.log_ratio_BR.sum(), "k3": (rho - 1 - ratio_log).sum(), "tokens": num_tokens}
+    maxima = {"max_difference": largest(difference, mask), "max_lr_abs": largest(lr_abs, mask)}
+    return Tally(sums=sums, maxima=maxima)
 
 
 def _row_sums(gap: Gap) -> Tally:
-    rows_B = gap.mask_BR.any(dim=1)
-    log_ppl_p = -masked_mean(gap.policy_BR, gap.mask_BR, dim=1)
-    log_ppl_q = -masked_mean(gap.rollout_BR, gap.mask_BR, dim=1)
+    count_B = gap.mask_BR.sum(dim=1)
+    rows_B, count_B = count_B > 0, count_B.clamp(min=1)
+    log_ppl_p, log_ppl_q = -gap.policy_BR.sum(dim=1) / count_B, -gap.rollout_BR.sum(dim=1) / count_B
     difference = log_ppl_p - log_ppl_q
-    row_ratio = masked_sum(gap.log_ratio_BR, gap.mask_BR, dim=1).clamp(-LOG_LIMIT, LOG_LIMIT)
+    row_ratio = gap.log_ratio_BR.sum(dim=1).clamp(-LOG_LIMIT, LOG_LIMIT)
     per_row = {
         "log_ppl_p": log_ppl_p,
         "log_ppl_q": log_ppl_q,

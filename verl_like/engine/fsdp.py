@@ -207,7 +207,8 @@ class FSDPEngine:
                         parts.append(answers[name].float().cpu())
             self.sharding.reshard()
         length_B, back = batch.response_length_B, torch.argsort(torch.tensor(order)).tolist()
-        return {n: take_rows(torch.cat(parts or [torch.zeros(0)]), length_B[order], back) for n, parts in found.items()}
+        joined = {name: torch.cat(parts or [torch.zeros(0)]) for name, parts in found.items()}
+        return {name: take_rows(values_T, length_B[order], back) for name, values_T in joined.items()}
 
     def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
         return microbatch.cut(batch, rule, share_prompts=self.shares_prompts)
@@ -215,7 +216,7 @@ class FSDPEngine:
     def _answers(
         self, rows: Sequences | None, want: frozenset[str], temperature: float, other: Head | None = None
     ) -> dict[str, Tensor]:
-        """Outputs [T] of one micro-batch's response tokens; a placeholder's when this rank has no rows left (collective).
+        """Outputs [T] of one micro-batch's response tokens; a placeholder's when this rank has no rows left; collective.
 
         `other`: the reference's head, for "full_kl".
         """

@@ -91,7 +91,7 @@ def _column(
     observed: Callable[[Turn], NDArray[Any]],
     dtype: torch.dtype,
 ) -> Tensor:
-    """One column [T]: of each turn what the observation has, but for a row's first, then what the sampled tokens have."""
+    """One column [T]: of each turn what the observation has, but for a row's first, then what is sampled has."""
     parts = []
     for turns in turns_of:
         for place, turn in enumerate(turns):

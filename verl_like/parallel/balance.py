@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
 
 
+_EVEN_ENOUGH = 1.001
+
+
 def micro_batches(
     num_tokens: Sequence[int], rule: MicroBatchRule, prompts: PromptsOfRows | None = None
 ) -> list[list[int]]:
@@ -42,19 +45,22 @@ def balance_ranks(costs: Sequence[float], num_ranks: int, prompts: PromptsOfRows
     """Give every rank about the same total cost; row counts may differ and be zero. Rows stay in ascending order.
 
     `prompts`: rows of one rank share their prompt. Of whole groups, halves of groups ... single rows, that cut is taken
-    whose most loaded rank has least to do.
+    whose most loaded rank has least to do; finer ones are not tried where they could not win a thousandth.
     """
     if num_ranks < 1:
         raise ValueError(f"cannot balance over {num_ranks} ranks")
     if prompts is None:
         return [sorted(rows) for rows in _karmarkar_karp(costs, num_ranks)]
     best: tuple[float, list[list[int]]] | None = None
+    least = prompts.total(range(len(costs)), costs) / num_ranks  # each prompt once: no cut has less on its fullest rank
     for units in divide_groups(costs, prompts, num_ranks):
         parts = _karmarkar_karp([prompts.total(unit, costs) for unit in units], num_ranks)
         shares = [sorted(i for unit in part for i in units[unit]) for part in parts]
         load = max(prompts.total(rows, costs) for rows in shares)
         if best is None or load < best[0] * (1 - 1e-9):
             best = (load, shares)
+        if load <= least * _EVEN_ENOUGH:
+            break
     assert best is not None
     return best[1]
 

@@ -18,9 +18,9 @@ ACTOR = ActorConfig()
 
 
 def test_score_goes_on_the_last_sampled_token() -> None:
-    mask = torch.tensor([1, 1, 1] + [1, 0] + [1, 0, 1] + [0, 0, 0]).bool()  # third row: tool text between turns
+    mask = torch.tensor([1, 1, 1, 1, 0, 1, 0, 1, 0, 0, 0]).bool()  # third row: tool text between turns
     rewards = place_on_last_token(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask, torch.tensor([3, 2, 3, 3]))
-    assert rewards.tolist() == [0, 0, 1] + [2, 0] + [0, 0, 3] + [0, 0, 0]
+    assert rewards.tolist() == [0, 0, 1, 2, 0, 0, 0, 3, 0, 0, 0]
 
 
 def test_grpo_batch_by_hand() -> None:
