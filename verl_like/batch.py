@@ -83,9 +83,13 @@ class TensorStruct(metaclass=_Struct):
                 raise ValueError(f"{type(self).__name__}: {length} adds up to {total}, but there are {held} tokens")
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields exchanged."""
+        """A copy with some fields exchanged. ValueError for lengths without the tokens that they cut."""
         current = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return type(self)(**current | _flattened(type(self), changes, current))
+        changes = _flattened(type(self), changes, current)
+        for name, field in _token_fields(type(self)).items():
+            if field.metadata["length"] in changes and current[name] is not None and name not in changes:
+                raise ValueError(f"{type(self).__name__}: {field.metadata['length']} is exchanged, but {name} is not")
+        return type(self)(**current | changes)
 
     def select(self, index: Tensor | Sequence[int]) -> Self:
         """Rows by position (a boolean mask [B] or integers), in the order given; all of them: the struct itself."""

@@ -34,9 +34,7 @@ def bounds(length_B: Tensor) -> list[int]:
     return [0, *length_B.cumsum(0).tolist()]
 
 
-def take_rows(
-    values_T: Tensor, length_B: Tensor, rows: Sequence[int], ends: Sequence[int] | None = None
-) -> Tensor:
+def take_rows(values_T: Tensor, length_B: Tensor, rows: Sequence[int], ends: Sequence[int] | None = None) -> Tensor:
     """The rows at these positions, in this order. Neighbours in their order are no copy. ends: `bounds` of them all."""
     ends = bounds(length_B) if ends is None else ends
     if not rows:

@@ -56,7 +56,8 @@ class ToyWorker:
         return left + right + self.env.rank
 
     def double(self, batch: Any) -> Any:
-        return batch.replace(response_length_B=batch.response_length_B * 2)
+        values_T = batch.values_T.repeat_interleave(2)
+        return batch.replace(response_length_B=batch.response_length_B * 2, values_T=values_T)
 
     def boom(self) -> None:
         raise KeyError("missing thing")

@@ -216,9 +216,9 @@ class FSDPEngine:
     def _answers(
         self, rows: Sequences | None, want: frozenset[str], temperature: float, other: Head | None = None
     ) -> dict[str, Tensor]:
-        """Outputs [T] of one micro-batch's response tokens; a placeholder's when this rank has no rows left; collective.
+        """Outputs [T] of one micro-batch's response tokens; a placeholder's when this rank has no rows left.
 
-        `other`: the reference's head, for "full_kl".
+        Collective. `other`: the reference's head, for "full_kl".
         """
         inputs = self._model_input(rows)
         if other is None:

@@ -84,7 +84,10 @@ def test_packed_equals_single_equals_padded(tmp_path: Path, architecture: str, c
 def test_shared_prompts_change_nothing(tmp_path: Path, architecture: str, changes: dict[str, object]) -> None:
     """Groups of four, of which one row has a single response token; against padded rows, each with its own prompt."""
     path, rows = tiny.model_folder(tmp_path, architecture, **changes), tiny.experience(11, rows_per_prompt=4)
-    rows = rows.replace(response_length_B=rows.response_length_B.clone().index_fill_(0, torch.tensor([2, 5]), 1))
+    length_B = rows.response_length_B.clone().index_fill_(0, torch.tensor([2, 5]), 1)
+    names = [f"{name[:-2]}_BR" for name in rows.columns() if name.endswith("_T") and name != "prompt_ids_T"]
+    columns = {name: getattr(rows, name) for name in names}
+    rows = rows.replace(response_length_B=length_B, **columns)
     packed_model, padded_model = build(path, packed=True), build(path, packed=False)
     shared = run(packed_model, rows, packed=True, share=True)
     padded = run(padded_model, rows, packed=False)

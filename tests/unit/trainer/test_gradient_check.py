@@ -138,18 +138,19 @@ def masked(monkeypatch: pytest.MonkeyPatch, change: Callable[[Experience], Tenso
 
     def other(*given: Any) -> Experience:
         rows = put_together(*given)
-        return rows.replace(response_mask_BR=change(rows))
+        return rows.replace(response_mask_T=change(rows))
 
     monkeypatch.setattr(driver, "put_together", other)
 
 
 def inside(rows: Experience) -> Tensor:
-    return torch.arange(rows.response_ids_BR.shape[1])[None, :] < rows.response_length_B[:, None]
+    return torch.ones_like(rows.response_mask_T)
 
 
 def without_last(rows: Experience) -> Tensor:
-    last_B1 = rows.response_length_B[:, None] - 1
-    return rows.response_mask_BR & (torch.arange(rows.response_ids_BR.shape[1])[None, :] != last_B1)
+    found = rows.response_mask_T.clone()
+    found[rows.response_length_B.cumsum(0) - 1] = False
+    return found
 
 
 def engine_without_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,8 +303,14 @@ def test_clip_cov_draws_anew_for_each_step_and_epoch() -> None:
 def test_rows_without_a_backward_pass_weigh_a_third() -> None:
     """Four rows of one length, the first and last without advantage: each rank gets one that has a backward pass."""
     whole, advantages_B = torch.ones(4, 3, dtype=torch.bool), torch.tensor([0.0, 1.0, 1.0, 0.0])
-    rows = experience(2, 2).replace(
-        response_length_B=torch.full((4,), 3), response_mask_BR=whole, advantages_BR=advantages_B[:, None] * whole
+    rows = experience(2, 2)
+    rows = Experience(
+        prompt_ids_T=rows.prompt_ids_T,
+        prompt_length_B=rows.prompt_length_B,
+        response_ids_BR=torch.ones(4, 3, dtype=torch.int32),
+        response_mask_BR=whole,
+        advantages_BR=advantages_B[:, None] * whole,
+        group_B=rows.group_B,
     )
     group = FakeGroup(2, lambda method, rank, minibatches: [{} for _ in minibatches])
     rules = UpdateRules(
