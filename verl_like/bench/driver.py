@@ -294,7 +294,7 @@ def response_lengths(count: int, mean: int, longest: int) -> list[int]:
 
 def _prompt(number: int, source: random.Random) -> Prompt:
     row = PromptRow(index=number, data_source=f"bench/{number % 2}", messages=[], ground_truth="1")
-    return Prompt(ids=[7] * source.randint(100, 400), row=row, group=number, position=number)
+    return Prompt(ids=[number] * source.randint(100, 400), row=row, group=number, position=number)
 
 
 def _messages(lengths: Sequence[int]) -> list[bytes]:
