@@ -55,6 +55,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     )
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Names in the cells of tables may break after a dot or an underscore; cells with long ones get some room."""
+
+    def breakable(match: re.Match[str]) -> str:
+        kind = ' class="long"' if len(match[1]) > 20 else ""
+        return f"<td{kind}><code>" + re.sub(r"([._])", r"\1<wbr>", match[1])
+
+    return re.sub(r"<td><code>([^<\s]+)(?=</code>)", breakable, output)
+
+
 def in_repository(origin: str, path: str) -> str | None:
     """The linked file's path in the repository; a folder's README.md. None where there is none."""
     target = (ROOT / origin).parent.joinpath(path).resolve()
