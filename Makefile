@@ -31,7 +31,7 @@ test-engines: setup ## the tests of second engines, servers, further pools and p
 test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart): an hour
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-mutations: setup ## plant 36 faults, one at a time, and show that the tests notice each: 6 minutes
+mutations: setup ## plant faults, one at a time, and show that the tests notice each: 6 minutes
 	$(PY) tests/mutations.py
 
 test-gpu: setup ## the tests that need a CUDA device
