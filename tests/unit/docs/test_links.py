@@ -86,3 +86,14 @@ def test_lists_and_tables_begin_after_an_empty_line(page: Path) -> None:
 def test_pictures_are_shown_and_fetch_nothing(picture: Path) -> None:
     assert any(f"assets/{picture.name}" in page.read_text(encoding="utf-8") for page in PAGES)
     assert re.findall(r"(?:href|src|url\()\W*http", picture.read_text()) == []
+
+
+@pytest.mark.parametrize("page", SHORT, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    """A bar inside a cell ends it, in code too, unless it is written `\\|`."""
+    head, wrong = 0, []
+    for line in FENCE.sub("", page.read_text(encoding="utf-8")).split("\n"):
+        cells = line.replace("\\|", "").count("|") if line.startswith("|") else 0
+        head = (head or cells) if cells else 0
+        wrong += [line] if cells != head else []
+    assert wrong == []
