@@ -6,6 +6,8 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 # Test processes, each with whole files; those that start Ray run in one of them. WORKERS=0: in one process (--pdb).
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+# mkdocs and what it needs: apart, so that nothing of the tested stack changes.
+DOCS_VENV ?= .venv-docs
 export VENV
 
 .DEFAULT_GOAL := help
@@ -29,7 +31,7 @@ test-engines: setup ## the tests of second engines, servers, further pools and p
 test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart): an hour
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-mutations: setup ## plant 36 faults, one at a time, and show that the tests notice each: 6 minutes
+mutations: setup ## plant faults, one at a time, and show that the tests notice each: 6 minutes
 	$(PY) tests/mutations.py
 
 test-gpu: setup ## the tests that need a CUDA device
@@ -53,8 +55,13 @@ format: setup ## let ruff repair and format
 types: setup ## pyright
 	$(PY) -m pyright
 
-docs: setup ## regenerate docs/configuration.md from the config dataclasses
+docs: setup ## regenerate docs/configuration.md; the documentation as a site with search: outputs/site/index.html
 	$(PY) -m verl_like.trainer.config_docs
+	@cmp -s constraints/docs.txt $(DOCS_VENV)/installed.txt || { echo "[docs] installing mkdocs into $(DOCS_VENV)"; \
+		$(PY) -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+		-r constraints/docs.txt && cp constraints/docs.txt $(DOCS_VENV)/installed.txt; }
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build -q --strict
+	@echo "open outputs/site/index.html"
 
 clean: ## remove caches and outputs (the virtual environment stays)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis outputs

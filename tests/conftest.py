@@ -38,6 +38,7 @@ WITH_RAY = (
     "tests/e2e/test_main_job.py",
     "tests/e2e/test_reward_model.py",
     "tests/e2e/test_tensor_parallel.py",
+    "tests/e2e/test_slurm.py",
     "tests/e2e/test_two_nodes.py",
     "tests/unit/cluster/test_driver_ends.py",
 )

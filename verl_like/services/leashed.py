@@ -1,4 +1,5 @@
-"""Runs a command that ends when the process ends which started it: python leashed.py COMMAND ARGUMENT ...
+"""Runs a command that ends when the process ends which started it: python leashed.py PID COMMAND ARGUMENT ..., PID that
+of the process.
 
 For programs that a library starts in a session of their own, where no signal to the worker's group reaches them. A file
 for itself: it runs with nothing of the package on its path. Linux only; elsewhere the command just runs.
@@ -16,15 +17,15 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Become the command."""
-    parent = os.getppid()
+    parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that
+        if os.getppid() != parent:  # it ended before that, maybe before this Python had started
             sys.exit(1)
     try:
-        os.execvp(sys.argv[1], sys.argv[1:])
+        os.execvp(command[0], command)
     except OSError as error:
-        sys.exit(f"{sys.argv[1]}: {error.strerror}")
+        sys.exit(f"{command[0]}: {error.strerror}")
 
 
 if __name__ == "__main__":

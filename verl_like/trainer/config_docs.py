@@ -1,7 +1,8 @@
 """Generates docs/configuration.md: `python -m verl_like.trainer.config_docs [--check] [path]`.
 
-One table per section: key, meaning, unit, default, which modules read it. Names come from the dataclasses and their doc
-strings, readers from a scan of the source, so the page cannot drift; a test runs --check.
+The keys that matter most, then one table per section: whole key (so that grep finds it), meaning, unit, default, which
+modules read it. Names come from the dataclasses and their doc strings, readers from a scan of the source, so the page
+cannot drift; a test runs --check.
 """
 
 from __future__ import annotations
@@ -20,6 +21,35 @@ from verl_like.config.schema import Key, keys
 from verl_like.trainer.compose import compose_tree
 
 PAGE = PACKAGE.parent / "docs" / "configuration.md"
+
+# What nearly every run sets or looks at, in the order in which one does.
+ESSENTIAL = (
+    "data.train_files",
+    "data.val_files",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.train_batch_size",
+    "actor_rollout_ref.model.path",
+    "custom_reward_function.path",
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.name",
+    "actor_rollout_ref.rollout.temperature",
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.actor.use_kl_loss",
+    "actor_rollout_ref.actor.kl_loss_coef",
+    "actor_rollout_ref.actor.clip_ratio",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.total_epochs",
+    "trainer.test_freq",
+    "trainer.default_local_dir",
+)
 
 _HEAD = """# Configuration
 
@@ -43,10 +73,12 @@ def page() -> str:
     sections: dict[str, list[Key]] = {}
     for path, key in keys().items():
         sections.setdefault(_section(path), []).append(key)
-    parts = [_HEAD]
+    parts = [_HEAD, f"\n## The {len(ESSENTIAL)} keys that matter\n"]
+    parts += ["| key | meaning | unit | default |\n|---|---|---|---|"]
+    parts += [_line(_cells(keys()[path], tree)) for path in ESSENTIAL]
     for section, rows in sections.items():
         parts.append(f"\n## {section}\n\n| key | meaning | unit | default | read by |\n|---|---|---|---|---|")
-        parts += [_row(key, section, tree, read_by[key.path], status) for key in rows]
+        parts += [_row(key, tree, read_by[key.path], status) for key in rows]
     return "\n".join([*parts, _alias_table()])
 
 
@@ -64,12 +96,18 @@ def _section(path: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "actor_rollout_ref" and len(parts) > 2 else parts[0]
 
 
-def _row(key: Key, section: str, tree: DictConfig, modules: list[str], status: dict[str, str]) -> str:
-    name = key.path.removeprefix(section + ".")
+def _row(key: Key, tree: DictConfig, modules: list[str], status: dict[str, str]) -> str:
     by = ", ".join(f"`{module}`" for module in modules) if modules else status.get(key.path, "**nobody**")
     if modules and status.get(key.path, "").startswith("feature"):
         by += " (other values: not available yet)"
-    cells = (f"`{name}`", key.doc, key.unit, f"`{_default(key, tree)}`", by)
+    return _line([*_cells(key, tree), by])
+
+
+def _cells(key: Key, tree: DictConfig) -> list[str]:
+    return [f"`{key.path}`", key.doc, key.unit, f"`{_default(key, tree)}`"]
+
+
+def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -81,7 +119,8 @@ def _default(key: Key, tree: DictConfig) -> str:
         value = value[part]
     if isinstance(value, Enum):
         return str(value.value)
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text.replace("\n", "\\n")  # a row of a table is one line
 
 
 def _alias_table() -> str:

@@ -304,7 +304,7 @@ def bench(folder: Path, spec: dict[str, Any], *, environment: bool = False) -> I
     with ExitStack() as stack:
         limits = {"timeout": 20.0, "max_response_length": 60}
         toolbox = stack.enter_context(closing(Toolbox(ToolSpec(**limits | spec), num_workers=1)))
-        grading = {"path": write(folder, "grader.py", GRADER), "timeout": 3, "memory_limit_mb": 600}
+        grading = {"path": write(folder, "grader.py", GRADER), "timeout": 6, "memory_limit_mb": 600}
         settings = CustomRewardFunctionConfig(**grading)
         rewards = RewardManager(settings, RewardModelConfig(), DataConfig(), TOKENIZER)  # type: ignore[arg-type]
         stack.enter_context(rewards)

@@ -16,9 +16,9 @@ from verl_like.services import leashed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 PARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-I", sys.argv[1], sys.executable, "-c", "import time; time.sleep(600)"],
-                         start_new_session=True)
+import os, subprocess, sys, time
+program = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen([sys.executable, "-I", sys.argv[1], str(os.getpid()), *program], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -29,12 +29,22 @@ def test_it_ends_with_its_parent() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        while "leashed" in Path(f"/proc/{child}/cmdline").read_text():
+        while "time.sleep" not in (text := Path(f"/proc/{child}/cmdline").read_text()) or "leashed" in text:
             time.sleep(0.01)  # it has not become the program yet
         os.kill(parent.pid, signal.SIGKILL)
     assert gone(child)
 
 
+def test_it_does_not_begin_when_its_parent_has_ended() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    command = [sys.executable, "-I", leashed.__file__, str(ended.pid), "echo", "begun"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stdout == ""
+
+
 def test_a_program_that_is_not_there_says_so() -> None:
-    run = subprocess.run([sys.executable, "-I", leashed.__file__, "/no/such"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-I", leashed.__file__, str(os.getpid()), "/no/such"], capture_output=True, text=True
+    )
     assert run.returncode == 1 and run.stderr == "/no/such: No such file or directory\n"

@@ -203,7 +203,7 @@ class McpServer:
             folder = {name: os.environ[name] for name in ("TMPDIR",) if name in os.environ}  # deleted with the worker
             parameters = StdioServerParameters(  # the SDK gives it a session of its own: a killed worker would leave it
                 command=sys.executable,
-                args=["-I", _LEASHED, settings.command or "", *settings.args],
+                args=["-I", _LEASHED, str(os.getpid()), settings.command or "", *settings.args],
                 env={**folder, **settings.env},
                 cwd=settings.cwd,
             )
