@@ -205,10 +205,10 @@ ENGINE_AND_ROLLOUT = [
         "rollout/test_requests.py",
     ),
     Mutation(
-        "padding counted as sampled",
+        "what a tool said counted as sampled",
         "episodes/rows.py",
-        "torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]",
-        "torch.arange(response_ids_BR.shape[1])[None, :] <= response_length_B[:, None]",
+        "lambda turn: np.ones(len(turn.sampled)), _nothing, torch.bool",
+        "lambda turn: np.ones(len(turn.sampled)), _observed, torch.bool",
         "episodes/test_rows.py",
     ),
 ]

@@ -81,7 +81,8 @@ def prepared(rows: Experience, actor: ActorConfig) -> tuple[Experience, Tensor, 
     named_T = on_rows(torch.arange(len(rows), dtype=torch.int32), rows.response_length_B)
     numbered = prepare_batch(rows, actor).replace(response_ids_T=named_T)
     kept = prepare_minibatch(numbered, actor, seed=(3, 1, 0, 0))
-    return kept, kept.response_ids_BR[:, 0].long(), denominators_of(kept, MAX_RESPONSE_LENGTH)
+    first_B = kept.response_length_B.cumsum(0) - kept.response_length_B
+    return kept, kept.response_ids_T[first_B].long(), denominators_of(kept, MAX_RESPONSE_LENGTH)
 
 
 def answer(rows: Experience, combination: Combination, seed: int, cut: Cut | None) -> Answer:
