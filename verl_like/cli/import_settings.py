@@ -5,10 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from verl_like.trainer.importing import Imported, Item
+from verl_like.trainer.importing import (
+    CARRIED,
+    NOTHING,
+    REFUSED,
+    UNKNOWN,
+    Imported,
+    Item,
+    text_of,
+    translate,
+    write,
+)
+from verl_like.trainer.importing_colossal import ColossalRun, add_flags
+from verl_like.trainer.importing_roll import RollFile
 
 _REFUSED_STATUS = 3
 _NAMES = 4  # of settings that share a reason
@@ -17,8 +27,6 @@ _WIDTH = 60  # of a value
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A subcommand for each project."""
-    from verl_like.trainer.importing_colossal import add_flags
-
     projects = parser.add_subparsers(metavar="PROJECT", required=True)
     roll = projects.add_parser("roll", help="a YAML file of ROLL, with the files that its defaults name", mixed=True)
     roll.add_argument("file", metavar="FILE.yaml", type=Path)
@@ -34,16 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _roll(arguments: argparse.Namespace) -> None:
-    from verl_like.trainer.importing import translate
-    from verl_like.trainer.importing_roll import RollFile
-
     _show(translate(RollFile(arguments.file)), str(arguments.file), arguments)
 
 
 def _colossal(arguments: argparse.Namespace) -> None:
-    from verl_like.trainer.importing import translate
-    from verl_like.trainer.importing_colossal import ColossalRun
-
     own = ("run", "out", "all", "inside", "passed")
     flags = {name: text for name, text in vars(arguments).items() if name not in own}
     _show(translate(ColossalRun(flags, arguments.inside)), "rl_example.py", arguments)
@@ -51,8 +53,6 @@ def _colossal(arguments: argparse.Namespace) -> None:
 
 def _show(done: Imported, origin: str, arguments: argparse.Namespace) -> None:
     """The report, then the command line or the file; status 3 where something was refused or is unknown."""
-    from verl_like.trainer.importing import REFUSED, UNKNOWN, write
-
     lines = report(done, origin, every=arguments.all)
     if arguments.out is None:
         print("\n".join([*lines, "", done.command()]))
@@ -65,8 +65,6 @@ def _show(done: Imported, origin: str, arguments: argparse.Namespace) -> None:
 
 def report(done: Imported, origin: str, *, every: bool = False) -> list[str]:
     """What became of each setting. every: also name each one that needs nothing."""
-    from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, UNKNOWN
-
     lists = {status: done.of(status) for status in (CARRIED, REFUSED, UNKNOWN, NOTHING)}
     counts = ", ".join(f"{len(items)} {status}" for status, items in lists.items())
     lines = [f"{done.project}: {origin}: {counts}", *_by_reason("needs nothing", lists[NOTHING], every)]
@@ -94,14 +92,10 @@ def _by_reason(title: str, items: list[Item], every: bool) -> list[str]:
 
 
 def _left(item: Item) -> str:
-    from verl_like.trainer.importing import text_of
-
     text = " ".join(text_of(item.value).split())
     shown = text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
     return f"{item.name}={shown}" + (" (the default there)" if item.assumed else "")
 
 
 def _right(item: Item) -> str:
-    from verl_like.trainer.importing import text_of
-
     return " ".join(f"{key}={text_of(value)}" for key, value in item.settings.items())

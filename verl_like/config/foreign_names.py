@@ -7,8 +7,10 @@ The rows are in foreign/*.txt, `names | keys | rule | default | note` each; `# `
 - keys: ours; ACTOR, REF, ROLLOUT and MODEL stand for sections of actor_rollout_ref, @ for those of the role that the
   path starts with. `-`: there is none, the note says why. `=`: nothing is to be set; `= a, b`: at these values, others
   are refused.
-- rule: how a value is translated: `not`; `if NAME`, where that setting is on; `a>b, c>d`, others refused unless there
-  is a `*`; `fn NAME`, a function of trainer/importing_*.py; nothing: as it is.
+  `KEY=value`: that value, whatever it is there.
+- rule: how a value is translated: `not`; `a>b, c>d`, others refused unless there is a `*`; `under NAME`, in a
+  dictionary; `fn NAME`, a function of trainer/importing_*.py; nothing: as it is. Before it, `if NAME;` or
+  `if not NAME;`: where that setting is on, or off.
 - default: the value there where it is not ours, so that a file which leaves it out keeps its meaning.
 """
 
@@ -42,6 +44,7 @@ class ForeignRow:
     names: tuple[str, ...]
     keys: tuple[str, ...]  # empty: refused, or nothing to set
     at_rest: tuple[Any, ...] | None  # with `=`: the values that need nothing; () for all; None for rows without `=`
+    conditions: tuple[str, ...]
     rule: str
     default: Any  # ... (Ellipsis): none
     note: str
@@ -58,7 +61,8 @@ class ForeignRow:
     def all_keys(self) -> list[str]:
         """Our keys for each role that the names allow."""
         roles = [role for role in ROLES if any(pattern(name, whole=False).match(role) for name in self.names)]
-        return list(dict.fromkeys(key for role in roles or ["actor_train"] for key in self.keys_of(role)))
+        keys = (key.partition("=")[0] for role in roles or ["actor_train"] for key in self.keys_of(role))
+        return list(dict.fromkeys(keys))
 
     def matches(self, path: str) -> bool:
         """Whether this is the line of a setting of that project."""
@@ -88,6 +92,7 @@ def table(project: str) -> tuple[ForeignRow, ...]:
             continue
         names, keys, *rest = (_expanded(cell.strip()) for cell in re.split(r" \|(?= |$)", line))
         rule, default, note = (*rest, "", "", "")[:3]
+        parts = rule.split("; ")
         nothing, values = keys.startswith(NOTHING), keys[1:].strip()
         rows.append(
             ForeignRow(
@@ -95,7 +100,8 @@ def table(project: str) -> tuple[ForeignRow, ...]:
                 names=tuple(names.split()),
                 keys=() if nothing or keys == "-" else tuple(keys.split(", ")),
                 at_rest=tuple(map(value_of, values.split(", ") if values else ())) if nothing else None,
-                rule=rule,
+                conditions=tuple(part[3:] for part in parts if part.startswith("if ")),
+                rule="" if parts[-1].startswith("if ") else parts[-1],
                 default=value_of(default) if default else ...,
                 note=note,
             )

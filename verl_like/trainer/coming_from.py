@@ -55,12 +55,11 @@ def _row(row: ForeignRow) -> str:
     here = ", ".join(f"`{key}`" for key in row.all_keys()) or "none"
     if row.at_rest is not None:
         here = " ".join(["=", ", ".join(f"`{_text(value)}`" for value in row.at_rest)]).strip()
-    kind, _, rest = row.rule.partition(" ")
-    values = {"not": "the opposite", "if": f"where `{rest}` is on"}.get(kind, "")
+    values = {"not": "the opposite"}.get(row.rule, row.rule if row.rule.startswith("under") else "")
     if ">" in row.rule:
         values = ", ".join(f"{old} → {new}" for old, new in row.values().items() if old != "*")
     left_out = "" if row.default is ... else f"left out: `{_text(row.default)}`"
-    how = "; ".join(dict.fromkeys(filter(None, (values, row.note, left_out))))
+    how = "; ".join(filter(None, (*(f"if {each}" for each in row.conditions), values, row.note, left_out)))
     cells = (", ".join(f"`{name}`" for name in row.names), here, how)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

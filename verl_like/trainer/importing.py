@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -85,13 +85,14 @@ class Foreign:
     """
 
     project = ""
+    why_off: Mapping[str, str] = {}  # condition of a rule -> why a setting then needs nothing
 
     def __init__(self, leaves: Mapping[str, Any], referred: frozenset[str] = frozenset()) -> None:
         self.leaves, self.referred = dict(leaves), referred
 
     def __call__(self, name: str, otherwise: Any = None) -> Any:
         """A setting's value; where it is left out, the other project's default, or `otherwise`."""
-        if name in self.leaves:
+        if self.leaves.get(name) is not None:
             return self.leaves[name]
         row = self.row_of(name)
         return otherwise if row is None or row.default is ... or otherwise is not None else row.default
@@ -115,6 +116,8 @@ class Foreign:
     def outcome(self, name: str, value: Any) -> Outcome:
         """What becomes of a setting, before it is compared with our defaults and the other settings."""
         row = self.row_of(name)
+        if value == {} or (row is None and value is None):
+            return Outcome(NOTHING, note="nothing is set")
         if row is None:
             return self._unlisted(name)
         if why := self.idle(name):
@@ -126,18 +129,22 @@ class Foreign:
         if not row.keys:
             return Outcome(REFUSED, note=row.note)
         ours = row.keys_of(name.split(".")[0])
+        for needed in row.conditions:
+            if self.is_on(needed.removeprefix("not ")) == needed.startswith("not "):
+                return Outcome(NOTHING, note=self.why_off.get(needed, _off(needed)))
         kind, _, rest = row.rule.partition(" ")
         if kind == "fn":
-            function: Callable[..., Outcome | dict[str, Any]] = getattr(self, f"rule_{rest}")
             try:
-                found = function(name, value, ours)
+                found: Outcome | dict[str, Any] = getattr(self, f"rule_{rest}")(name, value, ours)
             except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-                return Outcome(REFUSED, note=f"the value cannot be read: {error}")
+                unread = Outcome(REFUSED, note=f"the value cannot be read: {error}")
+                return unread if value is not None else Outcome(NOTHING, note="nothing is set")
             found = Outcome(CARRIED, found) if isinstance(found, dict) else found
             return found._replace(note=found.note or row.note)
-        if kind == "if" and not self.is_on(rest):
-            return Outcome(NOTHING, note=f"{rest} is off")
-        if kind == "not":
+        if kind == "under":
+            last = name.rpartition(".")[2]
+            value = {rest: {last: str(value)}} if rest else {last: value}
+        elif kind == "not":
             value = not value
         elif ">" in row.rule:
             values = row.values()
@@ -146,7 +153,7 @@ class Foreign:
                 why = row.note.removeprefix(OTHERWISE) or f"{_lower(value)} is none of {', '.join(values)}"
                 return Outcome(REFUSED, note=why)
             value = value if new is None else value_of(new)
-        return Outcome(CARRIED, dict.fromkeys(ours, value), "" if row.note.startswith(OTHERWISE) else row.note)
+        return Outcome(CARRIED, carry(ours, value), "" if row.note.startswith(OTHERWISE) else row.note)
 
     def _unlisted(self, name: str) -> Outcome:
         parts = name.split(".")
@@ -155,6 +162,16 @@ class Foreign:
         known = {each: row for row in table(self.project) for each in plain_names(row)}
         near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.75)
         return Outcome(UNKNOWN, note=f"did you mean {near[0]}?" if near else "nothing is known of it")
+
+
+def carry(ours: list[str], value: Any) -> dict[str, Any]:
+    """The value under each key; KEY=value of the table stays that."""
+    pairs = (key.partition("=") for key in ours)
+    return {key: value_of(fixed) if equals else value for key, equals, fixed in pairs}
+
+
+def _off(condition: str) -> str:
+    return f"{condition[4:]} comes first" if condition.startswith("not ") else f"{condition} is off"
 
 
 def translate(source: Foreign) -> Imported:

@@ -6,11 +6,11 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import ForeignRow, plain_names, table, value_of
-from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, Foreign, Outcome
+from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, Foreign, Outcome, carry
 
 _PYTHON = {"None": None, "True": True, "False": False}
 _GPUS_PER_NODE = 8
@@ -41,6 +41,7 @@ class ColossalRun(Foreign):
     """A command line of rl_example.py, with that script's defaults."""
 
     project = "Colossal-RL"
+    why_off: ClassVar = {"not DAPO": "DAPO takes no KL term, whatever is set"}
 
     def __init__(self, flags: Mapping[str, str], inside: Sequence[str] = ()) -> None:
         super().__init__({name: _value(text) for name, text in flags.items()})
@@ -64,10 +65,8 @@ class ColossalRun(Foreign):
         return {"preset": "coati_dapo" if self.algorithm == "DAPO" else "coati"}
 
     def is_on(self, name: str) -> bool:
-        return self("backend") == name if name == "vllm" else bool(self(name))
-
-    def rule_cluster(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
-        return {keys[0]: "auto"}
+        own = {"vllm": self("backend") == "vllm", "DAPO": self.algorithm == "DAPO"}
+        return own[name] if name in own else bool(self(name))
 
     def rule_reward_type(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
         ends = {keys[1]: ["</answer>"], keys[2]: self.is_on("vllm")} if value == "think_answer_tags" else {}
@@ -78,15 +77,10 @@ class ColossalRun(Foreign):
             return Outcome(REFUSED, note=f"choose one of GRPO, DAPO, {', '.join(_ESTIMATORS)}")
         return self.group() | ({keys[1]: _ESTIMATORS[value]} if value in _ESTIMATORS else {})
 
-    def rule_dataset(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
-        return {keys[0]: [value], keys[1]: "messages", keys[2]: True}
-
     def rule_eval_dataset(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
-        if value is None:
-            return {keys[0]: []}
         try:
             files = value if isinstance(value, dict) else json.loads(str(value).replace("'", '"'))
-            return {keys[0]: dict(files), keys[1]: 0.6, keys[2]: True}
+            return carry(keys, 0) | {keys[0]: dict(files)}
         except (ValueError, TypeError) as error:
             raise ConfigError([f'--eval-dataset {value}: write {{"task": "path"}}']) from error
 
@@ -112,16 +106,8 @@ class ColossalRun(Foreign):
     def rule_top_k(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: value if value is not None else 50 if self("backend") == "transformers" else -1}
 
-    def rule_learning_rate(self, name: str, value: float, keys: list[str]) -> dict[str, Any]:
-        return {keys[0]: value, keys[1]: "cosine", keys[2]: 0.1}
-
-    def rule_kl(self, name: str, value: float, keys: list[str]) -> Outcome | dict[str, Any]:
-        if self.algorithm == "DAPO":
-            return Outcome(NOTHING, note="DAPO takes no KL term, whatever is set")
+    def rule_kl(self, name: str, value: float, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: value, keys[1]: True} if value else {keys[1]: False}
-
-    def rule_filter_range(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
-        return {keys[1]: False} if value is None else {keys[0]: value, keys[1]: True, keys[2]: "acc"}
 
     def rule_cache_length(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
         if value is None and self.algorithm != "DAPO":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_like.config.aliases import Change, canonical
 from verl_like.config.correction_aliases import correction_spellings
 from verl_like.config.errors import ConfigError
-from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, Foreign, Outcome, flat
+from verl_like.config.foreign_names import ROLES
+from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, Foreign, Outcome, carry, flat
 
 _ROLES = ("actor_train", "actor_infer", "reference", "critic")
 _STRATEGY = "strategy_args.strategy_config"
@@ -32,6 +33,14 @@ class RollFile(Foreign):
     """One configuration of ROLL, of its RLVR pipeline or its agentic one."""
 
     project = "ROLL"
+    why_off: ClassVar = {
+        "critic": "no critic with this adv_estimator",
+        "not grpo": "grpo normalises in the group, whatever is set",
+        "clip": "normalised in their group, rewards do not reach so far",
+        "policy_loss": "rl_loss_coef=0 with TOPR: loss_mode=topr takes the place of policy loss and KL",
+        "vllm": "an argument of vLLM",
+        "not device_mapping": "the devices of the roles say it (device_mapping)",
+    }
 
     def __init__(self, path: Path) -> None:
         tree, text = _read(path)
@@ -42,20 +51,29 @@ class RollFile(Foreign):
         assert isinstance(plain, dict)
         super().__init__(flat(plain), frozenset(re.findall(r"\$\{([\w.]+)\}", text)))
         self.agentic = any(name.startswith(("train_env_manager.", "custom_envs")) for name in self.leaves)
-        self.responses: int = self(
-            "train_env_manager.group_size" if self.agentic else "num_return_sequences_in_group", 1
-        )
-        self.prompts: int = self("rollout_batch_size") // (self.responses if self.agentic else 1)
+        group = "train_env_manager.group_size" if self.agentic else "num_return_sequences_in_group"
+        self.responses: int = self(group, 1)
+        try:
+            self.prompts: int = self("rollout_batch_size") // (self.responses if self.agentic else 1)
+        except (TypeError, ZeroDivisionError) as error:
+            sizes = f"rollout_batch_size={self('rollout_batch_size')} and {group}={self.responses}"
+            raise ConfigError([f"{path}: {sizes}: give whole numbers above 0"]) from error
         self.with_critic = self("adv_estimator") == "gae"
         self.with_topr = any(self(name, 0) for name in _TOPR) and self("rl_loss_coef", 1.0) == 0
 
     def is_on(self, name: str) -> bool:
         own = {
-            "critic": self.with_critic,
-            "turns": self("adv_estimator") in _WITH_TURNS,
-            "policy_loss": not self.with_topr,
+            "critic": lambda: self.with_critic,
+            "turns": lambda: self("adv_estimator") in _WITH_TURNS,
+            "policy_loss": lambda: not self.with_topr,
+            "use_kl_loss": lambda: self("use_kl_loss") and not self.with_topr,
+            "grpo": lambda: self("adv_estimator") == "grpo",
+            "clip": lambda: self.agentic or self("adv_estimator") != "grpo" or not self._plain_grpo(),
+            "vllm": lambda: self("actor_infer.strategy_args.strategy_name") == "vllm",
+            "device_mapping": lambda: self.devices(*_ROLES),
+            "prompt_length": lambda: not self.agentic or "prompt_length" in self.leaves,
         }
-        return own[name] if name in own else bool(self(name)) and not (name == "use_kl_loss" and self.with_topr)
+        return bool(own[name]() if name in own else self(name) or self.has(name))
 
     def idle(self, name: str) -> str:
         if name.startswith("critic.") and not self.with_critic:
@@ -64,11 +82,13 @@ class RollFile(Foreign):
             return "no KL term, hence no reference"
         if name.startswith("reward_normalization.") and not self.agentic:
             return "the agentic pipeline alone reads it"
+        if name.endswith("generating_args.max_new_tokens") and not self.agentic:
+            return "overwritten there with sequence_length - prompt_length"
         return ""
 
     def has(self, start: str) -> bool:
-        """Whether the file has this setting, or some below it."""
-        return any(name == start or name.startswith(f"{start}.") for name in self.leaves)
+        """Whether the file has settings below this name."""
+        return any(name.startswith(f"{start}.") for name in self.leaves)
 
     def devices(self, *roles: str) -> set[int]:
         """Device numbers of these roles together."""
@@ -86,9 +106,6 @@ class RollFile(Foreign):
             split *= self(f"{role}.{_STRATEGY}.{name}_{suffix}", 1) or 1
         return sequences * max(1, len(self.devices(role))) / split / self.responses
 
-    def rule_folder(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
-        return Outcome(NOTHING) if self.has("checkpoint_config.output_dir") else {keys[0]: value}
-
     def rule_log_dir(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: "/".join(filter(None, (value.rstrip("/"), self("exp_name"))))}
 
@@ -97,25 +114,14 @@ class RollFile(Foreign):
             return {keys[0]: "resume_path", keys[1]: value}
         return {keys[0]: "auto" if value else "disable"}
 
-    def rule_environment(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
-        return {keys[0]: {"env_vars": {name.partition(".")[2]: str(value)}}}
-
     def rule_prompts(self, name: str, value: int, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: self.prompts}
 
     def rule_val_batch(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
         return Outcome(REFUSED, note="counts episodes of ROLL's environments") if self.agentic else {keys[0]: value}
 
-    def rule_prompt_length(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
-        if self.agentic and name not in self.leaves:
-            return Outcome(NOTHING)
-        return {keys[0]: value, keys[1]: True}
-
-    def rule_response_length(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
-        return Outcome(NOTHING, note="sequence_length comes first") if self("sequence_length") else {keys[0]: value}
-
     def rule_sequence_length(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
-        if not self.agentic or self.has("prompt_length"):
+        if not self.agentic or "prompt_length" in self.leaves:
             return {keys[0]: value - self("prompt_length")}
         prompt = min(1024, value // 2)
         note = f"an episode's {value} tokens: {prompt} for what stands before the first answer, as good as any number"
@@ -128,10 +134,6 @@ class RollFile(Foreign):
         role = name.split(".")[0]
         updates = self.prompts / self.update(role) * (self("ppo_epochs", 1) if role == "actor_train" else 1)
         return {keys[0]: math.ceil(value / max(1, updates))}
-
-    def rule_per_node(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
-        told = Outcome(NOTHING, note="the devices of the roles say it (device_mapping)")
-        return told if self.devices(*_ROLES) else {keys[0]: value}
 
     def rule_devices(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
         used, node = self.devices(*_ROLES), self("num_gpus_per_node", 8)
@@ -154,39 +156,14 @@ class RollFile(Foreign):
         return Outcome(CARRIED, {keys[0]: "reinforce", "algorithm.reward_norm.kind": "group"}, why)
 
     def _plain_grpo(self) -> bool:
-        """Whether ROLL's grpo is ours: nothing happens between its normalisation and the sum."""
-        clip = self("reward_clip")
-        return self("gamma", 1) == 1 and not self("add_token_level_kl") and (not clip or clip >= self._furthest())
-
-    def _furthest(self) -> float:
-        """How far a reward can be from the mean of its group, in standard deviations."""
-        return (self.responses - 1) / math.sqrt(self.responses)
-
-    def rule_norm(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
-        if self("adv_estimator") == "grpo":
-            return Outcome(NOTHING, note="grpo normalises in the group, whatever is set")
-        if name in ("reward_shift", "reward_scale") and not self("reward_norm"):
-            return Outcome(NOTHING, note="reward_norm is off")
-        return {keys[0]: value}
-
-    def rule_reward_clip(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
-        if self("adv_estimator") == "grpo" and not self.agentic and self._plain_grpo():
-            far = f"normalised in a group of {self.responses}, no reward is further from 0 than {self._furthest():.2f}"
-            return Outcome(NOTHING, note=far)
-        return dict.fromkeys(keys, value)
-
-    def rule_target_kl(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
-        if not self("add_token_level_kl"):
-            return Outcome(NOTHING, note="add_token_level_kl is off")
-        return {keys[0]: "fixed"} if value is None else {keys[0]: "adaptive", keys[1]: value}
+        """Whether ROLL's grpo is ours: nothing happens between its normalisation and the sum. No reward is further from
+        the mean of its group than (n - 1) / sqrt(n) standard deviations."""
+        clip = self("reward_clip") or math.inf
+        reaches = clip < (self.responses - 1) / math.sqrt(self.responses)
+        return self("gamma", 1) == 1 and not self("add_token_level_kl") and not reaches
 
     def rule_epochs(self, name: str, value: int, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: value} | ({keys[1]: 1} if self.with_critic and value > 1 else {})
-
-    def rule_value_clip(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
-        if not self.with_critic:
-            return Outcome(NOTHING, note="no critic with this adv_estimator")
-        return {keys[0]: 1e6 if value is None else value}
 
     def rule_dual_clip(self, name: str, value: bool, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: 1 + 2 * self("pg_clip", 0.2) if value else None}
@@ -204,10 +181,9 @@ class RollFile(Foreign):
         return {keys[0]: value, **topr}
 
     def rule_difficulty(self, name: str, value: bool, keys: list[str]) -> Outcome | dict[str, Any]:
-        if not value or self.responses == 1:
-            return Outcome(REFUSED if value else NOTHING, note="one response is no group" if value else "off")
-        bounds = [self("difficulty_low_threshold", 0.0), self("difficulty_high_threshold", 1.0)]
-        return {keys[0]: True, keys[1]: bounds, keys[2]: False}
+        if self.responses == 1:
+            return Outcome(REFUSED, note="one response is no group")
+        return carry(keys, [self("difficulty_low_threshold", 0.0), self("difficulty_high_threshold", 1.0)])
 
     def rule_correction(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
         parts = {key: item for key, item in self.leaves.items() if key.startswith("train_infer_correction.")}
@@ -215,18 +191,9 @@ class RollFile(Foreign):
         return {change.key: change.value for change in changes} or Outcome(NOTHING, note="off")
 
     def rule_deepspeed(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
-        strategy = (
-            keys[0]
-            .replace(".model.fsdp_config", ".fsdp_config")
-            .replace("fsdp_config.reshard_after_forward", "strategy")
-        )
-        changes, _ = canonical([Change(strategy, value)])
+        role = ROLES[name.split(".")[0]][""]
+        changes, _ = canonical([Change(f"{role}.strategy", value)])
         return {change.key: change.value for change in changes}
-
-    def rule_engine(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
-        if self("actor_infer.strategy_args.strategy_name") != "vllm":
-            return Outcome(REFUSED, note="an argument of another engine than vllm")
-        return {keys[0]: {name.rpartition(".")[2]: value}}
 
     def rule_recompute(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
         return {keys[1]: False} if value is None else {keys[0]: value, keys[1]: True}
@@ -241,16 +208,13 @@ class RollFile(Foreign):
 
     def rule_domain_weights(self, name: str, value: float, keys: list[str]) -> Outcome | dict[str, Any]:
         start, _, domain = name.rpartition(".")
-        tags = {
-            each.rpartition(".")[2]: self(f"rewards.{each.rpartition('.')[2]}.tag_included") for each in self.leaves
-        }
-        tags = {each: tags[each] or [] for each in tags if f"{start}.{each}" in self.leaves}
+        domains = [each.rpartition(".")[2] for each in self.leaves if each.startswith(f"{start}.")]
+        tags = {each: self(f"rewards.{each}.tag_included") or [] for each in domains}
         if len(tags) == 1:
             return Outcome(NOTHING, note="one domain is all there is")
-        several = {each: own for each, own in tags.items() if len(own) != 1}
-        if not several:
+        told = "; ".join(f"{each} is {', '.join(own) or 'no tag'}" for each, own in tags.items() if len(own) != 1)
+        if not told:
             return {keys[0]: {tags[domain][0]: value}}
-        told = "; ".join(f"{each} is {', '.join(own) or 'no tag'}" for each, own in several.items())
         return Outcome(
             REFUSED, note=f"shares belong to tags here, and {told}: write data.domain_weights={{tag: share}}"
         )
@@ -258,24 +222,14 @@ class RollFile(Foreign):
     def rule_sampling(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
         if not self.agentic:
             return {keys[0]: value}
-        return {keys[0]: value} | self._validation(name, value, keys[0].replace("rollout.", "rollout.val_kwargs."))
+        validation = [keys[0].replace("rollout.", "rollout.val_kwargs.")]
+        validation += [f"{validation[0].rpartition('.')[0]}.do_sample"] if name.endswith("temperature") else []
+        return {keys[0]: value} | (
+            carry(validation, value) if len(validation) == 1 else self.rule_val_temperature(name, value, validation)
+        )
 
-    def _validation(self, name: str, value: Any, key: str) -> dict[str, Any]:
-        sampled = {key.replace("temperature", "do_sample"): value > 0} if name.endswith("temperature") else {}
-        return {key: value} | sampled
-
-    def rule_val_sampling(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
-        if name.startswith("val_env") and self.has("actor_infer.generating_args"):
-            return Outcome(NOTHING, note="actor_infer.generating_args comes first")
-        return self._validation(name, value, keys[0])
-
-    def rule_env_sampling(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
-        told = Outcome(NOTHING, note="actor_infer.generating_args comes first")
-        return told if self.has("actor_infer.generating_args") else {keys[0]: value}
-
-    def rule_turn_length(self, name: str, value: int, keys: list[str]) -> Outcome:
-        told = Outcome(REFUSED, note=f"no length of one turn: {keys[0]} is that of the episode")
-        return told if self.agentic else Outcome(NOTHING)
+    def rule_val_temperature(self, name: str, value: float, keys: list[str]) -> dict[str, Any]:
+        return {keys[0]: value, keys[1]: value > 0}
 
     def _domain(self, name: str) -> tuple[str, str]:
         """Of a reward setting: the class of its domain's worker, and our grader."""
@@ -297,12 +251,6 @@ class RollFile(Foreign):
             )
             return Outcome(REFUSED, tag, f"no grader of ours is {kind}: {fix}")
         return {keys[0]: dict.fromkeys(value, grader), **tag}
-
-    def rule_grader_class(self, name: str, value: str, keys: list[str]) -> Outcome:
-        kind, grader = self._domain(name)
-        if grader:
-            return Outcome(NOTHING, note="the grader is named for each tag (tag_included)")
-        return Outcome(REFUSED, note=f"no grader of ours is {kind}; see tag_included")
 
     def rule_graders(self, name: str, value: int, keys: list[str]) -> dict[str, Any]:
         sizes = [size for each, size in self.leaves.items() if re.fullmatch(r"rewards\.[^.]+\.world_size", each)]
