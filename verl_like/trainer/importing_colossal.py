@@ -78,6 +78,8 @@ class ColossalRun(Foreign):
         return self.group() | ({keys[1]: _ESTIMATORS[value]} if value in _ESTIMATORS else {})
 
     def rule_eval_dataset(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
+        if value is None:
+            return {keys[0]: []}
         try:
             files = value if isinstance(value, dict) else json.loads(str(value).replace("'", '"'))
             return carry(keys, 0) | {keys[0]: dict(files)}

@@ -228,7 +228,7 @@ def test_algorithms_of_colossal() -> None:
     rloo, _ = compose_with_warnings(colossal("-a RLOO -kl 0").overrides())
     assert rloo.algorithm.adv_estimator == "rloo" and not rloo.actor_rollout_ref.actor.use_kl_loss
     files = colossal("""-ed {"a":"a.jsonl"}""").settings
-    assert files["data.val_files"] == {"a": "a.jsonl"}
+    assert files["data.val_files"] == {"a": "a.jsonl"} and rloo.data.val_files == []
     tags, _ = compose_with_warnings(colossal("-b vllm").overrides())
     assert tags.reward_model.rule == "think_answer_tags" and tags.actor_rollout_ref.rollout.stop == ["</answer>"]
     assert colossal("-nb 2").of(REFUSED)[0].name == "n_behind"
