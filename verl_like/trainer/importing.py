@@ -92,9 +92,10 @@ class Foreign:
 
     def __call__(self, name: str, otherwise: Any = None) -> Any:
         """A setting's value; where it is left out, the other project's default, or `otherwise`."""
-        if self.leaves.get(name) is not None:
-            return self.leaves[name]
         row = self.row_of(name)
+        for each in (name, *(row.names if row else ())):  # it may be written under another of its names
+            if self.leaves.get(each) is not None:
+                return self.leaves[each]
         return otherwise if row is None or row.default is ... or otherwise is not None else row.default
 
     def is_on(self, name: str) -> bool:

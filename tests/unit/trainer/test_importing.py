@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from verl_like.config.batch_plan import BatchPlan
@@ -65,6 +67,20 @@ def test_no_leaf_of_rolls_files_is_lost_and_all_of_them_compose(roll_files: list
         plan = BatchPlan.build(config, config.trainer.nnodes * config.trainer.n_gpus_per_node)
         group = own.get("num_return_sequences_in_group", 1)  # the agentic pipeline counts trajectories
         assert plan.prompts_per_step * plan.responses_per_prompt == own["rollout_batch_size"] * group
+
+
+@pytest.mark.filterwarnings("ignore:.*Defaults list is missing `_self_`")
+@pytest.mark.parametrize("file", ["agent_val_frozen_lake", "agent_val_frozen_lake_gigpo", "agentic_val_sokoban_lora"])
+def test_defaults_lists_are_read_as_hydra_reads_them(shared_data: Path, tmp_path: Path, file: str) -> None:
+    source = shared_data / "roll_configs"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "config").symlink_to(source / "config")
+    (tmp_path / "run" / "file.yaml").write_text((source / f"qwen2.5-0.5B-agentic__{file}.yaml").read_text())
+    with initialize_config_dir(str(tmp_path / "run"), version_base=None):
+        theirs = OmegaConf.to_container(hydra_compose("file"), resolve=True)
+    assert isinstance(theirs, dict)
+    read = RollFile(tmp_path / "run" / "file.yaml").leaves
+    assert {name: read[name] for name in read if name.split(".")[0] not in ("defaults", "hydra")} == flat(theirs)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +162,8 @@ def test_topr_of_rolls_documentation(tmp_path: Path) -> None:
         ({"difficulty_mask": True, "difficulty_low_threshold": 0.1}, {"algorithm.filter_groups.range": [0.1, 1.0],
             "algorithm.filter_groups.resample": False}),
         ({"actor_train__data_args__template": "qwen3"}, {"data.apply_chat_template_kwargs": {"enable_thinking": True}}),
+        ({"use_additional_prompts": True, "max_additional_running_prompts": 4}, {
+            "actor_rollout_ref.rollout.scheduler.additional_prompts.max": 4}),
         ({"train_infer_correction__is_weight__enabled": True}, {"algorithm.rollout_correction.rollout_is": "token",
             "algorithm.rollout_correction.rollout_is_threshold": 1.2}),
         ({"rewards__a__tag_included": ["x"], "rewards__a__worker_cls": "roll.MathRuleRewardWorker",
