@@ -34,6 +34,7 @@ def load_script(path: Path, name: str) -> ModuleType:
 WITH_RAY = (
     "tests/contracts/test_worker_group.py",
     "tests/e2e/test_extending.py::test_every_example_in_ray_workers",
+    "tests/e2e/test_library.py::test_a_script_with_ray",
     "tests/e2e/test_loop.py::test_one_rank_and_two_make_the_same_run",
     "tests/e2e/test_main_job.py",
     "tests/e2e/test_reward_model.py",
