@@ -56,7 +56,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("verl_like/rollout/vllm", "verl_like/cli/"),
     "sglang": ("verl_like/rollout/sglang", "verl_like/cli/"),
     "wandb": ("verl_like/observe/",),
-    "tensorboard": ("verl_like/observe/",),
+    **dict.fromkeys(("tensorboard", "mlflow", "swanlab", "trackio"), ("verl_like/observe/",)),
     "hydra": ("verl_like/trainer/",),
     "omegaconf": (
         "verl_like/trainer/",
@@ -72,7 +72,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "mcp": ("verl_like/episodes/tools/mcp_client.py", "verl_like/episodes/tools/mcp_tools.py"),
     "liger_kernel": ("verl_like/models/",),
 }
-HEAVY = ("vllm", "sglang", "wandb", "tensorboard", "flash_attn", "liger_kernel")  # never at the top of a shared module
+HEAVY = ("vllm", "sglang", "wandb", "tensorboard", "mlflow", "flash_attn", "liger_kernel")  # never at a module's top
 
 
 def violations(source: Source) -> list[str]:

@@ -128,7 +128,7 @@ _OPTIMIZERS = {"AdamW": "adamw", "AdamW8bit": "adamw_8bit"}
 _KL_KINDS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # verl's second implementations
 _LOSSES = {"gmpo": "geo_mean"}
-_LOGGERS = {"tracking": "wandb", "stdout": "console"}
+_LOGGERS = {"tracking": "wandb", "stdout": "console", "file": "jsonl"}
 
 
 def _as_list(value: Any) -> Any:

@@ -24,7 +24,7 @@ ROLL: dict[str, str] = {
     "render_save_dir": _ENVIRONMENTS,
     "system_envs": "ray_init.runtime_env, as {env_vars: {NAME: value}}",
     "track_with": "trainer.logger",
-    "tracker_kwargs": "none: trainer.logger, trainer.project_name and trainer.experiment_name say it",
+    "tracker_kwargs": "trainer.logger_kwargs, as {wandb: {tags: [a]}}; trainer.project_name, trainer.experiment_name",
     "max_steps": "trainer.total_training_steps",
     "save_steps": "trainer.save_freq",
     "eval_steps": "trainer.test_freq, trainer.val_before_train",

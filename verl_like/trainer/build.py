@@ -197,7 +197,8 @@ def build_trainer(
         stop = stack.enter_context(graceful_interrupt())
         peaks = group.call_all("device_peak").wait(timeout=config.trainer.rpc_timeout)
         speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device)
-        report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
+        with input_errors():
+            report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
         stack.callback(report.close)
         parts = (ready.loader, ready.costs, rewards, group, report, stop, checkpoints, stack)
         trainer = assemble(config, plan, inputs, *parts, kind or trainer_class(config))
