@@ -41,6 +41,7 @@ WITH_RAY = (
     "tests/e2e/test_tensor_parallel.py",
     "tests/e2e/test_slurm.py",
     "tests/e2e/test_two_nodes.py",
+    "tests/e2e/test_wheel.py",
     "tests/unit/cluster/test_driver_ends.py",
 )
 

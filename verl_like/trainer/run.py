@@ -91,6 +91,8 @@ def opened(
         lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))
         setup_driver_logging(folder)  # not before: the log of a run that is going on is not this one's to write
         logger.info("this run's files go to %s", folder)
+        if kind is not None:
+            logger.info("the trainer is %s.%s, as given", kind.__module__, kind.__qualname__)
         if reward is not None:
             with input_errors():
                 config = with_reward(config, reward, folder)

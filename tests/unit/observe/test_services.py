@@ -1,4 +1,4 @@
-"""The packages themselves, each with files on this machine: pip install 'verl_like[mlflow,swanlab,trackio]'."""
+"""The packages themselves, each with files on this machine: pip install 'verl_like[mlflow,wandb]'."""
 
 from __future__ import annotations
 
@@ -85,6 +85,20 @@ def test_swanlab_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "(hidden)" in text and "hf_secret" not in text
     tables = [path.read_text() for run in runs for path in run.glob("media/echarts/*.json")]
     assert len(tables) >= 3 and "1+1=" in tables[0]
+
+
+def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log_run("wandb", tmp_path / "out", tags=["a"])
+    runs = list((tmp_path / "out" / "wandb").glob("offline-run-*"))
+    number = (tmp_path / "out" / "wandb_run_id").read_text().strip()
+    assert len(runs) == 2 and all(run.name.endswith(number) for run in runs)
+    written = b"".join(path.read_bytes() for run in runs for path in run.rglob("*") if path.is_file())
+    assert b"critic/score/mean" in written and b"(hidden)" in written and b"hf_secret" not in written
+    tables = [json.loads(path.read_text()) for run in runs for path in run.rglob("*.table.json")]
+    row = ["1+1=", "02", "2", "1.0"]
+    assert sorted(table["data"] for table in tables) == [[[step, *row]] * 2 for step in (1, 2, 2, 3)]
 
 
 def test_a_service_that_ends_in_mid_run_costs_no_step(
