@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from support import ROOT, metrics_of, overrides, write_task
 
@@ -79,6 +81,22 @@ def test_a_function_is_limited_and_counted_as_a_reward_file(tmp_path: Path, tiny
     script += "print(f('', '770', '7', {'index': 0}))"
     graded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd="/")
     assert graded.stdout == "2.0\n"
+
+
+async def slowly(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, *, factor: float) -> float:
+    await asyncio.sleep(0.01)
+    return factor * solution_str.count(ground_truth)
+
+
+def test_an_async_function_with_arguments_of_ones_own(tmp_path: Path, tiny_model: Path) -> None:
+    config = verl_like.compose(task(tmp_path, tiny_model))
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # pytest's modules cannot be imported elsewhere
+    try:
+        found = verl_like.run(config, reward=functools.partial(slowly, factor=-3.0))
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert found.steps[1]["reward/failures"] == 0.0
+    assert {sample["score"] for sample in found.samples} == {-3.0 * s["output"].count("7") for s in found.samples}
 
 
 class Counts(PPOTrainer):

@@ -223,6 +223,26 @@ def test_arguments_of_a_tracker_that_is_not_used_are_refused(tmp_path: Path) -> 
         build_trackers(trainer, {}, tmp_path, resumed_at=None)
 
 
+OWN = """
+class Own:
+    def __init__(self, config, folder, resumed_at, color):
+        self.color = color
+        (folder / "color.txt").write_text(color)
+
+    def log(self, step, metrics):
+        pass
+"""
+
+
+def test_a_class_of_the_users_takes_arguments_too(tmp_path: Path) -> None:
+    (tmp_path / "own_tracker.py").write_text(OWN)
+    name = f"{tmp_path}/own_tracker.py:Own"
+    build_trackers(TrainerConfig(logger=[name], logger_kwargs={name: {"color": "red"}}), {}, tmp_path, resumed_at=None)
+    assert (tmp_path / "color.txt").read_text() == "red"
+    with pytest.raises(ValueError, match=r"missing a required argument: 'color'"):
+        build_trackers(TrainerConfig(logger=[name]), {}, tmp_path, resumed_at=None)
+
+
 SECRETS = {
     "reward_model": {"judge": {"api_key": "k-1"}},
     "data": {"train_files": ["https://me:pass@host/a"], "token": ""},
