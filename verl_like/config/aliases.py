@@ -135,7 +135,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
     r".+\.optim\.optimizer": {"AdamW": "adamw", "AdamW8bit": "adamw_8bit"},
     r"trainer\.profile_tool": {"npu": "torch"},
 }
-_LOGGERS = {"tracking": "wandb", "stdout": "console"}
+_LOGGERS = {"tracking": "wandb", "stdout": "console", "file": "jsonl"}
 
 
 def _as_list(value: Any) -> Any:

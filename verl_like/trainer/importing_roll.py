@@ -109,6 +109,9 @@ class RollFile(Foreign):
     def rule_log_dir(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: "/".join(filter(None, (value.rstrip("/"), self("exp_name"))))}
 
+    def rule_tracker(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
+        return {key: {self("track_with"): {name.rpartition(".")[2]: value}} for key in keys}
+
     def rule_resume(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
         if isinstance(value, str):
             return {keys[0]: "resume_path", keys[1]: value}
