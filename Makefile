@@ -55,7 +55,7 @@ format: setup ## let ruff repair and format
 types: setup ## pyright
 	$(PY) -m pyright
 
-docs: setup ## regenerate docs/configuration.md; the documentation as a site with search: outputs/site/index.html
+docs: setup ## regenerate docs/configuration.md and coming_from_*.md; the documentation as a site with search: outputs/site/index.html
 	$(PY) -m verl_like.trainer.config_docs
 	@cmp -s constraints/docs.txt $(DOCS_VENV)/installed.txt || { echo "[docs] installing mkdocs into $(DOCS_VENV)"; \
 		$(PY) -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \

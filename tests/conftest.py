@@ -34,12 +34,14 @@ def load_script(path: Path, name: str) -> ModuleType:
 WITH_RAY = (
     "tests/contracts/test_worker_group.py",
     "tests/e2e/test_extending.py::test_every_example_in_ray_workers",
+    "tests/e2e/test_library.py::test_a_script_with_ray",
     "tests/e2e/test_loop.py::test_one_rank_and_two_make_the_same_run",
     "tests/e2e/test_main_job.py",
     "tests/e2e/test_reward_model.py",
     "tests/e2e/test_tensor_parallel.py",
     "tests/e2e/test_slurm.py",
     "tests/e2e/test_two_nodes.py",
+    "tests/e2e/test_wheel.py",
     "tests/unit/cluster/test_driver_ends.py",
 )
 

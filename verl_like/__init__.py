@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_like.observe.run_folder import read_run as read_run
+    from verl_like.trainer.compose import compose as compose
+    from verl_like.trainer.library import build as build
+    from verl_like.trainer.library import run as run
 
 __version__ = "0.1.0"
 
-_LATER = {"read_run": "verl_like.observe.run_folder"}  # imported when first used
+_LATER = {  # imported when first used
+    "read_run": "verl_like.observe.run_folder",
+    "compose": "verl_like.trainer.compose",
+    "build": "verl_like.trainer.library",
+    "run": "verl_like.trainer.library",
+}
 
 
 def __getattr__(name: str) -> Any:

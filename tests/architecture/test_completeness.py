@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import PACKAGE, ROOT, package_sources, parse
+from tests.architecture.source import PACKAGE, ROOT, Source, package_sources, parse
 from verl_like.algorithms.advantages import ADVANTAGES
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
+from verl_like.observe.services import SERVICES
 from verl_like.trainer.compose import compose
 
 YAML_ROOT = PACKAGE / "trainer" / "config"
@@ -62,7 +67,7 @@ def test_declared_dependencies_are_pinned() -> None:
     declared = (
         project["dependencies"] + project["optional-dependencies"]["dev"] + project["optional-dependencies"]["cpu"]
     )
-    names = {normal(re.split(r"[<>=!~ ;\[]", requirement)[0]) for requirement in declared}
+    names = {requirement_name(requirement) for requirement in declared}
     pinned = {normal(name) for name in HEAVY_NAMES.findall((ROOT / "constraints" / "cpu.txt").read_text())}
     assert names <= pinned, f"constraints/cpu.txt lacks {sorted(names - pinned)}"
     assert not pinned & {"torchvision", "torchaudio", "torchcodec"}, "they break transformers on the CPU build of torch"
@@ -75,21 +80,67 @@ DISTRIBUTIONS = {
     "flash_attn": "flash-attn",
     "yaml": "pyyaml",
 }
-# brought by torch or by math-verify, or a peer that a benchmark compares with where it is installed
-UNDECLARED = {"triton", "latex2sympy2_extended", "trl", "hypothesis"}
+UNDECLARED = {"triton", "latex2sympy2_extended"}  # brought by torch and by math-verify
+
+
+installed = functools.cache(importlib.metadata.packages_distributions)
+
+
+def distributions_of(module: str) -> set[str]:
+    """What installs a module: by the table above, or as the installed packages say."""
+    named = DISTRIBUTIONS.get(module)
+    return {normal(name) for name in ([named] if named else installed().get(module, [module]))}
+
+
+def imported_by(sources: Iterable[Source], *, always: bool) -> dict[str, str]:
+    """Third-party modules with a file that imports them; always: as soon as that is imported, not in a function."""
+    found: dict[str, str] = {}
+    for source in sources:
+        at_once = {node.lineno for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+        for item in source.imports():
+            if (not always or item.line in at_once) and not item.type_checking_only:
+                found.setdefault(item.module.partition(".")[0], source.name)
+    return {m: file for m, file in found.items() if m not in {*sys.stdlib_module_names, "verl_like", *UNDECLARED}}
+
+
+def undeclared(sources: Sequence[Source]) -> list[str]:
+    """Imports of no dependency and no extra for users; those at the top of a file, of no dependency."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [group for name, group in project["optional-dependencies"].items() if name != "dev"]
+    required = {requirement_name(requirement) for requirement in project["dependencies"]}
+    known = required | {requirement_name(requirement) for group in extras for requirement in group}
+    return [
+        f"{file} imports {module}"
+        for always, declared in ((True, required), (False, known))
+        for module, file in imported_by(sources, always=always).items()
+        if not distributions_of(module) & declared
+    ]
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    found = undeclared(package_sources())
+    assert not found, f"pyproject.toml does not declare: {found}"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = project["dependencies"] + [requirement for group in extras.values() for requirement in group]
-    declared = {normal(re.split(r"[<>=!~ ;\[]", requirement)[0]) for requirement in wanted}
-    tops = {item.module.partition(".")[0] for source in package_sources() for item in source.imports()}
-    third_party = tops - set(sys.stdlib_module_names) - {"verl_like"} - UNDECLARED
-    imported = {normal(DISTRIBUTIONS.get(name, name)) for name in third_party}
-    assert imported <= declared, f"pyproject.toml does not declare {sorted(imported - declared)}"
-    needed = {normal(re.split(r"[<>=!~ ;\[]", requirement)[0]) for requirement in project["dependencies"]}
+    modules = imported_by(package_sources(), always=False)
+    imported = {name for module in modules for name in distributions_of(module)}
+    needed = {requirement_name(requirement) for requirement in project["dependencies"]}
     assert needed - imported <= {"jinja2"}, "declared and never imported"  # transformers' chat templates want jinja2
+    assert {*SERVICES, "tensorboard"} <= set(project["optional-dependencies"])  # named in messages of trackers
+
+
+@pytest.mark.parametrize(
+    "code", ["import pandas", "def f():\n    import hypothesis", "def f():\n    from yarl import URL"]
+)
+def test_a_planted_undeclared_import_is_found(code: str, tmp_path: Path) -> None:
+    """Of an extra at the top of a file; of the tests' own packages; of what another package brings."""
+    (tmp_path / "planted.py").write_text(code)
+    source = parse(tmp_path / "planted.py")
+    object.__setattr__(source, "path", ROOT / "verl_like" / "planted.py")
+    assert undeclared([source])
+
+
+def requirement_name(requirement: str) -> str:
+    return normal(re.split(r"[<>=!~ ;\[]", requirement)[0])
 
 
 def test_the_page_of_the_package_index_has_no_links_into_the_repository() -> None:

@@ -119,6 +119,17 @@ VERBS = (
         ),
     ),
     Verb(
+        name="import",
+        module="import_settings",
+        help="turn ROLL's YAML or Colossal-RL's arguments into a command line of train, and tell what was refused",
+        examples=(
+            "verl-like import roll rlvr_config.yaml",
+            "verl-like import roll rlvr_config.yaml --out run.sh",
+            "verl-like import colossal --num-episodes 10 -m MODEL -d train.jsonl -t 4 -i 4 -rt boxed",
+        ),
+        mixed=False,
+    ),
+    Verb(
         name="data",
         module="data",
         help="list and prepare data sets, and show files as the trainer reads them",

@@ -113,22 +113,29 @@ DEPRECATED: dict[str, str] = {
     "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
 }
 
-_LOAD_FORMATS = {
-    "auto": "dummy_dtensor",
-    "dtensor": "dummy_dtensor",
-    "dummy": "dummy_dtensor",
-    "safetensors": "dummy_dtensor",
-    "dummy_megatron": "dummy_dtensor",
-    "megatron": "dummy_dtensor",
-    "hf": "dummy_hf",
+# Key pattern -> spelling of a value -> the value of today.
+SPELLINGS: dict[str, dict[str, str]] = {
+    r"actor_rollout_ref\.rollout\.load_format": {
+        **dict.fromkeys(("auto", "dtensor", "dummy", "safetensors", "dummy_megatron", "megatron"), "dummy_dtensor"),
+        "hf": "dummy_hf",
+    },
+    r"actor_rollout_ref\.rollout\.dtype|.+\.fsdp_config\.(model_dtype|dtype|mixed_precision\.(reduce|buffer)_dtype)": {
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "half": "float16",
+        "fp32": "float32",
+        "float": "float32",
+    },
+    r"actor_rollout_ref\.actor\.kl_loss_type|algorithm\.kl_penalty": {"k1": "kl", "k2": "mse", "k3": "low_var_kl"},
+    r"algorithm\.adv_estimator": {
+        "grpo_vectorized": "grpo",
+        "rloo_vectorized": "rloo",
+    },  # verl's second implementations
+    r"actor_rollout_ref\.actor\.policy_loss\.loss_mode": {"gmpo": "geo_mean"},
+    r".+\.optim\.optimizer": {"AdamW": "adamw", "AdamW8bit": "adamw_8bit"},
+    r"trainer\.profile_tool": {"npu": "torch"},
 }
-_PROFILE_TOOLS = {"npu": "torch"}
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_OPTIMIZERS = {"AdamW": "adamw", "AdamW8bit": "adamw_8bit"}
-_KL_KINDS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-_ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # verl's second implementations
-_LOSSES = {"gmpo": "geo_mean"}
-_LOGGERS = {"tracking": "wandb", "stdout": "console"}
+_LOGGERS = {"tracking": "wandb", "stdout": "console", "file": "jsonl"}
 
 
 def _as_list(value: Any) -> Any:
@@ -157,20 +164,11 @@ def _top_k(value: Any) -> Any:
 
 # Key pattern -> conversion of its value.
 VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
-    (r"actor_rollout_ref\.rollout\.load_format", _mapped(_LOAD_FORMATS)),
+    *((pattern, _mapped(names)) for pattern, names in SPELLINGS.items()),
     (r"actor_rollout_ref\.rollout\.(val_kwargs\.)?top_k", _top_k),
-    (
-        r"actor_rollout_ref\.rollout\.dtype|.+\.fsdp_config\.(model_dtype|dtype|mixed_precision\.(reduce|buffer)_dtype)",
-        _mapped(_DTYPES),
-    ),
-    (r"actor_rollout_ref\.actor\.kl_loss_type|algorithm\.kl_penalty", _mapped(_KL_KINDS)),
-    (r"algorithm\.adv_estimator", _mapped(_ESTIMATORS)),
-    (r"actor_rollout_ref\.actor\.policy_loss\.loss_mode", _mapped(_LOSSES)),
-    (r".+\.optim\.optimizer", _mapped(_OPTIMIZERS)),
     (r"trainer\.logger", _loggers),
     (r"trainer\.n_gpus_per_node", _processes),
     (r"trainer\.(save|test)_freq", lambda value: -1 if value in (0, False) else value),
-    (r"trainer\.profile_tool", _mapped(_PROFILE_TOOLS)),
     (r"custom_reward_function\.name", _null_is(CustomRewardFunctionConfig().name)),
     (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),
     (r"data\.val_files", _null_is([])),

@@ -1,196 +1,168 @@
-"""What settings of ROLL and of Colossal-RL are called here, for messages about unknown keys. Nothing is translated.
+"""What settings of ROLL, Colossal-RL, TRL and OpenRLHF are called here: one table for messages, imports and docs.
 
-Names as in the two projects' guides: the last part of a key in ROLL's YAML (`actor_train.training_args.learning_rate`),
-a flag of Colossal-RL's script without its dashes (`--num-generations`). An answer names keys of ours in full, or says
-in words, after "none: ", why there is no such key.
+The rows are in foreign/*.txt, `names | keys | rule | default | note` each; `# ` starts a section of the docs page.
+
+- names: as there, several apart by blanks. ROLL's are paths of its YAML: (a|b) alternatives, * one part or some of its
+  letters, ** the rest; of several rows that match, the first counts.
+- keys: ours; ACTOR, REF, ROLLOUT and MODEL stand for sections of actor_rollout_ref, @ for those of the role that the
+  path starts with. `-`: there is none, the note says why. `=`: nothing is to be set; `= a, b`: at these values, others
+  are refused.
+  `KEY=value`: that value, whatever it is there.
+- rule: how a value is translated: `not`; `a>b, c>d`, others refused unless there is a `*`; `under NAME`, in a
+  dictionary; `fn NAME`, a function of trainer/importing_*.py; nothing: as it is. Before it, `if NAME;` or
+  `if not NAME;`: where that setting is on, or off.
+- default: the value there where it is not ours, so that a file which leaves it out keeps its meaning.
 """
 
 from __future__ import annotations
 
-_ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "model", "rollout"))
-_PLACEMENT = "none: trainer.nnodes and trainer.n_gpus_per_node count the processes, which all roles share"
-_SCHEDULER = f"{_ROLLOUT}.scheduler"
-_ENVIRONMENTS = "none: environments of agents are not available yet"
-_MEGATRON = "none: Megatron training is not available; see fsdp_config.tensor_parallel_size"
-_FILTER = "algorithm.filter_groups.range, algorithm.filter_groups.std_threshold"
-_UPDATE = f"{_ACTOR}.ppo_mini_batch_size (prompts of one optimizer step over all processes)"
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-ROLL: dict[str, str] = {
-    "exp_name": "trainer.experiment_name",
-    "seed": "trainer.seed",
-    "rpc_timeout": "trainer.rpc_timeout",
-    "output_dir": "trainer.default_local_dir",
-    "logging_dir": "trainer.log_dir",
-    "render_save_dir": _ENVIRONMENTS,
-    "system_envs": "ray_init.runtime_env, as {env_vars: {NAME: value}}",
-    "track_with": "trainer.logger",
-    "tracker_kwargs": "none: trainer.logger, trainer.project_name and trainer.experiment_name say it",
-    "max_steps": "trainer.total_training_steps",
-    "save_steps": "trainer.save_freq",
-    "eval_steps": "trainer.test_freq, trainer.val_before_train",
-    "logging_steps": "none: every step is logged",
-    "resume_from_checkpoint": "trainer.resume_mode, trainer.resume_from_path",
-    "checkpoint_config": "trainer.default_local_dir",
-    "rollout_batch_size": "data.train_batch_size",
-    "val_batch_size": "data.val_batch_size",
-    "prompt_length": "data.max_prompt_length",
-    "response_length": "data.max_response_length",
-    "sequence_length": f"{_ROLLOUT}.max_model_len",
-    "local_rank": "none: it is known to each process",
-    "num_nodes": "trainer.nnodes",
-    "num_gpus_per_node": "trainer.n_gpus_per_node",
-    "num_return_sequences_in_group": f"{_ROLLOUT}.n",
-    "generate_opt_level": f"{_SCHEDULER}.mode (0: batch, 1: request)",
-    "is_num_return_sequences_expand": f"{_SCHEDULER}.expand_n",
-    "max_running_requests": f"{_SCHEDULER}.max_running_requests",
-    "is_use_additional_prompts": f"{_SCHEDULER}.additional_prompts.enable",
-    "max_additional_running_prompts": f"{_SCHEDULER}.additional_prompts.max",
-    "query_filter_config": _FILTER,
-    "ppo_epochs": f"{_ACTOR}.ppo_epochs, critic.ppo_epochs",
-    "max_grad_norm": f"{_ACTOR}.grad_clip, critic.grad_clip",
-    "l2": f"{_ACTOR}.optim.l2_coeff",
-    "lambd": "algorithm.lam",
-    "gamma": "algorithm.gamma",
-    "kl_penalty": "algorithm.kl_penalty",
-    "init_kl_coef": "algorithm.kl_ctrl.kl_coef",
-    "target_kl": "algorithm.kl_ctrl.target_kl with algorithm.kl_ctrl.type",
-    "kl_horizon": "algorithm.kl_ctrl.horizon with algorithm.kl_ctrl.type",
-    "add_token_level_kl": "algorithm.use_kl_in_reward",
-    "use_kl_loss": f"{_ACTOR}.use_kl_loss",
-    "kl_loss_coef": f"{_ACTOR}.kl_loss_coef",
-    "use_reward_scaling": "algorithm.reward_scaling.enable",
-    "use_reward_norm": "algorithm.reward_scaling.center",
-    "reward_norm": "algorithm.reward_norm.kind",
-    "reward_shift": "algorithm.reward_norm.shift",
-    "reward_scale": "algorithm.reward_norm.scale",
-    "norm_mean_type": "algorithm.reward_norm.mean",
-    "norm_std_type": "algorithm.reward_norm.std",
-    "add_len_reward": "reward_model.length_reward.enable",
-    "reward_clip": "algorithm.reward_clip, algorithm.token_reward_clip",
-    "difficulty_loss_weight": f"{_ACTOR}.sample_weight.difficulty",
-    "length_loss_weight": f"{_ACTOR}.sample_weight.length",
-    "whiten_rewards": "algorithm.whiten_rewards",
-    "whiten_advantages": "algorithm.whiten_advantages",
-    "advantage_clip": "algorithm.advantage_clip",
-    "adv_estimator": "algorithm.adv_estimator",
-    "critic_warmup": "trainer.critic_warmup",
-    "entropy_loss_coef": f"{_ACTOR}.entropy_coeff",
-    "sft_loss_coef": f"{_ACTOR}.sft_loss_coef",
-    "postive_loss_coef": f"{_ACTOR}.sft_loss_coef",  # ROLL's own spelling
-    "use_topr_loss": f"{_ACTOR}.policy_loss.loss_mode (topr)",
-    "rl_loss_coef": f"{_ACTOR}.rl_loss_coef",
-    "dual_clip_loss": f"{_ACTOR}.clip_ratio_c (1 + 2 x clip_ratio is ROLL's; null: off)",
-    "pg_clip": f"{_ACTOR}.clip_ratio",
-    "pg_clip_low": f"{_ACTOR}.clip_ratio_low",
-    "pg_clip_high": f"{_ACTOR}.clip_ratio_high",
-    "loss_agg_mode": f"{_ACTOR}.loss_agg_mode",
-    "importance_sampling": f"{_ACTOR}.policy_loss.loss_mode (seq: gspo)",
-    "max_len_mask": f"{_ACTOR}.mask_truncated",
-    "grouping": "algorithm.agent_reward_norm.grouping",
-    "method": "algorithm.agent_reward_norm.method",
-    **dict.fromkeys(("train_env_manager", "val_env_manager", "custom_envs", "env_groups", "group_size"), _ENVIRONMENTS),
-    **dict.fromkeys(("tags", "n_groups", "max_traj_per_env", "format_penalty", "worker_cls"), _ENVIRONMENTS),
-    **dict.fromkeys(("device_mapping", "num_gpus_per_worker", "world_size"), _PLACEMENT),
-    "model_update_frequency": "none: weights are sent after every step",
-    "infer_batch_size": f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu",
-    "pretrain": f"{_MODEL}.path",
-    "reward_pretrain": "reward_model.model.path",
-    "model_name_or_path": f"{_MODEL}.path",
-    "dtype": f"{_ACTOR}.fsdp_config.model_dtype, {_ROLLOUT}.dtype",
-    "disable_gradient_checkpointing": f"{_MODEL}.enable_gradient_checkpointing (the opposite)",
-    "template": "data.chat_template",
-    "file_name": "data.train_files",
-    "prompt": "data.prompt_key",
-    "messages": "data.messages_key",
-    "domain_interleave_probs": "data.domain_weights",
-    "max_new_tokens": "data.max_response_length",
-    "temperature": f"{_ROLLOUT}.temperature",
-    "top_p": f"{_ROLLOUT}.top_p",
-    "top_k": f"{_ROLLOUT}.top_k",
-    "num_return_sequences": f"{_ROLLOUT}.n",
-    "strategy_name": f"{_ACTOR}.strategy for training, {_ROLLOUT}.name for inference",
-    "strategy_config": f"{_ACTOR}.fsdp_config for training, {_ROLLOUT}.engine_kwargs for inference",
-    "gpu_memory_utilization": f"{_ROLLOUT}.gpu_memory_utilization",
-    "mem_fraction_static": f"{_ROLLOUT}.gpu_memory_utilization",
-    "max_model_len": f"{_ROLLOUT}.max_model_len",
-    "load_format": f"{_ROLLOUT}.load_format",
-    "block_size": f"{_ROLLOUT}.engine_kwargs.vllm, as {{block_size: 16}}",
-    "per_device_train_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": _UPDATE,
-    "learning_rate": f"{_ACTOR}.optim.lr, critic.optim.lr",
-    "weight_decay": f"{_ACTOR}.optim.weight_decay, critic.optim.weight_decay",
-    "warmup_steps": f"{_ACTOR}.optim.lr_warmup_steps, critic.optim.lr_warmup_steps",
-    "warmup_ratio": f"{_ACTOR}.optim.lr_warmup_steps_ratio, critic.optim.lr_warmup_steps_ratio",
-    "lr_scheduler_type": f"{_ACTOR}.optim.warmup_style",
-    "tensor_model_parallel_size": f"{_ACTOR}.fsdp_config.tensor_parallel_size, {_ROLLOUT}.tensor_model_parallel_size",
-    "context_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
-    "recompute_granularity": f"{_MODEL}.recompute_granularity",
-    **dict.fromkeys(("pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel"), _MEGATRON),
-    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "overlap_grad_reduce", "moe_layer_recompute"), _MEGATRON),
-    **dict.fromkeys(("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_overlap"), _MEGATRON),
-}  # fmt: skip
-
-COLOSSAL: dict[str, str] = {
-    "model": f"{_MODEL}.path",
-    "dataset": "data.train_files",
-    "eval_dataset": "data.val_files",
-    "project": "trainer.project_name",
-    "num_episodes": "trainer.total_epochs",
-    "num_generations": f"{_ROLLOUT}.n",
-    "num_trainers": _PLACEMENT,
-    "num_inferencer": _PLACEMENT,
-    "inference_batch_size": "data.train_batch_size (prompts of a step)",
-    "ibs": "data.train_batch_size (prompts of a step)",
-    "inference_microbatch_size": f"{_ROLLOUT}.max_num_seqs",
-    "imbs": f"{_ROLLOUT}.max_num_seqs",
-    "train_batch_size": "data.train_batch_size (over all processes)",
-    "tbs": "data.train_batch_size (over all processes)",
-    "train_minibatch_size": _UPDATE,
-    "tMbs": _UPDATE,
-    "train_microbatch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    "tmbs": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    "tensor_parallel_size": f"{_ACTOR}.fsdp_config.tensor_parallel_size, {_ROLLOUT}.tensor_model_parallel_size",
-    "tp": f"{_ACTOR}.fsdp_config.tensor_parallel_size, {_ROLLOUT}.tensor_model_parallel_size",
-    "pp": _MEGATRON,
-    "backend": f"{_ROLLOUT}.name",
-    "system_prompt": "data.system_prompt",
-    "max_prompt_tokens": "data.max_prompt_length",
-    "mnt": "data.max_response_length",
-    "mpt": "data.max_prompt_length",
-    "algo": "preset (coati, coati_dapo and others), or algorithm.adv_estimator",
-    "kl_coeff": f"{_ACTOR}.kl_loss_coef with {_ACTOR}.use_kl_loss",
-    "beta": f"{_ACTOR}.kl_loss_coef with {_ACTOR}.use_kl_loss",
-    "reward_type": "reward_model.rule",
-    "eval_interval": "trainer.test_freq",
-    "save_interval": "trainer.save_freq",
-    "save_dir": "trainer.default_local_dir",
-    "eval_save_dir": "trainer.validation_data_dir",
-    "rollout_save_dir": "trainer.rollout_data_dir",
-    "ray_dir": "ray_init.temp_dir",
-    "master_address": "ray_init.address",
-    "master_port": "none: a free port is found",
-    "clip_eps_low": f"{_ACTOR}.clip_ratio_low",
-    "clip_eps_high": f"{_ACTOR}.clip_ratio_high",
-    "loss_variation": f"{_ACTOR}.loss_agg_mode (token_level: token-mean, sample_level: seq-mean-token-mean)",
-    "skip_threshold": f"{_ACTOR}.ratio_skip_threshold",
-    "filter_truncated_response": f"{_ACTOR}.mask_truncated",
-    "filter_range": "algorithm.filter_groups.range with algorithm.filter_groups.enable",
-    "dynamic_batching": "algorithm.filter_groups.enable",
-    "soft_over_length_punishment": "reward_model.overlong_buffer.enable",
-    "cache_length": "reward_model.overlong_buffer.len",
-    "max_norm": f"{_ACTOR}.grad_clip",
-    "n_behind": "none: asynchronous training is not available yet",
-    "buffer_size": "none: asynchronous training is not available yet",
+# Project -> its table. The order is that in which a name is looked up for a hint.
+PROJECTS = {"ROLL": "roll", "Colossal-RL": "colossal", "TRL": "trl", "OpenRLHF": "openrlhf"}
+_SHORT = {name.upper(): f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")}
+_A, _R = _SHORT["ACTOR"], _SHORT["REF"]
+# Role of ROLL -> what @ , @fsdp and @model stand for.
+ROLES = {
+    "actor_train": {"": _A, "fsdp": f"{_A}.fsdp_config", "model": _SHORT["MODEL"]},
+    "critic": {"": "critic", "fsdp": "critic.model.fsdp_config", "model": "critic.model"},
+    "reference": {"": _R, "fsdp": f"{_R}.fsdp_config", "model": _SHORT["MODEL"]},
 }
+NOTHING = "="
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignRow:
+    """One line of a table."""
+
+    section: str
+    names: tuple[str, ...]
+    keys: tuple[str, ...]  # empty: refused, or nothing to set
+    at_rest: tuple[Any, ...] | None  # with `=`: the values that need nothing; () for all; None for rows without `=`
+    conditions: tuple[str, ...]
+    rule: str
+    default: Any  # ... (Ellipsis): none
+    note: str
+
+    def values(self) -> dict[str, str]:
+        """Of a rule with >: value there -> value here, both as text of the table."""
+        pairs = (pair.split(">", 1) for pair in re.split(r", (?![^\[]*\])", self.rule))
+        return {pair[0]: pair[-1] for pair in pairs}
+
+    def keys_of(self, role: str) -> list[str]:
+        """Our keys where the path starts with this role of ROLL."""
+        return [re.sub(r"@(\w*)", lambda at: ROLES.get(role, ROLES["actor_train"])[at[1]], key) for key in self.keys]
+
+    def all_keys(self) -> list[str]:
+        """Our keys for each role that the names allow."""
+        roles = [role for role in ROLES if any(pattern(name, whole=False).match(role) for name in self.names)]
+        keys = (key.partition("=")[0] for role in roles or ["actor_train"] for key in self.keys_of(role))
+        return list(dict.fromkeys(keys))
+
+    def matches(self, path: str) -> bool:
+        """Whether this is the line of a setting of that project."""
+        return any(pattern(name).fullmatch(path) for name in self.names)
+
+
+@cache
+def pattern(name: str, *, whole: bool = True) -> re.Pattern[str]:
+    """A name of the table as a regular expression; whole=False: of its first part."""
+    name = name if whole else re.match(r"\([^)]*\)|[^.]+", name)[0]  # pyright: ignore[reportOptionalSubscript]
+    return re.compile(name.replace(".", r"\.").replace("**", "\0").replace("*", r"[^.]*").replace("\0", ".+"))
+
+
+@cache
+def row_of(project: str, path: str) -> ForeignRow | None:
+    """The line of a setting of that project, by its whole name."""
+    return next((row for row in table(project) if row.matches(path)), None)
+
+
+@cache
+def table(project: str) -> tuple[ForeignRow, ...]:
+    """The rows of a project, in the order of its file."""
+    rows, section = [], ""
+    for line in (Path(__file__).parent / "foreign" / f"{PROJECTS[project]}.txt").read_text().splitlines():
+        if line.startswith("# "):
+            section = line[2:]
+            continue
+        names, keys, *rest = (_expanded(cell.strip()) for cell in re.split(r" \|(?= |$)", line))
+        rule, default, note = (*rest, "", "", "")[:3]
+        parts = rule.split("; ")
+        nothing, values = keys.startswith(NOTHING), keys[1:].strip()
+        rows.append(
+            ForeignRow(
+                section=section,
+                names=tuple(names.split()),
+                keys=() if nothing or keys == "-" else tuple(keys.split(", ")),
+                at_rest=tuple(map(value_of, values.split(", ") if values else ())) if nothing else None,
+                conditions=tuple(part[3:] for part in parts if part.startswith("if ")),
+                rule="" if parts[-1].startswith("if ") else parts[-1],
+                default=value_of(default) if default else ...,
+                note=note,
+            )
+        )
+    return tuple(rows)
+
+
+def _expanded(cell: str) -> str:
+    return re.sub(r"\b(ACTOR|REF|ROLLOUT|MODEL)\.", lambda found: f"{_SHORT[found[1]]}.", cell)
+
+
+def value_of(text: str) -> Any:
+    """A value of the table: JSON, or else plain text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def plain_names(row: ForeignRow) -> set[str]:
+    """The last parts of a row's names, as one would type them alone."""
+    found: set[str] = set()
+    for name in row.names:
+        name = re.sub(r"\.\*\*?$", "", name).rpartition("]")[2]
+        last = re.split(r"\.(?![^(]*\))", name)[-1] if not name.startswith("-") else name
+        found |= {_plain(part) for part in last.strip("()").split("|") if "*" not in part}
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+@cache
+def _by_name(project: str) -> dict[str, list[ForeignRow]]:
+    found: dict[str, list[ForeignRow]] = {}
+    for row in table(project):
+        for name in plain_names(row):
+            found.setdefault(name, []).append(row)
+    return found
 
 
 def foreign_hint(name: str) -> str | None:
-    """What a name of ROLL's or Colossal-RL's is called here, as a sentence; None where neither has it."""
-    plain = name.lstrip("-").replace("-", "_")
-    for project, table in (("ROLL", ROLL), ("Colossal-RL", COLOSSAL)):
-        if plain in table:
-            answer = table[plain]
-            if answer.startswith("none: "):
-                return f"{project}'s {name} has no counterpart here: {answer.removeprefix('none: ')}"
-            return f"{project}'s {name} is our {answer}"
+    """What a name of another project is called here, as a sentence; None where none has it."""
+    flag = name.startswith("-")
+    for project in sorted(PROJECTS, key=lambda each: flag and not table(each)[0].names[0].startswith("-")):
+        rows = _by_name(project).get(_plain(name), [])
+        keys = list(dict.fromkeys(key for row in rows for key in row.all_keys()))
+        notes = list(dict.fromkeys(row.note for row in rows if row.note and bool(row.keys) == bool(keys)))
+        if keys:
+            return f"{project}'s {name} is our {', '.join(keys[:4])}" + (f" ({notes[0]})" if len(notes) == 1 else "")
+        if rows:
+            return f"{project}'s {name} has no counterpart here: {notes[0] if notes else 'nothing is to be set'}"
     return None
+
+
+def foreign_names_of(key: str) -> list[str]:
+    """What other projects call a key of ours: `ROLL's pg_clip`."""
+    return [
+        f"{project}'s {name}"
+        for project in PROJECTS
+        for name, rows in _by_name(project).items()
+        if any(key in row.all_keys() for row in rows)
+    ]

@@ -73,8 +73,12 @@ class TrainerConfig(ConfigNode):
     """[optimizer steps] End the run after a step with which so many in a row of one role were skipped, because their
     gradients were not finite; -1: never."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Trackers: console, tensorboard, wandb, or classes of your own, file.py:Name. Metrics always go to a jsonl file as
-    well."""
+    """Trackers: console, tensorboard, wandb, mlflow, swanlab, trackio, or classes of your own, file.py:Name. Metrics
+    always go to a jsonl file as well."""
+    logger_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of trackers, by name, as {wandb: {entity: me, tags: [a]}}: of the package's own init
+    (tensorboard: of SummaryWriter; mlflow: tracking_uri and tags), or of your own class. Access keys belong into the
+    environment."""
     log_dir: str | None = None
     """Folder of logs and metrics. Null: default_local_dir."""
     log_val_generations: int = 0
@@ -126,6 +130,10 @@ class TrainerConfig(ConfigNode):
         unknown = sorted(name for name in self.logger if name not in LOGGERS and not is_reference(name))
         fix = f"unknown {unknown}; choose from {', '.join(LOGGERS)}, or name a class of your own: {FORMS}"
         require(not unknown, "logger", self.logger, fix)
+        for name, given in self.logger_kwargs.items():
+            fix = "write {tracker: {argument: value}}, as {wandb: {tags: [a]}}; console and jsonl take none"
+            legal = name not in ("console", "jsonl") and isinstance(given, dict)
+            require(legal, "logger_kwargs", {name: given}, fix)
         reference_or_none(self, "trainer_class")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 HIDDEN = "(hidden)"
 _SECRET = re.compile(r"(?i)(^|[._-])(api[_-]?key|\w*token|\w*secret\w*|passw(or)?d|credentials?|access[_-]?key)$")
@@ -24,6 +25,17 @@ def redacted(arguments: Sequence[str]) -> list[str]:
             argument = HIDDEN
         found.append(redacted_text(argument))
     return found
+
+
+def redacted_tree(value: Any, name: str = "") -> Any:
+    """A copy of settings: texts below keys that are named like secrets are hidden, and what looks like one."""
+    if isinstance(value, dict):
+        return {key: redacted_tree(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted_tree(item, name) for item in value]
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if value and is_secret(name) else redacted_text(value)
 
 
 def is_secret(name: str) -> bool:

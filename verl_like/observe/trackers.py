@@ -1,9 +1,8 @@
-"""Where metrics go: `trainer.logger` picks console, tensorboard, wandb or a class of the user's own; a jsonl file is
-always written."""
+"""Where metrics go: `trainer.logger` picks console, tensorboard, a service (`services.py`) or a class of the user's; a
+jsonl file is always written."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import logging
@@ -12,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +19,10 @@ from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
 from verl_like.observe.console import StepTable
 from verl_like.observe.metrics import scalar
+from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS
 from verl_like.observe.samples import Sample, samples_text, to_json
+from verl_like.observe.services import COLUMNS, SERVICES, require
 from verl_like.user_code import check_call, is_reference, load
 
 logger = logging.getLogger(__name__)
@@ -48,25 +50,28 @@ def build_trackers(
     *,
     resumed_at: int | None,
 ) -> Trackers:
-    """All trackers of a run. `log_dir` gets metrics.jsonl, val_generations.jsonl, tensorboard/ and wandb/.
+    """All trackers of a run. `log_dir` gets metrics.jsonl, val_generations.jsonl, tensorboard/, wandb/, swanlog/. They
+    get the configuration without secrets.
 
     resumed_at: the last finished step of the run that is continued; None for a new run, which sets an older run's jsonl
     files aside.
 
     ValueError if trainer.logger names one that does not exist or whose package is missing.
     """
-    folder = Path(log_dir).expanduser()
+    folder, config = Path(log_dir).expanduser(), redacted_tree(resolved_config)
     names = check_trackers(trainer)
     trackers: list[Tracker] = [JsonlTracker(folder, new_run=resumed_at is None, last_step=resumed_at)]
     if "console" in names:
         trackers.append(ConsoleTracker())
     if "tensorboard" in names:
-        trackers.append(TensorboardTracker(folder / "tensorboard", resumed_at))
-    if "wandb" in names:
-        names_of_run = (trainer.project_name, trainer.experiment_name)
-        trackers.append(WandbTracker(*names_of_run, resolved_config, folder, resumed=resumed_at is not None))
-    for name in filter(is_reference, names):
-        trackers.append(OwnTracker(name, resolved_config, folder, resumed_at))
+        options = trainer.logger_kwargs.get("tensorboard", {})
+        trackers.append(TensorboardTracker(folder / "tensorboard", resumed_at, **options))
+    for name in names:
+        if name in SERVICES:
+            trackers.append(SERVICES[name](trainer, config, folder, resumed=resumed_at is not None))
+        elif is_reference(name):
+            options = trainer.logger_kwargs.get(name, {})
+            trackers.append(OwnTracker(name, options, config=config, folder=folder, resumed_at=resumed_at))
     return Trackers(trackers)
 
 
@@ -76,8 +81,10 @@ def check_trackers(trainer: TrainerConfig) -> list[str]:
     Starts nothing, so that a run can ask before its processes start.
     """
     names = list(dict.fromkeys(trainer.logger))
+    if strangers := sorted(set(trainer.logger_kwargs) - set(names)):
+        raise ValueError(f"trainer.logger_kwargs has arguments of {strangers}, but trainer.logger={names}: add them")
     for name in filter(is_reference, names):
-        OwnTracker.load(name)
+        OwnTracker.load(name, trainer.logger_kwargs.get(name, {}))
     unknown = [name for name in names if name not in LOGGERS and not is_reference(name)]
     if unknown:
         raise ValueError(
@@ -85,8 +92,8 @@ def check_trackers(trainer: TrainerConfig) -> list[str]:
             f"Available: {', '.join(LOGGERS)} (jsonl is always on)."
         )
     for name in names:
-        if name in _PACKAGES:
-            _require(name)
+        if name == "tensorboard" or name in SERVICES:
+            require(name)
     return names
 
 
@@ -258,9 +265,8 @@ class TensorboardTracker:
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
-        module = _require("tensorboard")
-        self._folder, self._writer_class = folder, module.SummaryWriter
+    def __init__(self, folder: Path, resumed_at: int | None = None, **options: Any) -> None:
+        self._writer_class = partial(require("tensorboard").SummaryWriter, **{"log_dir": str(folder)} | options)
         self._resumed_at = resumed_at
         self._writer: Any = None
 
@@ -271,8 +277,8 @@ class TensorboardTracker:
         writer.flush()
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [[str(sample[key]).replace("|", "\\|").replace("\n", "<br>") for key in _COLUMNS] for sample in samples]
-        table = [_COLUMNS, ["---"] * len(_COLUMNS), *rows]
+        rows = [[str(sample[key]).replace("|", "\\|").replace("\n", "<br>") for key in COLUMNS] for sample in samples]
+        table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
         text = "\n".join("| " + " | ".join(row) + " |" for row in table)
         self._open(step).add_text("val/generations", text, step)
 
@@ -283,77 +289,27 @@ class TensorboardTracker:
     def _open(self, step: int) -> Any:
         if self._writer is None:
             first = step if self._resumed_at is None else self._resumed_at + 1  # a validation may come before it
-            self._writer = self._writer_class(log_dir=str(self._folder), purge_step=first)
+            self._writer = self._writer_class(purge_step=first)
         return self._writer
 
 
-_COLUMNS = ["input", "output", "gts", "score"]
-
-
-class WandbTracker:
-    """Weights & Biases. Without a network set WANDB_MODE=offline and run `wandb sync` later.
-
-    The id of the run is kept in `<folder>/wandb_run_id`, so that a resumed run continues its curves. The x axis is
-    training/global_step, because wandb's own counter drops steps that a resume repeats.
-    """
-
-    name = "wandb"
-
-    def __init__(
-        self, project: str, experiment: str, resolved_config: Mapping[str, Any], folder: Path, *, resumed: bool
-    ) -> None:
-        wandb = _require("wandb")
-        folder.mkdir(parents=True, exist_ok=True)
-        id_file = folder / "wandb_run_id"
-        try:
-            self._run = wandb.init(
-                project=project,
-                name=experiment,
-                config=dict(resolved_config),
-                dir=str(folder),
-                id=id_file.read_text().strip() if resumed and id_file.exists() else None,
-                resume="allow",
-            )
-        except Exception as error:
-            raise ValueError(
-                f"trainer.logger contains wandb, but wandb.init failed: {error}. Log in with `wandb login`, or set "
-                "WANDB_MODE=offline, or take wandb out of trainer.logger."
-            ) from error
-        id_file.write_text(self._run.id + "\n")
-        self._table = wandb.Table
-        self._run.define_metric("training/global_step")
-        self._run.define_metric("*", step_metric="training/global_step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "training/global_step": step})
-
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [[step, *(str(sample[key]) for key in _COLUMNS)] for sample in samples]
-        table = self._table(columns=["step", *_COLUMNS], data=rows)
-        self._run.log({"val/generations": table, "training/global_step": step})
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
 class OwnTracker:
-    """A tracker class of the user's, named by reference: built as cls(config=, folder=, resumed_at=), see
+    """A tracker class of the user's, named by reference: built as cls(config=, folder=, resumed_at=, **options), see
     docs/extending.md. It needs log(step, metrics); log_samples(step, samples) and finish() are called if it has them.
     """
 
-    def __init__(
-        self, reference: str, resolved_config: Mapping[str, Any], folder: Path, resumed_at: int | None
-    ) -> None:
+    def __init__(self, reference: str, options: Mapping[str, Any], **facts: Any) -> None:
         self.name = reference
-        self._tracker = self.load(reference)(config=dict(resolved_config), folder=folder, resumed_at=resumed_at)
+        self._tracker = self.load(reference, options)(**facts, **options)
 
     @staticmethod
-    def load(reference: str) -> type:
+    def load(reference: str, options: Mapping[str, Any]) -> type:
         """The class. ValueError unless it can be built so and has a `log`."""
         found = load(reference, "trainer.logger")
         if not isinstance(found, type) or not callable(getattr(found, "log", None)):
             raise ValueError(f"trainer.logger={reference} must be a class with log(step, metrics)")
-        check_call(found, f"trainer.logger={reference}", keywords=dict.fromkeys(("config", "folder", "resumed_at")))
+        keywords = dict.fromkeys(("config", "folder", "resumed_at", *options))
+        check_call(found, f"trainer.logger={reference}", keywords=keywords)
         check_call(found.log, f"trainer.logger={reference}", "self", "step", "metrics")
         return found
 
@@ -367,16 +323,3 @@ class OwnTracker:
     def finish(self) -> None:
         if hasattr(self._tracker, "finish"):
             self._tracker.finish()
-
-
-_PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # what a tracker imports
-
-
-def _require(name: str) -> Any:
-    try:
-        return importlib.import_module(_PACKAGES[name])
-    except ImportError as error:
-        raise ValueError(
-            f"trainer.logger contains {name}, but its package cannot be imported ({error}). "
-            f"Install it with: pip install 'verl_like[{name}]', or take it out of trainer.logger"
-        ) from error

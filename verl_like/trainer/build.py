@@ -169,12 +169,16 @@ def with_own_loops(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> Input
 
 @contextmanager
 def build_trainer(
-    config: PPOConfig, connect_workers: Any, confirm_folder: Callable[[], None] = lambda: None
+    config: PPOConfig,
+    connect_workers: Any,
+    confirm_folder: Callable[[], None] = lambda: None,
+    kind: type[PPOTrainer] | None = None,
 ) -> Iterator[PPOTrainer]:
     """A trainer whose processes live as long as the context.
 
     connect_workers(config, spec, device, ranks_per_node) is a context manager that gives the WorkerGroups: see
-    `trainer.run`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`.
+    `trainer.run`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`. kind: the trainer's
+    class; None: that of trainer.trainer_class.
     """
     with ExitStack() as stack:
         with input_errors(), start_phase("tokenizer, data, graders"):
@@ -193,10 +197,11 @@ def build_trainer(
         stop = stack.enter_context(graceful_interrupt())
         peaks = group.call_all("device_peak").wait(timeout=config.trainer.rpc_timeout)
         speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device)
-        report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
+        with input_errors():
+            report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
         stack.callback(report.close)
         parts = (ready.loader, ready.costs, rewards, group, report, stop, checkpoints, stack)
-        trainer = assemble(config, plan, inputs, *parts)
+        trainer = assemble(config, plan, inputs, *parts, kind or trainer_class(config))
         # What is there now stays as long as the run. Without this the collector of garbage looks through all of it (a
         # million objects of torch and transformers) every few hundred episodes.
         gc.collect()
@@ -273,6 +278,7 @@ def assemble(
     stop: StopFlag,
     checkpoints: Checkpoints,
     stack: ExitStack,
+    kind: type[PPOTrainer],
 ) -> PPOTrainer:
     """Put the driver's parts around a worker group; `stack` closes those that have to be."""
     settings = config.trainer
@@ -284,7 +290,7 @@ def assemble(
     collector = Collector(loader, rewards, replicas, answering(config, inputs, validation=False), config)
     stack.callback(replicas.close)
     stack.callback(collector.close)
-    return trainer_class(config)(
+    return kind(
         config=config,
         plan=plan,
         total_steps=required(plan.total_training_steps),

@@ -51,7 +51,7 @@ class Run(Protocol):
     critic: CriticGroup | None
     total_steps: int
 
-    def report_step(self) -> None:
+    def report_step(self) -> dict[str, float]:
         """Hand out the finished step's metrics, once."""
         ...
 
@@ -175,7 +175,7 @@ class Checkpoints:
             self._attempt(what)
 
     @staticmethod
-    def _attempt(what: Callable[[], None]) -> None:
+    def _attempt(what: Callable[[], object]) -> None:
         try:
             what()
         except (GroupStopped, RunStopped) as second:

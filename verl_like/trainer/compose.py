@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
@@ -67,10 +67,14 @@ class Settings:
     added: set[str] = dataclasses.field(default_factory=set)  # keys written with +
 
 
-def compose(overrides: Sequence[str] = (), yaml_files: Sequence[str | Path] = ()) -> PPOConfig:
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+def compose(overrides: Overrides = (), yaml_files: Sequence[str | Path] = ()) -> PPOConfig:
     """The checked configuration of a run; warnings are logged.
 
-    overrides: `key=value` as on hydra's command line. yaml_files: the user's own, later ones win.
+    overrides: `key=value` as on hydra's command line, or a dictionary of keys (or sections) and Python values.
+    yaml_files: the user's own, later ones win.
     Raises ConfigError listing everything that is wrong.
     """
     config, warnings = compose_with_warnings(overrides, yaml_files)
@@ -80,7 +84,7 @@ def compose(overrides: Sequence[str] = (), yaml_files: Sequence[str | Path] = ()
 
 
 def compose_with_warnings(
-    overrides: Sequence[str] = (), yaml_files: Sequence[str | Path] = ()
+    overrides: Overrides = (), yaml_files: Sequence[str | Path] = ()
 ) -> tuple[PPOConfig, list[str]]:
     """As `compose`, with the warnings returned instead of logged."""
     tree, changes, warnings = compose_tree(overrides, yaml_files)
@@ -126,16 +130,19 @@ def _leaf(tree: Any, key: str) -> Any:
     return tree
 
 
-def compose_tree(
-    overrides: Sequence[str], yaml_files: Sequence[str | Path]
-) -> tuple[DictConfig, list[Change], list[str]]:
+def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tuple[DictConfig, list[Change], list[str]]:
     """The omegaconf tree before conversion, the settings applied to it, and warnings about spellings."""
     settings = Settings()
     for file in yaml_files:
         _read_yaml(Path(file), settings)
     in_files = len(settings.changes)
-    for text in overrides:
-        _read_override(text, settings)
+    if isinstance(overrides, str):
+        raise ConfigError([f"{overrides!r}: give a list of key=value texts, or a dictionary"])
+    if isinstance(overrides, Mapping):
+        _read_mapping(overrides, settings)
+    else:
+        for text in overrides:
+            _read_override(text, settings)
     settings.warnings += _given_twice(_leaves(settings.changes[in_files:]))
     inlined, problems = inline_all(_leaves(settings.changes), settings.helpers)
     settings.problems += problems
@@ -262,6 +269,16 @@ def _read_override(text: str, settings: Settings) -> None:
         settings.added |= {key} if override.is_add() else set()
 
 
+def _read_mapping(values: Mapping[str, Any], settings: Settings) -> None:
+    for name, value in values.items():
+        if name in GROUPS and isinstance(value, str):
+            settings.groups.append(_group_override(name, None, value))
+        else:
+            key = name.removeprefix("+")
+            settings.changes.append(Change(key, _text(value)))
+            settings.added |= {key} - {name}
+
+
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Override:
     tilde = re.fullmatch(r"([+\w.\-/@]+)=(~[^'\"]*)", text)  # hydra's grammar has no bare ~ in values
@@ -285,10 +302,10 @@ def _group_override(group: str, package: str | None, choice: str) -> str:
 
 
 def _text(value: Any) -> Any:
-    """Plain strings for hydra's quoted ones, also inside lists and dictionaries."""
+    """Plain strings for hydra's quoted ones and for paths, also inside lists and dictionaries."""
     if isinstance(value, dict):
         return {str(name): _text(item) for name, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_text(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 

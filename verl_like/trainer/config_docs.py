@@ -1,23 +1,22 @@
-"""Generates docs/configuration.md: `python -m verl_like.trainer.config_docs [--check] [path]`.
+"""Generates docs/configuration.md and docs/coming_from_*.md: `python -m verl_like.trainer.config_docs [--check]`.
 
-The keys that matter most, then one table per section: whole key (so that grep finds it), meaning, unit, default, which
-modules read it. Names come from the dataclasses and their doc strings, readers from a scan of the source, so the page
-cannot drift; a test runs --check.
+Of the first, the keys that matter most, then one table per section: whole key (so that grep finds it), meaning, unit,
+default, which modules read it. Names come from the dataclasses and their doc strings, readers from a scan of the
+source, so the page cannot drift; a test runs --check.
 """
 
 from __future__ import annotations
 
 import sys
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_like.config import aliases
 from verl_like.config.availability import NO_EFFECT, NOT_YET, governed_keys
 from verl_like.config.readers import PACKAGE, readers
 from verl_like.config.schema import Key, keys
+from verl_like.trainer.coming_from import pages
 from verl_like.trainer.compose import compose_tree
 
 PAGE = PACKAGE.parent / "docs" / "configuration.md"
@@ -61,6 +60,9 @@ in its log folder. Precedence: defaults, your YAML, command line. An unknown key
 effect in this run is a warning that says why. Groups of settings: `algorithm=grpo`, `rollout=hf`, `trainer=debug`;
 whole algorithms: `preset=dapo` ([presets](algorithms.md#presets)).
 
+Older spellings of verl: [coming from verl](coming_from_verl.md); other projects' names: [ROLL](coming_from_roll.md),
+[Colossal-RL](coming_from_colossal.md), [TRL](coming_from_trl.md), [OpenRLHF](coming_from_openrlhf.md).
+
 Units: a *prompt* is answered `rollout.n` times; `*_per_gpu` means per process. See [batch sizes](batch_sizes.md) and
 [differences from verl](differences.md). A default such as `${data.max_prompt_length}` follows that key.
 """
@@ -79,7 +81,7 @@ def page() -> str:
     for section, rows in sections.items():
         parts.append(f"\n## {section}\n\n| key | meaning | unit | default | read by |\n|---|---|---|---|---|")
         parts += [_row(key, tree, read_by[key.path], status) for key in rows]
-    return "\n".join([*parts, _alias_table()])
+    return "\n".join([*parts, ""])
 
 
 def _status() -> dict[str, str]:
@@ -123,43 +125,15 @@ def _default(key: Key, tree: DictConfig) -> str:
     return text.replace("\n", "\\n")  # a row of a table is one line
 
 
-def _alias_table() -> str:
-    lines = [
-        "\n## Other spellings\n",
-        "Accepted with a warning; regular expressions.\n",
-        "| spelling | key |",
-        "|---|---|",
-    ]
-    lines += [f"| `{old}` | `{new}` |".replace("(?:", "(") for old, new in _escaped_renames()]
-    lines += [f"| `{old}` | `{new}` (divided by the data-parallel size) |" for old, new in aliases.DEPRECATED.items()]
-    lines += [f"| `{_cell(old)}` | dropped: {why} |" for old, why in aliases.DROPPED.items()]
-    lines += [f"| `{_cell(old)}` | dropped at {_values(rest)} |" for old, rest in aliases.AT_REST.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _escaped_renames() -> list[tuple[str, str]]:
-    return [(_cell(old), new) for old, new in aliases.RENAMED]
-
-
-def _cell(pattern: str) -> str:
-    """A pattern as a table cell: a bar would end it."""
-    return pattern.replace("\\.", ".").replace("|", "\\|")
-
-
-def _values(values: tuple[Any, ...]) -> str:
-    return ", ".join(f"`{'null' if value is None else value}`" for value in values)
-
-
 def main(argv: list[str]) -> int:
-    target = Path(next((a for a in argv if not a.startswith("-")), PAGE))
-    text = page()
-    if "--check" in argv:
-        same = target.exists() and target.read_text() == text
-        sys.stderr.write("" if same else f"{target} is out of date: run python -m verl_like.trainer.config_docs\n")
-        return 0 if same else 1
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text)
-    return 0
+    texts = {PAGE.parent / name: text for name, text in {PAGE.name: page(), **pages()}.items()}
+    old = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in old:
+        if "--check" in argv:
+            sys.stderr.write(f"{path} is out of date: run python -m verl_like.trainer.config_docs\n")
+        else:
+            path.write_text(texts[path])
+    return int(bool(old) and "--check" in argv)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from verl_like.config.aliases import DEPRECATED, DROPPED, RENAMED, renamed
 from verl_like.config.availability import NO_EFFECT, without_effect
 from verl_like.config.doctor import IDLE, covers, idle
 from verl_like.config.errors import ConfigError
-from verl_like.config.foreign_names import COLOSSAL, ROLL
+from verl_like.config.foreign_names import foreign_names_of
 from verl_like.config.readers import readers
 from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
 from verl_like.trainer.compose import compose_tree, followers_of, to_config
@@ -50,11 +50,8 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
 
 
 def other_names(path: str) -> list[str]:
-    """What verl (earlier or later), ROLL and Colossal-RL call this key."""
-    names = [spelling for old, new in RENAMED for spelling in _spellings(old, new, path)]
-    for project, table in (("ROLL", ROLL), ("Colossal-RL", COLOSSAL)):
-        names += [f"{project}'s {name}" for name, text in table.items() if path in re.findall(r"[\w.]+", text)]
-    return names
+    """What verl (earlier or later) and other projects call this key."""
+    return [spelling for old, new in RENAMED for spelling in _spellings(old, new, path)] + foreign_names_of(path)
 
 
 def _spellings(old: str, new: str, path: str) -> Iterator[str]:

@@ -5,6 +5,17 @@ Data sets, samplers and reward code are loaded and checked where they are used; 
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import inspect
+import os
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
 from verl_like.algorithms.advantages import ADVANTAGES
 from verl_like.algorithms.kl import FULL_KL_KIND, KL_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
@@ -13,6 +24,8 @@ from verl_like.observe.trackers import check_trackers
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.user_code import UserCodeError, load
 from verl_like.workers.reward import reward_worker_class
+
+_REWARD = "compute_score"
 
 
 def check_own_code(config: PPOConfig) -> None:
@@ -34,9 +47,51 @@ def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
     reference = config.trainer.trainer_class
     if reference is None:
         return PPOTrainer
-    found = load(reference, "trainer.trainer_class")
+    return _trainer(load(reference, "trainer.trainer_class"), f"trainer.trainer_class={reference}")
+
+
+def _trainer(found: Any, setting: str) -> type[PPOTrainer]:
     if not (isinstance(found, type) and issubclass(found, PPOTrainer)):
-        raise UserCodeError(
-            f"trainer.trainer_class={reference} must be a class derived from {PPOTrainer.__module__}.PPOTrainer"
-        )
+        raise UserCodeError(f"{setting} must be a class derived from {PPOTrainer.__module__}.PPOTrainer")
     return found
+
+
+def check_given(config: PPOConfig, reward: Any, trainer: Any) -> None:
+    """ValueError for objects in place of keys (`verl_like.run`) that cannot be used, or whose key is set too."""
+    for given, name, key, value in (
+        (reward, "reward", "custom_reward_function.path", config.custom_reward_function.path),
+        (trainer, "trainer", "trainer.trainer_class", config.trainer.trainer_class),
+    ):
+        if given is not None and value is not None:
+            raise UserCodeError(f"both {name}={given!r} and {key}={value} are given: leave one out")
+    if trainer is not None:
+        _trainer(trainer, f"trainer={trainer!r}")
+    if reward is not None and not callable(reward):
+        raise UserCodeError(f"reward={reward!r}: a {type(reward).__name__} cannot be called; hand over a function")
+
+
+def with_reward(config: PPOConfig, reward: Callable[..., Any], folder: Path) -> PPOConfig:
+    """The configuration with a function as custom_reward_function.path: `folder` gets a file that holds it, pickled.
+
+    So it runs where reward files do, in processes that are killed at their time limit, and a later start, `verl-like
+    eval` for instance, finds it too. What can be imported is pickled by name, what a notebook or `__main__` defines by
+    value, with what it refers to. UserCodeError for what cannot be pickled.
+    """
+    try:
+        data = base64.b85encode(cloudpickle.dumps(reward))
+    except Exception as error:
+        raise UserCodeError(
+            f"reward={reward!r} cannot be sent to the processes that grade, because something that it refers to cannot "
+            f"be pickled: {error}. Make locks, connections and models inside the function, when it is first called"
+        ) from error
+    try:
+        source = textwrap.indent(textwrap.dedent(inspect.getsource(reward)), "# ", lambda line: True)
+    except (OSError, TypeError):  # typed at a prompt; an object with __call__
+        source = f"# {reward!r}\n"
+    path = folder.resolve() / "reward_function.py"
+    lines = ["# The reward of this run, pickled by verl_like:", source, "import base64", "import pickle", ""]
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:  # it may hold secrets
+        file.write("\n".join([*lines, f"{_REWARD} = pickle.loads(base64.b85decode({data!r}))", ""]))
+    custom = dataclasses.replace(config.custom_reward_function, path=str(path), name=_REWARD)
+    return dataclasses.replace(config, custom_reward_function=custom)

@@ -52,52 +52,61 @@ class PPOTrainer:
     on_start: Callable[[], None] = lambda: None  # the checkpoint is read, and the first weights are proved
     on_scores: Callable[[Rollouts, Scores], None] = lambda rollouts, scores: None  # a curriculum learns from them
     clock: StepClock = field(default_factory=StepClock)  # of the step that runs; replaced at each step
-    unreported: Callable[[], None] | None = field(default=None, init=False)  # of a finished step, with its metrics
+    unreported: Callable[[], dict[str, float]] | None = field(default=None, init=False)  # of a finished step
 
     def fit(self) -> None:
-        """Generate -> score -> evaluate -> credit -> update -> sync, once per step. Data only moves downwards."""
+        """The whole run. A loop of one's own calls the same four."""
+        self.start()
+        while not self.done():
+            self.step()
+        self.finish()
+
+    def start(self) -> None:
+        """Take up the checkpoint, if there is one; weights into the rollout engine; the validation before training."""
         self.checkpoints.restore(self)
         with start_phase("first weight sync and its proof"):
             self.sync_weights()
         self.on_start()
         self.validate_before_training()
+
+    def step(self) -> dict[str, float]:
+        """Generate -> score -> evaluate -> credit -> update -> sync. Data only moves downwards. The step's metrics."""
         with self.checkpoints.saved_on_error(self):
-            while not self.done():
-                step, clock = self.begin_step()
-                with self.profiled(step), clock("step"):
-                    with clock("gen"):
-                        rollouts, grading = self.source.next_batch(step)
-                    if not self.config.reward_model.launch_reward_fn_async:
-                        with clock("reward"):
-                            grading.wait()
-                    evaluated = self.evaluate(rollouts)
+            step, clock = self.begin_step()
+            with self.profiled(step), clock("step"):
+                with clock("gen"):
+                    rollouts, grading = self.source.next_batch(step)
+                if not self.config.reward_model.launch_reward_fn_async:
                     with clock("reward"):
-                        scores = grading.result()
-                    episodes, graded = whole_episodes(rollouts, scores)
-                    self.on_scores(episodes, graded)
-                    with clock("adv"):
-                        experience, metrics = self.make_experience(rollouts, scores, evaluated)
-                    metrics |= self.source.metrics() | self.rewards.metrics(graded, episodes.rows)
-                    self.keep_samples(step, rollouts, scores, evaluated, experience)
-                    self.checkpoints.update_begins()
-                    if self.critic is not None:
-                        with clock("update_critic"):
-                            metrics |= self.update_critic(experience, step)
-                    actor_updates = step > self.config.trainer.critic_warmup
-                    if actor_updates:
-                        with clock("update_actor"):
-                            metrics |= self.update_actor(experience, step)
-                    self.state = self.state.advance(metrics, num_sequences=len(episodes), actor_updated=actor_updates)
-                    self.checkpoints.step_ended(self)
-                    self.unreported = partial(self.report.step, step, rollouts, scores, metrics, clock)
-                    self.save_if_due()
-                    with clock("update_weights"):
-                        metrics |= self.sync_weights()
-                    metrics |= self.validate_if_due()
-                self.report_step()
-                self.checkpoints.complete(self, wait=False)
-                self.stop_when_nothing_is_learnt()
-        self.finish()
+                        grading.wait()
+                evaluated = self.evaluate(rollouts)
+                with clock("reward"):
+                    scores = grading.result()
+                episodes, graded = whole_episodes(rollouts, scores)
+                self.on_scores(episodes, graded)
+                with clock("adv"):
+                    experience, metrics = self.make_experience(rollouts, scores, evaluated)
+                metrics |= self.source.metrics() | self.rewards.metrics(graded, episodes.rows)
+                self.keep_samples(step, rollouts, scores, evaluated, experience)
+                self.checkpoints.update_begins()
+                if self.critic is not None:
+                    with clock("update_critic"):
+                        metrics |= self.update_critic(experience, step)
+                actor_updates = step > self.config.trainer.critic_warmup
+                if actor_updates:
+                    with clock("update_actor"):
+                        metrics |= self.update_actor(experience, step)
+                self.state = self.state.advance(metrics, num_sequences=len(episodes), actor_updated=actor_updates)
+                self.checkpoints.step_ended(self)
+                self.unreported = partial(self.report.step, step, rollouts, scores, metrics, clock)
+                self.save_if_due()
+                with clock("update_weights"):
+                    metrics |= self.sync_weights()
+                metrics |= self.validate_if_due()
+            reported = self.report_step()
+            self.checkpoints.complete(self, wait=False)
+            self.stop_when_nothing_is_learnt()
+            return reported
 
     def done(self) -> bool:
         """All steps are made, only validation was asked for, or the user asked to stop."""
@@ -218,11 +227,10 @@ class PPOTrainer:
             with self.clock("save_checkpoint"):
                 self.checkpoints.write(self)
 
-    def report_step(self) -> None:
+    def report_step(self) -> dict[str, float]:
         """Hand out the finished step's metrics, once: before its checkpoint is complete, or when the driver fails."""
         report, self.unreported = self.unreported, None
-        if report is not None:
-            report()
+        return {} if report is None else report()
 
     def validate_before_training(self) -> None:
         """trainer.val_before_train; also what a run with trainer.val_only consists of."""
@@ -245,9 +253,10 @@ class PPOTrainer:
         return every != -1 and (step == self.total_steps or (every is not None and step % every == 0))
 
     def finish(self) -> None:
-        """An interrupted run saves what its last scheduled checkpoint does not hold yet."""
+        """A run that ends before its last step, interrupted or by a loop of one's own, saves what is not saved yet."""
         if self.stop.requested:
             logger.warning("stopping after step %d, as asked", self.state.step)
+        if self.stop.requested or self.state.step < self.total_steps:
             self.checkpoints.save_unless_saved(self)
         self.checkpoints.complete(self, wait=True)
 

@@ -78,8 +78,8 @@ class Reporter:
 
     def step(
         self, step: int, rollouts: Rollouts, scores: Scores, metrics: Mapping[str, float], clock: StepClock
-    ) -> None:
-        """Log one finished step, and write its samples where trainer.rollout_data_dir asks for them."""
+    ) -> dict[str, float]:
+        """Log one finished step, and write its samples where trainer.rollout_data_dir asks for it. All its metrics."""
         num_tokens = rollouts.num_tokens_B()
         shape = self.speed.shape
         spread = RowBalance(even=self.trainer.balance_batch, cost=shape.actor, share_prompts=shape.actor_shares_prompts)
@@ -108,6 +108,7 @@ class Reporter:
             with writing("trainer.rollout_data_dir", self.trainer.rollout_data_dir):
                 dump_samples(self.trainer.rollout_data_dir, step, samples)
         self.report.step_finished(step)
+        return everything
 
     def rows_to_keep(self, step: int, rollouts: Rollouts, scores: Scores) -> dict[int, str]:
         """Rows of this step's few responses for people, with why they were chosen; {} where it keeps none."""

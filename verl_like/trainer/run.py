@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from verl_like.checkpoint.lock import held
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
@@ -31,6 +32,8 @@ from verl_like.trainer.build import (
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.nsight import check_nsight, restart_under_nsight, worker_runtime_env
+from verl_like.trainer.own_code import check_given, with_reward
+from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.told import closing_text, start_phase
 from verl_like.workers.spec import WorkerSpec
 
@@ -38,36 +41,66 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: PPOConfig) -> None:
-    """Build everything, fit, take everything down again; trainer.default_local_dir is this run's alone meanwhile."""
-    run_id, began = new_run_id(), time.perf_counter()
+    """The run of a command line: what is wrong with its inputs, or stops it, ends the program with its message."""
     try:
-        with input_errors():
-            check_output_folders(config, make=False)
-        if Path(config.trainer.default_local_dir).expanduser().is_dir():
-            with held(config.trainer.default_local_dir, run_id):  # a live run is refused, not avoided
-                config = with_free_folder(config)
-        with input_errors():
-            check_output_folders(config)
-        folder = log_dir(config)
-        with input_errors():
-            device, ranks_per_node = resolve_world(config)
-            check_nsight(config, device)
-        restart_under_nsight(config, profile_dir(config))
-        with ExitStack() as stack:
-            lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))
-            setup_driver_logging(folder)  # not before: the log of a run that is going on is not this one's to write
-            logger.info("this run's files go to %s", folder)
-            groups = partial(worker_groups, run_id=run_id)
-            trainer = stack.enter_context(build_trainer(config, groups, lock.confirm))
-            processes = config.trainer.nnodes * ranks_per_node
-            trainer.on_start = partial(_describe, config, folder, device=device, processes=processes)
-            trainer.fit()
-        if not config.trainer.val_only:
-            steps = {"step": trainer.state.step, "total_steps": trainer.total_steps}
-            logger.info("%s", closing_text(config, folder, **steps, seconds=time.perf_counter() - began))
+        fit(config, restart=restart_under_nsight)
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
         sys.exit(f"error: {error}")
+
+
+def fit(config: PPOConfig, **own: Any) -> Path:
+    """`opened` and the trainer's `fit`; the folder of the run's files."""
+    began = time.perf_counter()
+    with opened(config, **own) as trainer:
+        trainer.fit()
+    config, folder = trainer.config, log_dir(trainer.config)
+    if not config.trainer.val_only:
+        steps = {"step": trainer.state.step, "total_steps": trainer.total_steps}
+        logger.info("%s", closing_text(config, folder, **steps, seconds=time.perf_counter() - began))
+    return folder
+
+
+@contextmanager
+def opened(
+    config: PPOConfig,
+    reward: Callable[..., Any] | None = None,
+    kind: type[PPOTrainer] | None = None,
+    restart: Callable[[PPOConfig, Path], None] = lambda config, folder: None,
+) -> Iterator[PPOTrainer]:
+    """Everything built, and taken down again at the end; trainer.default_local_dir is this run's alone meanwhile.
+
+    reward, kind: objects in place of custom_reward_function.path and trainer.trainer_class. restart: may replace this
+    process. ConfigError, RunStopped: what is wrong, for people.
+    """
+    run_id = new_run_id()
+    with input_errors():
+        check_given(config, reward, kind)
+        check_output_folders(config, make=False)
+    if Path(config.trainer.default_local_dir).expanduser().is_dir():
+        with held(config.trainer.default_local_dir, run_id):  # a live run is refused, not avoided
+            config = with_free_folder(config)
+    with input_errors():
+        check_output_folders(config)
+    folder = log_dir(config)
+    with input_errors():
+        device, ranks_per_node = resolve_world(config)
+        check_nsight(config, device)
+    restart(config, profile_dir(config))
+    with ExitStack() as stack:
+        lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))
+        setup_driver_logging(folder)  # not before: the log of a run that is going on is not this one's to write
+        logger.info("this run's files go to %s", folder)
+        if kind is not None:
+            logger.info("the trainer is %s.%s, as given", kind.__module__, kind.__qualname__)
+        if reward is not None:
+            with input_errors():
+                config = with_reward(config, reward, folder)
+        groups = partial(worker_groups, run_id=run_id)
+        trainer = stack.enter_context(build_trainer(config, groups, lock.confirm, kind))
+        processes = config.trainer.nnodes * ranks_per_node
+        trainer.on_start = partial(_describe, config, folder, device=device, processes=processes)
+        yield trainer
 
 
 def _describe(config: PPOConfig, folder: Path, *, device: str, processes: int) -> None:

@@ -1,10 +1,10 @@
-"""Names of ROLL and Colossal-RL: every one is answered with keys that exist, or with the reason why there is none."""
+"""Names of other projects: every one is answered with keys that exist, or with the reason why there is none."""
 
 import re
 
 import pytest
 
-from verl_like.config.foreign_names import COLOSSAL, ROLL, foreign_hint
+from verl_like.config.foreign_names import PROJECTS, foreign_hint, plain_names, table
 from verl_like.config.schema import find_key, sections, suggest
 
 # What the projects' guides and our map of them name (reference/roll_colossal.md, section 4; seeds), in their order.
@@ -38,18 +38,56 @@ tensor_parallel_size n_behind
 """
 
 
-@pytest.mark.parametrize("table", [ROLL, COLOSSAL], ids=["ROLL", "Colossal-RL"])
-def test_answers_name_keys_that_exist(table: dict[str, str]) -> None:
-    for name, answer in table.items():
-        found = [key.rstrip(".") for key in re.findall(r"\b[a-z_]+(?:\.[a-z0-9_]+)+", answer)]
-        if not answer.startswith("none: "):
-            assert found or answer.startswith("preset "), name
-            assert [key for key in found if not (find_key(key) or key in sections())] == [], name
+TRL_MOST_USED = """
+model train_dataset eval_dataset output_dir run_name report_to seed max_steps num_train_epochs save_steps eval_steps
+per_device_train_batch_size gradient_accumulation_steps num_generations max_prompt_length max_completion_length
+num_iterations temperature top_p top_k min_p use_vllm vllm_gpu_memory_utilization vllm_tensor_parallel_size
+learning_rate warmup_ratio max_grad_norm beta epsilon epsilon_high loss_type scale_rewards mask_truncated_completions
+reward_funcs reward_weights
+"""
+OPENRLHF_MOST_USED = """
+--pretrain --prompt_data --input_key --label_key --apply_chat_template --rollout_batch_size --train_batch_size
+--micro_train_batch_size --n_samples_per_prompt --max_epochs --num_episodes --prompt_max_len --generate_max_len
+--advantage_estimator --init_kl_coef --use_kl_loss --kl_estimator --eps_clip --gamma --lambd --actor_learning_rate
+--critic_learning_rate --zero_stage --vllm_tensor_parallel_size --vllm_gpu_memory_utilization --save_path --save_steps
+--rollout.n_samples_per_prompt --train.batch_size --actor.adam.lr --algo.advantage.estimator
+"""
 
 
-def test_every_name_of_the_guides_is_answered() -> None:
-    assert [name for name in ROLL_GUIDE.split() if not (foreign_hint(name) or "").startswith("ROLL's ")] == []
-    assert [name for name in COLOSSAL_GUIDE.split() if foreign_hint(name) is None] == []
+@pytest.mark.parametrize("project", PROJECTS)
+def test_every_row_names_keys_that_exist_or_says_why_there_is_none(project: str) -> None:
+    for row in table(project):
+        unknown = [key for key in row.all_keys() if not (find_key(key) or key in sections() or key == "preset")]
+        assert unknown == [], row.names
+        assert row.keys or row.note or row.at_rest is not None, row.names
+        assert re.match(r"fn |under|not$|$|.+>", row.rule), row.names
+
+
+@pytest.mark.parametrize(
+    ("project", "names"),
+    [
+        ("ROLL", ROLL_GUIDE),
+        ("Colossal-RL", COLOSSAL_GUIDE),
+        ("TRL", TRL_MOST_USED),
+        ("OpenRLHF", OPENRLHF_MOST_USED),
+    ],
+)
+def test_every_name_of_the_guides_is_in_its_table_and_answered(project: str, names: str) -> None:
+    known = {name for row in table(project) for name in plain_names(row)}
+    assert [name for name in names.split() if name.lstrip("-").replace("-", "_") not in known] == []
+    assert [name for name in names.split() if foreign_hint(name) is None] == []
+
+
+def test_rows_of_a_role_go_to_the_keys_of_that_role() -> None:
+    row = next(row for row in table("ROLL") if row.matches("critic.training_args.learning_rate"))
+    assert row.keys_of("critic") == ["critic.optim.lr"]
+    assert row.all_keys() == ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr"]
+    assert not row.matches("reference.training_args.learning_rate")
+
+
+def test_values_of_a_rule() -> None:
+    row = next(row for row in table("ROLL") if "track_with" in row.names)
+    assert row.values()["wandb"] == '["console","wandb"]'
 
 
 @pytest.mark.parametrize(
@@ -63,7 +101,13 @@ def test_every_name_of_the_guides_is_answered() -> None:
         ),
         ("critic.training_args.warmup_steps", "; ROLL's warmup_steps is our actor_rollout_ref.actor.optim.lr_warmup_"),
         ("num_generations", "; Colossal-RL's num_generations is our actor_rollout_ref.rollout.n"),
-        ("actor_infer.device_mapping", "; ROLL's device_mapping has no counterpart here: trainer.nnodes and"),
+        (
+            "actor_infer.device_mapping",
+            "; ROLL's device_mapping is our trainer.nnodes, trainer.n_gpus_per_node (all roles",
+        ),
+        ("custom_envs", "; ROLL's custom_envs has no counterpart here: environments of ROLL are not available yet"),
+        ("max_completion_length", "; TRL's max_completion_length is our data.max_response_length"),
+        ("n_samples_per_prompt", "; OpenRLHF's n_samples_per_prompt is our actor_rollout_ref.rollout.n"),
         ("rollout.gpu_memory_utilization", "; did you mean actor_rollout_ref.rollout.gpu_memory_utilization?"),
         ("lam", "; did you mean algorithm.lam?"),
     ],

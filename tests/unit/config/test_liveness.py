@@ -21,6 +21,7 @@ SAMPLES: dict[str, Any] = {
     "trainer.n_gpus_per_node": 2,
     "data.chat_template": "chatml",
     "trainer.logger": ["console", "tensorboard"],
+    "trainer.logger_kwargs": {"wandb": {"tags": ["a"]}},
     "actor_rollout_ref.actor.optim.betas": [0.8, 0.95],
     "critic.optim.betas": [0.8, 0.95],
     "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum",

@@ -78,7 +78,18 @@ def test_strings_become_enums_and_wrong_ones_name_the_choices():
         (lambda: RolloutConfig(mode="both"), r"mode='both': choose one of sync, async"),
         (lambda: TrainerConfig(n_gpus_per_node="all"), r"n_gpus_per_node='all': must be auto"),
         (lambda: TrainerConfig(n_gpus_per_node=0), r"n_gpus_per_node=0: must be auto"),
-        (lambda: TrainerConfig(logger=["mlflow"]), r"logger=\['mlflow'\]: unknown \['mlflow'\]; choose from console"),
+        (
+            lambda: TrainerConfig(logger=["clearml"]),
+            r"logger=\['clearml'\]: unknown .* choose from console",
+        ),
+        (
+            lambda: TrainerConfig(logger_kwargs={"console": {}}),
+            r"={'console': {}}: .*console and jsonl take none",
+        ),
+        (
+            lambda: TrainerConfig(logger_kwargs={"wandb": "a"}),
+            r"logger_kwargs={'wandb': 'a'}: write {tracker: ",
+        ),
         (lambda: TrainerConfig(worker_nsight_options={"trase": "cuda"}), r"unknown \['trase'\]"),
         (lambda: CheckpointConfig(save_contents=["weights"]), r"unknown \['weights'\]"),
     ],

@@ -19,7 +19,6 @@ from verl_like.observe.trackers import (
     ConsoleTracker,
     JsonlTracker,
     Trackers,
-    WandbTracker,
     build_trackers,
 )
 
@@ -121,7 +120,7 @@ def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
         trackers.log(1, {"actor/lr": torch.ones(3)})
 
 
-@pytest.mark.parametrize("name", ["mlflow", "swanlab", "clearml", "vemlp_wandb"])
+@pytest.mark.parametrize("name", ["clearml", "vemlp_wandb", "rl_insight"])
 def test_other_trackers_of_verl_are_refused_by_name(name: str, tmp_path: Path) -> None:
     trainer = TrainerConfig()
     trainer.logger = ["console", name]  # past the dataclass's own check
@@ -129,7 +128,10 @@ def test_other_trackers_of_verl_are_refused_by_name(name: str, tmp_path: Path) -
         build_trackers(trainer, {}, tmp_path, resumed_at=None)
 
 
-@pytest.mark.parametrize(("logger", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+@pytest.mark.parametrize(
+    ("logger", "module"),
+    [("tensorboard", "torch.utils.tensorboard"), *((name, name) for name in ("wandb", "mlflow", "swanlab", "trackio"))],
+)
 def test_missing_package_names_the_extra(
     logger: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,8 +212,68 @@ def test_wandb_that_cannot_start_says_what_to_do(
         raise RuntimeError("no API key")
 
     monkeypatch.setattr(fake_wandb, "init", init)
-    with pytest.raises(ValueError, match=r"no API key.*WANDB_MODE=offline"):
-        WandbTracker("p", "e", {}, tmp_path, resumed=False)
+    trainer = TrainerConfig(logger=["wandb"], logger_kwargs={"wandb": {"entity": "me"}})
+    with pytest.raises(ValueError, match=r"logger_kwargs.wandb=\['entity'\]: no API key.*WANDB_MODE=offline"):
+        build_trackers(trainer, {}, tmp_path, resumed_at=None)
+
+
+def test_arguments_of_a_tracker_that_is_not_used_are_refused(tmp_path: Path) -> None:
+    trainer = TrainerConfig(logger=["console"], logger_kwargs={"wandb": {"entity": "me"}})
+    with pytest.raises(ValueError, match=r"trainer.logger_kwargs has arguments of \['wandb'\], but trainer.logger="):
+        build_trackers(trainer, {}, tmp_path, resumed_at=None)
+
+
+OWN = """
+class Own:
+    def __init__(self, config, folder, resumed_at, color):
+        self.color = color
+        (folder / "color.txt").write_text(color)
+
+    def log(self, step, metrics):
+        pass
+"""
+
+
+def test_a_class_of_the_users_takes_arguments_too(tmp_path: Path) -> None:
+    (tmp_path / "own_tracker.py").write_text(OWN)
+    name = f"{tmp_path}/own_tracker.py:Own"
+    build_trackers(TrainerConfig(logger=[name], logger_kwargs={name: {"color": "red"}}), {}, tmp_path, resumed_at=None)
+    assert (tmp_path / "color.txt").read_text() == "red"
+    with pytest.raises(ValueError, match=r"missing a required argument: 'color'"):
+        build_trackers(TrainerConfig(logger=[name]), {}, tmp_path, resumed_at=None)
+
+
+SECRETS = {
+    "reward_model": {"judge": {"api_key": "k-1"}},
+    "data": {"train_files": ["https://me:pass@host/a"], "token": ""},
+}
+
+
+def test_services_get_names_arguments_and_the_configuration_without_secrets(
+    fake_wandb: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seam to each package's `init`; test_services.py has the packages themselves, where they are installed."""
+    monkeypatch.delenv("SWANLAB_LOG_DIR", raising=False)
+    for name in ("swanlab", "trackio"):
+        monkeypatch.setitem(sys.modules, name, fake_wandb)
+    names = ["wandb", "swanlab", "trackio"]
+    own = {name: {"id": None, "name": "other", "tags": ["a"]} for name in names}
+    for resumed_at in (None, 3):
+        own = own if resumed_at is None else {}
+        trainer = TrainerConfig(logger=names, logger_kwargs=own, project_name="mine", experiment_name="first")
+        fake_wandb.runs.clear()
+        if resumed_at is not None:  # trackio has no ids: its runs go on by name
+            monkeypatch.setattr(fake_wandb, "init", lambda **given: fake_wandb.runs.append(given) or FakeRun(id="abc"))
+        build_trackers(trainer, SECRETS, tmp_path, resumed_at=resumed_at)
+        given = [run if isinstance(run, dict) else run.kwargs for run in fake_wandb.runs]
+        hidden = {"judge": {"api_key": "(hidden)"}}, {"train_files": ["https://(hidden)@host/a"], "token": ""}
+        assert [call["config"] for call in given] == [dict(zip(("reward_model", "data"), hidden, strict=True))] * 3
+        assert {call["project"] for call in given} == {"mine"}
+        if resumed_at is None:
+            assert {call["name"] for call in given} == {"other"} and given[0]["tags"] == ["a"]
+        else:
+            assert [call.get("id") for call in given] == ["abc123", "abc123", None]
+            assert [call["resume"] for call in given] == ["allow"] * 3
 
 
 class Flaky:

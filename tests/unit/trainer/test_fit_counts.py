@@ -18,7 +18,6 @@ def test_controller_curriculum_and_reward_metrics_are_given_episodes() -> None:
     graded, trainer = scores([1.0, 0.0, 1.0, 0.5]), MagicMock()
     heard: list[tuple[Rollouts, Scores]] = []
     given: list[Any] = []
-    trainer.done.side_effect = [False, True]
     trainer.begin_step.return_value = (1, StepClock())
     trainer.source.next_batch.return_value = (batch, MagicMock(result=lambda: graded))
     trainer.source.metrics.return_value = {}
@@ -28,7 +27,7 @@ def test_controller_curriculum_and_reward_metrics_are_given_episodes() -> None:
     trainer.critic, trainer.config.trainer.critic_warmup = None, 0
     trainer.update_actor.return_value = trainer.sync_weights.return_value = trainer.validate_if_due.return_value = {}
     state = trainer.state
-    PPOTrainer.fit(trainer)
+    PPOTrainer.step(trainer)
     assert state.advance.call_args.kwargs["num_sequences"] == 3
     ((seen, marks),) = heard
     assert seen.response_length_B.tolist() == [3, 3, 2] and marks.score_B.tolist() == [1.0, 0.0, 0.5]

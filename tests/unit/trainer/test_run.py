@@ -25,8 +25,8 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     todo: list[Any] = []
 
     @contextmanager
-    def build(config: PPOConfig, groups: Any, confirm: Any) -> Iterator[Any]:
-        trainer = SimpleNamespace(state=SimpleNamespace(step=3), total_steps=3)
+    def build(config: PPOConfig, groups: Any, confirm: Any, kind: Any) -> Iterator[Any]:
+        trainer = SimpleNamespace(config=config, state=SimpleNamespace(step=3), total_steps=3)
 
         def fit() -> None:
             trainer.on_start()

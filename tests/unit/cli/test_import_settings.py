@@ -1,0 +1,64 @@
+"""`verl-like import`: the report, the command that it prints, and its exit status."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from verl_like.cli.main import main
+from verl_like.trainer.compose import compose
+
+FILE = """
+pretrain: my model
+response_length: 64
+adv_estimator: reinforce
+actor_train: {training_args: {lr_scheduler_type: cosine}}
+"""
+
+
+def command_of(text: str) -> list[str]:
+    words = shlex.split(text[text.index("verl-like train") :].replace("\\\n", " "))
+    return words[2:]
+
+
+def test_the_printed_command_composes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "roll.yaml").write_text(FILE)
+    main(["import", "roll", str(tmp_path / "roll.yaml")])  # status 0: nothing was refused
+    told = capsys.readouterr().out
+    assert "response_length=64  ->  data.max_response_length=64" in told
+    assert "top_p=0.7 (the default there)  ->  actor_rollout_ref.rollout.top_p=0.7" in told
+    assert compose(command_of(told)).actor_rollout_ref.model.path == "my model"
+
+
+def test_what_was_refused_is_told_with_its_reason_and_status_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "roll.yaml").write_text(FILE + "async_generation_ratio: 1\nrollout_batch_sise: 8\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["import", "roll", str(tmp_path / "roll.yaml"), "--out", str(tmp_path / "run.sh")])
+    assert ended.value.code == 3
+    told = capsys.readouterr().out
+    assert "async_generation_ratio=1\n      asynchronous training is not available yet" in told
+    assert "rollout_batch_sise=8\n      did you mean rollout_batch_size?" in told
+    script = tmp_path / "run.sh"
+    assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
+    assert compose(command_of(script.read_text().replace(' "$@"', ""))).data.max_response_length == 64
+
+
+def test_the_example_of_colossals_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "Please reason step by step, and put your final answer within \\boxed{}."
+    arguments = (
+        "--dataset train.jsonl --model model -t 4 -i 4 -b vllm -ibs 2 -tbs 4 -tMbs 1 -tmbs 4 -imbs 1 -rt boxed -g 4"
+    )
+    main(["import", "colossal", *arguments.split(), "-s", prompt, "-ibs", "4", "-p", "Debug", "clip_eps_high=0.28"])
+    config = compose(command_of(capsys.readouterr().out))
+    assert config.data.system_prompt == prompt and config.actor_rollout_ref.actor.clip_ratio_high == 0.28
+    assert config.data.train_batch_size == 16  # the last -ibs counts
+
+
+def test_a_faulty_file_is_an_error_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"error: .*none\.yaml: there is no such file"):
+        main(["import", "roll", str(tmp_path / "none.yaml")])

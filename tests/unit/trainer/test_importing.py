@@ -1,0 +1,291 @@
+"""Imports of ROLL's files and Colossal-RL's arguments: nothing is lost, units are ours, what comes of it composes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.errors import ConfigError
+from verl_like.config.foreign_names import plain_names, table
+from verl_like.trainer import coming_from
+from verl_like.trainer.compose import compose_with_warnings
+from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, UNKNOWN, Imported, flat, text_of, translate, write
+from verl_like.trainer.importing_colossal import ColossalRun
+from verl_like.trainer.importing_roll import RollFile, _devices
+
+ROLL_FILES = 16
+README = "-t 4 -i 4 -b vllm -ibs 4 -tbs 2 -tMbs 1 -tmbs 2 -imbs 1 -rt boxed -g 4"  # its 8-GPU example, made divisible
+
+
+def roll(folder: Path, **settings: Any) -> Imported:
+    """A small RLVR file with these settings; dots in names are written as __."""
+    plain = {name.replace("__", "."): value for name, value in settings.items()}
+    base = {"rollout_batch_size": 64, "response_length": 256, "num_return_sequences_in_group": 8, "pretrain": "model"}
+    tree = OmegaConf.create({})
+    for name, value in (base | plain).items():
+        OmegaConf.update(tree, name, value, force_add=True)
+    file = folder / "roll.yaml"
+    file.write_text(OmegaConf.to_yaml(tree))
+    return translate(RollFile(file))
+
+
+def of(done: Imported, name: str) -> str:
+    """The list that a setting ended in."""
+    found = [item.status for item in done.items if item.name == name]
+    assert len(found) == 1, (name, found)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def roll_files(shared_data: Path) -> list[Path]:
+    files = sorted((shared_data / "roll_configs").glob("*.yaml"))
+    if not files:
+        pytest.skip("ROLL's configurations are not there")
+    assert len(files) == ROLL_FILES
+    return files
+
+
+def test_no_leaf_of_rolls_files_is_lost_and_all_of_them_compose(roll_files: list[Path]) -> None:
+    for file in roll_files:
+        done = translate(RollFile(file))
+        own = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        assert isinstance(own, dict)
+        named = [item.name for item in done.items if not item.assumed]
+        assert len(named) == len(set(named)), file.name
+        for leaf in flat(own):  # ${custom_env.X} has become X's own leaves
+            assert leaf in named or any(name.startswith(f"{leaf}.") for name in named), (file.name, leaf)
+        assert {item.status for item in done.items} <= {CARRIED, NOTHING, REFUSED} and done.of(UNKNOWN) == []
+        assert all(item.note for item in done.of(REFUSED)), file.name
+        config, _ = compose_with_warnings(done.overrides())
+        assert isinstance(config.trainer.n_gpus_per_node, int)
+        plan = BatchPlan.build(config, config.trainer.nnodes * config.trainer.n_gpus_per_node)
+        group = own.get("num_return_sequences_in_group", 1)  # the agentic pipeline counts trajectories
+        assert plan.prompts_per_step * plan.responses_per_prompt == own["rollout_batch_size"] * group
+
+
+@pytest.mark.filterwarnings("ignore:.*Defaults list is missing `_self_`")
+@pytest.mark.parametrize("file", ["agent_val_frozen_lake", "agent_val_frozen_lake_gigpo", "agentic_val_sokoban_lora"])
+def test_defaults_lists_are_read_as_hydra_reads_them(shared_data: Path, tmp_path: Path, file: str) -> None:
+    source = shared_data / "roll_configs"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "config").symlink_to(source / "config")
+    (tmp_path / "run" / "file.yaml").write_text((source / f"qwen2.5-0.5B-agentic__{file}.yaml").read_text())
+    with initialize_config_dir(str(tmp_path / "run"), version_base=None):
+        theirs = OmegaConf.to_container(hydra_compose("file"), resolve=True)
+    assert isinstance(theirs, dict)
+    read = RollFile(tmp_path / "run" / "file.yaml").leaves
+    assert {name: read[name] for name in read if name.split(".")[0] not in ("defaults", "hydra")} == flat(theirs)
+
+
+@pytest.mark.parametrize(
+    ("file", "updates", "warmup", "world"),
+    [  # what ROLL computes: B x n / (per_device x accumulation x devices / tp / ulysses); its warm-up in such updates
+        ("qwen2.5-7B-rlvr_megatron__rlvr_fsdp2_sp2", 64 * 8 / (1 * 32 * 8 / 2), 20 / 4, 8),
+        ("qwen2.5-7B-rlvr_megatron__rlvr_config_async", 64 * 8 / (1 * 64 * 16 / 2), 1, 24),
+        ("qwen3-30BA3B-rlvr_fsdp2__rlvr_config_ep", 16 * 8 / (1 * 4 * 32 / 4), 20 / 4, 32),
+        ("qwen2_5-vl-3B-rlvr_fsdp2__rlvr_fsdp2_offload", 256 * 8 / (2 * 64 * 8), 0, 8),
+        ("qwen2.5-0.5B-agentic__agentic_val_sokoban", 1024 / (2 * 64 * 8), 10, 8),
+    ],
+)
+def test_the_number_of_updates_is_rolls(
+    shared_data: Path, roll_files: list[Path], file: str, updates: float, warmup: float, world: int
+) -> None:
+    first, again = (translate(RollFile(shared_data / "roll_configs" / f"{file}.yaml")) for _ in range(2))
+    assert first.overrides() == again.overrides()
+    config, _ = compose_with_warnings(first.overrides())
+    assert isinstance(config.trainer.n_gpus_per_node, int)
+    assert config.trainer.nnodes * config.trainer.n_gpus_per_node == world
+    assert BatchPlan.build(config, world).optimizer_steps_per_rollout == updates
+    assert config.actor_rollout_ref.actor.optim.lr_warmup_steps == warmup
+
+
+def test_every_row_of_the_table_translates_its_values(tmp_path: Path) -> None:
+    """Each rule meets a value; those that need others get them, so that no function is named that does not exist."""
+    for row in table("ROLL"):
+        if row.rule.startswith("fn "):
+            assert hasattr(RollFile, f"rule_{row.rule[3:]}"), row.names
+    for row in table("Colossal-RL"):
+        if row.rule.startswith("fn "):
+            assert hasattr(ColossalRun, f"rule_{row.rule[3:]}"), row.names
+
+
+def test_what_a_file_leaves_out_has_rolls_default(tmp_path: Path) -> None:
+    done = roll(tmp_path, adv_estimator="reinforce")
+    settings = done.settings
+    assert settings["actor_rollout_ref.rollout.top_p"] == 0.7
+    assert settings["actor_rollout_ref.actor.clip_ratio_c"] is None
+    assert settings["actor_rollout_ref.actor.loss_agg_mode"] == "seq-mean-token-mean"
+    assert settings["actor_rollout_ref.actor.optim.lr"] == 5e-5
+    assert settings["data.val_files"] == []
+    assert "critic.optim.lr" not in settings and "algorithm.lam" not in settings  # no critic
+    assert roll(tmp_path, adv_estimator="gae").settings["algorithm.lam"] == 0.95
+
+
+def test_grpo_stays_grpo_unless_something_comes_between_norm_and_sum(tmp_path: Path) -> None:
+    plain = roll(tmp_path, adv_estimator="grpo", reward_clip=10)
+    assert plain.settings["algorithm.adv_estimator"] == "grpo" and "algorithm.reward_clip" not in plain.settings
+    assert of(plain, "reward_clip") == NOTHING  # 8 responses: at most 2.47 deviations
+    clipped = roll(tmp_path, adv_estimator="grpo", reward_clip=1)
+    assert clipped.settings["algorithm.adv_estimator"] == "reinforce"
+    assert clipped.settings["algorithm.reward_norm.kind"] == "group"
+    assert clipped.settings["algorithm.reward_clip"] == clipped.settings["algorithm.token_reward_clip"] == 1
+
+
+def test_topr_of_rolls_documentation(tmp_path: Path) -> None:
+    done = roll(tmp_path, rl_loss_coef=0.0, positive_loss_coef=0.5, use_topr_neg_loss_coef=2.0, use_kl_loss=True)
+    prefix = "actor_rollout_ref.actor.policy_loss"
+    assert done.settings[f"{prefix}.loss_mode"] == "topr"
+    assert done.settings[f"{prefix}.topr.positive_weight"] == 0.5
+    assert done.settings[f"{prefix}.topr.negative_weight"] == 2.0
+    assert of(done, "rl_loss_coef") == NOTHING and of(done, "use_kl_loss") == NOTHING  # it multiplies the KL term too
+    assert of(roll(tmp_path, rl_loss_coef=1.0, positive_loss_coef=0.5), "positive_loss_coef") == REFUSED
+    assert of(roll(tmp_path, rl_loss_coef=0.0, positive_loss_coef="x_1"), "positive_loss_coef") == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("settings", "ours"),
+    [
+        ({"dual_clip_loss": True, "pg_clip": 0.1}, {"actor_rollout_ref.actor.clip_ratio_c": 1.2}),
+        ({"resume_from_checkpoint": "o/3"}, {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "o/3"}),
+        ({"logging_dir": "logs/", "exp_name": "a"}, {"trainer.log_dir": "logs/a"}),
+        ({"sequence_length": 1000, "prompt_length": 300}, {"data.max_response_length": 700}),
+        ({"actor_train__model_args__disable_gradient_checkpointing": True}, {
+            "actor_rollout_ref.model.enable_gradient_checkpointing": False}),
+        ({"add_token_level_kl": True, "target_kl": 0.2}, {"algorithm.kl_ctrl.type": "adaptive",
+            "algorithm.kl_ctrl.target_kl": 0.2, "algorithm.kl_ctrl.kl_coef": 0.2}),
+        ({"difficulty_mask": True, "difficulty_low_threshold": 0.1}, {"algorithm.filter_groups.range": [0.1, 1.0],
+            "algorithm.filter_groups.resample": False}),
+        ({"actor_train__data_args__template": "qwen3"}, {"data.apply_chat_template_kwargs": {"enable_thinking": True}}),
+        ({"use_additional_prompts": True, "max_additional_running_prompts": 4}, {
+            "actor_rollout_ref.rollout.scheduler.additional_prompts.max": 4}),
+        ({"train_infer_correction__is_weight__enabled": True}, {"algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": 1.2}),
+        ({"rewards__a__tag_included": ["x"], "rewards__a__worker_cls": "roll.MathRuleRewardWorker",
+          "rewards__b__tag_included": ["y"], "rewards__b__worker_cls": "roll.CodeSandboxRewardWorker",
+          "actor_train__data_args__domain_interleave_probs": {"a": 0.25, "b": 0.75}},
+         {"data.domain_weights": {"x": 0.25, "y": 0.75}, "reward_model.rule_by_source": {"x": "math", "y": "code"},
+          "data.reward_fn_key": "tag"}),
+    ],
+)  # fmt: skip
+def test_values_of_roll(tmp_path: Path, settings: dict[str, Any], ours: dict[str, Any]) -> None:
+    done = roll(tmp_path, adv_estimator="reinforce", **settings)
+    assert {key: done.settings.get(key) for key in ours} == ours
+    compose_with_warnings(done.overrides())
+
+
+def test_defaults_lists_presets_and_the_files_own_names(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "base.yaml").write_text("seed: 7\nmax_steps: 5\nlength: 64\n")
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "mine.yaml"
+    file.write_text(
+        "defaults: [../shared/base@_here_, ../config/deepspeed_zero3_cpuoffload@_here_]\n"
+        "pretrain: model\nadv_estimator: reinforce\nmax_steps: 6\nresponse_length: ${length}\nno_such_thing: 3\n"
+        "actor_train:\n  strategy_args:\n    strategy_name: deepspeed_train\n"
+        "    strategy_config: ${deepspeed_zero3_cpuoffload}\n"
+    )
+    done = translate(RollFile(file))
+    assert done.settings["trainer.seed"] == 7 and done.settings["trainer.total_training_steps"] == 6
+    assert done.settings["data.max_response_length"] == 64 and of(done, "length") == NOTHING
+    assert done.settings["actor_rollout_ref.actor.fsdp_config.offload_policy"] is True
+    assert [item.name for item in done.of(UNKNOWN)] == ["no_such_thing"]
+    compose_with_warnings(done.overrides())
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: there is no such file"):
+        RollFile(tmp_path / "nowhere.yaml")
+    file.write_text("pretrain: ${nobody}\n")
+    with pytest.raises(ConfigError, match="nobody"):
+        RollFile(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("list(range(0,4))", [0, 1, 2, 3]),
+        ("list(range(4)) + [6]", [0, 1, 2, 3, 6]),
+        ("list(range(0, 8, 4))", [0, 4]),
+        ("2-4", [2, 3, 4]),
+        ([1, 5], [1, 5]),
+        (None, []),
+    ],
+)
+def test_device_mappings_are_read_not_evaluated(text: Any, devices: list[int]) -> None:
+    assert _devices(text) == devices
+
+
+def colossal(text: str, *inside: str) -> Imported:
+    words = text.split()
+    known = {name: names[0] for names in (row.names for row in table("Colossal-RL")) for name in names}
+    flags = {
+        known[flag].lstrip("-").replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)
+    }
+    return translate(ColossalRun(flags, inside))
+
+
+def test_batches_of_colossal_are_counted_in_prompts_of_a_step() -> None:
+    done = colossal(f"-m model -d data.jsonl {README}")
+    config, _ = compose_with_warnings(done.overrides())
+    plan = BatchPlan.build(config, 8)
+    assert plan.prompts_per_step == 4 * 4 and plan.actor_mini_batch_prompts == 2 * 4  # producers x ibs; tbs x trainers
+    assert plan.responses_per_prompt == 4 and config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
+    odd = colossal("-m model -t 4 -i 4 -ibs 1 -tbs 2")  # as the README has it: its own launcher refuses that
+    assert odd.settings["data.train_batch_size"] == odd.settings["actor_rollout_ref.actor.ppo_mini_batch_size"] == 8
+
+
+def test_algorithms_of_colossal() -> None:
+    dapo = colossal("-a DAPO -mnt 2048 -kl 0.1", "clip_eps_high=0.3", "filter_range=[0.2,0.8]")
+    config, _ = compose_with_warnings(dapo.overrides())
+    actor, groups = config.actor_rollout_ref.actor, config.algorithm.filter_groups
+    assert actor.clip_ratio_high == 0.3 and groups.range == [0.2, 0.8] and groups.metric == "acc"
+    assert config.reward_model.overlong_buffer.len == 512 and not actor.use_kl_loss  # DAPO has none
+    rloo, _ = compose_with_warnings(colossal("-a RLOO -kl 0").overrides())
+    assert rloo.algorithm.adv_estimator == "rloo" and not rloo.actor_rollout_ref.actor.use_kl_loss
+    files = colossal("""-ed {"a":"a.jsonl"}""").settings
+    assert files["data.val_files"] == {"a": "a.jsonl"} and rloo.data.val_files == []
+    tags, _ = compose_with_warnings(colossal("-b vllm").overrides())
+    assert tags.reward_model.rule == "think_answer_tags" and tags.actor_rollout_ref.rollout.stop == ["</answer>"]
+    assert colossal("-nb 2").of(REFUSED)[0].name == "n_behind"
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        ColossalRun({}, ["stray"])
+
+
+def test_every_flag_of_colossal_ends_in_one_list() -> None:
+    source = ColossalRun({})
+    for row in table("Colossal-RL"):
+        for name in plain_names(row):
+            given = ColossalRun({}, [f"{name}={'1' if row.default is ... else text_of(row.default)}"]).leaves
+            ((leaf, value),) = given.items()
+            assert source.outcome(leaf, value).status in (CARRIED, NOTHING, REFUSED), name
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "a b", "it's", '"quoted" \\boxed{}', "1", "null", "a,b", "x=y", "[z]", "~/m", ""]
+)
+def test_texts_survive_the_command_line(text: str) -> None:
+    config, _ = compose_with_warnings(
+        [
+            f"data.system_prompt={text_of(text)}",
+            f"data.train_files={text_of([text])}",
+            f"data.extra={text_of({'a': text})}",
+        ]
+    )
+    assert config.data.system_prompt == text and config.data.train_files == [text] and config.data.extra == {"a": text}
+
+
+def test_the_written_yaml_composes_to_the_same(tmp_path: Path) -> None:
+    for done in (colossal("-a DAPO -m model"), roll(tmp_path, adv_estimator="grpo", system_envs={"A": "1"})):
+        write(done, tmp_path / "out" / "run.yaml", ["what", "where"])
+        assert (
+            compose_with_warnings([], [tmp_path / "out" / "run.yaml"])[0] == compose_with_warnings(done.overrides())[0]
+        )
+
+
+def test_the_pages_about_other_projects_are_current() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    old = [name for name, text in coming_from.pages().items() if (docs / name).read_text() != text]
+    assert old == [], "run python -m verl_like.trainer.config_docs"

@@ -1,0 +1,291 @@
+"""Settings of another project as overrides of ours, by the table of config/foreign_names.py; nothing is lost silently.
+
+Every setting that is read ends in one of four lists: carried, needs nothing, refused (no counterpart, or not built),
+unknown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import OmegaConf
+
+from verl_like.config import PPOConfig
+from verl_like.config.foreign_names import ForeignRow, plain_names, row_of, table, value_of
+from verl_like.config.schema import get_value, keys
+from verl_like.trainer.compose import compose_tree, followers_of, to_config
+
+OTHERWISE = "otherwise: "  # so begin notes that are about refused values
+CARRIED, NOTHING, REFUSED, UNKNOWN = "carried", "needs nothing", "refused", "unknown"
+
+
+class Outcome(NamedTuple):
+    """What becomes of one setting. A refused one may carry settings too: what stands in for it."""
+
+    status: str
+    settings: Mapping[str, Any] = {}
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Item:
+    """One setting of the other project. assumed: it was left out there, and its default is not ours."""
+
+    name: str
+    value: Any
+    status: str
+    settings: dict[str, Any]
+    note: str
+    assumed: bool = False
+
+
+@dataclass(slots=True)
+class Imported:
+    """All settings with what became of them, and ours in the order of the configuration."""
+
+    project: str
+    items: list[Item] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, status: str) -> list[Item]:
+        """The items of one list, in their order."""
+        return [item for item in self.items if item.status == status]
+
+    def overrides(self) -> list[str]:
+        """As on the command line of train, a preset first."""
+        order = {key: place for place, key in enumerate(["preset", *keys()])}
+        return [f"{key}={text_of(self.settings[key])}" for key in sorted(self.settings, key=order.__getitem__)]
+
+    def command(self) -> str:
+        """A line of a shell."""
+        return " \\\n    ".join(["verl-like train", *map(shlex.quote, self.overrides())])
+
+    def yaml(self) -> str:
+        """A file for --config-path and --config-name."""
+        tree = OmegaConf.create(
+            {"defaults": [{"preset": self.settings["preset"]}]} if "preset" in self.settings else {}
+        )
+        for key in [key for key in keys() if key in self.settings]:
+            OmegaConf.update(tree, key, self.settings[key], force_add=True)
+        return OmegaConf.to_yaml(tree)
+
+
+class Foreign:
+    """The settings of another project, with the functions that the table's rules name (methods called rule_NAME).
+
+    leaves: dotted name -> value. referred: names that other settings took their value from.
+    """
+
+    project = ""
+    why_off: Mapping[str, str] = {}  # condition of a rule -> why a setting then needs nothing
+
+    def __init__(self, leaves: Mapping[str, Any], referred: frozenset[str] = frozenset()) -> None:
+        self.leaves, self.referred = dict(leaves), referred
+
+    def __call__(self, name: str, otherwise: Any = None) -> Any:
+        """A setting's value; where it is left out, the other project's default, or `otherwise`."""
+        row = self.row_of(name)
+        for each in (name, *(row.names if row else ())):  # it may be written under another of its names
+            if self.leaves.get(each) is not None:
+                return self.leaves[each]
+        return otherwise if row is None or row.default is ... or otherwise is not None else row.default
+
+    def is_on(self, name: str) -> bool:
+        """What `if NAME` of a rule asks."""
+        return bool(self(name))
+
+    def group(self) -> dict[str, Any]:
+        """Settings that choose a preset; others equal to its values need nothing."""
+        return {}
+
+    def row_of(self, name: str) -> ForeignRow | None:
+        """The line of the table for a setting."""
+        return row_of(self.project, name)
+
+    def idle(self, name: str) -> str:
+        """Why a setting cannot have an effect there either; empty where it can."""
+        return ""
+
+    def outcome(self, name: str, value: Any) -> Outcome:
+        """What becomes of a setting, before it is compared with our defaults and the other settings."""
+        row = self.row_of(name)
+        if value == {} or (row is None and value is None):
+            return Outcome(NOTHING, note="nothing is set")
+        if row is None:
+            return self._unlisted(name)
+        if why := self.idle(name):
+            return Outcome(NOTHING, note=why)
+        if row.at_rest is not None:
+            rests = value in row.at_rest
+            note = f"{_lower(value)} is what is done anyway" if rests else row.note
+            return Outcome(NOTHING if rests or row.at_rest == () else REFUSED, note=note)
+        if not row.keys:
+            return Outcome(REFUSED, note=row.note)
+        ours = row.keys_of(name.split(".")[0])
+        for needed in row.conditions:
+            if self.is_on(needed.removeprefix("not ")) == needed.startswith("not "):
+                return Outcome(NOTHING, note=self.why_off.get(needed, _off(needed)))
+        kind, _, rest = row.rule.partition(" ")
+        if kind == "fn":
+            try:
+                found: Outcome | dict[str, Any] = getattr(self, f"rule_{rest}")(name, value, ours)
+            except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+                unread = Outcome(REFUSED, note=f"the value cannot be read: {error}")
+                return unread if value is not None else Outcome(NOTHING, note="nothing is set")
+            found = Outcome(CARRIED, found) if isinstance(found, dict) else found
+            return found._replace(note=found.note or row.note)
+        if kind == "under":
+            last = name.rpartition(".")[2]
+            value = {rest: {last: str(value)}} if rest else {last: value}
+        elif kind == "not":
+            value = not value
+        elif ">" in row.rule:
+            values = row.values()
+            new = values.get(_lower(value))
+            if new is None and "*" not in values:
+                why = row.note.removeprefix(OTHERWISE) or f"{_lower(value)} is none of {', '.join(values)}"
+                return Outcome(REFUSED, note=why)
+            value = value if new is None else value_of(new)
+        return Outcome(CARRIED, carry(ours, value), "" if row.note.startswith(OTHERWISE) else row.note)
+
+    def _unlisted(self, name: str) -> Outcome:
+        parts = name.split(".")
+        if any(".".join(parts[:end]) in self.referred for end in range(1, len(parts) + 1)):
+            return Outcome(NOTHING, note="a name of the file's own: its value is taken where ${...} refers to it")
+        known = {each: row for row in table(self.project) for each in plain_names(row)}
+        near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.75)
+        return Outcome(UNKNOWN, note=f"did you mean {near[0]}?" if near else "nothing is known of it")
+
+
+def carry(ours: list[str], value: Any) -> dict[str, Any]:
+    """The value under each key; KEY=value of the table stays that."""
+    pairs = (key.partition("=") for key in ours)
+    return {key: value_of(fixed) if equals else value for key, equals, fixed in pairs}
+
+
+def _off(condition: str) -> str:
+    return f"{condition[4:]} comes first" if condition.startswith("not ") else f"{condition} is off"
+
+
+def translate(source: Foreign) -> Imported:
+    """Every setting of the source in its list, and the settings of ours that come of them."""
+    base, followers = _base(*(f"{key}={value}" for key, value in source.group().items())), _followers()
+    done = Imported(source.project)
+    by: dict[str, str] = {}
+    for name, value, assumed in [*((*leaf, False) for leaf in source.leaves.items()), *_left_out(source)]:
+        status, settings, note = source.outcome(name, value)
+        own = {
+            key: new
+            for key, new in settings.items()
+            if key == "preset" or ((key in followers or not _same(get_value(base, key), new)) and _allowed(key, new))
+        }
+        if status == CARRIED and not own:
+            row = source.row_of(name)
+            status, note = NOTHING, f"our default: {note}" if note and row and note != row.note else "our default"
+        clash = next((key for key, new in settings.items() if not _fits(done.settings.get(key, new), new)), None)
+        if assumed and (status == NOTHING or clash or any(key in by for key in own)):
+            continue
+        if clash:
+            status, own, note = REFUSED, {}, f"{clash} is {text_of(done.settings[clash])} already, by {by[clash]}"
+        for key, new in own.items():
+            old = done.settings.get(key)
+            done.settings[key] = _joined(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
+            by.setdefault(key, name)
+        done.items.append(Item(name, value, status, own, note, assumed))
+    return done
+
+
+@cache
+def _base(*groups: str) -> PPOConfig:
+    return to_config(compose_tree(groups, [])[0])
+
+
+@cache
+def _followers() -> frozenset[str]:
+    """Keys whose default is another key's value: an equal value may be another one once that key is set."""
+    return frozenset(key for many in followers_of([]).values() for key in many)
+
+
+def _left_out(source: Foreign) -> Iterator[tuple[str, Any, bool]]:
+    """The defaults of settings that the source does not name, where they are not ours."""
+    named = {id(source.row_of(name)) for name in source.leaves}
+    for row in table(source.project):
+        if row.default is ...:
+            continue
+        roles = re.fullmatch(r"\(([\w|]+)\)(.*)", row.names[0])
+        if roles is None and id(row) not in named:
+            yield row.names[0].lstrip("-").replace("-", "_"), row.default, True
+        for name in [role + roles[2] for role in roles[1].split("|")] if roles else []:
+            if name not in source.leaves:
+                yield name, row.default, True
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    both = {name: _joined(old[name], new[name]) for name in old.keys() & new.keys() if isinstance(old[name], dict)}
+    return {**old, **new, **both}
+
+
+def _fits(old: Any, new: Any) -> bool:
+    """Whether two values of a key can stand together: they are equal, or dictionaries that can be joined."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return all(_fits(old[name], new[name]) for name in old.keys() & new.keys())
+    return old == new
+
+
+def _same(ours: Any, new: Any) -> bool:
+    return ours == new and isinstance(ours, bool) == isinstance(new, bool)
+
+
+def _allowed(key: str, new: Any) -> bool:
+    """Whether null, with which other projects leave a setting out, is a value of our key."""
+    return new is not None or type(None) in get_args(keys()[key].type)
+
+
+def _lower(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def text_of(value: Any) -> str:
+    """A value in the grammar of the command line's overrides."""
+    if isinstance(value, dict):
+        pairs = (
+            re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(name)) + ":" + text_of(item) for name, item in value.items()
+        )
+        return "{" + ",".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(text_of, value)) + "]"
+    if not isinstance(value, str):
+        return _lower(value)
+    plain = re.fullmatch(r"[A-Za-z_./][\w./:+@%-]*", value) and value.lower() not in (
+        "null",
+        "true",
+        "false",
+        "nan",
+        "inf",
+    )
+    return value if plain else QuotedString(value, Quote.single).with_quotes()
+
+
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value of every leaf; lists, and dictionaries without keys, are leaves."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        found |= flat(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+    return found
+
+
+def write(done: Imported, path: Path, heading: list[str]) -> None:
+    """A shell script, or for .yaml and .yml a file of the configuration, with the heading as comments."""
+    is_yaml = path.suffix in (".yaml", ".yml")
+    lines = ([] if is_yaml else ["#!/bin/sh"]) + [f"# {line}".rstrip() for line in heading]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*lines, "", done.yaml() if is_yaml else done.command() + ' "$@"\n']))

@@ -1,0 +1,36 @@
+"""The package as a library: what `verl_like.run` and `verl_like.build` are. docs/library.md shows them at work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from verl_like.config import PPOConfig
+from verl_like.observe.run_folder import Run, read_run
+from verl_like.trainer.main_ppo import quiet_tokenizers
+from verl_like.trainer.ppo import PPOTrainer
+from verl_like.trainer.run import fit, opened
+
+
+def run(config: PPOConfig, *, reward: Callable[..., Any] | None = None, trainer: type[PPOTrainer] | None = None) -> Run:
+    """Train as `config` (of `verl_like.compose`) says, and read the run's folder: `run(config).metrics`.
+
+    reward: compute_score(data_source, solution_str, ground_truth, extra_info=None) as an object, in place of
+    custom_reward_function.path. trainer: a class derived from PPOTrainer, in place of trainer.trainer_class. A run that
+    an interrupt stopped returns too. ConfigError lists what is wrong with the inputs, RunStopped says why training
+    cannot go on.
+    """
+    quiet_tokenizers()
+    return read_run(fit(config, reward=reward, kind=trainer))
+
+
+def build(
+    config: PPOConfig, *, reward: Callable[..., Any] | None = None, trainer: type[PPOTrainer] | None = None
+) -> AbstractContextManager[PPOTrainer]:
+    """The trainer of a run, for a loop of your own: `start`, then `step` until `done`, then `finish`.
+
+    Its processes and its hold on the folder end with the context. Arguments and errors: see `run`.
+    """
+    quiet_tokenizers()
+    return opened(config, reward, trainer)
