@@ -51,7 +51,7 @@ class Recipe:
     num_training: int = 4096
     num_validation: int = 256
     asks: float = 0.35  # how often the teacher calls the calculator
-    warm_start_steps: int = 1000
+    warm_start_steps: int = 1600
     warm_start_batch: int = 64
     learning_rate: float = 3e-3
     hidden_size: int = 64
