@@ -317,6 +317,7 @@ class Scores(TensorStruct):
     baseline_B: Tensor | None = None  # float32: reward of the greedy response to the row's prompt (remax)
     seconds_B: Tensor | None = None  # float32: how long grading took, where that is known
     trained_B: Tensor | None = None  # bool: false where a row stays in the batch, but no token of it is trained on
+    outcomes: list[str] | None = None  # how each episode ended (docs/outcomes.md); None: nobody has said so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ def test_the_rollout_browser_filters_sorts_searches_and_colours(browser: Any, fo
     page.locator(rows).first.click()
     assert "Write a poem" in page.inner_text("#detail")
     page.click("#clear")
-    page.select_option("#outcome", "grader error")
+    page.select_option("#outcome", "grader_error")
     assert opened.count(rows) == 16
     page.locator(rows).first.click()
     assert "timeout: over 60 s" in page.inner_text("#detail .bad")

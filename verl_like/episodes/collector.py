@@ -177,8 +177,8 @@ class Collector:
         else:
             graded = all_graded(itertools.chain.from_iterable(members), self.rewards)
             pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=validation))
-        if not validation:
-            pending.then(partial(self._by_outcome, list(itertools.chain.from_iterable(members))))
+        flat = list(itertools.chain.from_iterable(members))
+        pending.then(partial(self._with_outcomes if validation else self._by_outcome, flat))
         pending.then(partial(of_rows, episode_of_row=episode_of_rows(episodes)))
         return rollouts, pending
 
@@ -188,7 +188,10 @@ class Collector:
         scores, outcomes = self.how.policies.apply(episodes, scores)
         self._metrics |= outcome_metrics(outcomes, retried)
         self.how.policies.require_few_lost(episodes, outcomes, retried)
-        return scores
+        return scores.replace(outcomes=outcomes)
+
+    def _with_outcomes(self, members: Sequence[Member], scores: Scores) -> Scores:
+        return scores.replace(outcomes=self.how.policies.outcomes([member.episode for member in members], scores))
 
     def _add_baseline(self, groups: Sequence[Group], rollouts: Rollouts, pending: PendingBatch, step: int) -> None:
         """ReMax: the reward of each prompt's greedy episode."""

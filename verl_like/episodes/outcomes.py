@@ -73,18 +73,22 @@ class Policies:
         cut_off = episode.turns[-1].finish_reason == "length" or episode.counts.get("out_of_turns", 0) > 0
         return "truncated" if cut_off else "failed"
 
+    def outcomes(self, episodes: Sequence[Episode], scores: Scores) -> list[str]:
+        """Of each episode with these scores."""
+        values, valid = scores.score_B.tolist(), scores.valid_B.tolist()
+        known = [value if there else None for value, there in zip(values, valid, strict=True)]
+        return [
+            self.outcome(episode, score=score, extras=extras)
+            for episode, score, extras in zip(episodes, known, scores.extras, strict=True)
+        ]
+
     def apply(self, episodes: Sequence[Episode], scores: Scores, *, keep: bool = True) -> tuple[Scores, list[str]]:
         """The scores of these episodes after their policies, and their outcomes.
 
         Masked ones keep their score and leave trained_B; dropped ones have none any more (valid_B). keep: where no
         score would be left, those to be dropped are masked: a step that teaches nothing is no reason to end a run.
         """
-        values, valid = scores.score_B.tolist(), scores.valid_B.tolist()
-        known = [value if there else None for value, there in zip(values, valid, strict=True)]
-        outcomes = [
-            self.outcome(episode, score=score, extras=extras)
-            for episode, score, extras in zip(episodes, known, scores.extras, strict=True)
-        ]
+        outcomes = self.outcomes(episodes, scores)
         of = [self.of.get(outcome, "train") if outcome in GRADED else "lost" for outcome in outcomes]
         dropped_B = torch.tensor([policy == "drop" for policy in of], dtype=torch.bool)
         unmasked_B = torch.tensor([policy != "mask" for policy in of], dtype=torch.bool)

@@ -233,7 +233,7 @@ RULES: tuple[Rule, ...] = (
         find=above,
         needed=1,
         fix="repair the reward function; verl_like.log names the rows",
-        show={"outcome": "grader error"},
+        show={"outcome": "grader_error"},
     ),
     Rule(
         name="lost responses",

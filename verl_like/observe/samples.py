@@ -23,7 +23,7 @@ from verl_like.ragged import bounds
 
 Sample = dict[str, Any]
 
-_OUTCOMES = {"stop": "finished", "length": "truncated", "abort": "aborted"}  # of the rollout engine's finish reasons
+_BY_REASON = {"stop": "finished", "length": "truncated", "abort": "aborted"}  # where nobody judged the episodes
 _SAMPLE_SEED = 42  # the same prompts are shown at every validation
 
 
@@ -54,7 +54,7 @@ def make_samples(
             "step": step,
             "data_source": row.data_source,
             "finish_reason": reason,
-            "outcome": _OUTCOMES.get(reason, reason) if failure is None else "grader error",
+            "outcome": _outcome(scores, i, reason),
             "group": int(rollouts.group_B[i]),
             "dataset_index": row.index,
             "prompt_tokens": len(prompt_ids),
@@ -77,6 +77,12 @@ def make_samples(
         # The reward function's own values never hide a field of the record.
         samples.append({**scores.extras[i], **sample})
     return samples
+
+
+def _outcome(scores: Scores, i: int, reason: str) -> str:
+    if scores.outcomes is not None:
+        return scores.outcomes[i]
+    return _BY_REASON.get(reason, reason) if scores.failures[i] is None else "grader_error"
 
 
 def credit_rows(rollouts: Rollouts, experience: Experience) -> dict[int, int]:

@@ -494,5 +494,8 @@ def test_given_prompts_are_answered_in_their_own_way(data: PromptDataset) -> Non
         assert int(rollouts.response_length_B.max()) <= 7
         assert {r.request_id for r in fleet.asked} == {f"val-{g}-{s}-0" for g in (4, 2) for s in range(3)}
         assert made.state_dict()["draws"] == 0
+        outcomes = pending.result().outcomes
+        assert outcomes is not None and set(outcomes) <= {"solved", "failed", "truncated"}
     with collector(data, verdict=lambda p, n: None) as (made, _):
-        assert not made.answer(prompts, how, step=9)[1].result().valid_B.any()
+        scores = made.answer(prompts, how, step=9)[1].result()
+        assert not scores.valid_B.any() and scores.outcomes == ["grader_error"] * 6

@@ -111,6 +111,7 @@ def test_masked_ones_count_in_their_group_and_dropped_ones_do_not(made: Bench) -
     _, scores, metrics = made.step(wrong, failed="mask")
     assert scores.trained_B is not None and scores.trained_B.tolist() == [False, True]
     assert scores.score_B.tolist() == [0.0, 1.0] and metrics["outcomes/failed"] == 1
+    assert scores.outcomes == ["failed", "solved"]
     _, scores, metrics = made.step(wrong, failed="drop")
     assert scores.valid_B.tolist() == [False, True] and scores.score_B[0].isnan() and scores.failures == [None, None]
     _, scores, _ = made.step(Fault(told="", says=(WORKS,) * 3), truncated="mask", solved_above=2)

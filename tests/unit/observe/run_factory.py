@@ -104,7 +104,7 @@ def _sample(step: int, group: int, i: int, tokens: int, part: str) -> Sample:
         "step": step,
         "data_source": "toy",
         "finish_reason": "stop" if i else "length",
-        "outcome": "grader error" if failed else "finished" if i else "truncated",
+        "outcome": "grader_error" if failed else "finished" if i else "truncated",
         "group": 100 * step + group,
         "dataset_index": group,
         "prompt_tokens": 9,

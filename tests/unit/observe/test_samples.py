@@ -42,7 +42,9 @@ def test_records_have_verls_fields_without_padding_or_special_tokens() -> None:
         "dataset_index": 0, "prompt_tokens": 2, "response_tokens": 3, "sampled_tokens": 3, "weight_version": 0,
     }  # fmt: skip
     assert set(samples[0]) - {"acc"} <= FIELDS and set(samples[1]) <= FIELDS  # the report tells reward parts by them
-    assert samples[1]["outcome"] == "grader error"
+    assert samples[1]["outcome"] == "grader_error"
+    judged = make_samples(rollouts, scores.replace(outcomes=["solved", "tool_error"]), LetterTokenizer(), step=7)
+    assert [sample["outcome"] for sample in judged] == ["solved", "tool_error"]
     assert (samples[1]["input"], samples[1]["output"]) == ("b", "e")
     assert samples[1]["failure"] == "timeout: over 60 s"
 
