@@ -41,6 +41,8 @@ gpu-report: setup ## everything on one CUDA device: its tests, then all benchmar
 	@mkdir -p outputs/gpu
 	-$(PYTEST) -m gpu -s tests/gpu > outputs/gpu/tests.txt 2>&1
 	@tail -n 3 outputs/gpu/tests.txt
+	-$(PY) -m verl_like.cli bench driver --json outputs/gpu/driver.json
+	-$(PY) -m verl_like.cli bench agents --engine vllm --model 0.5b --json outputs/gpu/agents.json
 	-$(PY) -m verl_like.cli bench all --model 0.5b --workload w1 --out outputs/gpu/0.5b_w1 $(ARGS)
 	$(PY) -m verl_like.cli bench all --model 1.5b --workload w1 --out outputs/gpu/1.5b_w1 $(ARGS)
 
