@@ -11,7 +11,7 @@ DOCS_VENV ?= .venv-docs
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-engines test-all mutations test-gpu gpu-report lint format types docs clean
+.PHONY: help setup quickstart test test-engines test-all bench-driver mutations test-gpu gpu-report lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ test-engines: setup ## the tests of second engines, servers, further pools and p
 
 test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart): an hour
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+bench-driver: setup ## the driver's own work on a small batch: fails at twice the copies of it that were measured (300)
+	OMP_NUM_THREADS=1 $(PY) -m verl_like.cli bench driver --prompts 128 --rounds 5 --most-copies 600
 
 mutations: setup ## plant faults, one at a time, and show that the tests notice each: 6 minutes
 	$(PY) tests/mutations.py

@@ -8,7 +8,7 @@ response_length_B cuts. Nothing is padded: a struct holds, sends and selects rea
 
 Arithmetic over positions needs rectangles. Every column `name_T` can be read as `name_BR` (responses, right padded to
 the longest) or `name_BP` (prompts, left padded), and a struct can be made from such columns too; both are made on the
-spot. What works on a whole batch uses `name_T`, or pads a block of rows (ragged.length_blocks).
+spot. What works on a whole batch uses `name_T`, or pads blocks of rows (ragged.Blocks).
 
 Every struct is a `TensorStruct`: `select`, `split`, `concat`, `to` act on all its fields at once, so that no field can
 be reordered alone. Nothing downstream changes an upstream object. An optional field means "this run does not have it"
@@ -20,12 +20,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from verl_like.ragged import Side, bounds, flat_rows, padded_rows, plain, revived, take_rows
+from verl_like.ragged import Side, bounds, flat_rows, padded_rows, places, plain, revived, take_rows
 
 _PROMPTS, _RESPONSES = "prompt_length_B", "response_length_B"
 _ENDINGS = {_PROMPTS: "_BP", _RESPONSES: "_BR"}
@@ -35,6 +35,11 @@ _SIDES: dict[str, Side] = {_PROMPTS: "left", _RESPONSES: "right"}
 def tokens(length: str = _RESPONSES, fill: float = 0, **kwargs: Any) -> Any:
     """A field that is a column [T], whose rows have the lengths of another field. fill: in its padded form."""
     return dataclasses.field(metadata={"length": length, "fill": fill}, **kwargs)
+
+
+def beside(**kwargs: Any) -> Any:
+    """A field that is no column: a dictionary."""
+    return dataclasses.field(metadata={"beside": True}, **kwargs)
 
 
 class _Struct(type):
@@ -48,6 +53,9 @@ class TensorStruct(metaclass=_Struct):
     """Base of all stages. Each field is a tensor [B, ...], a column of tokens [T], a list of B objects, or None."""
 
     __slots__ = ("_forms",)  # padded forms that were asked for: see `with_forms`
+    without_lengths: ClassVar[bool] = (
+        False  # whether a padded column may come without its lengths: all rows are as wide
+    )
 
     def __len__(self) -> int:
         for name, value in self.columns().items():
@@ -66,8 +74,8 @@ class TensorStruct(metaclass=_Struct):
 
     def columns(self) -> dict[str, Tensor | list[Any]]:
         """The fields that are present, by name."""
-        named = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))  # type: ignore[arg-type]
-        return {name: value for name, value in named if value is not None}
+        fields = (f for f in dataclasses.fields(self) if "beside" not in f.metadata)  # type: ignore[arg-type]
+        return {f.name: value for f in fields if (value := getattr(self, f.name)) is not None}
 
     def check(self) -> None:
         """Raise ValueError unless all columns have the same number of rows, and of tokens as many as lengths say."""
@@ -97,6 +105,7 @@ class TensorStruct(metaclass=_Struct):
         if positions.dtype == torch.bool:
             positions = positions.nonzero().flatten()
         positions = positions.long()
+        positions = torch.where(positions < 0, positions + len(self), positions)
         chosen = positions.tolist()
         if chosen == list(range(len(self))):
             return self
@@ -134,8 +143,8 @@ class TensorStruct(metaclass=_Struct):
             missing = [value is None for value in values]
             if any(missing) and not all(missing):
                 raise ValueError(f"{cls.__name__}.{f.name} is present in some parts and missing in others")
-            if all(missing):
-                joined[f.name] = None
+            if all(missing) or "beside" in f.metadata:
+                joined[f.name] = values[0]
             elif isinstance(values[0], Tensor):
                 joined[f.name] = torch.cat(values)
             else:
@@ -159,15 +168,18 @@ class TensorStruct(metaclass=_Struct):
 
         Differentiable.
         """
-        forms = self._forms if hasattr(self, "_forms") else None
-        key = (id(values_T), length)
-        if forms is not None and key in forms:
+        forms: dict[Any, Any] = self._forms if hasattr(self, "_forms") else {}
+        key = (id(values_T), length, fill)
+        if key in forms:
             return forms[key][1]
         length_B = getattr(self, length)
-        width = int(length_B.max()) if len(length_B) else 0
-        padded = padded_rows(values_T, length_B, width, _SIDES[length], fill)
-        if forms is not None:
-            forms[key] = (values_T, padded)  # held, so that its id stays its own
+        if length not in forms:  # the same for all columns, and on a device a wait for it
+            width = int(length_B.max()) if len(length_B) else 0
+            index = values_T.device.type != "cpu" or values_T.requires_grad
+            forms[length] = width, places(length_B, width, _SIDES[length], len(values_T)) if index else None
+        width, places_T = forms[length]
+        padded = padded_rows(values_T, length_B, width, _SIDES[length], fill, places_T)
+        forms[key] = (values_T, padded)  # held, so that its id stays its own
         return padded
 
     def flat(self, values_BR: Tensor) -> Tensor:
@@ -192,19 +204,24 @@ def _token_fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _flattened(cls: type, columns: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns with padded ones flat. Lengths are those among them, else the known ones; without any, all rows of a
-    padded column are as long as it is wide. Where both are given the padded one counts (dataclasses.replace)."""
+    """The columns with padded ones flat. Lengths are those among them, else the known ones, or there need not be
+    any (`without_lengths`). Where both are given the padded one counts (dataclasses.replace)."""
     fields, padded = _token_fields(cls), dict[str, Any]()
     for name in columns:
         field = fields.get(f"{name[:-3]}_T")
         if field is not None and name[-3:] == _ENDINGS[field.metadata["length"]]:
             padded[name] = field
     flat = {name: value for name, value in columns.items() if name not in padded}
+    without = {field.metadata["length"] for field in padded.values()} - flat.keys() - known.keys()
     for name, field in padded.items():
         value, length = columns[name], field.metadata["length"]
         length_B = flat.get(length, known.get(length))
         if value is not None and length_B is None:
+            if not cls.without_lengths:  # type: ignore[attr-defined]
+                raise TypeError(f"{cls.__name__}: {name} needs {length}, which says what of it is padding")
             length_B = flat[length] = torch.full((len(value),), value.shape[1], dtype=torch.int64)
+        if value is not None and len(value) and length in without and value.shape != (len(length_B), length_B[0]):
+            raise ValueError(f"{cls.__name__}: padded columns differ: {name} is {tuple(value.shape)}")
         flat[field.name] = None if value is None else flat_rows(value, length_B, _SIDES[length])
     return flat
 

@@ -35,12 +35,13 @@ def bounds(length_B: Tensor) -> list[int]:
 
 
 def take_rows(values_T: Tensor, length_B: Tensor, rows: Sequence[int], ends: Sequence[int] | None = None) -> Tensor:
-    """The rows at these positions, in this order. Neighbours in their order are no copy. ends: `bounds` of them all."""
+    """The rows at these positions, in this order. Neighbours that are most of them are no copy. ends: `bounds`."""
     ends = bounds(length_B) if ends is None else ends
     if not rows:
         return values_T[:0]
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        return values_T[ends[rows[0]] : ends[rows[-1] + 1]]
+        values = values_T[ends[rows[0]] : ends[rows[-1] + 1]]
+        return values if 2 * len(values) >= len(values_T) else values.clone()
     if values_T.device.type != "cpu" or values_T.requires_grad:
         return torch.cat([values_T[ends[row] : ends[row + 1]] for row in rows])
     values = _array(values_T)
@@ -50,20 +51,30 @@ def take_rows(values_T: Tensor, length_B: Tensor, rows: Sequence[int], ends: Seq
 def flat_rows(padded_BW: Tensor, length_B: Tensor, side: Side) -> Tensor:
     """The real entries, [T]: row b has length_B[b], at its start ("right") or its end ("left")."""
     width = padded_BW.shape[1]
+    _require_room(length_B, width)
     if len(length_B) and int(length_B.min()) == width:
         return padded_BW.reshape(-1)
     if padded_BW.device.type != "cpu" or padded_BW.requires_grad:
-        return padded_BW.reshape(-1)[_places(length_B.to(padded_BW.device), width, side)]
+        return padded_BW.reshape(-1)[places(length_B.to(padded_BW.device), width, side)]
     values, lengths = _array(padded_BW), length_B.tolist()
     parts = [row[:n] if side == "right" else row[width - n :] for row, n in zip(values, lengths, strict=True)]
     return _tensor(np.concatenate(parts) if parts else values[:0].reshape(-1), padded_BW.dtype)
 
 
-def padded_rows(values_T: Tensor, length_B: Tensor, width: int, side: Side = "right", fill: float = 0) -> Tensor:
-    """Inverse of `flat_rows`: [B, width], `fill` in the padding. Differentiable."""
+def padded_rows(
+    values_T: Tensor,
+    length_B: Tensor,
+    width: int,
+    side: Side = "right",
+    fill: float = 0,
+    places_T: Tensor | None = None,
+) -> Tensor:
+    """Inverse of `flat_rows`: [B, width], `fill` in the padding. Differentiable. places_T: of these rows, if known."""
     shape = (len(length_B), width)
     if values_T.device.type != "cpu" or values_T.requires_grad:
-        places_T = _places(length_B.to(values_T.device), width, side)
+        if places_T is None:
+            _require_room(length_B, width)
+            places_T = places(length_B.to(values_T.device), width, side, len(values_T))
         return values_T.new_full((shape[0] * width,), fill).index_copy(0, places_T, values_T).view(shape)
     filled = torch.zeros(shape, dtype=values_T.dtype)  # from the system: pages that nobody writes cost nothing
     if fill:
@@ -80,7 +91,7 @@ def padded_rows(values_T: Tensor, length_B: Tensor, width: int, side: Side = "ri
 def row_sums(values_T: Tensor, length_B: Tensor) -> Tensor:
     """Sum over each row [B], in float64 (counts: int64); 0 over none."""
     if values_T.dtype == torch.bool and values_T.all():
-        return length_B
+        return length_B.clone()
     kind = torch.float64 if values_T.dtype.is_floating_point else torch.int64
     sums = torch.zeros(len(length_B), dtype=kind, device=values_T.device)
     for rows, tokens in flat_blocks(length_B):
@@ -179,12 +190,17 @@ def revived(given: Any) -> Any:
     return values.view(torch.bfloat16) if given.bits else values
 
 
-def _places(length_B: Tensor, width: int, side: Side) -> Tensor:
-    """int64 [T]: where each token is in a flattened [B, width]."""
-    row_T = torch.arange(len(length_B), device=length_B.device).repeat_interleave(length_B)
+def places(length_B: Tensor, width: int, side: Side, num_tokens: int | None = None) -> Tensor:
+    """int64 [T]: where each token is in a flattened [B, width]. num_tokens: T; without it a device is waited for."""
+    row_T = torch.arange(len(length_B), device=length_B.device).repeat_interleave(length_B, output_size=num_tokens)
     first_B = length_B.cumsum(0) - length_B
     column_T = torch.arange(len(row_T), device=length_B.device) - first_B[row_T]
     return row_T * width + (column_T if side == "right" else column_T + (width - length_B)[row_T])
+
+
+def _require_room(length_B: Tensor, width: int) -> None:
+    if len(length_B) and int(length_B.max()) > width:
+        raise ValueError(f"a padded column has {width} places in a row, but the longest row has {int(length_B.max())}")
 
 
 def _array(values: Tensor) -> NDArray[Any]:

@@ -108,6 +108,7 @@ def test_forms_are_kept_where_that_is_asked_for() -> None:
     batch = rollouts(LENGTHS)
     micro = batch.with_forms()
     assert micro.response_ids_BR is micro.response_ids_BR and batch.response_ids_BR is not batch.response_ids_BR
+    assert micro.padded(micro.response_ids_T, fill=7)[1].tolist() == [1001, 7, 7, 7, 7]
     assert micro.replace(group_B=batch.group_B).response_ids_BR is not micro.response_ids_BR
     assert_same(micro, batch)
 
@@ -117,6 +118,28 @@ def test_select_by_mask_and_by_nothing() -> None:
     assert_same(batch.select(torch.tensor([True, False, False, True])), batch.select([0, 3]))
     assert len(batch.select([])) == 0
     assert len(batch.select(torch.zeros(4, dtype=torch.bool)).rows) == 0
+
+
+def test_positions_from_the_end_and_few_rows_hold_no_whole_batch() -> None:
+    batch = rollouts(LENGTHS)
+    assert_same(batch.select([-1, 0]), batch.select([3, 0]))
+    few = batch.select([2])
+    assert few.response_ids_T.untyped_storage().nbytes() == 4 * len(few.response_ids_T)
+
+
+def test_padded_columns_need_lengths_that_they_have_room_for() -> None:
+    batch = rollouts(LENGTHS)
+    with pytest.raises(TypeError, match="response_ids_BR needs response_length_B"):
+        Sequences(
+            prompt_ids_T=batch.prompt_ids_T,
+            prompt_length_B=batch.prompt_length_B,
+            response_ids_BR=batch.response_ids_BR,
+            response_mask_T=batch.response_mask_T,
+        )
+    with pytest.raises(ValueError, match="has 4 places in a row, but the longest row has 5"):
+        batch.replace(response_ids_BR=batch.response_ids_BR[:, :4])
+    with pytest.raises(ValueError, match="response_length_B is exchanged, but response_ids_T is not"):
+        batch.replace(response_length_B=batch.response_length_B.flip(0))
 
 
 def test_split_and_concat_are_inverse() -> None:

@@ -6,9 +6,9 @@ are those of the whole rollout batch: estimators run on the driver, before anyth
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from verl_like.algorithms.groups import GroupStatistics, group_statistics
 from verl_like.algorithms.masked import masked_fill_zero, masked_whiten, whitened_rows
 from verl_like.algorithms.registry import Registry
 from verl_like.algorithms.stepwise import Turns, anchor_advantages, normalised_by_group, turn_returns, turns_of
-from verl_like.batch import TensorStruct, tokens
+from verl_like.batch import TensorStruct, beside, tokens
 from verl_like.config import AlgorithmConfig
 from verl_like.ragged import Blocks, on_rows, row_sums
 
@@ -33,13 +33,15 @@ class AdvantageInputs(TensorStruct):
     A row is a whole episode: one whose history was rewritten comes joined to one row (see algorithms/experience.py).
     """
 
+    without_lengths: ClassVar[bool] = True
+
     token_rewards_T: Tensor = tokens()  # float32: reward after KL, on the token that earned it, 0 elsewhere
     response_mask_T: Tensor = tokens()  # bool: tokens the policy sampled
     response_length_B: Tensor  # int64
     group_B: Tensor  # int64: rows with the same number answer the same prompt
     values_T: Tensor | None = tokens(default=None)  # V(state before token t), from the critic
     old_log_probs_T: Tensor | None = tokens(default=None)
-    components: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # float64 [B]: rewards by name, for gdpo
+    components: dict[str, Tensor] = beside(default_factory=dict)  # float64 [B]: rewards by name, for gdpo
     # turn of each sampled token, and state before the turn: see algorithms/stepwise.py
     step_T: Tensor | None = tokens(fill=-1, default=None)
     anchor_T: Tensor | None = tokens(fill=-1, default=None)
@@ -85,10 +87,12 @@ class AdvantageInputs(TensorStruct):
 class AdvantageOutputs(TensorStruct):
     """Both are 0 outside response_mask. Given padded, as [B, R], lengths need not be said."""
 
+    without_lengths: ClassVar[bool] = True
+
     advantages_T: Tensor = tokens()
     returns_T: Tensor = tokens()
     response_length_B: Tensor
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = beside(default_factory=dict)
 
 
 AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], AdvantageOutputs]
@@ -99,15 +103,22 @@ register_advantage = ADVANTAGES.register
 def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Run the estimator that algorithm.adv_estimator names."""
     outputs = ADVANTAGES.lookup(algorithm.adv_estimator)(inputs, algorithm)
-    if torch.equal(outputs.response_length_B, inputs.response_length_B):
-        return outputs
-    shape, expected = outputs.advantages_BR.shape, (len(inputs), inputs.padded(inputs.response_mask_T).shape[1])
-    if shape != expected or outputs.returns_BR.shape != expected:
-        raise ValueError(
-            f"algorithm.adv_estimator={algorithm.adv_estimator!r} returned advantages of {tuple(shape)} and returns of "
-            f"{tuple(outputs.returns_BR.shape)}, but the responses are {expected}"
-        )
-    return outcome(inputs, inputs.flat(outputs.advantages_BR), inputs.flat(outputs.returns_BR), outputs.metrics)
+    found, flat = [outputs.advantages_T, outputs.returns_T], inputs.response_mask_T.shape
+    if all(column is not None for column in found):
+        if torch.equal(outputs.response_length_B, inputs.response_length_B):
+            if all(column.shape == flat for column in found):
+                return outputs
+        elif len(outputs.response_length_B) == len(inputs):  # padded: all rows as long as they are wide
+            width, longest = int(outputs.response_length_B[0]), int(inputs.response_length_B.max())
+            if width == longest and all(column.numel() == len(inputs) * width for column in found):
+                padded = [inputs.flat(column.view(len(inputs), width)) for column in found]
+                return outcome(inputs, *padded, outputs.metrics)
+    shapes = ["nothing" if column is None else tuple(column.shape) for column in found]
+    raise ValueError(
+        f"algorithm.adv_estimator={algorithm.adv_estimator!r} returned {shapes[0]} as advantages and {shapes[1]} as "
+        f"returns (padded columns flat), but there are {len(inputs)} responses with {flat[0]} tokens, the longest "
+        f"{int(inputs.response_length_B.max())}: return columns [T] with their lengths, or [B, longest] without"
+    )
 
 
 def outcome(

@@ -253,11 +253,12 @@ def credit_metrics(inputs: AdvantageInputs, outputs: AdvantageOutputs, advantage
     """
     mask_T, returns_T = inputs.response_mask_T, outputs.returns_T
     metrics = _token_spread("critic/advantages", advantages_T, mask_T)
-    if returns_T is outputs.advantages_T and returns_T is advantages_T:
+    shaped = not torch.equal(advantages_T, outputs.advantages_T)
+    if returns_T is outputs.advantages_T and not shaped:
         metrics |= {name.replace("advantages", "returns"): value for name, value in metrics.items()}
     else:
         metrics |= _token_spread("critic/returns", returns_T, mask_T)
-    if advantages_T is not outputs.advantages_T and not torch.equal(advantages_T, outputs.advantages_T):
+    if shaped:
         metrics |= _token_spread("critic/raw_advantages", outputs.advantages_T, mask_T)
     if inputs.values_T is not None:
         unexplained = masked_var(returns_T - inputs.values_T, mask_T) / (masked_var(returns_T, mask_T) + 1e-5)

@@ -128,15 +128,17 @@ def without_gap(metrics: Mapping[str, T]) -> dict[str, T]:
 
 
 def _token_sums(gap: Gap) -> Tally:
-    """Outside the mask log-probs are 0: differences and their squares are too, probabilities and ratios are 1."""
+    """Outside the mask log-probs are 0, and so are differences. Ratios are 1 there, as they about are inside, and are
+    taken off again; that would lose digits of probabilities, which may be tiny."""
     mask, lr_abs = gap.mask_BR, gap.log_ratio_BR.abs()
-    p, q, ratio_log = gap.policy_BR.exp(), gap.rollout_BR.exp(), gap.log_ratio_BR.clamp(-LOG_LIMIT, LOG_LIMIT)
+    p, q = masked_fill_zero(gap.policy_BR.exp(), mask), masked_fill_zero(gap.rollout_BR.exp(), mask)
+    ratio_log = gap.log_ratio_BR.clamp(-LOG_LIMIT, LOG_LIMIT)
     rho, difference, num_tokens = ratio_log.exp(), (p - q).abs(), mask.sum().double()
     outside = mask.numel() - num_tokens
-    of_ones = {"p": p, "q": q, "pp": p * p, "qq": q * q, "pq": p * q, "rho": rho, "rho_squared": rho * rho}
     of_zeros = {"difference": difference, "difference_squared": difference * difference, "lr_abs": lr_abs}
+    of_zeros |= {"p": p, "q": q, "pp": p * p, "qq": q * q, "pq": p * q}
     sums = {name: value.sum() for name, value in of_zeros.items()}
-    sums |= {name: value.sum() - outside for name, value in of_ones.items()}
+    sums |= {"rho": rho.sum() - outside, "rho_squared": (rho * rho).sum() - outside}
     sums |= {"lr": gap.log_ratio_BR.sum(), "k3": (rho - 1 - ratio_log).sum(), "tokens": num_tokens}
     maxima = {"max_difference": largest(difference, mask), "max_lr_abs": largest(lr_abs, mask)}
     return Tally(sums=sums, maxima=maxima)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from verl_like.batch import PromptRow, RewardFailure, Scores
+from verl_like.config.errors import RunStopped
 from verl_like.rewards.model_score import Answer, ModelScore, without_rule
 from verl_like.rewards.parts import Part, combine
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, is_finite_reward
@@ -58,7 +59,7 @@ class Graded:
         )
 
 
-class RewardError(RuntimeError):
+class RewardError(RunStopped):
     """No row of a batch or of a whole validation could be scored, or too few."""
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
@@ -133,10 +133,15 @@ def _leaf(tree: Any, key: str) -> Any:
 def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tuple[DictConfig, list[Change], list[str]]:
     """The omegaconf tree before conversion, the settings applied to it, and warnings about spellings."""
     settings = Settings()
+    if isinstance(yaml_files, str | Path):
+        raise ConfigError([f"yaml_files={str(yaml_files)!r}: give a list of files"])
     for file in yaml_files:
         _read_yaml(Path(file), settings)
     in_files = len(settings.changes)
-    if isinstance(overrides, str):
+    listed = isinstance(overrides, Mapping) or (
+        isinstance(overrides, Iterable) and all(isinstance(each, str) for each in overrides)
+    )
+    if isinstance(overrides, str) or not listed:
         raise ConfigError([f"{overrides!r}: give a list of key=value texts, or a dictionary"])
     if isinstance(overrides, Mapping):
         _read_mapping(overrides, settings)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import inspect
+import itertools
+import logging
 import os
 import textwrap
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from verl_like.trainer.ppo import PPOTrainer
 from verl_like.user_code import UserCodeError, load
 from verl_like.workers.reward import reward_worker_class
 
+logger = logging.getLogger(__name__)
 _REWARD = "compute_score"
 
 
@@ -87,11 +90,16 @@ def with_reward(config: PPOConfig, reward: Callable[..., Any], folder: Path) -> 
     try:
         source = textwrap.indent(textwrap.dedent(inspect.getsource(reward)), "# ", lambda line: True)
     except (OSError, TypeError):  # typed at a prompt; an object with __call__
-        source = f"# {reward!r}\n"
+        source = textwrap.indent(repr(reward), "# ", lambda line: True) + "\n"
     path = folder.resolve() / "reward_function.py"
     lines = ["# The reward of this run, pickled by verl_like:", source, "import base64", "import pickle", ""]
+    text = "\n".join([*lines, f"{_REWARD} = pickle.loads(base64.b85decode({data!r}))", ""])
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        earlier = next(other for n in itertools.count(1) if not (other := path.with_stem(f"{path.stem}_{n}")).exists())
+        path.rename(earlier)
+        logger.warning("%s holds another reward than it did: that one is %s now", path, earlier.name)
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:  # it may hold secrets
-        file.write("\n".join([*lines, f"{_REWARD} = pickle.loads(base64.b85decode({data!r}))", ""]))
+        file.write(text)
     custom = dataclasses.replace(config.custom_reward_function, path=str(path), name=_REWARD)
     return dataclasses.replace(config, custom_reward_function=custom)

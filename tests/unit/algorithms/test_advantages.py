@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.algorithms.builders import random_mask
-from verl_like.algorithms.advantages import AdvantageInputs, compute_advantages, gae, grpo
+from verl_like.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    AdvantageOutputs,
+    compute_advantages,
+    gae,
+    grpo,
+)
 from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.masked import masked_whiten
 from verl_like.config import AlgorithmConfig
@@ -198,3 +207,24 @@ def test_signal_metrics_count_groups() -> None:
     assert metrics["critic/group_singleton_fraction"] == pytest.approx(1 / 3)
     alone = signal_metrics(torch.tensor([1.0]), torch.tensor([0]))
     assert alone == {"critic/group_zero_std_fraction": 0.0, "critic/group_singleton_fraction": 1.0}
+
+
+@pytest.mark.parametrize("answer", ["short", "scalar", "wide", "nothing"])
+def test_an_answer_of_another_shape_is_refused_by_name(answer: str) -> None:
+    """Each would be cut or spread without a word."""
+    inputs = gae_inputs(0)
+    here, ones_BR = {"response_length_B": inputs.response_length_B}, torch.ones_like(inputs.token_rewards_BR)
+    flat = torch.ones_like(inputs.token_rewards_T)
+    given: dict[str, Any] = {
+        "short": {"advantages_T": flat[:-1], "returns_T": flat[:-1], **here},
+        "scalar": {"advantages_T": flat[:1], "returns_T": flat[:1], **here},
+        "wide": {"advantages_BR": torch.cat([ones_BR, ones_BR], 1), "returns_BR": torch.cat([ones_BR, ones_BR], 1)},
+        "nothing": {"advantages_BR": ones_BR, "returns_BR": None},
+    }[answer]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ADVANTAGES._entries, "mine", lambda inputs, algorithm: AdvantageOutputs(**given))
+        with pytest.raises(ValueError, match=r"adv_estimator='mine' returned .* return columns"):
+            compute_advantages(inputs, SimpleNamespace(adv_estimator="mine"))  # type: ignore[arg-type]
+    inputs.check()
+    with pytest.raises(ValueError, match="padded columns differ: returns_BR"):
+        AdvantageOutputs(advantages_BR=ones_BR, returns_BR=torch.cat([ones_BR, ones_BR], 1))  # type: ignore[call-arg]

@@ -158,3 +158,15 @@ def test_nothing_compared_reports_nothing() -> None:
     nothing = torch.zeros(2, 3)
     assert measured(nothing, nothing, nothing.bool()) == {}
     assert finish({"pg_loss": 1.0}) == {"pg_loss": 1.0}
+
+
+def test_padding_does_not_blur_tiny_probabilities() -> None:
+    """Ones in the padding that were taken off again would: p is 1e-4 here, and a row has 16,384 places."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(8, 16_384, dtype=torch.bool)
+    mask[:, :40] = True
+    p = (1e-4 + 1e-5 * torch.randn(mask.shape, generator=generator, dtype=torch.float64)).clamp(min=1e-6)
+    q = p * (1 + 1e-3 * torch.randn(mask.shape, generator=generator, dtype=torch.float64))
+    found = finish(count_gap(gap_between(p.log(), q.log(), mask)).numbers())
+    expected = torch.corrcoef(torch.stack([p[mask], q[mask]]))[0, 1].item()
+    assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(expected, abs=1e-9)

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_like.config import PPOConfig
+from verl_like.config.errors import ConfigError
 from verl_like.trainer import compose as module
 from verl_like.trainer.command_line import run_main
 from verl_like.trainer.compose import compose, compose_with_warnings, save_resolved, to_dict
@@ -285,3 +286,14 @@ def test_validation_files_may_be_a_dictionary_of_names(tmp_path):
     assert compose(["data.val_files=b.parquet"], [file]).data.val_files == ["b.parquet"]  # a list replaces it
     with pytest.raises(ValueError, match="val_files=3: give a path, a list of paths or a dictionary"):
         compose(["data.val_files=3"])
+
+
+@pytest.mark.parametrize("overrides", [None, [("seed", 1)], 7, "trainer.seed=1"])
+def test_overrides_of_another_kind_are_told(overrides):
+    with pytest.raises(ConfigError, match="give a list of key=value texts, or a dictionary"):
+        compose(overrides)
+
+
+def test_one_file_is_a_list_of_one(tmp_path):
+    with pytest.raises(ConfigError, match="give a list of files"):
+        compose([], str(tmp_path / "a.yaml"))
