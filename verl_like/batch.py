@@ -72,8 +72,8 @@ class TensorStruct(metaclass=_Struct):
         value = getattr(self, column)
         return None if value is None else self.padded(value, field.metadata["length"], field.metadata["fill"])
 
-    def columns(self) -> dict[str, Tensor | list[Any]]:
-        """The fields that are present, by name."""
+    def columns(self) -> dict[str, Any]:
+        """The fields that are present, by name: tensors and lists."""
         fields = (f for f in dataclasses.fields(self) if "beside" not in f.metadata)  # type: ignore[arg-type]
         return {f.name: value for f in fields if (value := getattr(self, f.name)) is not None}
 
@@ -220,7 +220,8 @@ def _flattened(cls: type, columns: Mapping[str, Any], known: Mapping[str, Any]) 
             if not cls.without_lengths:  # type: ignore[attr-defined]
                 raise TypeError(f"{cls.__name__}: {name} needs {length}, which says what of it is padding")
             length_B = flat[length] = torch.full((len(value),), value.shape[1], dtype=torch.int64)
-        if value is not None and len(value) and length in without and value.shape != (len(length_B), length_B[0]):
+        size = None if length_B is None or not len(length_B) else (len(length_B), int(length_B[0]))
+        if value is not None and size is not None and length in without and value.shape != size:
             raise ValueError(f"{cls.__name__}: padded columns differ: {name} is {tuple(value.shape)}")
         flat[field.name] = None if value is None else flat_rows(value, length_B, _SIDES[length])
     return flat

@@ -111,8 +111,8 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> A
         elif len(outputs.response_length_B) == len(inputs):  # padded: all rows as long as they are wide
             width, longest = int(outputs.response_length_B[0]), int(inputs.response_length_B.max())
             if width == longest and all(column.numel() == len(inputs) * width for column in found):
-                padded = [inputs.flat(column.view(len(inputs), width)) for column in found]
-                return outcome(inputs, *padded, outputs.metrics)
+                advantages_T, returns_T = (inputs.flat(column.view(len(inputs), width)) for column in found)
+                return outcome(inputs, advantages_T, returns_T, outputs.metrics)
     shapes = ["nothing" if column is None else tuple(column.shape) for column in found]
     raise ValueError(
         f"algorithm.adv_estimator={algorithm.adv_estimator!r} returned {shapes[0]} as advantages and {shapes[1]} as "
