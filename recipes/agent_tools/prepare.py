@@ -158,7 +158,7 @@ def prepare(output_dir: Path, recipe: Recipe) -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, hidden_size=recipe.hidden_size, num_layers=recipe.num_layers, seed=recipe.seed)
     print(f"{len(training)} training and {len(validation)} validation questions such as {question(training[0])}")
-    print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2 model, about two minutes:")
+    print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2 model, a few minutes:")
     started = time.time()
     warm_start(model, tokenizer, pairs[recipe.num_training + recipe.num_validation :], recipe)
     save_checkpoint(output_dir / "model", model, tokenizer)
