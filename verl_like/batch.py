@@ -53,9 +53,8 @@ class TensorStruct(metaclass=_Struct):
     """Base of all stages. Each field is a tensor [B, ...], a column of tokens [T], a list of B objects, or None."""
 
     __slots__ = ("_forms",)  # padded forms that were asked for: see `with_forms`
-    without_lengths: ClassVar[bool] = (
-        False  # whether a padded column may come without its lengths: all rows are as wide
-    )
+    without_lengths: ClassVar[bool] = False
+    """Whether padded columns may come without lengths: all rows are as long as these are wide."""
 
     def __len__(self) -> int:
         for name, value in self.columns().items():
