@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.algorithms.builders import denominators, evaluated, experience, outputs_for, rollouts, scores
-from verl_like.algorithms.corrections import bounded, correct, importance_weights, segment_mean, weight_of_row
+from verl_like.algorithms.corrections import (
+    bounded,
+    correct,
+    correct_on_driver,
+    importance_weights,
+    segment_mean,
+    weight_of_row,
+)
 from verl_like.algorithms.experience import make_experience
 from verl_like.algorithms.mismatch import NONFINITE, PREFIX, Gap, count_gap, finish, gap_between
 from verl_like.algorithms.objectives import PolicyObjective
@@ -544,3 +551,28 @@ def test_weights_undo_a_shifted_sampler() -> None:
     biased = torch.autograd.grad((reward[actions] * log_probs).mean(), logits, retain_graph=True)
     exact = torch.autograd.grad((logits.softmax(-1) * reward).sum(), logits)
     assert torch.allclose(corrected[0], exact[0]) and not torch.allclose(biased[0], exact[0], atol=0.05)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_statistics_of_the_driver_are_those_of_the_padded_batch(seed: int) -> None:
+    """Random lengths, tool text, a token without a log-prob: blocks against the whole batch, padded at once."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = tuple(torch.randint(1, 40, (24,), generator=generator).tolist())
+    batch = rollouts(lengths, [i // 4 for i in range(24)])
+    total = sum(lengths)
+    mask = torch.rand(total, generator=generator) < 0.8
+    sampler = -2 * torch.rand(total, generator=generator)
+    sampler[int(mask.nonzero()[0])] = float("nan")
+    old = sampler.nan_to_num(-1.0) + 0.3 * torch.randn(total, generator=generator)
+    batch = batch.replace(response_mask_T=mask, rollout_log_probs_T=sampler)
+    said = evaluated(batch).replace(old_log_probs_T=old)
+    for level in IS_LEVELS:
+        config = Config(rollout_is=level, rollout_rs="seq_mean_k3,token_k1", rollout_rs_threshold="0.5,0.5_2")
+        found = correct_on_driver(config, ACTOR, batch, said)
+        gap = gap_between(said.old_log_probs_BR, batch.rollout_log_probs_BR, batch.response_mask_BR)
+        whole = correct(gap, config)
+        expected = finish(count_gap(gap).joined(whole.tally).numbers())
+        assert {name: found.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert torch.equal(found.mask_T, batch.flat(whole.keep_BR))
+        assert found.weights_T is not None and whole.weights_BR is not None
+        assert torch.allclose(found.weights_T.double(), batch.flat(whole.weights_BR), rtol=1e-6)
