@@ -22,6 +22,7 @@ from verl_like.data.storage import localize
 logger = logging.getLogger(__name__)
 
 _DEFAULT_REWARD_FN_KEY = "data_source"
+_DEFAULT_DATA_SOURCE = DataConfig().default_data_source
 _DIGEST_BYTES = 1 << 20  # hashed at the head and at the tail of a file (parquet's footer holds the statistics)
 # Where a reference answer is looked for when data.ground_truth_key is null: verl, Colossal-RL (two), ROLL.
 _GROUND_TRUTH_COLUMNS = ("reward_model", "gt_answer", "test_cases", "ground_truth")
@@ -129,6 +130,8 @@ def _no_data_source(path: Path, columns: list[str], data: DataConfig) -> None:
             f"{_missing(path, data.reward_fn_key, columns)}. Set data.reward_fn_key to the column that selects the "
             "reward function"
         )
+    if data.default_data_source != _DEFAULT_DATA_SOURCE:  # asked for
+        return
     logger.warning(
         "%s has no column %r (it has: %s): every row gets data_source %r. Set data.reward_fn_key, or "
         "data.default_data_source to the name of a grader, or score with custom_reward_function.path",

@@ -210,6 +210,10 @@ def test_a_file_without_data_source_is_taken_with_a_warning(caplog: pytest.LogCa
     assert dataset.data_sources() == ["unknown"]
     assert "no column 'data_source' (it has: prompt)" in caplog.text and "data.reward_fn_key" in caplog.text
     assert "no column 'reward_model'" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "verl_like"):
+        named = make_dataset(shared_file("arithmetic_sequence/train.parquet"), default_data_source="numbers")
+    assert named.data_sources() == ["numbers"] and "no column 'data_source'" not in caplog.text
 
 
 def test_other_keys(tmp_path: Path) -> None:
