@@ -52,13 +52,17 @@ def _colossal(arguments: argparse.Namespace) -> None:
 
 
 def _show(done: Imported, origin: str, arguments: argparse.Namespace) -> None:
-    """The report, then the command line or the file; status 3 where something was refused or is unknown."""
+    """The report, then the command line or the file, unless train would refuse it; status 3 where something was refused
+    or is unknown.
+    """
     lines = report(done, origin, every=arguments.all)
+    print("\n".join(lines) + "\n")
+    done.check()
     if arguments.out is None:
-        print("\n".join([*lines, "", done.command()]))
+        print(done.command())
     else:
         write(done, arguments.out, lines)
-        print("\n".join([*lines, "", f"written: {arguments.out}"]))
+        print(f"written: {arguments.out}")
     if done.of(REFUSED) or done.of(UNKNOWN):
         sys.exit(_REFUSED_STATUS)
 

@@ -147,6 +147,8 @@ def _by_name(project: str) -> dict[str, list[ForeignRow]]:
 def foreign_hint(name: str) -> str | None:
     """What a name of another project is called here, as a sentence; None where none has it."""
     flag = name.startswith("-")
+    if len(name) == 1:  # a flag without its dash would answer every key that ends so
+        return None
     for project in sorted(PROJECTS, key=lambda each: flag and not table(each)[0].names[0].startswith("-")):
         rows = _by_name(project).get(_plain(name), [])
         keys = list(dict.fromkeys(key for row in rows for key in row.all_keys()))

@@ -18,7 +18,7 @@ them the other way round. `=`: nothing is to be set; values after it ask for wha
 _IMPORT = """`verl-like import {verb}` prints a command line of `verl-like train`, below lists of what needs nothing,
 what is carried and in which units, what was left out there with a default that is not ours, and what is refused and
 why. `--out run.sh` and `--out run.yaml` write it. Exit status: 0 where everything was carried, 3 where something was
-refused or is unknown. [Command line](command_line.md#import)."""
+refused or is unknown, 1 where `train` would refuse the values. [Command line](command_line.md#import)."""
 _HEADS = {
     "ROLL": f"""{_IMPORT.format(verb="roll FILE.yaml")}
 

@@ -19,9 +19,11 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import ForeignRow, plain_names, row_of, table, value_of
 from verl_like.config.schema import get_value, keys
-from verl_like.trainer.compose import compose_tree, followers_of, to_config
+from verl_like.trainer.compose import compose_tree, compose_with_warnings, followers_of, to_config
 
 OTHERWISE = "otherwise: "  # so begin notes that are about refused values
 CARRIED, NOTHING, REFUSED, UNKNOWN = "carried", "needs nothing", "refused", "unknown"
@@ -67,6 +69,21 @@ class Imported:
     def command(self) -> str:
         """A line of a shell."""
         return " \\\n    ".join(["verl-like train", *map(shlex.quote, self.overrides())])
+
+    def check(self) -> None:
+        """Raise ConfigError where train would refuse the settings; each problem names what they come from."""
+        try:
+            trainer = (config := compose_with_warnings(self.overrides())[0]).trainer
+            if isinstance(trainer.n_gpus_per_node, int):
+                BatchPlan.build(config, trainer.nnodes * trainer.n_gpus_per_node)
+        except ConfigError as error:
+            raise ConfigError([problem + self._origin(problem) for problem in error.problems]) from error
+
+    def _origin(self, problem: str) -> str:
+        """The settings there of whose counterparts a problem speaks."""
+        words = {word.strip(".") for word in re.findall(r"[\w.]+", problem)}
+        told = [f"{item.name}={text_of(item.value)}" for item in self.items if words & item.settings.keys()]
+        return f" (from {self.project}'s {', '.join(told)})" if told else ""
 
     def yaml(self) -> str:
         """A file for --config-path and --config-name."""
@@ -137,6 +154,8 @@ class Foreign:
         if kind == "fn":
             try:
                 found: Outcome | dict[str, Any] = getattr(self, f"rule_{rest}")(name, value, ours)
+            except ConfigError:
+                raise
             except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 unread = Outcome(REFUSED, note=f"the value cannot be read: {error}")
                 return unread if value is not None else Outcome(NOTHING, note="nothing is set")
@@ -160,9 +179,18 @@ class Foreign:
         parts = name.split(".")
         if any(".".join(parts[:end]) in self.referred for end in range(1, len(parts) + 1)):
             return Outcome(NOTHING, note="a name of the file's own: its value is taken where ${...} refers to it")
-        known = {each: row for row in table(self.project) for each in plain_names(row)}
-        near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.75)
-        return Outcome(UNKNOWN, note=f"did you mean {near[0]}?" if near else "nothing is known of it")
+        known = {each: row for row in reversed(table(self.project)) for each in plain_names(row)}
+        if not (near := difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.75)):
+            return Outcome(UNKNOWN, note="nothing is known of it")
+        beside = ".".join([*parts[:-1], near[0]])
+        meant = beside if self.row_of(beside) else _whole_name(known[near[0]], near[0])
+        return Outcome(UNKNOWN, note=f"did you mean {meant}?")
+
+
+def _whole_name(row: ForeignRow, last: str) -> str:
+    """A name of the line that ends so; of alternatives in brackets the first."""
+    name = next(name for name in row.names if last in name.replace("-", "_"))
+    return re.sub(r"\(([^)]*)\)", lambda many: last if last in many[1].split("|") else many[1].split("|")[0], name)
 
 
 def carry(ours: list[str], value: Any) -> dict[str, Any]:
@@ -284,8 +312,14 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write(done: Imported, path: Path, heading: list[str]) -> None:
-    """A shell script, or for .yaml and .yml a file of the configuration, with the heading as comments."""
+    """A shell script, or for .yaml and .yml a file of the configuration, with the heading as comments.
+
+    Raises ConfigError where the file cannot be written.
+    """
     is_yaml = path.suffix in (".yaml", ".yml")
     lines = ([] if is_yaml else ["#!/bin/sh"]) + [f"# {line}".rstrip() for line in heading]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([*lines, "", done.yaml() if is_yaml else done.command() + ' "$@"\n']))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([*lines, "", done.yaml() if is_yaml else done.command() + ' "$@"\n']))
+    except OSError as error:
+        raise ConfigError([f"--out {path} cannot be written: {error.strerror}: {error.filename}"]) from error

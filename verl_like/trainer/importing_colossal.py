@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, Foreign, Outc
 
 _PYTHON = {"None": None, "True": True, "False": False}
 _GPUS_PER_NODE = 8
+# Flags that other sizes are computed from.
+_COUNT = re.compile(r"num_(trainers|inferencer|generations)|.*(batch_size|parallel_size|new_tokens)")
 _ESTIMATORS = {"RLOO": "rloo", "REINFORCE_PPB": "reinforce_plus_plus_baseline"}
 
 
@@ -51,6 +54,9 @@ class ColossalRun(Foreign):
                 raise ConfigError([f"{pair}: write NAME=VALUE for what is set inside the script, or a flag with --"])
             row = self.row_of(name)
             self.leaves[_name(row) if row else name] = _value(text)
+        for name, value in self.leaves.items():
+            if _COUNT.fullmatch(name) and value is not None and (type(value) is not int or value < 1):
+                raise ConfigError([f"--{name.replace('_', '-')} {value}: give a whole number above 0"])
         self.algorithm: str = self("algo")
         self.data_parallel = self("num_trainers") // (
             self("tensor_parallel_size", 1) * self("pipeline_parallel_size", 1)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_like.config.aliases import Change, canonical
@@ -26,6 +26,7 @@ _GRADERS = {
     "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
 }
 _TOPR = ("postive_loss_coef", "positive_loss_coef", "use_topr_neg_loss_coef")
+_VARIANTS = {"ppo": "vanilla", "vanilla": "policy_gradient", "topr": "topr", "cispo": "cispo", "kimi15": "dro"}
 _WITH_TURNS = ("gigpo", "step_reinforce", "agentic_reinforce")
 
 
@@ -35,6 +36,7 @@ class RollFile(Foreign):
     project = "ROLL"
     why_off: ClassVar = {
         "critic": "no critic with this adv_estimator",
+        "not cispo": "cispo has bounds of its own, cispo_epsilon_low and cispo_epsilon_high",
         "not grpo": "grpo normalises in the group, whatever is set",
         "clip": "normalised in their group, rewards do not reach so far",
         "policy_loss": "rl_loss_coef=0 with TOPR: loss_mode=topr takes the place of policy loss and KL",
@@ -64,6 +66,7 @@ class RollFile(Foreign):
     def is_on(self, name: str) -> bool:
         own = {
             "critic": lambda: self.with_critic,
+            **{each: lambda each=each: self("actor_train.pg_variant") == each for each in ("cispo", "kimi15")},
             "turns": lambda: self("adv_estimator") in _WITH_TURNS,
             "policy_loss": lambda: not self.with_topr,
             "use_kl_loss": lambda: self("use_kl_loss") and not self.with_topr,
@@ -104,7 +107,12 @@ class RollFile(Foreign):
         for name in ("tensor", "pipeline", "context"):
             suffix = "parallel_size" if name == "context" else "model_parallel_size"
             split *= self(f"{role}.{_STRATEGY}.{name}_{suffix}", 1) or 1
-        return sequences * max(1, len(self.devices(role))) / split / self.responses
+        return sequences * max(1, len(self.devices(role))) / (split * self.responses)
+
+    def mini_batch(self, role: str) -> int:
+        """[prompts] The same here, where updates are equal and of whole prompts: the largest size not above it."""
+        sizes = range(min(self.prompts, int(self.update(role))), 0, -1)
+        return next((size for size in sizes if self.prompts % size == 0), 1)
 
     def rule_log_dir(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: "/".join(filter(None, (value.rstrip("/"), self("exp_name"))))}
@@ -125,17 +133,21 @@ class RollFile(Foreign):
 
     def rule_sequence_length(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
         if not self.agentic or "prompt_length" in self.leaves:
-            return {keys[0]: value - self("prompt_length")}
+            if value <= (prompt := self("prompt_length")):
+                raise ConfigError([f"sequence_length={value} must be above prompt_length={prompt}: both count tokens"])
+            return {keys[0]: value - prompt}
         prompt = min(1024, value // 2)
         note = f"an episode's {value} tokens: {prompt} for what stands before the first answer, as good as any number"
         return Outcome(CARRIED, {keys[0]: value - prompt, keys[1]: prompt}, note)
 
-    def rule_mini_batch(self, name: str, value: int, keys: list[str]) -> dict[str, Any]:
-        return {keys[0]: max(1, min(self.prompts, int(self.update(name.split(".")[0]))))}
+    def rule_mini_batch(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
+        there, here = (of(name.split(".")[0]) for of in (self.update, self.mini_batch))
+        why = f"an update takes {there:g} prompts there, and a whole number that divides {self.prompts} here"
+        return {keys[0]: here} if here == there else Outcome(REFUSED, {keys[0]: here}, why)
 
     def rule_warmup(self, name: str, value: int, keys: list[str]) -> dict[str, Any]:
         role = name.split(".")[0]
-        updates = self.prompts / self.update(role) * (self("ppo_epochs", 1) if role == "actor_train" else 1)
+        updates = self.prompts // self.mini_batch(role) * (self("ppo_epochs", 1) if role == "actor_train" else 1)
         return {keys[0]: math.ceil(value / max(1, updates))}
 
     def rule_devices(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
@@ -164,6 +176,18 @@ class RollFile(Foreign):
         clip = self("reward_clip") or math.inf
         reaches = clip < (self.responses - 1) / math.sqrt(self.responses)
         return self("gamma", 1) == 1 and not self("add_token_level_kl") and not reaches
+
+    def rule_whiten(self, name: str, value: bool, keys: list[str]) -> Outcome | dict[str, Any]:
+        if not self.with_critic:
+            return {keys[0]: value}
+        why = "advantages of gae are always whitened here, of the whole step together; ROLL trains on them as they are"
+        return Outcome(NOTHING, note="gae always whitens here") if value else Outcome(REFUSED, note=why)
+
+    def rule_variant(self, name: str, value: str, keys: list[str]) -> Outcome | dict[str, Any]:
+        if value not in _VARIANTS:
+            return Outcome(REFUSED, note=f"the variant is not available; {keys[0]} lists ours")
+        level = {keys[0].replace("loss_mode", "topr.ratio_level"): "token"} if value == "topr" else {}
+        return {keys[0]: _VARIANTS[value], **level}
 
     def rule_epochs(self, name: str, value: int, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: value} | ({keys[1]: 1} if self.with_critic and value > 1 else {})
@@ -276,10 +300,13 @@ def _devices(value: Any) -> list[int]:
     return found
 
 
-def _read(path: Path) -> tuple[DictConfig, str]:
-    """The file merged over the files that its `defaults` name, and all their text."""
+def _read(path: Path, above: tuple[Path, ...] = ()) -> tuple[DictConfig, str]:
+    """The file merged over the files that its `defaults` name, and all their text. above: the files that led to it."""
     if not path.is_file():
-        raise ConfigError([f"{path}: there is no such file"])
+        raise ConfigError([f"{path}: {'a folder: name a file in it' if path.is_dir() else 'there is no such file'}"])
+    chain = (*above, path.resolve())
+    if chain[-1] in above:
+        raise ConfigError([f"{path} includes itself, by `defaults`: {' -> '.join(each.name for each in chain)}"])
     try:
         tree, text = OmegaConf.load(path), path.read_text()
     except Exception as error:  # yaml's errors have no common class of their own
@@ -287,14 +314,17 @@ def _read(path: Path) -> tuple[DictConfig, str]:
     if not isinstance(tree, DictConfig):
         raise ConfigError([f"{path} must hold keys, as ROLL's configurations do"])
     parts: list[DictConfig] = []
-    for entry in tree.get("defaults") or []:
+    defaults = tree.get("defaults")
+    if not isinstance(defaults, ListConfig | None):
+        raise ConfigError([f"{path}: defaults={defaults} must be a list of files: write `defaults: [{defaults}]`"])
+    for entry in defaults or []:
         name, _, package = str(entry).partition("@")
         base = name.rpartition("/")[2]
         if base.startswith("deepspeed_"):  # a preset of DeepSpeed's settings, which have our own counterpart
             parts.append(OmegaConf.create({base: {"deepspeed": base}}))
         elif base != "_self_":
             places = [path.parent / f"{name}.yaml", path.parent / "config" / f"{base}.yaml"]
-            below, more = _read(next((place for place in places if place.is_file()), places[0]))
+            below, more = _read(next((place for place in places if place.is_file()), places[0]), chain)
             outside = package in ("", "_here_", "_global_")
             parts.append(below if outside else OmegaConf.create({package: below}))
             text += more

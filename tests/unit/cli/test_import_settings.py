@@ -59,6 +59,23 @@ def test_the_example_of_colossals_readme(capsys: pytest.CaptureFixture[str]) -> 
     assert config.data.train_batch_size == 16  # the last -ibs counts
 
 
+def test_a_value_that_train_would_refuse_is_status_1_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "roll.yaml").write_text(FILE + "pg_clip: a\n")
+    with pytest.raises(SystemExit, match=r"error: .*clip_ratio='a'.*from ROLL's pg_clip=a"):
+        main(["import", "roll", str(tmp_path / "roll.yaml"), "--out", str(tmp_path / "run.sh")])
+    assert not (tmp_path / "run.sh").exists() and "verl-like train" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("below", ["folder", "file/run.sh"])
+def test_an_out_that_cannot_be_written_is_an_error(tmp_path: Path, below: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text(FILE)
+    with pytest.raises(SystemExit, match=rf"error: --out .*{below} cannot be written: \w+"):
+        main(["import", "roll", str(tmp_path / "file"), "--out", str(tmp_path / below)])
+
+
 def test_a_faulty_file_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"error: .*none\.yaml: there is no such file"):
         main(["import", "roll", str(tmp_path / "none.yaml")])

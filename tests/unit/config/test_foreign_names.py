@@ -110,6 +110,7 @@ def test_values_of_a_rule() -> None:
         ("n_samples_per_prompt", "; OpenRLHF's n_samples_per_prompt is our actor_rollout_ref.rollout.n"),
         ("rollout.gpu_memory_utilization", "; did you mean actor_rollout_ref.rollout.gpu_memory_utilization?"),
         ("lam", "; did you mean algorithm.lam?"),
+        ("nope.a", "; docs/configuration.md lists all keys"),  # -a, with its dash, is Colossal-RL's
     ],
 )
 def test_hints_stand_in_messages_about_unknown_keys(typed: str, hint: str) -> None:

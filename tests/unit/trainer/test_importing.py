@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
+from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import plain_names, table
@@ -65,6 +68,7 @@ def test_no_leaf_of_rolls_files_is_lost_and_all_of_them_compose(roll_files: list
         config, _ = compose_with_warnings(done.overrides())
         assert isinstance(config.trainer.n_gpus_per_node, int)
         plan = BatchPlan.build(config, config.trainer.nnodes * config.trainer.n_gpus_per_node)
+        done.check()
         group = own.get("num_return_sequences_in_group", 1)  # the agentic pipeline counts trajectories
         assert plan.prompts_per_step * plan.responses_per_prompt == own["rollout_batch_size"] * group
 
@@ -201,6 +205,145 @@ def test_defaults_lists_presets_and_the_files_own_names(tmp_path: Path) -> None:
     file.write_text("pretrain: ${nobody}\n")
     with pytest.raises(ConfigError, match="nobody"):
         RollFile(file)
+
+
+def test_gae_that_does_not_whiten_is_refused_as_ours_always_does(tmp_path: Path) -> None:
+    for settings in ({"adv_estimator": "gae", "whiten_advantages": False}, {"adv_estimator": "gae"}, {}):
+        assert of(roll(tmp_path, **settings), "whiten_advantages") == REFUSED  # gae and false are ROLL's defaults
+    whitens = roll(tmp_path, adv_estimator="gae", whiten_advantages=True)
+    assert of(whitens, "whiten_advantages") == NOTHING and "algorithm.whiten_advantages" not in whitens.settings
+    assert roll(tmp_path, adv_estimator="reinforce", whiten_advantages=True).settings["algorithm.whiten_advantages"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "ours"),
+    [
+        ({"pg_variant": "topr", "topr_negative_weight": 0.5}, {
+            "policy_loss.loss_mode": "topr", "policy_loss.topr.ratio_level": "token",
+            "policy_loss.topr.negative_weight": 0.5}),
+        ({"pg_variant": "cispo", "cispo_epsilon_high": 0.3}, {
+            "policy_loss.loss_mode": "cispo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.3}),
+        ({"pg_variant": "kimi15", "kimi15_tau": 0.2}, {
+            "policy_loss.loss_mode": "dro", "policy_loss.dro_beta": 0.2, "policy_loss.kimi_tau": None}),
+        ({"pg_variant": "vanilla", "cispo_epsilon_low": 0.2}, {
+            "policy_loss.loss_mode": "policy_gradient", "policy_loss.topr.ratio_level": None, "clip_ratio_low": None}),
+    ],
+)  # fmt: skip
+def test_variants_of_the_loss(tmp_path: Path, settings: dict[str, Any], ours: dict[str, Any]) -> None:
+    done = roll(tmp_path, adv_estimator="reinforce", actor_train=settings)
+    assert {key: done.settings.get(f"actor_rollout_ref.actor.{key}") for key in ours} == ours
+    assert done.of(UNKNOWN) == []
+    done.check()
+
+
+def test_the_loss_of_kimi15_is_that_of_rolls_tokens(tmp_path: Path) -> None:
+    """-A logp + tau / 2 (logp - old)^2 of each token, and clip(ratio, 1 - low, 1 + high) A logp of cispo at 0.1."""
+    log_probs_BR, old_BR = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.6]])
+    batch = PolicyBatch(
+        log_probs_BR=log_probs_BR,
+        old_log_probs_BR=old_BR,
+        advantages_BR=torch.full((1, 2), 0.7),
+        mask_BR=torch.ones(1, 2, dtype=torch.bool),
+    )
+    ratio_BR = (log_probs_BR - old_BR).exp().clamp(0.9, 1.1)
+    theirs = {
+        "kimi15": -0.7 * log_probs_BR + 0.1 / 2 * (log_probs_BR - old_BR) ** 2,
+        "cispo": -ratio_BR * 0.7 * log_probs_BR,
+    }
+    for variant, expected_BR in theirs.items():
+        done = roll(tmp_path, adv_estimator="reinforce", actor_train={"pg_variant": variant}, pg_clip=0.3)
+        actor = compose_with_warnings(done.overrides())[0].actor_rollout_ref.actor
+        torch.testing.assert_close(
+            POLICY_LOSSES.lookup(actor.policy_loss.loss_mode).function(batch, actor).loss_BR, expected_BR
+        )
+
+
+def test_cispo_masks_no_token_and_leaves_the_clip_of_ppo_aside(tmp_path: Path) -> None:
+    variant = {"pg_variant": "cispo", "cispo_use_unified_mask": True}
+    done = roll(tmp_path, actor_train=variant, use_pg_clip_range=True, pg_clip_low=0.2, pg_clip_high=0.28)
+    assert of(done, "actor_train.cispo_use_unified_mask") == REFUSED and of(done, "pg_clip_low") == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("prompts", "accumulation", "status", "size"),
+    [(64, 8, CARRIED, 8), (96, 25, REFUSED, 24), (64, 24, REFUSED, 16), (4, 64, REFUSED, 4)],
+)
+def test_updates_that_are_no_part_of_a_step_are_refused_and_the_warm_up_counts_those_in_their_place(
+    tmp_path: Path, prompts: int, accumulation: int, status: str, size: int
+) -> None:
+    prefix, actor = "actor_train.training_args", "actor_rollout_ref.actor"
+    own = {f"{prefix}.gradient_accumulation_steps": accumulation, f"{prefix}.warmup_steps": 100}
+    done = roll(
+        tmp_path, rollout_batch_size=prompts, adv_estimator="reinforce", **own
+    )  # 8 responses of 8 in a micro batch
+    assert of(done, f"{prefix}.gradient_accumulation_steps") == status
+    assert done.settings[f"{actor}.ppo_mini_batch_size"] == size
+    assert done.settings[f"{actor}.optim.lr_warmup_steps"] == math.ceil(100 / (prompts // size))
+    own |= {f"{prefix}.per_device_train_batch_size": 4}
+    half = roll(tmp_path, rollout_batch_size=prompts, adv_estimator="reinforce", **own)
+    assert of(half, f"{prefix}.gradient_accumulation_steps") == (REFUSED if prompts % (accumulation / 2) else CARRIED)
+    done.check()
+
+
+def test_a_temperature_is_said_to_scale_the_loss_too(tmp_path: Path) -> None:
+    for settings in ({}, {"actor_infer.generating_args.temperature": 0.8}):
+        (item,) = [
+            item for item in roll(tmp_path, **settings).items if item.name.endswith("generating_args.temperature")
+        ]
+        assert item.status == CARRIED and "the loss takes log-probs at this temperature here" in item.note
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"prompt_length": "foo"}, r"max_prompt_length='foo'.*\(from ROLL's prompt_length=foo\)"),
+        ({"pg_clip": "a"}, r"clip_ratio='a'.*\(from ROLL's pg_clip=a\)"),
+        ({"sequence_length": 512, "prompt_length": 1024}, "sequence_length=512 must be above prompt_length=1024"),
+        ({"actor_infer.generating_args.temperature": 0}, r"actor_infer\.generating_args\.temperature=0\)"),
+        ({"rollout_batch_size": 6, "num_return_sequences_in_group": 1, "actor_infer.num_gpus_per_worker": 3,
+          "actor_infer.device_mapping": "0-3", "actor_infer.strategy_args.strategy_name": "vllm"},
+         r"num_gpus_per_worker=3"),
+    ],
+)  # fmt: skip
+def test_values_that_train_would_refuse_are_named_as_they_are_called_there(
+    tmp_path: Path, settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        roll(tmp_path, adv_estimator="reinforce", **settings).check()
+
+
+@pytest.mark.parametrize("text", ["-ibs 0", "-tbs x", "-t x", "-g 0", "-temp 0", "-b vllm -t 2 -i 1 -ptp 3"])
+def test_values_that_colossal_could_not_run_with_are_errors(text: str) -> None:
+    flag = next(names[0] for names in (row.names for row in table("Colossal-RL")) if text.split()[-2] in names)
+    with pytest.raises(ConfigError, match=flag.lstrip("-").replace("-", "[-_]")):
+        colossal(text).check()
+
+
+def test_files_that_cannot_be_read_as_theirs(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("defaults: [b]\n")
+    (tmp_path / "b.yaml").write_text("defaults: [a]\n")
+    (tmp_path / "c.yaml").write_text("defaults: foo\n")
+    for name, told in (
+        ("a.yaml", r"includes itself, by `defaults`: a\.yaml -> b\.yaml -> a\.yaml"),
+        ("c.yaml", "defaults=foo must be a list"),
+        ("", "a folder: name a file in it"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            RollFile(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("learning_rate", "actor_train.training_args.learning_rate"),
+        ("critic.training_args.learning_rat", "critic.training_args.learning_rate"),
+        ("device_maping", "actor_train.device_mapping"),
+        ("ppo_epoch", "ppo_epochs"),
+    ],
+)
+def test_a_hint_for_an_unknown_name_is_a_whole_name(tmp_path: Path, name: str, meant: str) -> None:
+    (item,) = roll(tmp_path, **{name: 1}).of(UNKNOWN)
+    assert item.note == f"did you mean {meant}?"
 
 
 @pytest.mark.parametrize(
