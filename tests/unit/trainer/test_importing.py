@@ -236,7 +236,7 @@ def test_variants_of_the_loss(tmp_path: Path, settings: dict[str, Any], ours: di
     done.check()
 
 
-def test_the_loss_of_kimi15_is_that_of_rolls_tokens(tmp_path: Path) -> None:
+def test_the_losses_of_kimi15_and_cispo_are_rolls_on_each_token(tmp_path: Path) -> None:
     """-A logp + tau / 2 (logp - old)^2 of each token, and clip(ratio, 1 - low, 1 + high) A logp of cispo at 0.1."""
     log_probs_BR, old_BR = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.6]])
     batch = PolicyBatch(
