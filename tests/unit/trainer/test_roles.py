@@ -308,6 +308,7 @@ def test_rows_without_a_backward_pass_weigh_a_third() -> None:
         prompt_ids_T=rows.prompt_ids_T,
         prompt_length_B=rows.prompt_length_B,
         response_ids_BR=torch.ones(4, 3, dtype=torch.int32),
+        response_length_B=torch.full((4,), 3),
         response_mask_BR=whole,
         advantages_BR=advantages_B[:, None] * whole,
         group_B=rows.group_B,
