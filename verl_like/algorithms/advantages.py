@@ -47,9 +47,8 @@ class AdvantageInputs(TensorStruct):
     anchor_T: Tensor | None = tokens(fill=-1, default=None)
     # over the vocabulary, of squared probabilities, under the old policy
     sum_pi_squared_T: Tensor | None = tokens(default=None)
-    importance_weights_T: Tensor | None = tokens(
-        default=None
-    )  # of algorithm.rollout_correction, where the driver has them
+    # of algorithm.rollout_correction, where the driver has them
+    importance_weights_T: Tensor | None = tokens(default=None)
     baseline_B: Tensor | None = None  # reward of the greedy response to the row's prompt
 
     def reward_B(self) -> Tensor:
@@ -129,11 +128,6 @@ def outcome(
     return AdvantageOutputs(
         advantages_T=advantages_T, returns_T=returns_T, response_length_B=lengths, metrics=metrics or {}
     )
-
-
-def over_tokens(values_B: Tensor, mask_BR: Tensor) -> Tensor:
-    """One value per row, written on each of its sampled tokens: float32 [B, R]. For estimators with padded columns."""
-    return values_B.float()[:, None] * mask_BR
 
 
 @register_advantage("gae")
