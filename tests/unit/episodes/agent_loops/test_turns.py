@@ -61,6 +61,7 @@ def test_log_probs_are_those_of_the_completion_that_the_row_holds() -> None:
         ("ab+", "111", [("Q", "ab")], 1),  # words put into its mouth
         ("aB", "11", [("Q", "a")], 1),  # one token was changed
         ("abXcd", "11011", [("Q", "ab")], 2),  # nothing was sampled after this context
+        ("abcd", "1111", [("Q", "ab")], 2),  # these words were, but after another one
         ("abX", "010", [("Qa", "b")], 0),  # what was sampled, but shall not be trained
     ],
 )
