@@ -1,4 +1,4 @@
-"""`PolicyGroup.sample` over both worker groups: in this process, two replicas on Ray, one of two ranks on Ray."""
+"""`RolloutGroup.sample` over both worker groups: in this process, two replicas on Ray, one of two ranks on Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
-from verl_like.trainer.roles import PolicyGroup
+from verl_like.trainer.replicas import RolloutGroup
 
 TOY = f"{__name__.rpartition('.')[0] + '.' if '.' in __name__ else ''}toy_replica:ToyReplica"
 ENDLESS = 10**7
@@ -69,12 +69,12 @@ def right(completions: Sequence[Completion], seeds: Sequence[int], tokens: int =
     return [c.token_ids for c in completions] == [tokens_of(seed, tokens).tolist() for seed in seeds]
 
 
-def policy_of(group: Any, ranks: int, ranks_each: int) -> PolicyGroup:
+def policy_of(group: Any, ranks: int, ranks_each: int) -> RolloutGroup:
     config = PPOConfig()
     config.critic.enable = False
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = ranks_each
     plan = dataclasses.replace(BatchPlan.build(config, ranks, 1024), tensor_parallel_size=ranks_each)
-    return PolicyGroup(group, plan, balance=True, timeout_s=60)
+    return RolloutGroup(group, plan, timeout_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def session() -> Iterator[RaySession]:
 @pytest.fixture(scope="module")
 def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """The group of a kind, which its tests share unless one has stopped it."""
-    made: dict[str, tuple[Any, PolicyGroup]] = {}
+    made: dict[str, tuple[Any, RolloutGroup]] = {}
 
     def end() -> None:
         for group, policy in made.values():
@@ -94,7 +94,7 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             group.shutdown()
         made.clear()
 
-    def make(kind: str) -> tuple[Any, PolicyGroup]:
+    def make(kind: str) -> tuple[Any, RolloutGroup]:
         if kind not in made or _stopped(made[kind][0]):
             end()
             ranks, ranks_each = KINDS[kind]
@@ -124,18 +124,18 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def both(kind: str, start: Callable[..., Any]) -> tuple[Any, PolicyGroup]:
+def both(kind: str, start: Callable[..., Any]) -> tuple[Any, RolloutGroup]:
     return start(kind)
 
 
-Both = tuple[Any, PolicyGroup]
+Both = tuple[Any, RolloutGroup]
 
 
 def facts(group: Any, name: str) -> list[Any]:
     return [each[name] for each in group.call_all("facts").wait(30)]
 
 
-def sampled_again(group: Any, policy: PolicyGroup, first: int = 900) -> bool:
+def sampled_again(group: Any, policy: RolloutGroup, first: int = 900) -> bool:
     """Whether the replicas hold nothing, and go on."""
     assert all(facts(group, "paused")) and not any(facts(group, "pending"))
     seeds = range(first, first + 8)
@@ -264,7 +264,7 @@ def test_a_broken_step_is_told_with_its_cause(both: Both) -> None:
 
     group.call_all("break_step", group.world_size - 1).wait(30)
     begun = time.monotonic()
-    with pytest.raises(WorkerError, match=r"failed in serve\(\): .*broken step"):
+    with pytest.raises(WorkerError, match=r"failed in rollout.serve\(\): .*broken step"):
         policy.sample(work)
     assert time.monotonic() - begun < 40
     for future in pending:
@@ -285,7 +285,7 @@ def test_a_rank_that_is_killed_while_it_serves(both: Both, rank: int) -> None:
         futures.extend(client.submit(request(i, ENDLESS)) for i in range(4))
         return read_all(futures)
 
-    with pytest.raises(WorkerDied, match=rf"worker rank {rank} of 2: its process died during serve\(\)"):
+    with pytest.raises(WorkerDied, match=rf"worker rank {rank} of 2: its process died during rollout.serve\(\)"):
         policy.sample(work)
     errors = [future.exception(0) for future in futures]
     assert all(isinstance(error, RolloutError) for error in errors if error) and any(errors)
@@ -298,5 +298,5 @@ def test_work_without_end_meets_the_time_limit(both: Both) -> None:
     if group.world_size == 1:
         pytest.skip("calls in this process have no limit")
     policy.timeout_s = 3.0
-    with pytest.raises(WorkerTimeout, match=r"serve\(\) was not answered within 3 s .*by rank\(s\) 0, 1 of 2"):
+    with pytest.raises(WorkerTimeout, match=r"rollout.serve\(\) was not answered within 3 s .*by rank\(s\) 0, 1 of 2"):
         policy.sample(lambda client: client.submit(request(1, 10**8 - 2)))

@@ -14,7 +14,8 @@ import torch
 from tests.contracts.sync_faults import DROPPED, FAULTS, LEARNING_RATES, SIDES, Plant
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.rollout.tiny import TOKENIZER_SIZE, build_for, single_process, tiny_model
-from verl_like.config import FSDPConfig, ModelConfig, RolloutConfig
+from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.roles import RoleConfig
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
@@ -58,15 +59,7 @@ def planting(name: str, dtype: str, process: ProcessInfo, folder: Path, tp: int 
     blocks = EngineKwargsConfig(vllm={"block_size": 32})  # vLLM's own on a CPU have 128 tokens: no prompt here has one
     settings = {"dtype": dtype, "tensor_model_parallel_size": tp, "max_num_seqs": 32, "engine_kwargs": blocks}
     rollout = build_for(name, model, process, tokenizer_size=TOKENIZER_SIZE, **settings)
-    engine = FSDPEngine(
-        kind="policy",
-        process=process,
-        model=model,
-        fsdp=FSDPConfig(),
-        optim=None,
-        grad_clip=None,
-        tokenizer_size=TOKENIZER_SIZE,
-    )
+    engine = FSDPEngine(RoleConfig(model=model), process, tokenizer_size=TOKENIZER_SIZE)
     return Plant(engine, rollout, WeightSync(engine, rollout, RolloutConfig(), process))
 
 

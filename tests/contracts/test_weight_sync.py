@@ -22,7 +22,8 @@ from tests.unit.rollout.tiny import (
     single_process,
     tiny_model,
 )
-from verl_like.config import FSDPConfig, ModelConfig, RolloutConfig
+from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.roles import RoleConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.train_engine import TrainEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
@@ -251,13 +252,7 @@ def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
     """One of two ranks: sync, a fault on rank 1 alone, recovery; for each engine."""
     process = init_distributed(rank, 2, rank, 2, "127.0.0.1", port, "cpu")
     engine = FSDPEngine(
-        kind="policy",
-        process=process,
-        model=ModelConfig(path=str(folder / "model")),
-        fsdp=FSDPConfig(),
-        optim=None,
-        grad_clip=None,
-        tokenizer_size=TOKENIZER_SIZE,
+        RoleConfig(model=ModelConfig(path=str(folder / "model"))), process, tokenizer_size=TOKENIZER_SIZE
     )
     export = engine.export_weights
     out = {}

@@ -1,4 +1,4 @@
-"""A worker that serves an engine with fake time, for the tests of `PolicyGroup.sample`; spec: {"ranks_each": n}."""
+"""A worker that serves an engine with fake time, for the tests of `RolloutGroup.sample`; spec: {"ranks_each": n}."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_like.rollout.orders import lockstep_of
 
 
 class ToyReplica:
-    """As PolicyWorker serves, without a model."""
+    """As `workers.rollout.RolloutRole` serves, without a model."""
 
     def __init__(self, spec: dict[str, Any] | None, env: RankEnv) -> None:
         size = (spec or {}).get("ranks_each", 1)
@@ -41,6 +41,10 @@ class ToyReplica:
         else:
             with self.rollout.opened():
                 pass
+
+    def run(self, role: str, method: str, *arguments: Any) -> Any:
+        assert role == "rollout"
+        return getattr(self, method)(*arguments)
 
     def facts(self) -> dict[str, Any]:
         return {

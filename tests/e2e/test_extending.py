@@ -92,7 +92,7 @@ from verl_like.cluster.environment import free_port
 
 env = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, master_address="127.0.0.1",
               master_port=free_port(), run_id="extending", device="cpu")
-request = StartRequest(worker="verl_like.workers.hybrid:HybridWorker", rank_env=env, cuda_devices=(), environment={},
+request = StartRequest(worker="verl_like.workers.host:RoleHost", rank_env=env, cuda_devices=(), environment={},
                        log_path=sys.argv[1] + "/worker.log", working_directory=sys.argv[1])
 process = RankProcess()
 outcome = process.start(request, pathlib.Path(sys.argv[1], "spec.pickle").read_bytes())

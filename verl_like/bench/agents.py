@@ -33,7 +33,7 @@ from typing import Any, cast
 from verl_like.batch import Prompt, PromptRow
 from verl_like.bench.bars import bar
 from verl_like.bench.inputs import word_tokenizer
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, build_job, measure_on_ranks
+from verl_like.bench.phase import POLICY, Job, build_job, measure_on_ranks
 from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rollout import random_weights
 from verl_like.bench.shapes import MODELS, Workload
@@ -52,6 +52,7 @@ from verl_like.rollout.fake_time import VOCAB_SIZE, FakeTimeEngine
 from verl_like.rollout.rollout_engine import Completion, SamplingParams
 from verl_like.rollout.router import Router
 from verl_like.rollout.simulation import SimulatedLink, VirtualClock
+from verl_like.workers.rollout import rollout_engine
 
 FAKE_BAR, REAL_BAR = 1.3, 1.25
 _PROMPT_TOKENS, _DECODE_S, _PREFILL_S = 16, 0.01, 2e-5
@@ -181,12 +182,12 @@ def measure(
     process: ProcessInfo, run_id: str, job: Job, work: Work, num_rounds: int
 ) -> list[tuple[float, float, float]]:
     """Seconds of each round: the longest alone, all without tools, all with them."""
-    worker = PhaseWorker(job.spec, process, run_id, actor=False, rollout=True)
+    engine = rollout_engine(job.spec, process, run_id)
     with ExitStack() as stack:
-        stack.callback(worker.rollout.shutdown)
-        worker.rollout.load_weights(random_weights(job, worker.rollout.dtype, process.device), 0)
-        stack.enter_context(worker.rollout.opened())
-        link = LocalLink("replica 0", worker.rollout, interval_s=0.002)
+        stack.callback(engine.shutdown)
+        engine.load_weights(random_weights(job, engine.dtype, process.device), 0)
+        stack.enter_context(engine.opened())
+        link = LocalLink("replica 0", engine, interval_s=0.002)
         router = stack.enter_context(closing(Router([link], max_running_requests=None)))
         stack.callback(link.close)
         encoder = _encoder(job.spec.tokenizer_size)

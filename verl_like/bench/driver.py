@@ -40,6 +40,7 @@ from verl_like.bench.report import Report, Row, finish
 from verl_like.cluster.worker_group import PendingResult, WorkerGroup
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.roles import ACTOR
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.observe.domains import domain_metrics
@@ -49,7 +50,7 @@ from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.rollout_engine import Completion, Sampled
 from verl_like.trainer.compose import compose
 from verl_like.trainer.dispatch import RowBalance
-from verl_like.trainer.roles import PolicyGroup, UpdateRules
+from verl_like.trainer.roles import ActorGroup, UpdateRules
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gae", "optimal_token_baseline")
 BYTES_A_TOKEN = 4 + 4 + 4 + 1  # id, log-prob of the engine, version, mask
@@ -175,7 +176,7 @@ class _Driver:
         self.config, self.arguments, self.phases = config, arguments, phases
         plan = BatchPlan.build(config, _RANKS)
         options: dict[str, Any] = {"balance": True, "timeout_s": 60.0, "share_prompts": True}
-        self.policy = PolicyGroup(cast(WorkerGroup, _Ranks()), plan, **options)
+        self.actor = ActorGroup(cast(WorkerGroup, _Ranks()), plan, **options)
         self.plan = plan
 
     def step(self, prompts: list[Prompt], messages: list[bytes], n: int, *, nested: bool = False) -> None:
@@ -224,7 +225,7 @@ class _Driver:
         ).reward_B
 
     def _evaluated(self, rollouts: Rollouts) -> Evaluated:
-        return self.policy.old_log_probs(rollouts)
+        return self.actor.log_probs(rollouts)
 
     def _experience(
         self, estimator: str, rollouts: Rollouts, scores: Scores, evaluated: Evaluated, reward_B: Tensor
@@ -236,14 +237,14 @@ class _Driver:
 
     def _update(self, experience: Experience) -> None:
         rules = UpdateRules(
-            prompts_per_mini_batch=self.plan.actor_mini_batch_prompts,
+            prompts_per_mini_batch=self.plan.roles[ACTOR].mini_batch_prompts,
             epochs=1,
             shuffle=False,
             seed=1,
             max_response_length=self.config.data.max_response_length,
             actor=self.config.actor_rollout_ref.actor,
         )
-        self.policy.update("update_actor", experience, rules, 1)
+        self.actor.update(experience, rules, 1)
 
     def _report(self, rollouts: Rollouts, scores: Scores) -> None:
         tokens = rollouts.num_tokens_B()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from verl_like.algorithms.minibatch import denominators_of
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, build_job
+from verl_like.bench.phase import POLICY, Job, build_job
 from verl_like.bench.ranks import on_ranks, timed
 from verl_like.bench.report import Report, Row, check_comparable
 from verl_like.bench.rows import grouped_rows
@@ -18,6 +18,7 @@ from verl_like.bench.shapes import ModelShape, Workload
 from verl_like.models.cost import BACKWARD
 from verl_like.parallel.device_peak import device_peak
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.workers.actor import ActorRole
 
 SHAPE = ModelShape(
     hidden_size=128,
@@ -122,15 +123,15 @@ def measure(
 ) -> tuple[dict[str, list[tuple[float, float]]], list[float]]:
     """(Seconds, this process's own processor seconds) by size and round, and the rate of matrix products in each round.
     On a GPU both are seconds."""
-    workers = {name: PhaseWorker(job.spec, process, run_id, actor=True, rollout=False) for name, job in jobs.items()}
+    actors = {name: ActorRole(job.spec, process) for name, job in jobs.items()}
     batches = {name: grouped_rows(job.workload, job.spec.tokenizer_size, seed=1) for name, job in jobs.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
     rates = []
     for _ in range(num_rounds + 1):
-        rates.append(device_peak(process.device, workers[BASE].compute_dtype()).flops)
-        for name, worker in workers.items():
+        rates.append(device_peak(process.device, actors[BASE].engine.compute_dtype).flops)
+        for name, actor in actors.items():
             rows = batches[name]
-            work = partial(worker.update_actor, [(rows, denominators_of(rows, jobs[name].workload.max_response))])
+            work = partial(actor.update, [(rows, denominators_of(rows, jobs[name].workload.max_response))])
             before = time.process_time()
             taken = timed(work, process.device)[0]
             own = time.process_time() - before

@@ -10,12 +10,14 @@ import argparse
 from functools import partial
 
 from verl_like.bench import phase
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, measure_on_ranks, phase_job, share_of_rank
+from verl_like.bench.phase import POLICY, Job, measure_on_ranks, phase_job, share_of_rank
 from verl_like.bench.ranks import slowest, timed
 from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rows import grouped_rows, tokens_with_shared_prompts
+from verl_like.config.roles import ACTOR
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.workers.actor import ActorRole
 
 
 def main(arguments: argparse.Namespace) -> Report:
@@ -31,7 +33,7 @@ def main(arguments: argparse.Namespace) -> Report:
     notes = [
         f"{sum(lengths):,} tokens, which the floor counts ({tokens_with_shared_prompts(batch):,} with each group's "
         f"prompt once), {sum(responses):,} of them through the head; {job.num_ranks} rank(s), micro-batches of "
-        f"{job.spec.plan.log_prob_micro}. Floor: operations of one forward pass at {peak.flops / 1e9:,.0f} GFLOP/s "
+        f"{job.spec.plan.roles[ACTOR].forward}. Floor: operations of a forward pass at {peak.flops / 1e9:,.0f} GFLOP/s "
         f"({peak.source}, all ranks).",
     ]
     row = Row(name="log-probs and entropy", seconds=seconds, floor_seconds=floor, figures=columns)
@@ -43,6 +45,6 @@ def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tup
     """On each rank: seconds of each round, and what the device can do."""
     batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
     rows = share_of_rank(job, batch, process)
-    worker = PhaseWorker(job.spec, process, run_id, actor=True, rollout=False)
-    peak = device_peak(process.device, worker.compute_dtype())
-    return [timed(partial(worker.old_log_probs, rows), process.device)[0] for _ in range(num_rounds + 1)], peak
+    actor = ActorRole(job.spec, process)
+    peak = device_peak(process.device, actor.engine.compute_dtype)
+    return [timed(partial(actor.log_probs, rows), process.device)[0] for _ in range(num_rounds + 1)], peak

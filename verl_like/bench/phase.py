@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Experience
 from verl_like.bench.inputs import model_config
 from verl_like.bench.ranks import on_ranks
@@ -22,6 +21,7 @@ from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError, ModelShape, Wo
 from verl_like.config import resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
+from verl_like.config.roles import ACTOR
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config, shares_prompts
@@ -31,8 +31,6 @@ from verl_like.parallel.dist import ProcessInfo
 from verl_like.trainer.build import resolve_world
 from verl_like.trainer.compose import compose
 from verl_like.trainer.dispatch import RowBalance, split_rows
-from verl_like.workers.phase import PhaseSwitch
-from verl_like.workers.policy import PolicyWorker
 from verl_like.workers.spec import WorkerSpec
 
 POLICY = "actor_rollout_ref"
@@ -71,7 +69,7 @@ class Job:
 def share_of_rank(job: Job, batch: Experience, process: ProcessInfo) -> Experience:
     """The rows of this rank, balanced as the trainer does it; ranks that share sequences get the same ones."""
     spread = RowBalance(cost=job.cost, share_prompts=shares_prompts(job.spec.config.actor_rollout_ref.model))
-    num_shares = job.spec.plan.data_parallel_size
+    num_shares = job.spec.plan.roles[ACTOR].data_parallel_size
     shares = spread.shares(batch, num_shares)
     return split_rows(batch, shares)[process.rank * num_shares // process.world_size]
 
@@ -160,26 +158,3 @@ def measure_on_ranks(
     check_comparable(bench, work, arguments.compare)
     options: dict[str, Any] = {"num_ranks": job.num_ranks, "device": job.device, "threads": arguments.threads}
     return work, on_ranks(measure, job, *inputs, arguments.rounds, **options)
-
-
-class PhaseWorker(PolicyWorker):
-    """A PolicyWorker with the actor, the rollout engine, or (as the whole worker) both."""
-
-    def __init__(self, spec: WorkerSpec, process: ProcessInfo, run_id: str, *, actor: bool, rollout: bool) -> None:
-        if actor and rollout:
-            super().__init__(spec, process, run_id)
-            return
-        policy = spec.config.actor_rollout_ref
-        self.spec, self.process, self.temperature = spec, process, policy.rollout.temperature
-        self._lora, self.reference = policy.model.lora_rank > 0, None
-        self.objective = PolicyObjective(policy.actor, spec.config.algorithm.rollout_correction)
-        self._changed_since_sync, self._moved = True, False
-        if actor:
-            self.actor = self._build_actor()
-        if rollout:
-            self.rollout = self._build_rollout(run_id)
-        self.switch = PhaseSwitch(enter_train=_nothing, enter_rollout=_nothing)
-
-
-def _nothing() -> None:
-    """There is no other engine to make room for."""

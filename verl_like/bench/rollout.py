@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, measure_on_ranks, phase_job
+from verl_like.bench.phase import POLICY, Job, measure_on_ranks, phase_job
 from verl_like.bench.ranks import slowest, timed
 from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rows import random_prompts
@@ -31,6 +31,7 @@ from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import GenerationRequest
 from verl_like.rollout.sampling import train_sampling
 from verl_like.trainer.dispatch import rows_per_rank
+from verl_like.workers.rollout import rollout_engine
 
 
 def main(arguments: argparse.Namespace) -> Report:
@@ -44,14 +45,14 @@ def main(arguments: argparse.Namespace) -> Report:
 
 def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tuple[list[float], DevicePeak]:
     """On each rank: seconds of each round, and what the device can do in the rollout's precision."""
-    worker = PhaseWorker(job.spec, process, run_id, actor=False, rollout=True)
+    engine = rollout_engine(job.spec, process, run_id)
     try:
-        peak = device_peak(process.device, worker.rollout.dtype)
-        worker.rollout.load_weights(random_weights(job, worker.rollout.dtype, process.device), 0)
+        peak = device_peak(process.device, engine.dtype)
+        engine.load_weights(random_weights(job, engine.dtype, process.device), 0)
         seconds = []
         for number in range(num_rounds + 1):
             requests = requests_of(job, process.rank, number)
-            taken, completions = timed(partial(worker.rollout.generate, requests), process.device)
+            taken, completions = timed(partial(engine.generate, requests), process.device)
             wanted = {request.request_id: request.sampling.max_tokens for request in requests}
             short = [c.request_id for c in completions if len(c.sampled) != wanted[c.request_id]]
             if short:
@@ -59,7 +60,7 @@ def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tup
             seconds.append(taken)
         return seconds, peak
     finally:
-        worker.rollout.shutdown()
+        engine.shutdown()
 
 
 def requests_of(job: Job, rank: int, number: int) -> list[GenerationRequest]:

@@ -17,14 +17,19 @@ from typing import Any
 import torch
 
 from verl_like.bench.bars import bars_of
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, measure_on_ranks, phase_job
+from verl_like.bench.phase import POLICY, Job, measure_on_ranks, phase_job
 from verl_like.bench.ranks import slowest, timed
 from verl_like.bench.report import Report, Row, finish, number
 from verl_like.bench.stages import StageClock, Staged
+from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.roofline import sync_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak, link_bandwidth
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.weight_sync.sync import SyncReport, WeightSync
+from verl_like.workers.actor import ActorRole
+from verl_like.workers.residency import Phase, Residency
+from verl_like.workers.rollout import rollout_engine
 
 WITH, WITHOUT = "with the proof, as in a step", "without the proof"
 _ENGINE_STAGES = {
@@ -63,37 +68,50 @@ def main(arguments: argparse.Namespace) -> Report:
 
 def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> RankFigures:
     """On each rank: syncs with and without the proof in turn, from the trainer's phase each; one more by stages."""
-    worker = PhaseWorker(job.spec, process, run_id, actor=True, rollout=True)
+    actor, rollout = ActorRole(job.spec, process).engine, rollout_engine(job.spec, process, run_id)
+    residency = Residency([actor], rollout)
     try:
-        peak = device_peak(process.device, worker.rollout.dtype)
-        variants = {WITH: worker.weight_sync, WITHOUT: weight_sync(worker, prove=False)}
+        peak = device_peak(process.device, rollout.dtype)
+        synced = partial(weight_sync, job, process, actor, rollout)
+        variants = {WITH: synced(prove=True), WITHOUT: synced(prove=False)}
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         version = 0
         for _ in range(num_rounds + 1):
             for name, variant in variants.items():
                 version += 1
-                worker.enter_train()
-                worker.weight_sync = variant
-                seconds[name].append(timed(partial(worker.sync_weights, version), process.device)[0])
+                residency.enter(Phase.train)
+                seconds[name].append(timed(partial(_synced, variant, version, residency), process.device)[0])
         clock = StageClock(torch.cuda.synchronize if process.device.type == "cuda" else _nothing)
-        worker.weight_sync = weight_sync(worker, prove=True, clock=clock)
-        worker.enter_train()
+        residency.enter(Phase.train)
         with clock.stage("rest"):
-            report = worker.sync_weights(version + 1)
-        assert report is not None
+            report = _synced(synced(prove=True, clock=clock), version + 1, residency)
         link = link_bandwidth(torch.cuda.get_device_name()) if process.device.type == "cuda" else None
         return RankFigures(seconds=seconds, stages=clock.seconds, report=report, peak=peak, link=link)
     finally:
-        worker.shutdown()
+        rollout.shutdown()
 
 
-def weight_sync(worker: PhaseWorker, *, prove: bool, clock: StageClock | None = None) -> WeightSync:
-    """The worker's sync again: without its proof, or with its stages timed."""
-    rollout_config = worker.spec.config.actor_rollout_ref.rollout
-    engine: Any = worker.actor if clock is None else Staged(worker.actor, clock, _ENGINE_STAGES)
-    rollout: Any = worker.rollout if clock is None else Staged(worker.rollout, clock, _ROLLOUT_STAGES)
-    settings = replace(rollout_config, sync_probe=prove)
-    return WeightSync(engine, rollout, settings, worker.process, trainer_dtype=worker.compute_dtype())
+def weight_sync(
+    job: Job,
+    process: ProcessInfo,
+    actor: FSDPEngine,
+    rollout: RolloutEngine,
+    *,
+    prove: bool,
+    clock: StageClock | None = None,
+) -> WeightSync:
+    """The run's sync, with or without its proof, or with its stages timed."""
+    trained: Any = actor if clock is None else Staged(actor, clock, _ENGINE_STAGES)
+    sampling: Any = rollout if clock is None else Staged(rollout, clock, _ROLLOUT_STAGES)
+    settings = replace(job.spec.config.actor_rollout_ref.rollout, sync_probe=prove)
+    return WeightSync(trained, sampling, settings, process, trainer_dtype=actor.compute_dtype)
+
+
+def _synced(sync: WeightSync, version: int, residency: Residency) -> SyncReport:
+    """As `workers.weights` does it: the engine is ready to sample afterwards."""
+    report = sync.sync(version)
+    residency.enter(Phase.rollout)
+    return report
 
 
 def report_of(job: Job, ranks: list[RankFigures], work: dict[str, object]) -> Report:

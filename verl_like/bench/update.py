@@ -23,16 +23,17 @@ import torch
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.batch import Experience, Metric, merge_metrics
 from verl_like.bench.bars import bars_of
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, measure_on_ranks, phase_job, share_of_rank
+from verl_like.bench.phase import POLICY, Job, measure_on_ranks, phase_job, share_of_rank
 from verl_like.bench.ranks import slowest, timed
 from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rows import grouped_rows, tokens_with_shared_prompts
 from verl_like.bench.shapes import MODELS
-from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.batch_plan import BatchPlan, MicroBatchRule
 from verl_like.models.cost import BACKWARD
 from verl_like.models.heads import dtype_of
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.workers.actor import ActorRole
 from verl_like.workers.spec import WorkerSpec
 
 
@@ -90,18 +91,17 @@ def measure(process: ProcessInfo, run_id: str, job: Job, variants: list[Variant]
     rows = share_of_rank(job, batch, process)
     denominators = denominators_of(batch, job.workload.max_response)
     specs = {(v.path, v.dtype): spec_of(job.spec, v) for v in variants}
-    workers = {key: PhaseWorker(spec, process, run_id, actor=True, rollout=False) for key, spec in specs.items()}
+    actors = {key: ActorRole(spec, process) for key, spec in specs.items()}
     figures = RankFigures(seconds={str(v): [] for v in variants}, metrics={}, memory_gb={}, peaks={})
     for _ in range(num_rounds + 1):
         for dtype in dict.fromkeys(v.dtype for v in variants):
             peak = timed(lambda dtype=dtype: device_peak(process.device, dtype_of(dtype)), process.device)[1]
             figures.peaks.setdefault(dtype, []).append(peak)
         for variant in variants:
-            worker = workers[variant.path, variant.dtype]
-            plan = replace(worker.spec.plan, actor_micro=variant.rule(batch))
-            worker.spec = replace(worker.spec, plan=plan)
+            actor = actors[variant.path, variant.dtype]
+            actor.sizes = replace(actor.sizes, update=variant.rule(batch))
             _reset_peak(process.device)
-            work = partial(worker.update_actor, [(rows, denominators)])
+            work = partial(actor.update, [(rows, denominators)])
             seconds, (metrics,) = timed(work, process.device)
             figures.seconds[str(variant)].append(seconds)
             figures.metrics[str(variant)] = metrics
@@ -118,7 +118,8 @@ def spec_of(spec: WorkerSpec, variant: Variant) -> WorkerSpec:
     if variant.path == "padded":
         model = replace(model, use_remove_padding=False, use_fused_kernels=False)
     actor = replace(policy.actor, fsdp_config=replace(policy.actor.fsdp_config, dtype=variant.dtype))
-    return replace(spec, config=replace(spec.config, actor_rollout_ref=replace(policy, model=model, actor=actor)))
+    config = replace(spec.config, actor_rollout_ref=replace(policy, model=model, actor=actor))
+    return replace(spec, config=config, plan=BatchPlan.build(config, spec.plan.world_size))
 
 
 def report_of(

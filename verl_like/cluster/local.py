@@ -15,6 +15,7 @@ from verl_like.cluster.worker_group import (
     RankEnv,
     WorkerError,
     check_per_rank,
+    method_of,
     new_run_id,
     resolve_import_path,
 )
@@ -87,7 +88,7 @@ class LocalWorkerGroup:
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> LocalResult:
         self._check_running(method)
         try:
-            return LocalResult(getattr(self._worker, method)(*args, **kwargs))
+            return LocalResult(method_of(self._worker, method)(*args, **kwargs))
         except Exception as error:
             failure = _wrap(error, method)
             failure.__cause__ = error

@@ -23,7 +23,7 @@ from typing import Any
 from verl_like.cluster.environment import free_port, omp_threads, process_environment
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
 from verl_like.cluster.lifecycle import die_with_parent, leave_signals_to_driver, name_shared_memory
-from verl_like.cluster.worker_group import RankEnv, resolve_import_path
+from verl_like.cluster.worker_group import RankEnv, method_of, resolve_import_path
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class RankProcess:
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
         try:
-            return Outcome(value=getattr(self._worker, method)(*args, **kwargs))
+            return Outcome(value=method_of(self._worker, method)(*args, **kwargs))
         except BaseException as error:
             return self._failed(error)
 

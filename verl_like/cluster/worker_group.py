@@ -1,15 +1,17 @@
 """What the trainer knows about its workers: a group of ranks, calls, results, errors.
 
 A worker is any class constructed as `Worker(spec, rank_env)`. It may have a method `shutdown()`, called once when the
-group stops in good order. It is named by an import path ("package.module:Class"), so nothing here imports workers.
+group stops in good order, and `run(role, method, *arguments)`, which gets the calls named "role.method". It is named by
+an import path ("package.module:Class"), so nothing here imports workers.
 """
 
 from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 RUN_ID_VARIABLE = "VERL_LIKE_RUN_ID"  # in the environment of every process of a run: lets clean-up find them
@@ -136,6 +138,12 @@ def resolve_import_path(path: str) -> Any:
     if not hasattr(module, name):
         raise ValueError(f"worker import path {path!r}: module {module_name} has no {name!r}")
     return getattr(module, name)
+
+
+def method_of(worker: Any, name: str) -> Callable[..., Any]:
+    """What a call runs: the worker's method, or for "role.method" the `run` of a worker that hosts roles."""
+    role, _, method = name.rpartition(".")
+    return partial(worker.run, role, method) if role else getattr(worker, name)
 
 
 def check_per_rank(per_rank: Sequence[tuple[Any, ...]], world_size: int, method: str) -> None:

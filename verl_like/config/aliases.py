@@ -92,7 +92,6 @@ DROPPED: dict[str, str] = {
 # Switches and sizes of verl that are accepted at the values at which they ask for what is done anyway.
 AT_REST: dict[str, tuple[Any, ...]] = {
     r"actor_rollout_ref\.rollout\.(data|expert|pipeline_model)_parallel_size": (1,),
-    r"actor_rollout_ref\.rollout\.(nnodes|n_gpus_per_node)": (0,),
     r".+\.optim\.optimizer_impl": ("torch.optim",),
     r".+\.optim\.override_optimizer_config": (None,),
     r".+\.full_determinism": (False,),

@@ -38,10 +38,6 @@ def _truthy(value: Any) -> bool:
     return bool(value)
 
 
-def _above(bound: int) -> Callable[[Any], bool]:
-    return lambda value: value is not None and value > bound
-
-
 def _is(*values: str) -> Callable[[Any], bool]:
     return lambda value: value in values
 
@@ -56,14 +52,12 @@ NOT_YET: list[NotYet] = [
         NotYet(f"{section}.strategy", _is("megatron"), "use fsdp2")
         for section in (_ACTOR, _REF, "critic", "reward_model")
     ],
-    NotYet("reward_model.model.fsdp_config.tensor_parallel_size", _above(1), "set it to 1"),
     *[
         NotYet(f"{section}.{name}", _is("float16", "fp16"), "use bfloat16: there is no loss scaling")
         for section in _MODELS
         for name in ("dtype", "model_dtype")
     ],
     # Rollout
-    NotYet("actor_rollout_ref.hybrid_engine", lambda v: not v, "set it to true: actor and rollout share processes"),
     NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),
     *_off(f"{_ROLLOUT}.use_fire_sampling"),
     *_off(

@@ -6,180 +6,173 @@ process (times the Ulysses size, because that many processes share a sequence). 
 sequences over all processes and are divided by the data-parallel size here. docs/batch_sizes.md explains with numbers.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
 from verl_like.config.actor import ActorConfig
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.correction import RolloutCorrectionConfig, rejects
-from verl_like.config.critic import CriticConfig
 from verl_like.config.enums import OPTIMAL_BASELINE_ESTIMATORS, OldLogProbs
 from verl_like.config.errors import raise_if_any
 from verl_like.config.loss_knobs import SELECTING_LOSSES
-from verl_like.config.micro_batches import MicroBatchRule, cuts
+from verl_like.config.micro_batches import MicroBatchRule
+from verl_like.config.placement import Pool, idle_placement, impossible_placement, pools_of
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.row_groups import actor_group, critic_group, reference_group, unequal_groups
+from verl_like.config.roles import (
+    ACTOR,
+    CRITIC,
+    REF,
+    REWARD,
+    ROLLOUT,
+    RoleConfig,
+    compares_in_driver,
+    compares_policies,
+    roles_of,
+)
 
 _ACTOR = "actor_rollout_ref.actor"
-_REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
-    """Sizes of one training step. Counts of the critic are 0 when there is none."""
+class RolePlan:
+    """The sizes of one role. Of one that is never trained the counts of updates are 0, and `update` is None."""
 
-    world_size: int
+    config: RoleConfig
+    pool: Pool
+    data_parallel_size: int  # groups of processes with rows of their own
+    forward: MicroBatchRule
+    update: MicroBatchRule | None
+    mini_batches: int
+    mini_batch_prompts: int
+    mini_batch_sequences: int
+    updates_per_step: int  # optimizer steps for each rollout batch
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Neighbouring processes with the same rows."""
+        return self.config.ranks_per_row
+
+    @property
+    def update_text(self) -> str:
+        """For the table."""
+        cut = f"{self.mini_batches} mini-batches of {self.mini_batch_prompts:,} prompts"
+        return f"{cut} ({self.mini_batch_sequences:,} sequences), {self.updates_per_step} optimizer steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Sizes of one training step, of each role of the run, and of the pools of processes that host them."""
+
+    pools: tuple[Pool, ...]  # the main one first
+    roles: dict[str, RolePlan]
     prompts_per_step: int
     prompts_per_draw: int
     draws_until_full: bool
     responses_per_prompt: int
     sequences_per_step: int
-    data_parallel_size: int
-    actor_ranks_per_row: int
-    ref_ranks_per_row: int
-    critic_ranks_per_row: int
-    reward_ranks_per_row: int
     rollout_replicas: int
     tensor_parallel_size: int
     sequences_per_rank: int
-    actor_mini_batches: int
-    actor_mini_batch_prompts: int
-    actor_mini_batch_sequences: int
-    critic_mini_batches: int
-    critic_mini_batch_prompts: int
-    critic_mini_batch_sequences: int
-    actor_micro: MicroBatchRule
-    log_prob_micro: MicroBatchRule
-    ref_micro: MicroBatchRule
-    critic_micro: MicroBatchRule
-    critic_forward_micro: MicroBatchRule
-    reward_micro: MicroBatchRule
-    optimizer_steps_per_rollout: int
-    critic_optimizer_steps_per_rollout: int
     old_log_probs: str
-    needs_reference: bool
     reference_outputs: frozenset[str]  # what the driver asks of the reference before the update; full_kl of both models
-    needs_critic: bool
-    needs_reward_model: bool
     steps_per_epoch: int | None
     total_training_steps: int | None
-    optimizer_steps_total: int | None
-    critic_optimizer_steps_total: int | None
     warnings: tuple[str, ...]  # what a user would miss at the end of this run
+    critic_warmup: int
 
     @classmethod
-    def build(cls, config: PPOConfig, world_size: int, num_train_prompts: int | None = None) -> "BatchPlan":
+    def build(cls, config: PPOConfig, world_size: int, num_train_prompts: int | None = None) -> BatchPlan:
         """All sizes of this run.
 
-        world_size: training processes over all machines. num_train_prompts: rows of the training set after filtering;
-        None leaves the lengths open unless trainer.total_training_steps is set.
+        world_size: processes of the main pool, over all machines. num_train_prompts: rows of the training set after
+        filtering; None leaves the lengths open unless trainer.total_training_steps is set.
         Raises ConfigError listing every size that does not fit.
         """
-        problems: list[str] = []
-        actor, rollout, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.critic
-        prompts, n = config.data.train_batch_size, rollout.n
-        groups = actor_group(config), reference_group(config), critic_group(config)
-        needed = True, needs_reference(config), needs_critic(critic, config.algorithm)
-        shares = [group.share(problems if used else [], world_size) for group, used in zip(groups, needed, strict=True)]
-        data_parallel, outputs = shares[0], _reference_outputs(config)
-        if "full_kl" in outputs or (actor.use_kl_loss and actor.kl_loss_type == "full"):
-            problems += unequal_groups(groups[0], groups[1], in_driver="full_kl" in outputs)
+        problems = impossible_placement(config)
+        raise_if_any(problems)
+        rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
+        pools, configs = pools_of(config, world_size), roles_of(config)
+        roles = {role.name: _role_plan(problems, config, role, pools) for role in configs.values()}
+        if REF in roles and compares_policies(config):
+            problems += _unequal_groups(configs[ACTOR], configs[REF], in_driver=compares_in_driver(config))
+        sampling = _pool_with(pools, ROLLOUT)
         replicas = _share(
-            problems, world_size, f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+            problems, sampling, f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
         )
-        mini_batches = _mini_batches(problems, prompts, f"{_ACTOR}.ppo_mini_batch_size", actor.ppo_mini_batch_size)
-        updates = mini_batches * actor.ppo_epochs
-        with_critic = needs_critic(config.critic, config.algorithm)
-        critic_mini = (
-            _mini_batches(problems, prompts, "critic.ppo_mini_batch_size", critic.ppo_mini_batch_size)
-            if with_critic
-            else 0
-        )
-        critic_updates = critic_mini * critic.ppo_epochs
         draw = _draw(problems, config, num_train_prompts)
         per_epoch, total = _lengths(problems, config, num_train_prompts)
-        rules = _micro_rules(problems, config, world_size, data_parallel)
-        old_log_probs = _old_log_probs(problems, config, updates)
-        raise_if_any(problems)
-        actor_steps = None if total is None else max(0, total - config.trainer.critic_warmup) * updates
+        old_log_probs = _old_log_probs(problems, config, roles[ACTOR].updates_per_step)
+        raise_if_any(list(dict.fromkeys(problems)))
         return cls(
-            world_size=world_size,
+            pools=pools,
+            roles=roles,
             prompts_per_step=prompts,
             prompts_per_draw=draw,
             draws_until_full=draws_until_full(config),
-            responses_per_prompt=n,
-            sequences_per_step=prompts * n,
-            data_parallel_size=data_parallel,
-            actor_ranks_per_row=groups[0].ranks,
-            ref_ranks_per_row=groups[1].ranks,
-            critic_ranks_per_row=groups[2].ranks,
-            reward_ranks_per_row=config.reward_model.ulysses_sequence_parallel_size,
+            responses_per_prompt=rollout.n,
+            sequences_per_step=prompts * rollout.n,
             rollout_replicas=replicas,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
-            sequences_per_rank=math.ceil(prompts * n / data_parallel),
-            actor_mini_batches=mini_batches,
-            actor_mini_batch_prompts=actor.ppo_mini_batch_size,
-            actor_mini_batch_sequences=actor.ppo_mini_batch_size * n,
-            critic_mini_batches=critic_mini,
-            critic_mini_batch_prompts=critic.ppo_mini_batch_size if with_critic else 0,
-            critic_mini_batch_sequences=critic.ppo_mini_batch_size * n if with_critic else 0,
-            optimizer_steps_per_rollout=updates,
-            critic_optimizer_steps_per_rollout=critic_updates,
+            sequences_per_rank=math.ceil(prompts * rollout.n / roles[ACTOR].data_parallel_size),
             old_log_probs=old_log_probs,
-            needs_reference=needs_reference(config),
-            reference_outputs=outputs,
-            needs_critic=with_critic,
-            needs_reward_model=config.reward_model.enable,
+            reference_outputs=_reference_outputs(config),
             steps_per_epoch=per_epoch,
             total_training_steps=total,
-            optimizer_steps_total=actor_steps,
-            critic_optimizer_steps_total=None if total is None else total * critic_updates,
-            warnings=_missing(config),
-            **rules,
+            warnings=(*_missing(config), *idle_placement(config)),
+            critic_warmup=config.trainer.critic_warmup,
         )
+
+    @property
+    def world_size(self) -> int:
+        """Processes of all pools."""
+        return sum(pool.world_size for pool in self.pools)
+
+    def pool_of(self, role: str) -> Pool:
+        """The pool that hosts a role of this run."""
+        return _pool_with(self.pools, role)
+
+    def optimizer_steps(self, role: str) -> int | None:
+        """Of the whole run; None where its length is not known."""
+        if self.total_training_steps is None:
+            return None
+        trained = self.total_training_steps - (self.critic_warmup if role == ACTOR else 0)
+        return max(0, trained) * self.roles[role].updates_per_step
 
     def rows(self) -> list[tuple[str, str]]:
         """What the table shows: (quantity, value with its unit)."""
+        actor, critic = self.roles[ACTOR], self.roles.get(CRITIC)
         step = (
             f"{self.prompts_per_step:,} prompts x {self.responses_per_prompt} = {self.sequences_per_step:,} sequences"
         )
         rows = [
             ("training step", step),
             *self._draw_rows(),
-            ("processes", f"{self.world_size} ({self.data_parallel_size} data parallel)"),
+            ("processes", f"{self.pools[0].world_size} ({actor.data_parallel_size} data parallel)"),
+            *(
+                (f"pool {pool.name}", f"{pool.world_size} processes: {', '.join(pool.roles)}")
+                for pool in self.pools[1:]
+            ),
             ("rollout", f"{self.rollout_replicas} replicas x {self.tensor_parallel_size} tensor parallel"),
             ("per process", f"about {self.sequences_per_rank:,} sequences"),
-            (
-                "actor update",
-                self._updates(
-                    self.actor_mini_batches,
-                    self.actor_mini_batch_prompts,
-                    self.actor_mini_batch_sequences,
-                    self.optimizer_steps_per_rollout,
-                ),
-            ),
-            ("actor micro-batch", str(self.actor_micro)),
+            ("actor update", actor.update_text),
+            ("actor micro-batch", str(actor.update)),
             ("old log-probs", _OLD_LOG_PROBS_TEXT[self.old_log_probs]),
         ]
         if self.old_log_probs == OldLogProbs.recompute:
-            rows.append(("log-prob micro-batch", str(self.log_prob_micro)))
-        if self.needs_reference:
-            rows.append(("reference micro-batch", str(self.ref_micro)))
-        if self.needs_critic:
-            update = self._updates(
-                self.critic_mini_batches,
-                self.critic_mini_batch_prompts,
-                self.critic_mini_batch_sequences,
-                self.critic_optimizer_steps_per_rollout,
-            )
+            rows.append(("log-prob micro-batch", str(actor.forward)))
+        if REF in self.roles:
+            rows.append(("reference micro-batch", str(self.roles[REF].forward)))
+        if critic is not None:
             rows += [
-                ("critic update", update),
-                ("critic micro-batch", str(self.critic_micro)),
-                ("critic forward", str(self.critic_forward_micro)),
+                ("critic update", critic.update_text),
+                ("critic micro-batch", str(critic.update)),
+                ("critic forward", str(critic.forward)),
             ]
-        if self.needs_reward_model:
-            rows.append(("reward micro-batch", str(self.reward_micro)))
+        if REWARD in self.roles:
+            rows.append(("reward micro-batch", str(self.roles[REWARD].forward)))
         return rows + self._length_rows()
 
     def _draw_rows(self) -> list[tuple[str, str]]:
@@ -195,15 +188,10 @@ class BatchPlan:
         lines = [f"  {name:<{width}}  {value}" for name, value in rows]
         return "\n".join(["batch plan", *lines, *(f"  WARNING: {warning}" for warning in self.warnings)])
 
-    @staticmethod
-    def _updates(mini_batches: int, prompts: int, sequences: int, updates: int) -> str:
-        cut = f"{mini_batches} mini-batches of {prompts:,} prompts ({sequences:,} sequences)"
-        return f"{cut}, {updates} optimizer steps"
-
     def _length_rows(self) -> list[tuple[str, str]]:
         rows = [("steps per epoch", f"{self.steps_per_epoch:,}")] if self.steps_per_epoch is not None else []
         if self.total_training_steps is not None:
-            updates = f"{self.optimizer_steps_total:,} optimizer steps of the actor"
+            updates = f"{self.optimizer_steps(ACTOR):,} optimizer steps of the actor"
             rows.append(("training steps", f"{self.total_training_steps:,} ({updates})"))
         return rows
 
@@ -236,11 +224,6 @@ def _missing(config: PPOConfig) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def needs_reference(config: PPOConfig) -> bool:
-    """A KL term, in the loss or in the reward, needs the frozen reference."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-
-
 def _reference_outputs(config: PPOConfig) -> frozenset[str]:
     """The exact KL (full) stays in the worker: as loss it needs no pass before the update, in the reward one number."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
@@ -250,16 +233,50 @@ def _reference_outputs(config: PPOConfig) -> frozenset[str]:
     return frozenset(outputs | {"log_probs" for kind in in_loss if kind != "full"})
 
 
-def needs_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> bool:
-    """critic.enable decides; left open, the advantage estimator does."""
-    return algorithm.adv_estimator == "gae" if critic.enable is None else critic.enable
+def _role_plan(problems: list[str], config: PPOConfig, role: RoleConfig, pools: tuple[Pool, ...]) -> RolePlan:
+    """The sizes of one role; what does not fit is appended to `problems`."""
+    pool, prompts, mini = _pool_with(pools, role.name), config.data.train_batch_size, role.mini_batch_prompts
+    data_parallel = role.data_parallel(problems, pool.world_size, pool.size_text)
+    rules = {name: cut.rule(problems, data_parallel) for name, cut in role.passes.items()}
+    trained = role.optim is not None
+    mini_batches = _mini_batches(problems, prompts, f"{role.section}.ppo_mini_batch_size", mini) if trained else 0
+    return RolePlan(
+        config=role,
+        pool=pool,
+        data_parallel_size=data_parallel,
+        forward=rules["forward"],
+        update=rules.get("update"),
+        mini_batches=mini_batches,
+        mini_batch_prompts=mini,
+        mini_batch_sequences=mini * config.actor_rollout_ref.rollout.n,
+        updates_per_step=mini_batches * role.epochs,
+    )
 
 
-def _share(problems: list[str], world_size: int, key: str, size: int) -> int:
-    if world_size % size:
-        fix = f"must divide the number of processes (trainer.nnodes x trainer.n_gpus_per_node = {world_size})"
-        problems.append(f"{key}={size}: {fix}")
-    return max(1, world_size // size)
+def _unequal_groups(actor: RoleConfig, reference: RoleConfig, *, in_driver: bool) -> list[str]:
+    """What the exact KL cannot do: both models read the same rows, cut in the same way.
+
+    in_driver: the driver asks for it by itself, before the update.
+    """
+    pairs = [("fsdp_config.tensor_parallel_size", actor.tensor, reference.tensor)]
+    if in_driver:
+        pairs.append(("ulysses_sequence_parallel_size", actor.ulysses, reference.ulysses))
+    return [
+        f"the exact KL (kl_penalty or kl_loss_type=full) needs one {key} for actor and ref, but they are {first} and "
+        f"{second}"
+        for key, first, second in pairs
+        if first != second
+    ]
+
+
+def _pool_with(pools: tuple[Pool, ...], role: str) -> Pool:
+    return next(pool for pool in pools if role in pool.roles)
+
+
+def _share(problems: list[str], pool: Pool, key: str, size: int) -> int:
+    if pool.world_size % size:
+        problems.append(f"{key}={size}: must divide the number of processes ({pool.size_text})")
+    return max(1, pool.world_size // size)
 
 
 def _mini_batches(problems: list[str], prompts: int, key: str, mini: int) -> int:
@@ -381,29 +398,3 @@ def _driver_needs(config: PPOConfig) -> str | None:
     if correction.rollout_is is not None and correction.rollout_is_batch_normalize:
         return "algorithm.rollout_correction.rollout_is_batch_normalize=True"
     return None
-
-
-def _micro_rules(
-    problems: list[str], config: PPOConfig, world_size: int, data_parallel: int
-) -> dict[str, MicroBatchRule]:
-    """Rules of all passes. Only what the run has is checked; the reward model may have processes of its own."""
-    reward = config.reward_model
-    pool = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else world_size
-    found = problems if reward.enable else []
-    share = _share(found, pool, "reward_model.ulysses_sequence_parallel_size", reward.ulysses_sequence_parallel_size)
-    rules = {}
-    for name, cut in cuts(config).items():
-        if name == "reward_micro":
-            rules[name] = cut.rule(found, max(1, share))
-        else:
-            rules[name] = cut.rule(problems if in_use(config, name) else [], data_parallel)
-    return rules
-
-
-def in_use(config: PPOConfig, name: str) -> bool:
-    """Whether this run has the pass with this name in `cuts`."""
-    if name in ("actor_micro", "log_prob_micro"):
-        return True
-    if name == "ref_micro":
-        return needs_reference(config)
-    return config.reward_model.enable if name == "reward_micro" else needs_critic(config.critic, config.algorithm)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from verl_like.config.availability import not_available, without_effect
-from verl_like.config.batch_plan import in_use, needs_critic, needs_reference
 from verl_like.config.doctor_correction import (
     CORRECTION_IDLE,
     risky_baseline,
@@ -20,8 +19,9 @@ from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle, other_estimator
-from verl_like.config.micro_batches import cuts
+from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.roles import needs_critic, needs_reference, roles_of
 from verl_like.config.rollout import distortions, runs_agent_loops
 from verl_like.config.schema import keys
 
@@ -55,6 +55,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + _run(config)
         + impossible_rewards(config)
         + impossible_reward_model(config)
+        + impossible_placement(config)
     )
 
 
@@ -261,6 +262,7 @@ IDLE: tuple[Idle, ...] = (
         f"{_ACTOR}.optim.lr_warmup_steps is set",
     ),
     *SHARDING_IDLE,
+    *PLACEMENT_IDLE,
     *OUTCOME_IDLE,
     Idle(_VLLM_ONLY, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
     Idle(
@@ -370,7 +372,7 @@ def idle(config: PPOConfig, set_keys: frozenset[str], followers: Mapping[str, Se
 
 def _idle_sizes(config: PPOConfig) -> dict[str, str]:
     """Sizes of micro-batches that cut no pass of this run, and why; missing roles have rows of their own."""
-    used = [cut for name, cut in cuts(config).items() if in_use(config, name)]
+    used = [cut for role in roles_of(config).values() for cut in role.passes.values()]
     deciding = {cut.deciding_key for cut in used}
     return {key: why for cut in used for key, why in cut.idle_keys.items() if key not in deciding}
 
@@ -425,7 +427,8 @@ def _odd_budgets(config: PPOConfig) -> list[str]:
     """Token budgets that hold no sequence of full length, or more than there will ever be."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     whole = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * longest
-    budgets = {cut.budget_key: cut for name, cut in cuts(config).items() if cut.by_tokens and in_use(config, name)}
+    used = [cut for role in roles_of(config).values() for cut in role.passes.values()]
+    budgets = {cut.budget_key: cut for cut in used if cut.by_tokens}
     lines = []
     for key, cut in budgets.items():
         if key.endswith(".ppo_max_token_len_per_gpu") and cut.budget * cut.ulysses < longest:

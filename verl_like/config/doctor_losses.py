@@ -1,12 +1,13 @@
 """The doctor's checks of the policy's update: which loss reads which knob, and terms that cannot work together."""
 
 from verl_like.config.actor import ActorConfig
-from verl_like.config.batch_plan import needs_critic, takes_own_log_probs
+from verl_like.config.batch_plan import takes_own_log_probs
 from verl_like.config.doctor_correction import is_reinforce
 from verl_like.config.enums import LOSS_MODES
 from verl_like.config.idle import Idle
 from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, UNBIASED_KL_KINDS
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.roles import needs_critic
 
 _ACTOR = "actor_rollout_ref.actor"
 

@@ -1,7 +1,7 @@
 """Where a run's models and tokenizers lie: the keys that say so, and what can be said of them without looking."""
 
-from verl_like.config.batch_plan import needs_critic
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.roles import needs_critic
 
 
 def model_paths(config: PPOConfig) -> dict[str, str]:

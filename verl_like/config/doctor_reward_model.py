@@ -20,12 +20,6 @@ def impossible_reward_model(config: PPOConfig) -> list[str]:
             "reward_model.enable=True with reward_model.model_weight=0: the model's score would count for nothing; set "
             "another weight, or enable=false"
         )
-    if reward.enable_resource_pool and (config.trainer.launcher == "local" or not _pool_size(config)):
-        problems.append(
-            f"reward_model.enable_resource_pool=True with nnodes={reward.nnodes}, n_gpus_per_node="
-            f"{reward.n_gpus_per_node} and trainer.launcher={config.trainer.launcher}: a pool of its own needs both "
-            "sizes above 0 and trainer.launcher=ray; or set enable_resource_pool=false"
-        )
     if config.custom_reward_function.path is not None and reward.rule_weight == 0:
         problems.append(
             "reward_model.enable=True with custom_reward_function.path and reward_model.rule_weight=0: the function "
@@ -33,10 +27,6 @@ def impossible_reward_model(config: PPOConfig) -> list[str]:
             "the function itself asks a generative model, set enable=false (see reward_model.judge)"
         )
     return problems
-
-
-def _pool_size(config: PPOConfig) -> int:
-    return config.reward_model.nnodes * config.reward_model.n_gpus_per_node
 
 
 _SETTINGS = (

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from verl_like.config.batch_plan import needs_critic, needs_reference
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.idle import Idle
 from verl_like.config.model import ModelConfig
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.row_groups import actor_group, critic_group, reference_group
+from verl_like.config.roles import RoleConfig, needs_reference, roles_of
 
 _ACTOR = "actor_rollout_ref.actor.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"
@@ -31,53 +30,39 @@ _MODELS: tuple[tuple[str, Callable[[PPOConfig], ModelConfig]], ...] = (
 
 def impossible_sharding(config: PPOConfig) -> list[str]:
     """Combinations of sharding settings that cannot work: keys, values, fix."""
-    policy = config.actor_rollout_ref
-    roles = [(_ACTOR, policy.actor.strategy, policy.actor.fsdp_config)]
-    if needs_reference(config):
-        roles.append((_REF, policy.ref.strategy, policy.ref.fsdp_config))
-    if needs_critic(config.critic, config.algorithm):
-        roles.append((_CRITIC, config.critic.strategy, config.critic.model.fsdp_config))
-    problems = [
-        f"{section}.offload_policy=True with strategy=fsdp: FSDP1 has no such policy here; set strategy=fsdp2, or use "
-        "param_offload and optimizer_offload"
-        for section, strategy, fsdp in roles
-        if strategy == "fsdp" and fsdp.offload_policy
-    ]
+    policy, problems = config.actor_rollout_ref, []
+    for role in roles_of(config).values():
+        if role.strategy == "fsdp" and role.fsdp.offload_policy:
+            problems.append(
+                f"{role.sharding_section}.offload_policy=True with strategy=fsdp: FSDP1 has no such policy here; set "
+                "strategy=fsdp2, or use param_offload and optimizer_offload"
+            )
+        if role.strategy == "fsdp" and role.optim is not None and role.optim.optimizer == "adamw_8bit":
+            problems.append(
+                f"{role.section}.optim.optimizer=adamw_8bit with strategy=fsdp: FSDP1 flattens weights, and the 8-bit "
+                "scales belong to rows; set strategy=fsdp2 or optimizer=adamw_bf16"
+            )
+        if role.tensor > 1:
+            problems += _impossible_tensor(role)
     if policy.rollout.name == "vllm" and policy.model.lora_rank > _VLLM_RANKS and not policy.model.lora.merge:
         problems.append(
             f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank} with actor_rollout_ref.model.lora.merge=False "
             f"and rollout.name=vllm: vLLM keeps adapters up to rank {_VLLM_RANKS}; set model.lora.merge=True"
         )
-    optimizers = [("actor_rollout_ref.actor", policy.actor.strategy, policy.actor.optim)]
-    if needs_critic(config.critic, config.algorithm):
-        optimizers.append(("critic", config.critic.strategy, config.critic.optim))
-    problems += _impossible_tensor(config)
-    return problems + [
-        f"{section}.optim.optimizer=adamw_8bit with strategy=fsdp: FSDP1 flattens weights, and the 8-bit scales belong "
-        "to rows; set strategy=fsdp2 or optimizer=adamw_bf16"
-        for section, strategy, optim in optimizers
-        if strategy == "fsdp" and optim.optimizer == "adamw_8bit"
-    ]
+    return list(dict.fromkeys(problems))  # with LoRA the reference has the actor's
 
 
-def _impossible_tensor(config: PPOConfig) -> list[str]:
+def _impossible_tensor(role: RoleConfig) -> list[str]:
     """What tensor parallelism of the trainer cannot be combined with."""
-    policy, critic, problems = config.actor_rollout_ref, config.critic, []
-    roles = [(actor_group(config), policy.actor.strategy, policy.model, "actor_rollout_ref.model")]
-    if needs_reference(config):
-        roles.append((reference_group(config), policy.ref.strategy, policy.model, "actor_rollout_ref.model"))
-    if needs_critic(critic, config.algorithm):
-        roles.append((critic_group(config), critic.strategy, critic.model, "critic.model"))
-    for group, strategy, model, section in roles:
-        key = f"{group.tensor_key}={group.fsdp.tensor_parallel_size}"
-        if group.fsdp.tensor_parallel_size == 1:
-            continue
-        if strategy != "fsdp2":
-            problems.append(f"{key} with strategy={strategy}: FSDP1 flattens what would be split; set strategy=fsdp2")
-        if group.ulysses > 1:
-            problems.append(f"{key} with {group.ulysses_key}={group.ulysses}: a role has one of the two; set one to 1")
-        if not model.use_remove_padding:
-            problems.append(f"{key} with {section}.use_remove_padding=False: it works on packed tokens; set it to True")
+    key, problems = f"{role.tensor_key}={role.tensor}", []
+    if role.strategy != "fsdp2":
+        problems.append(f"{key} with strategy={role.strategy}: FSDP1 flattens what would be split; set strategy=fsdp2")
+    if role.ulysses > 1:
+        problems.append(f"{key} with {role.ulysses_key}={role.ulysses}: a role has one of the two; set one to 1")
+    if not role.model.use_remove_padding:
+        problems.append(
+            f"{key} with {role.model_section}.use_remove_padding=False: it works on packed tokens; set it to True"
+        )
     return problems
 
 

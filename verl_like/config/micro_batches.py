@@ -101,8 +101,8 @@ class Cut:
         return dict.fromkeys(sorted(idle), why)
 
 
-def cuts(config: PPOConfig) -> dict[str, Cut]:
-    """Every pass under the name of its rule in BatchPlan; those of roles that the run lacks as well."""
+def cuts(config: PPOConfig) -> dict[str, dict[str, Cut]]:
+    """Role -> its passes ("update", "forward"); those of roles that the run lacks as well."""
     actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
     update = _cut(
         "actor_rollout_ref.actor.ppo_",
@@ -124,10 +124,11 @@ def cuts(config: PPOConfig) -> dict[str, Cut]:
         ref.ulysses_sequence_parallel_size,
         update,
     )
-    return {"actor_micro": update, "log_prob_micro": log_prob, "ref_micro": reference} | _value_cuts(config, update)
+    policy = {"actor": {"update": update, "forward": log_prob}, "ref": {"forward": reference}}
+    return policy | _value_cuts(config, update)
 
 
-def _value_cuts(config: PPOConfig, update: Cut) -> dict[str, Cut]:
+def _value_cuts(config: PPOConfig, update: Cut) -> dict[str, dict[str, Cut]]:
     """Critic and reward model, which takes the critic's size, or else the actor's."""
     critic, reward = config.critic, config.reward_model
     values = _cut(
@@ -150,7 +151,7 @@ def _value_cuts(config: PPOConfig, update: Cut) -> dict[str, Cut]:
         reward.ulysses_sequence_parallel_size,
         forward if forward.dynamic or forward._sized is not None else update,
     )
-    return {"critic_micro": values, "critic_forward_micro": forward, "reward_micro": scores}
+    return {"critic": {"update": values, "forward": forward}, "reward": {"forward": scores}}
 
 
 def _cut(

@@ -18,7 +18,8 @@ class ActorRolloutRefConfig(ConfigNode):
     """`actor_rollout_ref.*`: the policy in its three roles."""
 
     hybrid_engine: bool = True
-    """Actor and rollout share processes. False: separate pools."""
+    """Actor and rollout engine share processes. False: the engine has a pool of its own, of rollout.nnodes x
+    rollout.n_gpus_per_node processes, and gets the weights by broadcast."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The network of actor, reference and rollout."""
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -22,7 +22,7 @@ Kinds = frozenset[type]
 _NONE: Kinds = frozenset()
 PACKAGE = Path(__file__).resolve().parents[1]
 # Inside config/ only these use values; the doctor merely checks them.
-_CONFIG_READERS = ("batch_plan.py", "micro_batches.py")
+_CONFIG_READERS = ("batch_plan.py", "micro_batches.py", "placement.py", "roles.py")
 
 
 @functools.cache

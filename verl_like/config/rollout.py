@@ -240,6 +240,10 @@ class RolloutConfig(ConfigNode):
     """Gather LoRA weights layer by layer."""
     update_weights_bucket_megabytes: int = 512
     """[MB] Size of one bucket of the weight sync."""
+    nnodes: int = 0
+    """[nodes] Machines of the rollout engine's own pool (actor_rollout_ref.hybrid_engine=false)."""
+    n_gpus_per_node: int = 0
+    """[processes] Size of that pool per node."""
     tensor_model_parallel_size: int = 1
     """[processes] Processes that hold one copy of the rollout model."""
     max_num_batched_tokens: int = 8192
@@ -297,6 +301,7 @@ class RolloutConfig(ConfigNode):
         at_least(self, 1, "max_model_len", "max_num_seqs", "update_weights_bucket_megabytes")
         at_least(self, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
         at_least(self, 1, "log_prob_max_token_len_per_gpu")
+        at_least(self, 0, "nnodes", "n_gpus_per_node")
         one_of(self, "mode", ROLLOUT_MODES)
         one_of(self, "dtype", DTYPES)
         not_both(self, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")

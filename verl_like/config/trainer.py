@@ -11,6 +11,9 @@ _CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "tru
 _WORKER_NSIGHT = {**_CONTROLLER_NSIGHT, "capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}
 
 
+MAIN_POOL = "main"  # of nnodes x n_gpus_per_node processes
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig(ConfigNode):
     """`trainer.*`. A step is one rollout batch and its updates."""
@@ -29,6 +32,10 @@ class TrainerConfig(ConfigNode):
     """[nodes] Machines."""
     n_gpus_per_node: int | str = "auto"
     """[processes] Worker processes per machine; auto: its GPUs, or 1 on CPU."""
+    placement: dict[str, Any] = field(default_factory=dict)
+    """Pools of processes beside the main one (nnodes x n_gpus_per_node), and who is in them instead: {name: {roles:
+    [critic, ref], nnodes: 1, n_gpus_per_node: 2}}. Roles: rollout, ref, critic, reward; each pool has devices of its
+    own."""
     trainer_class: str | None = None
     """A class of your own, file.py:Name, derived from verl_like.trainer.ppo.PPOTrainer. Null: that one."""
     rpc_timeout: float = 3600.0
@@ -135,6 +142,25 @@ class TrainerConfig(ConfigNode):
             legal = name not in ("console", "jsonl") and isinstance(given, dict)
             require(legal, "logger_kwargs", {name: given}, fix)
         reference_or_none(self, "trainer_class")
+        wrong = _wrong_placement(self.placement)
+        require(wrong is None, "placement", self.placement, wrong or "")
+
+
+def _wrong_placement(placement: dict[str, Any]) -> str | None:
+    """What is wrong with the form of trainer.placement; None: nothing."""
+    movable = ("ref", "critic", "reward", "rollout")
+    form = "write {pool: {roles: [critic], nnodes: 1, n_gpus_per_node: 2}}"
+    for name, section in placement.items():
+        if name == MAIN_POOL or not isinstance(section, dict):
+            return f"{name}: {form}; the pool {MAIN_POOL} is trainer.nnodes x trainer.n_gpus_per_node"
+        unknown = sorted(set(section) - {"roles", "nnodes", "n_gpus_per_node"})
+        sizes = [section.get(key, 1) for key in ("nnodes", "n_gpus_per_node")]
+        if unknown or not all(isinstance(size, int) and size >= 1 for size in sizes):
+            return f"{name}: {f'unknown {unknown}; ' if unknown else ''}{form}, with sizes of at least 1"
+        roles = section.get("roles")
+        if not isinstance(roles, list) or not roles or not set(roles) <= set(movable):
+            return f"{name}.roles: {form}, with roles among {', '.join(movable)} (actor stays in the pool {MAIN_POOL})"
+    return None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,7 +29,6 @@ from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
 from verl_like.models.fused_linear import Head, Reference
 from verl_like.models.heads import HF_PREFIX, HIDDEN, PolicyModel, TokenModel, dtype_of
-from verl_like.models.loading import Kind
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
@@ -39,8 +38,9 @@ from verl_like.parallel.ulysses import sequence_group
 from verl_like.ragged import take_rows
 
 if TYPE_CHECKING:
-    from verl_like.config import FSDPConfig, ModelConfig, OptimConfig
+    from verl_like.config import OptimConfig
     from verl_like.config.batch_plan import MicroBatchRule
+    from verl_like.config.roles import RoleConfig
 
 log = logging.getLogger(__name__)
 
@@ -50,53 +50,40 @@ _OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED}), "value": f
 class FSDPEngine:
     """A `TrainEngine` (see engine/train_engine.py). Building one is collective.
 
-    kind: "policy" (log-probs and entropy) or "value" (a value head instead of the language-model head).
-    optim: None gives a forward-only engine, the reference; its shards are kept in the compute precision.
+    role: the model, how it is sharded and trained. Without `optim` the engine is forward only, as the reference's; its
+    shards are kept in the compute precision.
     num_schedule_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
-    strategy: "fsdp2", or "fsdp" for FSDP1.
-    compile_blocks: torch.compile each sharded layer.
-    ulysses_size: so many neighbouring ranks share the same rows and hold a slice of their tokens each.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
     """
 
     def __init__(
         self,
-        *,
-        kind: Kind,
+        role: RoleConfig,
         process: ProcessInfo,
-        model: ModelConfig,
-        fsdp: FSDPConfig,
-        optim: OptimConfig | None,
-        grad_clip: float | None,
+        *,
         num_schedule_steps: int | None = None,
-        strategy: str = "fsdp2",
-        compile_blocks: bool = False,
-        ulysses_size: int = 1,
         tokenizer_size: int | None = None,
         seed: int = 1,
     ) -> None:
-        self.kind: Kind = kind
-        self.process = process
-        self.device = process.device
-        self._model_config, self._fsdp = model, fsdp
-        self._grad_clip = grad_clip
+        model, fsdp, optim = role.model, role.fsdp, role.optim
+        self.role, self.kind, self.process, self.device = role, role.kind, process, process.device
         self.packed = loading.uses_packing(model)
         self.shares_prompts = loading.shares_prompts(model)
         self.hf_config = loading.load_hf_config(model)
         loading.check_backend(model, self.hf_config, self.device)
-        loading.check_ulysses(model, self.hf_config, ulysses_size)
-        tensor_plan.check_engine(model, self.hf_config, fsdp, strategy=strategy, ulysses=ulysses_size)
-        self._compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
+        loading.check_ulysses(model, self.hf_config, role.ulysses)
+        tensor_plan.check_engine(model, self.hf_config, fsdp, strategy=role.strategy, ulysses=role.ulysses)
+        self.compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None
-        self.model = self._build_model(tokenizer_size, seed, strategy, training=optim is not None)
-        loading.replace_functions(self.model.hf, model, self.device, compiled=compile_blocks)
+        self.model = self._build_model(tokenizer_size, seed)
+        loading.replace_functions(self.model.hf, model, self.device, compiled=role.compile_blocks)
         self._expert_load: ExpertLoad | None = None
-        if optim is not None and self.packed and not compile_blocks:  # a count would break compiled layers in two
+        if optim is not None and self.packed and not role.compile_blocks:  # a count would break compiled layers in two
             self._expert_load = ExpertLoad.of(self.model, num_experts(self.hf_config), self.device)
-        self.sharding = self._shard(strategy, compile_blocks=compile_blocks)
-        whole = partial(loading.build_meta_model, model, self.hf_config, kind=kind)
+        self.sharding = self._shard()
+        whole = partial(loading.build_meta_model, model, self.hf_config, kind=role.kind)
         self._export = WeightExport(self.sharding, self._adapters, self._stored, whole)
-        self._row_group = self.sharding.tensor_group or sequence_group(ulysses_size)  # ranks that share their rows
+        self._row_group = self.sharding.tensor_group or sequence_group(role.ulysses)  # ranks that share their rows
         self.optimizer = None if optim is None else self._build_optimizer(optim)
         self._activations: ActivationOffload | None = None
         if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
@@ -108,22 +95,22 @@ class FSDPEngine:
         self._params_offloaded = self._optimizer_offloaded = False
         self._writer: BackgroundWriter | None = None
         if self.packed:
-            checked = (self.sharding.root, self.model, self.hf_config, self.device, self._compute_dtype)
+            checked = (self.sharding.root, self.model, self.hf_config, self.device, self.compute_dtype)
             packing_check.check_packing(*checked, self.sharding.tensor_group)
             self.sharding.reshard()
         if fsdp.param_offload:
             self.offload(params=True, optimizer=False)
 
-    def _build_model(self, tokenizer_size: int | None, seed: int, strategy: str, *, training: bool) -> TokenModel:
-        compute, master = self._compute_dtype, dtype_of(self._fsdp.model_dtype)
-        with_lora = training and self._model_config.lora_rank > 0
-        frozen = with_lora and strategy == "fsdp2"  # a frozen base needs no master copy; FSDP1 mixes no precisions
+    def _build_model(self, tokenizer_size: int | None, seed: int) -> TokenModel:
+        role, config, training = self.role, self.role.model, self.role.optim is not None
+        compute, master = self.compute_dtype, dtype_of(role.fsdp.model_dtype)
+        with_lora = training and config.lora_rank > 0
+        frozen = with_lora and role.strategy == "fsdp2"  # a frozen base needs no master copy; FSDP1 mixes no precisions
         stored = master if training and not frozen else compute
-        config = self._model_config
         model = loading.build_token_model(
             config,
             self.hf_config,
-            kind=self.kind,
+            kind=role.kind,
             dtype=stored,
             vocab_size=tokenizer_size,
             seed=seed,
@@ -138,21 +125,22 @@ class FSDPEngine:
             self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed)
         return model
 
-    def _shard(self, strategy: str, *, compile_blocks: bool) -> sharding.Sharding:
-        layers = loading.sharding_units(self.model, self._fsdp)
-        if compile_blocks:
+    def _shard(self) -> sharding.Sharding:
+        fsdp = self.role.fsdp
+        layers = loading.sharding_units(self.model, fsdp)
+        if self.role.compile_blocks:
             blocks.compile_blocks(layers, self.device)
-        precision = self._fsdp.mixed_precision
+        precision = fsdp.mixed_precision
         settings: dict[str, Any] = {
-            "compute_dtype": self._compute_dtype,
+            "compute_dtype": self.compute_dtype,
             "reduce_dtype": dtype_of(precision.reduce_dtype),
             "buffer_dtype": None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
             "device": self.device,
         }
-        if strategy == "fsdp":
-            return FSDP1Sharding(self.model, layers, self._fsdp, **settings)
-        tensor = tensor_plan.tensor_plan(self.model, self.hf_config, self._fsdp.tensor_parallel_size)
-        return FSDP2Sharding(self.model, layers, self._fsdp, **settings, tensor=tensor)
+        if self.role.strategy == "fsdp":
+            return FSDP1Sharding(self.model, layers, fsdp, **settings)
+        tensor = tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor)
+        return FSDP2Sharding(self.model, layers, fsdp, **settings, tensor=tensor)
 
     def _build_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
         return build_optimizer(self.sharding.parameters(), optim, shard_index=self.sharding.shard_index)
@@ -181,7 +169,7 @@ class FSDPEngine:
     def _gathered_head(self) -> Head:
         """The whole output head on this rank (collective)."""
         assert isinstance(self.model, PolicyModel)
-        found = dict(self.sharding.full_weights(self._compute_dtype, lambda name: name in self._head_names))
+        found = dict(self.sharding.full_weights(self.compute_dtype, lambda name: name in self._head_names))
         weight, bias = (found.get(name) for name in self._head_names)
         assert weight is not None
         return dataclasses.replace(self.model.head(), weight_VH=weight, bias_V=bias)
@@ -309,7 +297,7 @@ class FSDPEngine:
             learning, watched = microbatch.set_apart(batch.to("cpu"), without_gradient_B)
             metrics = self._watch(watched, loss_fn, denominators, rule, temperature, other)
             parts = self._cut(learning, rule) or [None]  # the collectives of backward must run once at least
-            sync_every = self._fsdp.sync_every_micro_batch and not self.sharding.reduces_once
+            sync_every = self.role.fsdp.sync_every_micro_batch and not self.sharding.reduces_once
             for i, part in enumerate(parts):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
@@ -382,8 +370,8 @@ class FSDPEngine:
         norm, rate = self.sharding.gradient_norm(), self.schedule.rate()
         finite = math.isfinite(float(norm))
         if finite:
-            if self._grad_clip is not None and self._grad_clip > 0:
-                sharding.clip_gradients(self.sharding.parameters(), norm, self._grad_clip)
+            if self.role.grad_clip is not None and self.role.grad_clip > 0:
+                sharding.clip_gradients(self.sharding.parameters(), norm, self.role.grad_clip)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -426,7 +414,7 @@ class FSDPEngine:
 
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
         """Move shards and optimizer state to host memory; nothing to do on a CPU or under offload_policy."""
-        if self.device.type == "cpu" or self._fsdp.offload_policy:
+        if self.device.type == "cpu" or self.role.fsdp.offload_policy:
             return
         if optimizer and self.optimizer is not None and not self._optimizer_offloaded:
             sharding.move_optimizer(self.optimizer, torch.device("cpu"))
@@ -457,7 +445,7 @@ class FSDPEngine:
         if optimizer:
             self._onload_optimizer()
         yield
-        self.offload(params=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload)
+        self.offload(params=self.role.fsdp.param_offload, optimizer=self.role.fsdp.optimizer_offload)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -477,7 +465,7 @@ class FSDPEngine:
         if "hf_model" in contents:
             self.export_hf(str(folder / "huggingface"))
         elif self.process.rank == 0:
-            state.write_config(self.model.hf, folder / "huggingface", dtype_of(self._fsdp.model_dtype))
+            state.write_config(self.model.hf, folder / "huggingface", dtype_of(self.role.fsdp.model_dtype))
         return []
 
     def load(self, path: str, *, contents: Sequence[str]) -> None:
@@ -533,7 +521,7 @@ class FSDPEngine:
     def _model_state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: of LoRA the adapters alone where model.path has the base's weights."""
         tensors = self.sharding.model_state()
-        if self._adapters is None or not loading.has_weights(self._model_config.path):
+        if self._adapters is None or not loading.has_weights(self.role.model.path):
             return tensors
         return {name: tensor for name, tensor in tensors.items() if lora.is_trained(name)}
 
@@ -543,7 +531,7 @@ class FSDPEngine:
             return
         named = self.sharding.full_weights(torch.float32, lora.is_trained)
         tensors = ((lora.peft_name(name.removeprefix(HF_PREFIX)), tensor) for name, tensor in named)
-        config = self._adapters.peft_config(self._model_config.path, is_value_model=self.kind == "value")
+        config = self._adapters.peft_config(self.role.model.path, is_value_model=self.kind == "value")
         state.export_adapter(tensors, config, folder, rank=self.process.rank)
 
     def _counters(self) -> dict[str, int]:
@@ -551,7 +539,7 @@ class FSDPEngine:
 
     def export_hf(self, path: str) -> None:
         """See TrainEngine.export_hf. Weights keep the precision of the shards."""
-        dtype = dtype_of(self._fsdp.model_dtype)
+        dtype = dtype_of(self.role.fsdp.model_dtype)
         state.export_hf(self.model.hf, self.export_weights(dtype), Path(path), rank=self.process.rank, dtype=dtype)
 
 

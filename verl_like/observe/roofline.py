@@ -8,7 +8,7 @@ at 1.5x its floor is very good, one at 20x has something to give.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl_like.models.cost import BACKWARD, ModelCost
 from verl_like.parallel.device_peak import DevicePeak
@@ -21,6 +21,13 @@ _MFU_NAMES = {
     "update_critic": "critic",
     "values": "critic_infer",
 }
+_ROLES = {
+    "update_actor": "actor",
+    "old_log_prob": "actor",
+    "ref": "ref",
+    "update_critic": "critic",
+    "values": "critic",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +36,7 @@ class RunShape:
 
     actor: ModelCost
     critic: ModelCost | None
-    peak: DevicePeak  # of all devices together
+    peak: DevicePeak  # of all devices of the main pool together
     weight_bytes: int  # of one number in the rollout engine's weights and cache
     responses_per_prompt: int
     rollout_replicas: int
@@ -37,6 +44,11 @@ class RunShape:
     critic_epochs: int
     actor_shares_prompts: bool = False  # its training passes compute a prompt once for all its responses
     critic_shares_prompts: bool = False
+    elsewhere: Mapping[str, DevicePeak] = field(default_factory=dict)  # role -> all devices of its own pool
+
+    def peak_of(self, role: str) -> DevicePeak:
+        """What a role's devices can do together."""
+        return self.elsewhere.get(role, self.peak)
 
 
 def phase_flops(
@@ -94,24 +106,25 @@ def generation_floor(
     once = list(prompts[:: shape.responses_per_prompt])
     if groups is not None:
         once = [prompt for prompt, first in zip(prompts, _is_first(groups), strict=True) if first]
-    prefill = model.forward_flops(once, len(once)) / shape.peak.flops
+    peak = shape.peak_of("rollout")
+    prefill = model.forward_flops(once, len(once)) / peak.flops
     if groups is not None and shared is not None:  # what the others have behind it
         later = [(p, s) for p, s, first in zip(prompts, shared, _is_first(groups), strict=True) if not first and p > s]
         whole, known = [p for p, _ in later], [s for _, s in later]
-        prefill += (model.forward_flops(whole, len(later)) - model.forward_flops(known, 0)) / shape.peak.flops
+        prefill += (model.forward_flops(whole, len(later)) - model.forward_flops(known, 0)) / peak.flops
     decode_flops = sum(
         model.forward_flops([p + r], r) - model.forward_flops([p], 0) for p, r in zip(prompts, responses, strict=True)
     )
     weights = shape.rollout_replicas * max(responses, default=0) * (model.body_weights + model.head_weights)
     cache = sum(model.cache_reads(p, r) for p, r in zip(prompts, responses, strict=True))
     decode_bytes = (weights + cache) * shape.weight_bytes
-    return prefill + max(decode_flops / shape.peak.flops, decode_bytes / shape.peak.bandwidth)
+    return prefill + max(decode_flops / peak.flops, decode_bytes / peak.bandwidth)
 
 
 def sync_floor(shape: RunShape) -> float:
     """Seconds to read the trained weights once and to write them once per replica."""
     moved = 2 * shape.rollout_replicas * shape.actor.all_weights * shape.weight_bytes
-    return moved / shape.peak.bandwidth
+    return moved / shape.peak_of("rollout").bandwidth
 
 
 def speed_metrics(
@@ -129,8 +142,8 @@ def speed_metrics(
     """
     flops = phase_flops(shape, prompts, responses, groups, forward_only, shared)
     ran = {name: seconds[name] for name in flops if seconds.get(name, 0.0) > 0}
-    metrics = {f"perf/mfu/{_MFU_NAMES[name]}": flops[name] / (taken * shape.peak.flops) for name, taken in ran.items()}
-    floors = {name: flops[name] / shape.peak.flops for name in ran}
+    floors = {name: flops[name] / shape.peak_of(_ROLES[name]).flops for name in ran}
+    metrics = {f"perf/mfu/{_MFU_NAMES[name]}": floors[name] / taken for name, taken in ran.items()}
     floors["gen"] = generation_floor(shape, prompts, responses, groups, shared)
     floors["update_weights"] = sync_floor(shape)
     ratios = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -21,9 +21,9 @@ from verl_like.checkpoint.layout import recover
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerGroup
 from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
-from verl_like.config.batch_plan import BatchPlan, needs_critic, needs_reference
+from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
-from verl_like.config.row_groups import actor_group, critic_group, reference_group
+from verl_like.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, needs_critic, reward_network, roles_of
 from verl_like.data.build import build_dataset
 from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder
@@ -38,6 +38,7 @@ from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.models.cost import ModelCost
 from verl_like.models.loading import (
     check_score_head,
     check_ulysses,
@@ -59,32 +60,27 @@ from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.own_code import check_own_code, trainer_class
+from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
+from verl_like.trainer.replicas import RolloutGroup
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import self_check, try_out
-from verl_like.trainer.roles import CriticGroup, PolicyGroup, RewardModelGroup
+from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardModelGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.told import start_phase, worker_start_text
 from verl_like.trainer.tools import check_interactions, open_toolbox, require_tool_messages
 from verl_like.trainer.validation import Validator
+from verl_like.trainer.weights import Weights
 from verl_like.user_code import external_modules, is_reference
-from verl_like.workers.reward import network_config
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
+Group = TypeVar("Group", bound=RoleGroup)
 
-WORKER = "verl_like.workers.hybrid:HybridWorker"
-REWARD_WORKER = "verl_like.workers.reward:RewardPoolWorker"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGroups:
-    """The processes of a run: the policy's, and the reward model's (the same ones unless it has a pool of its own)."""
-
-    policy: WorkerGroup
-    reward: WorkerGroup
+WORKER = "verl_like.workers.host:RoleHost"
+Groups = Mapping[str, WorkerGroup]  # by the pool's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +172,7 @@ def build_trainer(
 ) -> Iterator[PPOTrainer]:
     """A trainer whose processes live as long as the context.
 
-    connect_workers(config, spec, device, ranks_per_node) is a context manager that gives the WorkerGroups: see
+    connect_workers(config, spec, device) is a context manager that gives the worker group of each pool: see
     `trainer.run`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`. kind: the trainer's
     class; None: that of trainer.trainer_class.
     """
@@ -185,22 +181,23 @@ def build_trainer(
             ready = prepare(config, stack)
             inputs, plan, rewards = ready.inputs, ready.plan, ready.rewards
             recover(Path(config.trainer.default_local_dir).expanduser())
-            resume = find_resume(config, with_critic=plan.needs_critic)
+            resume = find_resume(config, with_critic=CRITIC in plan.roles)
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
-            groups = stack.enter_context(connect_workers(config, ready.spec, ready.device, ready.ranks_per_node))
-        group = groups.policy
-        logger.info("start: %s", worker_start_text(group.call_all("start_seconds").wait()))
-        if plan.needs_reward_model:
-            scorer = RewardModelGroup(groups.reward, plan, balance=True, timeout_s=config.trainer.rpc_timeout)
+            groups = stack.enter_context(connect_workers(config, ready.spec, ready.device))
+        pools = Pools(groups, plan, config.trainer.rpc_timeout)
+        logger.info("start: %s", worker_start_text(pools.ask("start_seconds")))
+        if REWARD in plan.roles:
+            scorer = RewardModelGroup(pools.of(REWARD), plan, balance=True, timeout_s=config.trainer.rpc_timeout)
             rewards.use_model(model_score(config, inputs, scorer))
         stop = stack.enter_context(graceful_interrupt())
-        peaks = group.call_all("device_peak").wait(timeout=config.trainer.rpc_timeout)
+        timeout = config.trainer.rpc_timeout
+        peaks = {name: group.call_all("device_peak").wait(timeout=timeout) for name, group in groups.items()}
         speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device)
         with input_errors():
-            report = build_reporter(config, plan, inputs, group.world_size, speed, checkpoints.resume_step)
+            report = build_reporter(config, plan, inputs, plan.world_size, speed, checkpoints.resume_step)
         stack.callback(report.close)
-        parts = (ready.loader, ready.costs, rewards, group, report, stop, checkpoints, stack)
+        parts = (ready.loader, ready.costs, rewards, pools, report, stop, checkpoints, stack)
         trainer = assemble(config, plan, inputs, *parts, kind or trainer_class(config))
         # What is there now stays as long as the run. Without this the collector of garbage looks through all of it (a
         # million objects of torch and transformers) every few hundred episodes.
@@ -273,20 +270,33 @@ def assemble(
     loader: PromptLoader,
     costs: ModelCosts,
     rewards: RewardManager,
-    group: WorkerGroup,
+    pools: Pools,
     report: Reporter,
     stop: StopFlag,
     checkpoints: Checkpoints,
     stack: ExitStack,
     kind: type[PPOTrainer],
 ) -> PPOTrainer:
-    """Put the driver's parts around a worker group; `stack` closes those that have to be."""
+    """Put the driver's parts around the worker groups; `stack` closes those that have to be."""
     settings = config.trainer
-    shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
-    policy = {"cost": costs.actor, "share_prompts": shares_prompts(config.actor_rollout_ref.model)}
-    critic = {"cost": costs.critic, "share_prompts": shares_prompts(config.critic.model)}
-    most = config.actor_rollout_ref.rollout.scheduler.max_running_requests
-    replicas = PolicyGroup(group, plan, max_running_requests=most, **policy, **shared)
+    weights = Weights(pools.of(ACTOR), pools.of(ROLLOUT), timeout_s=settings.rpc_timeout)
+    replicas = RolloutGroup(
+        pools.of(ROLLOUT),
+        plan,
+        timeout_s=settings.rpc_timeout,
+        max_running_requests=config.actor_rollout_ref.rollout.scheduler.max_running_requests,
+        has_weights=lambda: weights.version is not None,
+    )
+
+    def models(role: type[Group], cost: ModelCost | None, **options: Any) -> Group | None:
+        if role.role not in plan.roles:
+            return None
+        sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[role.role].config.model)}
+        shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
+        return role(pools.of(role.role), plan, **sharing, **shared, **options)
+
+    actor = models(ActorGroup, costs.actor, on_change=weights.changed)
+    assert actor is not None
     collector = Collector(loader, rewards, replicas, answering(config, inputs, validation=False), config)
     stack.callback(replicas.close)
     stack.callback(collector.close)
@@ -296,8 +306,11 @@ def assemble(
         total_steps=required(plan.total_training_steps),
         state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
         source=collector,
-        policy=replicas,
-        critic=CriticGroup(group, plan, **critic, **shared) if plan.needs_critic else None,
+        pools=pools,
+        actor=actor,
+        reference=models(ReferenceGroup, costs.actor),
+        critic=models(CriticGroup, costs.critic),
+        weights=weights,
         rewards=rewards,
         validator=Validator(
             lambda: validation_batches(config, inputs.val),
@@ -323,8 +336,9 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     hf_config = load_hf_config(model, "actor_rollout_ref.model.path")
     if needs_critic(config.critic, config.algorithm):
         load_hf_config(config.critic.model, "critic.model.path")
-    for section in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
-        check_ulysses(model, hf_config, section.ulysses_sequence_parallel_size)
+    for role in roles_of(config).values():
+        if role.kind == "policy":
+            check_ulysses(model, hf_config, role.ulysses)
     check_tensor_parallel(config, hf_config)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
@@ -358,7 +372,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
 
 def load_reward_model(section: RewardModelConfig) -> tuple[Any, Any] | None:
     """Check the reward model; the two tokenizers of reward_model.model.input_tokenizer, None without it."""
-    network, model, key = network_config(section), section.model, "reward_model.model.path"
+    network, model, key = reward_network(section), section.model, "reward_model.model.path"
     network_hf = load_hf_config(network, key)
     if section.worker_class is None:
         check_score_head(network, network_hf, key)
@@ -371,14 +385,10 @@ def load_reward_model(section: RewardModelConfig) -> tuple[Any, Any] | None:
 
 def check_tensor_parallel(config: PPOConfig, hf_config: PretrainedConfig) -> None:
     """ValueError, naming the key and the numbers, for a model that its role's tensor_parallel_size cannot split."""
-    actor, critic = actor_group(config), critic_group(config)
-    check_model(config.actor_rollout_ref.model, hf_config, actor.fsdp.tensor_parallel_size, actor.tensor_key)
-    if needs_reference(config):
-        group = reference_group(config)
-        check_model(config.actor_rollout_ref.model, hf_config, group.fsdp.tensor_parallel_size, group.tensor_key)
-    if needs_critic(config.critic, config.algorithm) and critic.fsdp.tensor_parallel_size > 1:
-        model = config.critic.model
-        check_model(model, load_hf_config(model), critic.fsdp.tensor_parallel_size, critic.tensor_key)
+    for role in roles_of(config).values():
+        if role.tensor > 1 or role.kind == "policy":
+            own = hf_config if role.kind == "policy" else load_hf_config(role.model)
+            check_model(role.model, own, role.tensor, role.tensor_key)
 
 
 def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answering:

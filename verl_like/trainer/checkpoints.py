@@ -35,7 +35,7 @@ from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.episodes.collector import Collector
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.resume import CONFIG_FILE
-from verl_like.trainer.roles import CriticGroup, PolicyGroup
+from verl_like.trainer.roles import ActorGroup, CriticGroup
 from verl_like.trainer.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Run(Protocol):
     config: PPOConfig
     state: TrainState
     source: Collector
-    policy: PolicyGroup
+    actor: ActorGroup
     critic: CriticGroup | None
     total_steps: int
 
@@ -95,7 +95,7 @@ class Checkpoints:
             except ValueError as error:
                 raise ConfigError([f"{self.resume}: {error}"]) from error
             run.state = run.state.load_state_dict(saved["state"])
-            run.policy.load(str(self.resume / ACTOR))
+            run.actor.load(str(self.resume / ACTOR))
             if run.critic is not None:
                 run.critic.load(str(self.resume / CRITIC))
             self._saved_step = run.state.step
@@ -142,7 +142,7 @@ class Checkpoints:
         state, step = self._boundary, self._boundary["state"]["step"]
         self.confirm()
         path = prepare_step_dir(self.root, step)
-        self._require_finite(run, ACTOR, run.policy.save(str(path / ACTOR)), path)
+        self._require_finite(run, ACTOR, run.actor.save(str(path / ACTOR)), path)
         if run.critic is not None:
             self._require_finite(run, CRITIC, run.critic.save(str(path / CRITIC)), path)
         self.tokenizer.save_pretrained(path / ACTOR / "huggingface")
@@ -155,7 +155,7 @@ class Checkpoints:
         wait: for those that are written in the background (checkpoint.async_save). Until then the one before stays the
         newest.
         """
-        if self._incomplete is None or (self._in_background(run) and not run.policy.saved(wait=wait)):
+        if self._incomplete is None or (self._in_background(run) and not self._saved(run, wait)):
             return
         written, state = self._incomplete
         self.confirm()
@@ -194,6 +194,12 @@ class Checkpoints:
                 f"is saved; the checkpoints in trainer.default_local_dir={self.config.default_local_dir!r} stay as "
                 f"they are: resume from the newest with a lower {role} learning rate or gradient clip"
             )
+
+    @staticmethod
+    def _saved(run: Run, wait: bool) -> bool:
+        """Whether no role writes in the background; `wait`: until it is so."""
+        critic = run.critic is None or run.critic.saved(wait=wait)
+        return run.actor.saved(wait=wait) and critic
 
     @staticmethod
     def _in_background(run: Run) -> bool:

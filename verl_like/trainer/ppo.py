@@ -24,11 +24,13 @@ from verl_like.episodes.collector import Collector
 from verl_like.observe.timing import StepClock
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.checkpoints import Checkpoints
+from verl_like.trainer.pools import Pools
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules
+from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, UpdateRules
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.told import start_phase
 from verl_like.trainer.validation import Validator
+from verl_like.trainer.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,11 @@ class PPOTrainer:
     state: TrainState
     total_steps: int
     source: Collector
-    policy: PolicyGroup
+    pools: Pools
+    actor: ActorGroup
+    reference: ReferenceGroup | None
     critic: CriticGroup | None
+    weights: Weights
     rewards: RewardManager
     validator: Validator
     checkpoints: Checkpoints
@@ -119,17 +124,17 @@ class PPOTrainer:
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
         """Records the steps of trainer.profile_steps in the workers."""
-        return self.policy.profiled(step) if step in (self.config.trainer.profile_steps or ()) else nullcontext()
+        return self.pools.profiled(step) if step in (self.config.trainer.profile_steps or ()) else nullcontext()
 
     def evaluate(self, rollouts: Rollouts) -> Evaluated:
         """Only the passes that this run's configuration needs."""
         old = reference = values = None
         if self.plan.old_log_probs == "recompute":
             with self.clock("old_log_prob"):
-                old = self.policy.old_log_probs(rollouts)
-        if self.plan.reference_outputs:
+                old = self.actor.log_probs(rollouts)
+        if self.plan.reference_outputs and self.reference is not None:
             with self.clock("ref"):
-                reference = self.policy.ref_log_probs(rollouts)
+                reference = self.reference.log_probs(rollouts)
         if self.critic is not None:
             with self.clock("values"):
                 values = self.critic.values(rollouts)
@@ -182,25 +187,25 @@ class PPOTrainer:
         with self.clock("samples"):
             kept, known = rollouts.select(list(rows)), evaluated.select(list(rows))
             if self.plan.old_log_probs != "recompute" and self.config.trainer.sample_freq > 0:
-                own = self.policy.old_log_probs(kept)
+                own = self.actor.log_probs(kept)
                 known = known.replace(old_log_probs_T=own.old_log_probs_T, entropy_T=own.entropy_T)
             self.report.keep(step, kept, scores.select(list(rows)), known, experience, list(rows.values()))
 
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
         """All of this step's optimizer steps of the actor."""
-        rules = self.update_rules(self.config.actor_rollout_ref.actor, self.plan.actor_mini_batch_prompts)
-        return finish_mismatch(_prefixed("actor", self.policy.update("update_actor", experience, rules, step)))
+        rules = self.update_rules(self.config.actor_rollout_ref.actor)
+        return finish_mismatch(_prefixed("actor", self.actor.update(experience, rules, step)))
 
     def update_critic(self, experience: Experience, step: int) -> dict[str, float]:
         """All of this step's optimizer steps of the critic."""
         assert self.critic is not None
-        rules = self.update_rules(self.config.critic, self.plan.critic_mini_batch_prompts)
-        return _prefixed("critic", self.critic.update("update_critic", experience, rules, step))
+        rules = self.update_rules(self.config.critic)
+        return _prefixed("critic", self.critic.update(experience, rules, step))
 
-    def update_rules(self, role: ActorConfig | CriticConfig, prompts_per_mini_batch: int) -> UpdateRules:
+    def update_rules(self, role: ActorConfig | CriticConfig) -> UpdateRules:
         """How actor or critic walks over the experience."""
         return UpdateRules(
-            prompts_per_mini_batch=prompts_per_mini_batch,
+            prompts_per_mini_batch=role.ppo_mini_batch_size,
             epochs=role.ppo_epochs,
             shuffle=role.shuffle,
             seed=self.config.trainer.seed,
@@ -210,7 +215,7 @@ class PPOTrainer:
 
     def sync_weights(self) -> dict[str, float]:
         """Trained weights into the rollout engine, proved; a failed proof raises and stops the run."""
-        sync = self.policy.sync_weights(self.state.weight_version)
+        sync = self.weights.sync(self.state.weight_version)
         self.source.weights_changed(self.state.weight_version)
         if sync is None:
             return {}
@@ -263,7 +268,7 @@ class PPOTrainer:
     def stop_when_nothing_is_learnt(self) -> None:
         """RunStopped after trainer.max_skipped_updates optimizer steps in a row whose gradient was not finite."""
         limit = self.config.trainer.max_skipped_updates
-        for role, group in (("actor", self.policy), ("critic", self.critic)):
+        for role, group in (("actor", self.actor), ("critic", self.critic)):
             if group is not None and 0 < limit <= group.num_skipped_in_a_row:
                 raise RunStopped(
                     f"step {self.state.step}: the last {group.num_skipped_in_a_row} updates of the {role} were skipped "

@@ -1,15 +1,21 @@
-"""The driver's way to the rollout replicas of a worker group: a link to each, and one client over all."""
+"""The driver's way to the rollout replicas of a pool: a link to each, one client over all, and the actor's weights."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
+from verl_like.cluster.worker_group import WorkerGroup
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.link import SocketLink
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError
 from verl_like.rollout.router import Router
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +71,69 @@ class SamplingClient:
         with self._lock:
             self._closed = True
         self._router.abort()
+
+
+class RolloutGroup:
+    """The rollout engines of a pool.
+
+    max_running_requests: in each replica; None: all. has_weights: whether the engines hold the actor's weights.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        plan: BatchPlan,
+        *,
+        timeout_s: float,
+        max_running_requests: int | None = None,
+        has_weights: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.group, self.plan, self.timeout_s, self._has_weights = group, plan, timeout_s, has_weights
+        self._max_running_requests = max_running_requests
+        self._replicas: Replicas | None = None  # from the first call of `sample` on
+
+    def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
+        """Let the replicas sample until the future that `work` returns is done; its result.
+
+        work(client): submits what is to begin together, and returns; more may be submitted later, from any thread. If
+        it fails, all that is pending is aborted, its client refuses from then on, and its error is raised. What is
+        pending otherwise stays where it is, and goes on in the next call.
+        Raises WorkerError when a rank fails; then the pending futures fail, and there is no next call. RuntimeError
+        while the engines hold other weights than the actor.
+        """
+        if not self._has_weights():
+            raise RuntimeError("the actor has changed since the last weight sync: sync before sampling")
+        if self._replicas is None:
+            ways = self.group.call_all("rollout.open_link").wait(timeout=self.timeout_s)
+            self._replicas = Replicas.open(ways, self.plan.tensor_parallel_size, self._max_running_requests)
+        replicas = self._replicas
+        client = SamplingClient(replicas.router)
+        try:
+            future = work(client)
+        except BaseException:
+            client.close()
+            raise
+        told: Future[list[Future[None]]] = Future()
+
+        def end(ended: Future[T]) -> None:
+            replicas.router.hold()
+            if ended.cancelled() or ended.exception() is not None:
+                client.close()
+            told.set_result([link.pause() for link in replicas.links])
+
+        try:
+            served = replicas.release()
+            future.add_done_callback(end)
+            self.group.call("rollout.serve", served).wait(timeout=self.timeout_s)
+            for paused in told.result(self.timeout_s):
+                paused.result(self.timeout_s)  # what ended there is known here: the next call begins with nothing of it
+        except BaseException:
+            self.close()
+            raise
+        return future.result()
+
+    def close(self) -> None:
+        """Cut the links; what is pending fails."""
+        replicas, self._replicas = self._replicas, None
+        if replicas is not None:
+            replicas.router.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import time
@@ -15,13 +16,14 @@ from verl_like.checkpoint.lock import held
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
+from verl_like.config.placement import Pool
+from verl_like.config.trainer import MAIN_POOL
 from verl_like.observe.environment import write_environment
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.observe.run_folder import CONFIG
 from verl_like.trainer.build import (
-    REWARD_WORKER,
     WORKER,
-    WorkerGroups,
+    Groups,
     build_trainer,
     check_output_folders,
     input_errors,
@@ -84,7 +86,7 @@ def opened(
         check_output_folders(config)
     folder = log_dir(config)
     with input_errors():
-        device, ranks_per_node = resolve_world(config)
+        device, _ = resolve_world(config)
         check_nsight(config, device)
     restart(config, profile_dir(config))
     with ExitStack() as stack:
@@ -98,8 +100,7 @@ def opened(
                 config = with_reward(config, reward, folder)
         groups = partial(worker_groups, run_id=run_id)
         trainer = stack.enter_context(build_trainer(config, groups, lock.confirm, kind))
-        processes = config.trainer.nnodes * ranks_per_node
-        trainer.on_start = partial(_describe, config, folder, device=device, processes=processes)
+        trainer.on_start = partial(_describe, config, folder, device=device, processes=trainer.plan.world_size)
         yield trainer
 
 
@@ -112,45 +113,39 @@ def _describe(config: PPOConfig, folder: Path, *, device: str, processes: int) -
 
 
 @contextmanager
-def worker_groups(
-    config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int, run_id: str | None = None
-) -> Iterator[WorkerGroups]:
-    """The workers of trainer.launcher, stopped at the end of the context; run_id: None makes one up."""
+def worker_groups(config: PPOConfig, spec: WorkerSpec, device: str, run_id: str | None = None) -> Iterator[Groups]:
+    """The workers of trainer.launcher by pool, stopped at the end of the context; run_id: None makes one up."""
     start = _local_groups if str(config.trainer.launcher) == "local" else _ray_groups
-    with start(config, spec, device, ranks_per_node, run_id or new_run_id()) as groups:
+    with start(config, spec, device, run_id or new_run_id()) as groups:
         yield groups
 
 
 @contextmanager
-def _local_groups(
-    config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int, run_id: str
-) -> Iterator[WorkerGroups]:
+def _local_groups(config: PPOConfig, spec: WorkerSpec, device: str, run_id: str) -> Iterator[Groups]:
     from verl_like.cluster.local import LocalWorkerGroup
 
-    if config.trainer.nnodes * ranks_per_node != 1:
+    (pool,) = spec.plan.pools
+    if pool.world_size != 1:
         raise ValueError(
-            f"trainer.launcher=local runs one rank in this process, but trainer.nnodes={config.trainer.nnodes} x "
-            f"trainer.n_gpus_per_node={ranks_per_node} asks for more; set both to 1 or trainer.launcher=ray"
+            f"trainer.launcher=local runs one rank in this process, but {pool.size_text} asks for more; set both to 1 "
+            "or trainer.launcher=ray"
         )
     with _stopped_after(LocalWorkerGroup(WORKER, spec, device=device, run_id=run_id)) as group:
-        yield WorkerGroups(policy=group, reward=group)
+        yield {pool.name: group}
 
 
 @contextmanager
-def _ray_groups(
-    config: PPOConfig, spec: WorkerSpec, device: str, ranks_per_node: int, run_id: str
-) -> Iterator[WorkerGroups]:
+def _ray_groups(config: PPOConfig, spec: WorkerSpec, device: str, run_id: str) -> Iterator[Groups]:
     from verl_like.cluster.launch import connect
     from verl_like.cluster.ray_group import RayWorkerGroup
     from verl_like.cluster.resources import allocate
 
-    ray_init, settings, reward = config.ray_init, config.trainer, config.reward_model
-    own_pool = reward.enable and reward.enable_resource_pool
+    ray_init, settings, pools = config.ray_init, config.trainer, spec.plan.pools
     with start_phase("Ray"):
         connected = connect(
             address=ray_init.address,
             num_cpus=ray_init.num_cpus,
-            min_cpus=ranks_per_node + 1 + (reward.n_gpus_per_node if own_pool else 0),
+            min_cpus=1 + sum(pool.ranks_per_node for pool in pools),
             temp_dir=ray_init.temp_dir,
             timeline_json_file=ray_init.timeline_json_file,
             run_id=run_id,
@@ -158,32 +153,27 @@ def _ray_groups(
         )
     with connected as session:
 
-        def start(worker: str, nnodes: int, ranks: int, name: str) -> WorkerGroup:
+        def start(pool: Pool) -> RayWorkerGroup:
             allocation = allocate(
-                nnodes,
-                ranks,
+                pool.nnodes,
+                pool.ranks_per_node,
                 device=device,
                 timeout=settings.ray_wait_register_center_timeout,
                 may_grow=not session.owned,
             )
             return RayWorkerGroup(
-                worker,
-                spec,
+                WORKER,
+                dataclasses.replace(spec, pool=pool.name),
                 allocation=allocation,
                 run_id=session.run_id,
                 log_dir=log_dir(config) / "workers",
                 start_timeout=settings.worker_start_timeout,
                 runtime_env=worker_runtime_env(config, profile_dir(config)),
-                name=name,
+                name="worker" if pool.name == MAIN_POOL else pool.name,
             )
 
         with ExitStack() as stack:
-            policy = stack.enter_context(_stopped_after(start(WORKER, settings.nnodes, ranks_per_node, "worker")))
-            pool = policy
-            if own_pool:
-                group = start(REWARD_WORKER, reward.nnodes, reward.n_gpus_per_node, "reward")
-                pool = stack.enter_context(_stopped_after(group))
-            yield WorkerGroups(policy=policy, reward=pool)
+            yield {pool.name: stack.enter_context(_stopped_after(start(pool))) for pool in pools}
 
 
 @contextmanager

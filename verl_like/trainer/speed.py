@@ -12,6 +12,8 @@ import torch
 from verl_like.batch import Rollouts
 from verl_like.config import ModelConfig, PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.roles import ACTOR, CRITIC
+from verl_like.config.trainer import MAIN_POOL
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config, shares_prompts
@@ -36,7 +38,7 @@ class ModelCosts:
         critic = config.critic.model
         return cls(
             actor=_cost_of(config.actor_rollout_ref.model),
-            critic=_cost_of(critic).with_value_head() if plan.needs_critic else None,
+            critic=_cost_of(critic).with_value_head() if CRITIC in plan.roles else None,
         )
 
 
@@ -49,26 +51,28 @@ class SpeedReport:
 
     @classmethod
     def of(
-        cls, config: PPOConfig, plan: BatchPlan, costs: ModelCosts, peaks: list[DevicePeak], device: str
+        cls, config: PPOConfig, plan: BatchPlan, costs: ModelCosts, peaks: Mapping[str, list[DevicePeak]], device: str
     ) -> SpeedReport:
-        """peaks: one for each rank, as the workers measured or looked them up."""
-        total = DevicePeak(
-            flops=sum(peak.flops for peak in peaks),
-            bandwidth=sum(peak.bandwidth for peak in peaks),
-            source=peaks[0].source,
-        )
-        logger.info(
-            "device peak (%s): %.4g TFLOP/s and %.4g GB/s over %d rank(s)",
-            total.source,
-            total.flops / 1e12,
-            total.bandwidth / 1e9,
-            len(peaks),
-        )
+        """peaks: pool -> one for each rank, as the workers measured or looked them up."""
+        totals = {
+            name: DevicePeak(
+                flops=sum(peak.flops for peak in of_ranks),
+                bandwidth=sum(peak.bandwidth for peak in of_ranks),
+                source=of_ranks[0].source,
+            )
+            for name, of_ranks in peaks.items()
+        }
+        for name, total in totals.items():
+            logger.info(
+                "device peak (%s): %.4g TFLOP/s and %.4g GB/s over the %d rank(s) of the pool %s",
+                *(total.source, total.flops / 1e12, total.bandwidth / 1e9, len(peaks[name]), name),
+            )
         policy = config.actor_rollout_ref
         shape = RunShape(
             actor=costs.actor,
             critic=costs.critic,
-            peak=total,
+            peak=totals[MAIN_POOL],
+            elsewhere={role: totals[pool.name] for pool in plan.pools[1:] for role in pool.roles},
             weight_bytes=_element_size(resolve_dtype(policy.rollout.dtype, device)),
             responses_per_prompt=policy.rollout.n,
             rollout_replicas=plan.rollout_replicas,
@@ -111,11 +115,13 @@ class SpeedReport:
 
 def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
     """The choices of this run that advice speaks about."""
+    rule = plan.roles[ACTOR].update
+    budget = None if rule is None else rule.max_tokens
     return Settings(
-        token_budget=plan.actor_micro.max_tokens,
+        token_budget=budget,
         balance_batch=config.trainer.balance_batch,
         old_log_probs=plan.old_log_probs,
-        optimizer_steps_per_rollout=plan.optimizer_steps_per_rollout,
+        optimizer_steps_per_rollout=plan.roles[ACTOR].updates_per_step,
         gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         async_reward=config.reward_model.launch_reward_fn_async,
         filter_groups=config.algorithm.filter_groups.enable,

@@ -1,7 +1,8 @@
 """Profiles of chosen training steps, one rank at a time: torch traces, or the window that Nsight Systems records.
 
-A torch trace is a gzipped Chrome trace, `<folder>/step_<n>/rank<r>[_<phase>].json.gz`: open it at ui.perfetto.dev or in
-chrome://tracing. With `discrete` a role gets a trace for each of its calls, otherwise one trace covers the whole step.
+A torch trace is a gzipped Chrome trace, `<folder>/step_<n>/rank<r>[_<role>_<method>].json.gz`: open it at
+ui.perfetto.dev or in chrome://tracing. With `discrete` a role gets a trace for each of its calls, otherwise one trace
+covers the whole step.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 class WorkerProfiler:
     """Records the steps that the driver asks for, on the ranks that each role's profiler section names.
 
-    roles: a role's name ("actor", "ref", "critic", "reward") and its section. The actor's covers generation and weight
-    sync. Only one recording runs at a time; calls outside a profiled step cost nothing.
+    roles: the name of each role that is hosted, and its section. Only one recording runs at a time; calls outside a
+    profiled step cost nothing.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class WorkerProfiler:
             try:
                 yield
             finally:
-                self._end(f"rank{self.rank}_{name}")
+                self._end(f"rank{self.rank}_{role}_{name}")
         else:
-            with record_function(f"verl_like::{name}"):
+            with record_function(f"verl_like::{role}.{name}"):
                 yield
 
     def _begin(self) -> None:

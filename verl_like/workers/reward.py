@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from verl_like.batch import Evaluated, Sequences
-from verl_like.cluster.worker_group import RankEnv
-from verl_like.config import ModelConfig, RewardModelConfig
-from verl_like.engine.fsdp import FSDPEngine
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.config import RewardModelConfig
+from verl_like.config.roles import REWARD
+from verl_like.parallel.dist import ProcessInfo
 from verl_like.user_code import check_call, load
-from verl_like.workers.process import joined
 from verl_like.workers.spec import WorkerSpec
+from verl_like.workers.trained import build_engine
 
 
 class RewardWorker:
     """One rank of the reward model. Its engine keeps on the device only what its fsdp_config says."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo) -> None:
-        section = spec.config.reward_model
-        self.rule = spec.plan.reward_micro
-        self.engine = FSDPEngine(
-            kind="value",
-            process=process,
-            model=network_config(section),
-            fsdp=section.model.fsdp_config,
-            strategy=section.strategy,
-            optim=None,
-            grad_clip=None,
-            ulysses_size=section.ulysses_sequence_parallel_size,
-            tokenizer_size=None,
-            seed=spec.config.trainer.seed,
-        )
+        self.rule = spec.plan.roles[REWARD].forward
+        self.engine = build_engine(spec, process, REWARD)
 
     def scores(self, batch: Sequences) -> Evaluated:
         """values_T [B]: the head's output at the last token of each row's prompt.
@@ -39,20 +26,6 @@ class RewardWorker:
         """
         out = self.engine.forward(batch, want=frozenset({"values"}), rule=self.rule)
         return Evaluated(response_length_B=batch.response_length_B, values_T=out["values"])
-
-
-class RewardPoolWorker:
-    """A worker process that hosts nothing but the reward model (reward_model.enable_resource_pool)."""
-
-    def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
-        with joined(spec, env) as process:
-            self.reward = build_reward_worker(spec, process)
-
-    def reward_scores(self, batch: Sequences) -> Evaluated:
-        return self.reward.scores(batch)
-
-    def shutdown(self) -> None:
-        shutdown_distributed()
 
 
 def reward_worker_class(section: RewardModelConfig) -> type[RewardWorker]:
@@ -70,15 +43,3 @@ def reward_worker_class(section: RewardModelConfig) -> type[RewardWorker]:
 def build_reward_worker(spec: WorkerSpec, process: ProcessInfo) -> RewardWorker:
     """The scorer of this rank."""
     return reward_worker_class(spec.config.reward_model)(spec, process)
-
-
-def network_config(section: RewardModelConfig) -> ModelConfig:
-    """reward_model.model as the engines read it."""
-    model = section.model
-    assert model.path is not None
-    return ModelConfig(
-        path=model.path,
-        external_lib=model.external_lib,
-        trust_remote_code=model.trust_remote_code,
-        use_remove_padding=model.use_remove_padding,
-    )

@@ -1,4 +1,4 @@
-"""What the driver tells every worker process at its birth. Picklable, the same for all ranks."""
+"""What the driver tells every worker process at its birth. Picklable, the same for all ranks of a pool."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.trainer import MAIN_POOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +17,9 @@ class WorkerSpec:
     max_model_len: int  # tokens, prompt plus response
     profile_dir: str  # where the traces of trainer.profile_steps go
     external_modules: str = ""  # the driver's VERL_USE_EXTERNAL_MODULES
+    pool: str = MAIN_POOL  # whose roles this process hosts
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What a process of this pool hosts."""
+        return next(pool.roles for pool in self.plan.pools if pool.name == self.pool)

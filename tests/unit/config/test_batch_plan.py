@@ -41,14 +41,15 @@ def config(*, batch=64, mini=16, n=8, actor=None, rollout=None, ref=None, critic
 
 def test_one_rank_by_hand():
     plan = BatchPlan.build(config(actor={"ppo_epochs": 2}), world_size=1, num_train_prompts=7473)
+    actor = plan.roles["actor"]
     assert plan.sequences_per_step == 512
     assert plan.sequences_per_rank == 512
-    assert (plan.actor_mini_batches, plan.actor_mini_batch_prompts, plan.actor_mini_batch_sequences) == (4, 16, 128)
-    assert plan.optimizer_steps_per_rollout == 8
+    assert (actor.mini_batches, actor.mini_batch_prompts, actor.mini_batch_sequences) == (4, 16, 128)
+    assert actor.updates_per_step == 8
     assert (plan.steps_per_epoch, plan.total_training_steps) == (116, 3480)  # 7473 // 64, 30 epochs
-    assert plan.optimizer_steps_total == 3480 * 8
+    assert plan.optimizer_steps("actor") == 3480 * 8
     assert plan.old_log_probs == "recompute"
-    assert (plan.needs_critic, plan.critic_mini_batches, plan.critic_optimizer_steps_total) == (False, 0, 0)
+    assert "critic" not in plan.roles
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_one_rank_by_hand():
 def test_passes_of_the_reference(actor, algorithm, outputs):
     plan = BatchPlan.build(config(actor=actor, algorithm=algorithm), world_size=1, num_train_prompts=99)
     assert plan.reference_outputs == outputs
-    assert plan.needs_reference == bool(actor or algorithm)
+    assert ("ref" in plan.roles) == bool(actor or algorithm)
 
 
 def test_exact_kl_needs_both_models_on_the_same_slices():
@@ -83,15 +84,15 @@ def test_many_ranks_by_hand():
         trainer={"total_training_steps": 10},
     )
     plan = BatchPlan.build(built, world_size=8)
-    assert (plan.data_parallel_size, plan.rollout_replicas, plan.tensor_parallel_size) == (4, 2, 4)
+    assert (plan.roles["actor"].data_parallel_size, plan.rollout_replicas, plan.tensor_parallel_size) == (4, 2, 4)
     assert plan.sequences_per_rank == 128
-    assert plan.actor_micro == MicroBatchRule(max_tokens=2000)
-    assert (plan.steps_per_epoch, plan.total_training_steps, plan.optimizer_steps_total) == (None, 10, 40)
+    assert plan.roles["actor"].update == MicroBatchRule(max_tokens=2000)
+    assert (plan.steps_per_epoch, plan.total_training_steps, plan.optimizer_steps("actor")) == (None, 10, 40)
 
 
 def test_lengths_stay_open_when_nobody_knows_them():
     plan = BatchPlan.build(config(), 1)
-    assert (plan.steps_per_epoch, plan.total_training_steps, plan.optimizer_steps_total) == (None, None, None)
+    assert (plan.steps_per_epoch, plan.total_training_steps, plan.optimizer_steps("actor")) == (None, None, None)
 
 
 def test_the_critic_has_its_own_sizes_and_warm_up_takes_actor_steps_away():
@@ -101,14 +102,15 @@ def test_the_critic_has_its_own_sizes_and_warm_up_takes_actor_steps_away():
         trainer={"total_training_steps": 10, "critic_warmup": 4},
     )
     plan = BatchPlan.build(built, 2)
-    assert (plan.critic_mini_batches, plan.critic_mini_batch_sequences) == (2, 256)
-    assert (plan.critic_optimizer_steps_per_rollout, plan.critic_optimizer_steps_total) == (6, 60)
-    assert plan.optimizer_steps_total == (10 - 4) * 4
+    critic = plan.roles["critic"]
+    assert (critic.mini_batches, critic.mini_batch_sequences) == (2, 256)
+    assert (critic.updates_per_step, plan.optimizer_steps("critic")) == (6, 60)
+    assert plan.optimizer_steps("actor") == (10 - 4) * 4
 
 
 def test_critic_enable_overrules_the_estimator():
     built = config(critic={"enable": True, "ppo_mini_batch_size": 64})
-    assert BatchPlan.build(built, 1).needs_critic
+    assert "critic" in BatchPlan.build(built, 1).roles
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_losses_that_select_tokens_need_old_log_probs_before_the_update(loss):
 @pytest.mark.parametrize(("loss", "reward", "needed"), [(0, 0, False), (1, 0, True), (0, 1, True)])
 def test_reference_exists_with_a_kl_term(loss, reward, needed):
     built = config(actor={"use_kl_loss": bool(loss)}, algorithm={"use_kl_in_reward": bool(reward)})
-    assert BatchPlan.build(built, 1).needs_reference is needed
+    assert ("ref" in BatchPlan.build(built, 1).roles) is needed
 
 
 BY_COUNT = {"use_dynamic_bsz": False}
@@ -156,13 +158,13 @@ LOG_BY_COUNT = {"log_prob_use_dynamic_bsz": False}
 
 def test_micro_sizes_by_count_fall_back_on_the_actors():
     built = config(
-        actor=BY_COUNT | {"ppo_micro_batch_size_per_gpu": 4},
+        actor=BY_COUNT | {"ppo_micro_batch_size_per_gpu": 4, "use_kl_loss": True},
         rollout=LOG_BY_COUNT,
         ref=LOG_BY_COUNT | {"log_prob_micro_batch_size_per_gpu": 16},
     )
     plan = BatchPlan.build(built, 2)
-    assert plan.actor_micro == plan.log_prob_micro == MicroBatchRule(max_sequences=4)
-    assert plan.ref_micro == MicroBatchRule(max_sequences=16)
+    assert plan.roles["actor"].update == plan.roles["actor"].forward == MicroBatchRule(max_sequences=4)
+    assert plan.roles["ref"].forward == MicroBatchRule(max_sequences=16)
 
 
 SIZE, DYNAMIC = {"ppo_micro_batch_size_per_gpu": 4}, {"use_dynamic_bsz": True}
@@ -188,10 +190,12 @@ SEQUENCES, BUDGET = MicroBatchRule(max_sequences=4), MicroBatchRule(max_tokens=1
 )  # fmt: skip
 def test_a_size_that_is_given_wins_over_the_default_of_cutting_by_tokens(settings, expected):
     """...and use_dynamic_bsz, where it is given, over sizes; passes without a size of their own take the update's."""
-    settings = settings | {"critic": {"ppo_mini_batch_size": 16} | settings.get("critic", {})}
+    actor = {"use_kl_loss": True} | settings.get("actor", {})
+    settings = settings | {"actor": actor, "critic": {"ppo_mini_batch_size": 16} | settings.get("critic", {})}
     plan = BatchPlan.build(config(algorithm={"adv_estimator": "gae"}, **settings), 2)
-    rules = {"actor": plan.actor_micro, "log_prob": plan.log_prob_micro, "ref": plan.ref_micro,
-             "critic": plan.critic_micro, "critic_forward": plan.critic_forward_micro}  # fmt: skip
+    actor, ref, critic = (plan.roles[name] for name in ("actor", "ref", "critic"))
+    rules = {"actor": actor.update, "log_prob": actor.forward, "ref": ref.forward,
+             "critic": critic.update, "critic_forward": critic.forward}  # fmt: skip
     assert {name: rules[name] for name in expected} == expected
 
 
@@ -205,20 +209,26 @@ def test_log_probs_by_count_need_a_size(role):
 def test_a_reward_model_with_a_size_counts_sequences():
     built = config()
     built.reward_model = RewardModelConfig(enable=True, micro_batch_size_per_gpu=4)
-    assert BatchPlan.build(built, 2).reward_micro == SEQUENCES
+    assert BatchPlan.build(built, 2).roles["reward"].forward == SEQUENCES
 
 
 def test_deprecated_global_micro_sizes_are_divided_by_the_data_parallel_size():
     built = config(
         algorithm={"adv_estimator": "gae"},
-        actor=BY_COUNT | {"ppo_micro_batch_size": 64, "ulysses_sequence_parallel_size": 2},
+        actor=BY_COUNT | {"ppo_micro_batch_size": 64, "ulysses_sequence_parallel_size": 2, "use_kl_loss": True},
         rollout=LOG_BY_COUNT | {"log_prob_micro_batch_size": 128},
         ref=LOG_BY_COUNT | {"log_prob_micro_batch_size": 32},
-        critic=BY_COUNT | {"ppo_micro_batch_size": 8, "forward_micro_batch_size": 12, "ppo_mini_batch_size": 64},
+        critic=BY_COUNT | {"ppo_micro_batch_size": 16, "forward_micro_batch_size": 24, "ppo_mini_batch_size": 64},
     )
-    plan = BatchPlan.build(built, 8)  # 4 data parallel
-    sizes = [plan.actor_micro, plan.log_prob_micro, plan.ref_micro, plan.critic_micro, plan.critic_forward_micro]
-    assert [rule.max_sequences for rule in sizes] == [16, 32, 8, 2, 3]
+    plan = BatchPlan.build(built, 8)  # 4 data parallel for the actor, 8 for reference and critic
+    sizes = [
+        plan.roles["actor"].update,
+        plan.roles["actor"].forward,
+        plan.roles["ref"].forward,
+        plan.roles["critic"].update,
+        plan.roles["critic"].forward,
+    ]
+    assert [rule.max_sequences for rule in sizes] == [16, 32, 4, 2, 3]
 
 
 def test_all_sizes_that_do_not_fit_are_listed_with_numbers():
@@ -296,7 +306,7 @@ def test_a_run_that_leaves_nothing_behind_is_warned_about(trainer, val_files, fo
 
 def test_plan_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        BatchPlan.build(config(), 1).world_size = 3  # pyright: ignore
+        BatchPlan.build(config(), 1).prompts_per_step = 3  # pyright: ignore
 
 
 def split(size: int, **more: Any) -> dict[str, Any]:
@@ -314,16 +324,16 @@ def test_ranks_of_a_tensor_parallel_group_share_their_rows():
         world_size=8,
         num_train_prompts=64,
     )
-    assert (plan.actor_ranks_per_row, plan.ref_ranks_per_row, plan.critic_ranks_per_row) == (2, 4, 1)
-    assert plan.data_parallel_size == 4 and plan.sequences_per_rank == 128
-    assert plan.actor_micro == MicroBatchRule(max_sequences=16)  # 64 over all processes, by four
+    assert [plan.roles[name].ranks_per_row for name in ("actor", "ref")] == [2, 4]
+    assert plan.roles["actor"].data_parallel_size == 4 and plan.sequences_per_rank == 128
+    assert plan.roles["actor"].update == MicroBatchRule(max_sequences=16)  # 64 over all processes, by four
 
 
 def test_the_token_budget_of_a_tensor_parallel_group_is_one_processs():
     """Inside attention and the MLP each rank sees all tokens of the micro-batch; Ulysses ranks never do."""
     budget = {"ppo_max_token_len_per_gpu": 1000}
     plan = BatchPlan.build(config(actor=budget | split(2)), world_size=2, num_train_prompts=64)
-    assert plan.actor_micro == MicroBatchRule(max_tokens=1000)
+    assert plan.roles["actor"].update == MicroBatchRule(max_tokens=1000)
 
 
 @pytest.mark.parametrize(
@@ -346,4 +356,4 @@ def test_tensor_parallel_sizes_that_do_not_fit(actor: dict[str, Any], ref: dict[
 def test_with_lora_the_reference_has_the_actors_groups():
     settings = config(actor=split(2) | {"use_kl_loss": True})
     settings.actor_rollout_ref.model.lora_rank = 8
-    assert BatchPlan.build(settings, world_size=2, num_train_prompts=64).ref_ranks_per_row == 2
+    assert BatchPlan.build(settings, world_size=2, num_train_prompts=64).roles["ref"].ranks_per_row == 2

@@ -243,7 +243,7 @@ def test_every_row_names_real_keys():
         (f"{R}.agent.default_agent_loop=tool_agent", f"needs {R}.multi_turn.enable=True"),
         (f"{R}.agent.custom_async_server.path=x.py", "not available yet; leave it out: a server of your own"),
         (f"{R}.agent.default_agent_loop=mine", f"list it in a file of agent loops: {R}.agent.agent_loop_config_path"),
-        ("actor_rollout_ref.hybrid_engine=False", "not available yet"),
+        ("actor_rollout_ref.hybrid_engine=False", "n_gpus_per_node = 0: the pool of rollout needs both sizes"),
         ("+trainer.v1.trainer_mode=async", "not available yet (asynchronous trainers)"),
     ],
 )  # fmt: skip

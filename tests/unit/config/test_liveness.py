@@ -19,6 +19,7 @@ from verl_like.trainer.compose import _apply, _base, to_config
 # Where the rules of `sample` do not give a legal value.
 SAMPLES: dict[str, Any] = {
     "trainer.n_gpus_per_node": 2,
+    "trainer.placement": {"values": {"roles": ["critic"], "n_gpus_per_node": 2}},
     "data.chat_template": "chatml",
     "trainer.logger": ["console", "tensorboard"],
     "trainer.logger_kwargs": {"wandb": {"tags": ["a"]}},

@@ -35,7 +35,7 @@ def only_gradients(process: ProcessInfo, paths: dict[str, str]) -> dict[str, Any
         engine = build_engine(process, path, model=model)
         found[name] = {"gradients": _gradients(engine, my_rows(process, batch, "even"), batch)}
         if process.world_size > 1 and families.ULYSSES in families.FAMILIES[name].tested:
-            engine = build_engine(process, path, model=model, ulysses_size=2)
+            engine = build_engine(process, path, model=model, ulysses=2)
             found[name]["ulysses"] = _gradients(engine, batch, batch)
     return found
 
@@ -53,7 +53,7 @@ def _one_family(process: ProcessInfo, path: str, save_to: str | None) -> dict[st
         result["checkpointed"] = _gradients(checkpointed, batch, batch)
     else:
         result["first"] = _gradients(engine, my_rows(process, batch, "first"), batch)
-        result["ulysses"] = _gradients(build_engine(process, path, ulysses_size=2), batch, batch)
+        result["ulysses"] = _gradients(build_engine(process, path, ulysses=2), batch, batch)
         result["fsdp1"] = _gradients(
             build_engine(process, path, strategy="fsdp"), my_rows(process, batch, "even"), batch
         )

@@ -88,9 +88,7 @@ def everything(process: ProcessInfo, path: str, folder: str) -> dict[str, Any]:
         "saved_lora": train_and_save(process, path, f"{folder}/lora", LORA),
         "saved_tied": train_and_save(process, path, f"{folder}/tied", TIED, writer="fsdp2"),
         "apart": apart(process, path),
-        "lora_ulysses": gradients(
-            build_engine(process, path, ulysses_size=2, model=LORA), experience(9), experience(9)
-        ),
+        "lora_ulysses": gradients(build_engine(process, path, ulysses=2, model=LORA), experience(9), experience(9)),
         "mismatch": mismatch(process),
         "collectives": {name: collectives(process, path, OPTIONS[name]) for name in SUMMED},
     }
@@ -117,7 +115,7 @@ def apart(process: ProcessInfo, path: str) -> dict[str, tuple[dict[str, Tensor],
     zero_B = torch.arange(9) % 2 == 0
     for name, settings in APART.items():
         engine = build_engine(process, path, **settings)
-        mine = slice(None) if "ulysses_size" in settings else slice(process.rank, None, world)
+        mine = slice(None) if "ulysses" in settings else slice(process.rank, None, world)
         rows, apart_B = batch.select(range(9)[mine]), zero_B[mine]
         by_advantage = PolicyLoss(entropy=0.0)
         result[name] = tuple(gradients(engine, rows, batch, chosen, by_advantage) for chosen in (None, apart_B))
@@ -129,7 +127,7 @@ APART: dict[str, dict[str, Any]] = {
     "fsdp1": {"strategy": "fsdp"},
     "fsdp1_keep_gathered": {"strategy": "fsdp", "fsdp": FSDPConfig(reshard_after_forward=False)},
     "replicated": {"fsdp": FSDPConfig(fsdp_size=1)},
-    "sequence_parallel": {"ulysses_size": 2},
+    "sequence_parallel": {"ulysses": 2},
 }
 
 

@@ -110,7 +110,7 @@ def sequence_parallel(process: ProcessInfo, path: str, size: int) -> dict[str, A
     result: dict[str, Any] = {}
     index, groups = process.rank // size, process.world_size // size
     for name, override in SEQUENCE_MODELS.items():
-        engine = build_engine(process, path, ulysses_size=size, model={"override_config": override})
+        engine = build_engine(process, path, ulysses=size, model={"override_config": override})
         batch = experience(9, rows_per_prompt=3)
         mine = batch.select(range(index, len(batch), groups))
         result[name] = gradients(engine, mine, batch)
@@ -122,9 +122,9 @@ def sequence_parallel(process: ProcessInfo, path: str, size: int) -> dict[str, A
     result["reports_loss"] = "pg_loss" in metrics
     result["grad_norm"] = metrics["grad_norm"].value
     checkpointed = {"override_config": override, "enable_gradient_checkpointing": True}
-    engine = build_engine(process, path, ulysses_size=size, model=checkpointed)
+    engine = build_engine(process, path, ulysses=size, model=checkpointed)
     result["checkpointed"] = gradients(engine, mine, batch)
-    critic = build_engine(process, path, ulysses_size=size, kind="value", model={"override_config": override})
+    critic = build_engine(process, path, ulysses=size, kind="value", model={"override_config": override})
     values = frozenset({"values"})
     result["values"] = by_row(mine, critic.forward(mine, want=values, rule=RULE))["values"]
     texts = whole_texts(batch).select(range(index, len(batch), groups))

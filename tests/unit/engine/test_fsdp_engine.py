@@ -216,7 +216,7 @@ def test_refusals(process: ProcessInfo, path: str) -> None:
         options = FusedKernelConfig(impl_backend=FusedBackend.triton)
         build_engine(process, path, model={"fused_kernel_options": options})
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=2 does not divide the 1 ranks"):
-        build_engine(process, path, ulysses_size=2)
+        build_engine(process, path, ulysses=2)
 
 
 @pytest.mark.parametrize("fault", ["segments run together", "a shared prompt is not seen"])

@@ -26,6 +26,7 @@ from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.model import ModelConfig
 from verl_like.config.optim import OptimConfig
+from verl_like.config.roles import RoleConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
@@ -137,18 +138,16 @@ class ValueLoss:
 
 def build_engine(process: ProcessInfo, path: str, *, kind: str = "policy", **changes: Any) -> FSDPEngine:
     model_keys = {"enable_gradient_checkpointing": False} | changes.pop("model", {})
+    sizes: dict[str, Any] = {"num_schedule_steps": 10, "tokenizer_size": VOCAB, "seed": 3}
+    sizes |= {name: changes.pop(name) for name in sizes if name in changes}
     settings: dict[str, Any] = {
         "kind": kind,
-        "process": process,
         "model": ModelConfig(path=path, **model_keys),
         "fsdp": FSDPConfig(),
         "optim": OptimConfig(lr=1e-2, eps=1e-3),  # a large eps: rounding noise in zero gradients stays noise
         "grad_clip": 1.0,
-        "num_schedule_steps": 10,
-        "tokenizer_size": VOCAB,
-        "seed": 3,
     }
-    return FSDPEngine(**(settings | changes))
+    return FSDPEngine(RoleConfig(**(settings | changes)), process, **sizes)
 
 
 def weights(engine: FSDPEngine) -> dict[str, Tensor]:

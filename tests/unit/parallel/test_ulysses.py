@@ -99,4 +99,4 @@ def test_head_counts() -> None:
 
 def test_padded_rows_are_refused(process: ProcessInfo, path: str) -> None:
     with pytest.raises(ValueError, match="use_remove_padding=True"):
-        build_engine(process, path, ulysses_size=2, model={"use_remove_padding": False})
+        build_engine(process, path, ulysses=2, model={"use_remove_padding": False})

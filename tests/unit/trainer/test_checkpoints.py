@@ -71,7 +71,7 @@ class Run:
         for key, value in trainer.items():
             setattr(self.config.trainer, key, value)
         self.state = TrainState(step=0, weight_version=0, kl=KLController.from_config(self.config.algorithm.kl_ctrl))
-        self.total_steps, self.source, self.policy, self.critic = total_steps, Source(), Group(), None
+        self.total_steps, self.source, self.actor, self.critic = total_steps, Source(), Group(), None
         self.reported: list[int] = []
         self.unreported: Callable[[], None] | None = None
         self.checkpoints = Checkpoints(self.config.trainer, Tokenizer(), resume=resume)  # pyright: ignore
@@ -92,7 +92,7 @@ class Run:
             self.source.drawn += 1
             point("sampling")
             self.checkpoints.update_begins()
-            self.policy.weight += 1
+            self.actor.weight += 1
             point("update")
             self.state = self.state.advance({}, num_sequences=1, actor_updated=True)
             step = self.state.step
@@ -140,7 +140,7 @@ def test_tensors_that_are_not_finite_are_not_saved(tmp_path: Path, role: str) ->
     run = Run(tmp_path, max_actor_ckpt_to_keep=1, max_critic_ckpt_to_keep=1)
     run.critic = Group()
     run.step(save=True)
-    bad = run.policy if role == "actor" else run.critic
+    bad = run.actor if role == "actor" else run.critic
     bad.bad_tensors = [f"layers.{i}.weight" for i in range(7)]
     with pytest.raises(NotFinite, match=rf"step 2: the {role} holds NaN .*layers.0.weight.*layers.4.weight and 2 more"):
         run.step(save=True)
@@ -161,7 +161,7 @@ def test_an_error_of_the_driver_saves_the_last_finished_step(
     assert saved_step(tmp_path) == saved and run.reported == list(range(1, reported + 1))
     assert "the run fails after step" in caplog.text
     again = Run(tmp_path, resume=find_latest(tmp_path))
-    assert (again.state.step, again.source.drawn, again.policy.weight) == (saved,) * 3
+    assert (again.state.step, again.source.drawn, again.actor.weight) == (saved,) * 3
 
 
 def test_weights_in_the_middle_of_an_update_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -176,12 +176,12 @@ def test_a_checkpoint_that_was_written_counts_although_the_workers_died_after_it
     run = Run(tmp_path)
     with pytest.raises(GroupStopped), run.checkpoints.saved_on_error(run):  # pyright: ignore
         run.checkpoints.update_begins()
-        run.source.drawn = run.policy.weight = 1
+        run.source.drawn = run.actor.weight = 1
         run.state = run.state.advance({}, num_sequences=1, actor_updated=True)
         run.checkpoints.step_ended(run)  # pyright: ignore
         run.checkpoints.write(run)  # pyright: ignore
-        run.policy.stopped = True
-        run.policy.save("")  # the sync, say
+        run.actor.stopped = True
+        run.actor.save("")  # the sync, say
     assert saved_step(tmp_path) == 1
 
 
@@ -192,7 +192,7 @@ def test_a_save_that_fails_too_does_not_hide_the_error(
     run = Run(tmp_path)
     run.step()
     if failure == "workers":
-        run.policy.stopped = True
+        run.actor.stopped = True
     else:
         (tmp_path / "global_step_1.saving").write_text("in the way")
     with pytest.raises(ValueError, match="judge is down"):
@@ -223,10 +223,10 @@ def test_a_folder_that_another_run_took_over_is_left_alone(tmp_path: Path) -> No
 def test_background_writing_counts_when_it_is_done(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.config.actor_rollout_ref.actor.checkpoint.async_save = True
-    run.policy.writing = True
+    run.actor.writing = True
     run.step(save=True)
     assert saved_step(tmp_path) is None and run.reported == [1]
-    run.policy.writing = False
+    run.actor.writing = False
     run.step()
     assert find_latest(tmp_path) == tmp_path / "global_step_1"
 
@@ -234,9 +234,9 @@ def test_background_writing_counts_when_it_is_done(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [3, -1])
 def test_updates_that_are_skipped_in_a_row_end_the_run(tmp_path: Path, limit: int) -> None:
     run = Run(tmp_path, max_skipped_updates=limit)
-    run.policy.num_skipped_in_a_row = 2
+    run.actor.num_skipped_in_a_row = 2
     run.step()
-    run.policy.num_skipped_in_a_row = 3
+    run.actor.num_skipped_in_a_row = 3
     if limit < 0:
         run.step()
         return

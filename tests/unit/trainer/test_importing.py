@@ -105,7 +105,7 @@ def test_the_number_of_updates_is_rolls(
     config, _ = compose_with_warnings(first.overrides())
     assert isinstance(config.trainer.n_gpus_per_node, int)
     assert config.trainer.nnodes * config.trainer.n_gpus_per_node == world
-    assert BatchPlan.build(config, world).optimizer_steps_per_rollout == updates
+    assert BatchPlan.build(config, world).roles["actor"].updates_per_step == updates
     assert config.actor_rollout_ref.actor.optim.lr_warmup_steps == warmup
 
 
@@ -374,7 +374,8 @@ def test_batches_of_colossal_are_counted_in_prompts_of_a_step() -> None:
     done = colossal(f"-m model -d data.jsonl {README}")
     config, _ = compose_with_warnings(done.overrides())
     plan = BatchPlan.build(config, 8)
-    assert plan.prompts_per_step == 4 * 4 and plan.actor_mini_batch_prompts == 2 * 4  # producers x ibs; tbs x trainers
+    assert plan.prompts_per_step == 4 * 4  # producers x ibs
+    assert plan.roles["actor"].mini_batch_prompts == 2 * 4  # tbs x trainers
     assert plan.responses_per_prompt == 4 and config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
     odd = colossal("-m model -t 4 -i 4 -ibs 1 -tbs 2")  # as the README has it: its own launcher refuses that
     assert odd.settings["data.train_batch_size"] == odd.settings["actor_rollout_ref.actor.ppo_mini_batch_size"] == 8

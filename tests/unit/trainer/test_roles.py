@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,10 @@ from verl_like.rollout.link_server import LinkServer
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.dispatch import RowBalance
-from verl_like.trainer.roles import CriticGroup, PolicyGroup, UpdateRules, average_steps
+from verl_like.trainer.replicas import RolloutGroup
+from verl_like.trainer.roles import ActorGroup, CriticGroup, UpdateRules, average_steps
+from verl_like.trainer.weights import Weights
+from verl_like.weight_sync.sync import SyncReport
 
 
 class Done:
@@ -61,16 +63,18 @@ class FakeGroup:
     def shutdown(self) -> None: ...
 
 
-def plan(world_size: int, tensor_parallel: int = 1) -> BatchPlan:
+def plan(world_size: int, tensor_parallel: int = 1, ulysses: int = 1) -> BatchPlan:
     config = PPOConfig()
     config.data.train_batch_size = 4
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 4
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = tensor_parallel
-    config.critic.enable = False
+    config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = ulysses
+    config.critic.ulysses_sequence_parallel_size = ulysses
+    config.critic.ppo_mini_batch_size = 4
     return BatchPlan.build(config, world_size, 100)
 
 
-def generate(policy: PolicyGroup, lengths: list[int], limits: list[int], step: int = 1) -> list[Completion]:
+def generate(policy: RolloutGroup, lengths: list[int], limits: list[int], step: int = 1) -> list[Completion]:
     """Two responses to each prompt, of so many tokens; they are submitted together."""
     futures: list[Future[Completion]] = []
     done = Future[None]()
@@ -122,9 +126,9 @@ class ServedGroup(FakeGroup):
 
     def _run(self, method: str, rank: int, *args: Any) -> Any:
         link = self._links[rank]
-        if method == "open_link":
+        if method == "rollout.open_link":
             return None if link is None else (link.address, link.authkey)
-        assert method == "serve"
+        assert method == "rollout.serve"
         return None if link is None else link.serve(*args)
 
     def shutdown(self) -> None:
@@ -136,9 +140,9 @@ class ServedGroup(FakeGroup):
 
 
 @contextmanager
-def served(world_size: int, ranks_each: int = 1, **options: Any) -> Iterator[tuple[ServedGroup, PolicyGroup]]:
+def served(world_size: int, ranks_each: int = 1, **options: Any) -> Iterator[tuple[ServedGroup, RolloutGroup]]:
     group = ServedGroup(world_size, ranks_each)
-    policy = PolicyGroup(group, plan(world_size, ranks_each), balance=True, timeout_s=60, **options)
+    policy = RolloutGroup(group, plan(world_size, ranks_each), timeout_s=60, **options)
     yield group, policy
     policy.close()
     group.shutdown()
@@ -176,7 +180,7 @@ def test_no_more_requests_run_in_a_replica_than_allowed() -> None:
 def test_replicas_and_order_do_not_depend_on_what_was_sampled_before() -> None:
     """A resumed run has not seen the lengths of the steps before it."""
 
-    def sample(policy: PolicyGroup, step: int) -> None:
+    def sample(policy: RolloutGroup, step: int) -> None:
         generate(policy, [1 + (7 * i + step) % 11 for i in range(12)], [2 + (5 * i) % 17 for i in range(24)], step)
 
     with served(3) as (whole, policy):
@@ -188,6 +192,28 @@ def test_replicas_and_order_do_not_depend_on_what_was_sampled_before() -> None:
         sample(policy, 2)
         assert given(resumed) == second
     assert all(len(names) >= 4 for names in second)
+
+
+def test_nothing_is_sampled_from_weights_that_are_not_the_actors() -> None:
+    """From an update, or a checkpoint that was read, to the next sync."""
+    weights = Weights(FakeGroup(1, lambda *_: report()), FakeGroup(1, None), timeout_s=1)
+    actor = ActorGroup(FakeGroup(1, lambda *_: []), plan(1), balance=True, timeout_s=1, on_change=weights.changed)
+    rules = UpdateRules(prompts_per_mini_batch=4, epochs=1, shuffle=False, seed=1, max_response_length=4)
+    with served(1, has_weights=lambda: weights.version is not None) as (_, rollout):
+        for change in (None, lambda: actor.update(experience(4, 1), rules, 1), lambda: actor.load("folder")):
+            if change is not None:
+                change()
+            with pytest.raises(RuntimeError, match="sync before sampling"):
+                generate(rollout, [3], [2, 2])
+            assert weights.sync(7) is not None and weights.sync(7) is None
+            assert len(generate(rollout, [3], [2, 2])) == 2
+
+
+def report() -> SyncReport:
+    return SyncReport(
+        version=7, form="merged", seconds=1.0, bytes=1, num_tensors=1, num_read_back=1, num_changed=None,
+        probe_gap=None, probe_gap_mean=None,
+    )  # fmt: skip
 
 
 def test_values_come_back_to_their_rows() -> None:
@@ -225,10 +251,10 @@ def test_update_cuts_minibatches_before_it_balances() -> None:
 
     group = FakeGroup(2, train)
     rules = UpdateRules(prompts_per_mini_batch=2, epochs=2, shuffle=False, seed=1, max_response_length=3)
-    metrics = PolicyGroup(group, plan(2), balance=True, timeout_s=1).update("update_actor", experience(4, 3), rules, 1)
+    metrics = ActorGroup(group, plan(2), balance=True, timeout_s=1).update(experience(4, 3), rules, 1)
     assert metrics == {"rows": 6.0, "rank": 1.0}
     ((method, per_rank),) = group.given
-    assert method == "update_actor"
+    assert method == "actor.update"
     for step in range(4):  # two mini-batches in each of two epochs
         parts = [per_rank[rank][0][step] for rank in range(2)]
         groups = sorted(g for rows, _ in parts for g in rows.group_B.tolist())
@@ -246,7 +272,7 @@ def minibatches_given(actor: ActorConfig, world_size: int, rows: Experience, ste
 
     group = FakeGroup(world_size, train)
     rules = UpdateRules(prompts_per_mini_batch=2, epochs=2, shuffle=False, seed=1, max_response_length=3, actor=actor)
-    PolicyGroup(group, plan(world_size), balance=True, timeout_s=1).update("update_actor", rows, rules, step)
+    ActorGroup(group, plan(world_size), balance=True, timeout_s=1).update(rows, rules, step)
     ((_, per_rank),) = group.given
     return [list(parts) for parts in zip(*(rank[0] for rank in per_rank), strict=True)]
 
@@ -317,7 +343,7 @@ def test_rows_without_a_backward_pass_weigh_a_third() -> None:
     rules = UpdateRules(
         prompts_per_mini_batch=2, epochs=1, shuffle=False, seed=1, max_response_length=3, actor=ActorConfig()
     )
-    PolicyGroup(group, plan(2), balance=True, timeout_s=1).update("update_actor", rows, rules, 1)
+    ActorGroup(group, plan(2), balance=True, timeout_s=1).update(rows, rules, 1)
     (_, per_rank) = group.given[0]
     for (minibatches,) in per_rank:
         assert sorted(minibatches[0][0].advantages_BR[:, 0].tolist()) == [0.0, 1.0]
@@ -330,7 +356,7 @@ def test_rows_of_one_prompt_stay_on_one_rank_where_they_share_it() -> None:
     rows = rows.replace(prompt_ids_BP=prompt_ids_BP.contiguous(), prompt_length_B=torch.full((8,), 50))
     rules = UpdateRules(prompts_per_mini_batch=4, epochs=1, shuffle=False, seed=1, max_response_length=3)
     group = FakeGroup(2, lambda method, rank, minibatches: [{} for _ in minibatches])
-    PolicyGroup(group, plan(2), balance=True, timeout_s=1, share_prompts=True).update("update_actor", rows, rules, 1)
+    ActorGroup(group, plan(2), balance=True, timeout_s=1, share_prompts=True).update(rows, rules, 1)
     ((_, per_rank),) = group.given
     prompts = [set(minibatches[0][0].prompt_ids_BP[:, 0].tolist()) for (minibatches,) in per_rank]
     assert prompts[0] | prompts[1] == {1, 2, 3, 4} and not prompts[0] & prompts[1]
@@ -346,13 +372,13 @@ def test_an_empty_minibatch_is_left_out_and_counted() -> None:
         prompts_per_mini_batch=2, epochs=1, shuffle=False, seed=1, max_response_length=3,
         actor=ActorConfig(mask_truncated=True),
     )  # fmt: skip
-    policy = PolicyGroup(FakeGroup(2, train), plan(2), balance=True, timeout_s=1)
-    assert policy.update("update_actor", rows, rules, 1) == {"rows": 4.0, "empty_minibatches": 1.0}
+    policy = ActorGroup(FakeGroup(2, train), plan(2), balance=True, timeout_s=1)
+    assert policy.update(rows, rules, 1) == {"rows": 4.0, "empty_minibatches": 1.0}
     silent = rows.response_mask_BR & (rows.group_B < 2)[:, None]  # every token of the others was rejected
     rejected = rows.replace(response_mask_BR=silent, truncated_B=torch.zeros(8, dtype=torch.bool))
-    assert policy.update("update_actor", rejected, rules, 1) == {"rows": 4.0, "empty_minibatches": 1.0}
+    assert policy.update(rejected, rules, 1) == {"rows": 4.0, "empty_minibatches": 1.0}
     all_cut = rows.replace(truncated_B=torch.ones(8, dtype=torch.bool))
-    assert policy.update("update_actor", all_cut, rules, 1) == {"empty_minibatches": 2.0}
+    assert policy.update(all_cut, rules, 1) == {"empty_minibatches": 2.0}
 
 
 def test_the_engines_are_compared_at_the_first_update_only() -> None:
@@ -369,7 +395,7 @@ def test_the_engines_are_compared_at_the_first_update_only() -> None:
     rows = with_columns(experience(4, 2))
     rows = rows.replace(rollout_log_probs_BR=torch.full(rows.response_mask_BR.shape, -1.0))
     rules = UpdateRules(prompts_per_mini_batch=2, epochs=2, shuffle=False, seed=1, max_response_length=3)
-    metrics = PolicyGroup(FakeGroup(2, train), plan(2), balance=True, timeout_s=1).update("actor", rows, rules, 1)
+    metrics = ActorGroup(FakeGroup(2, train), plan(2), balance=True, timeout_s=1).update(rows, rules, 1)
     found = finish(metrics)
     assert found["rollout_corr/log_prob_gap_max"] == found["training/rollout_probs_diff_max"] == 0
     assert found["rollout_corr/kl"] == 0 and found["rollout_corr/chi2_seq"] == pytest.approx(0)
@@ -379,10 +405,10 @@ def test_neighbours_of_a_sequence_group_get_the_same_rows() -> None:
     """Four ranks, Ulysses over 2: two shares of the rows, each to two neighbours; one answer of each share counts."""
 
     def values(method: str, rank: int, batch: Any) -> Evaluated:
-        assert method == "values"
+        assert method == "critic.values"
         return Evaluated(response_length_B=batch.response_length_B, values_BR=batch.response_ids_BR.float() + rank // 2)
 
-    sizes = dataclasses.replace(plan(4), actor_ranks_per_row=2, critic_ranks_per_row=2)
+    sizes = plan(4, ulysses=2)
     group = FakeGroup(4, values)
     critic = CriticGroup(group, sizes, balance=True, timeout_s=1)
     batch = experience(3, 2)
@@ -400,7 +426,7 @@ def test_neighbours_of_a_sequence_group_get_the_same_rows() -> None:
 
     group = FakeGroup(4, train)
     rules = UpdateRules(prompts_per_mini_batch=3, epochs=1, shuffle=False, seed=1, max_response_length=3)
-    metrics = PolicyGroup(group, sizes, balance=True, timeout_s=1).update("update_actor", batch, rules, 1)
+    metrics = ActorGroup(group, sizes, balance=True, timeout_s=1).update(batch, rules, 1)
     assert metrics == {"rows": 6.0}
     (_, per_rank) = group.given[0]
     assert per_rank[0] is per_rank[1] or per_rank[0][0] is per_rank[1][0]
@@ -429,10 +455,10 @@ def test_skipped_updates_in_a_row_are_counted_over_steps() -> None:
         skipped = answer.values if rank == 0 else [0.0, 0.0]  # type: ignore[attr-defined]
         return [{"skipped_steps": Metric(value=value, reduction="sum")} for value in skipped]
 
-    policy = PolicyGroup(FakeGroup(2, answer), plan(2), balance=True, timeout_s=1)
+    policy = ActorGroup(FakeGroup(2, answer), plan(2), balance=True, timeout_s=1)
     rules = UpdateRules(prompts_per_mini_batch=2, epochs=1, shuffle=False, seed=1, max_response_length=4)
     for step in (1, 2, 3):
-        policy.update("update_actor", experience(4, 1), rules, step)
+        policy.update(experience(4, 1), rules, step)
         shown.append(policy.num_skipped_in_a_row)
     assert shown == [2, 1, 3]
 
@@ -440,7 +466,7 @@ def test_skipped_updates_in_a_row_are_counted_over_steps() -> None:
 def test_names_of_spoilt_tensors_come_from_all_ranks() -> None:
     bad = [["b"], [], ["a", "b"]]
     group = FakeGroup(3, lambda method, rank, path: bad[rank])
-    assert PolicyGroup(group, plan(1), balance=True, timeout_s=1).save("folder") == ["a", "b"]
+    assert ActorGroup(group, plan(1), balance=True, timeout_s=1).save("folder") == ["a", "b"]
 
 
 def parted(rows: Experience) -> Experience:

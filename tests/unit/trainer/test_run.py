@@ -27,6 +27,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     @contextmanager
     def build(config: PPOConfig, groups: Any, confirm: Any, kind: Any) -> Iterator[Any]:
         trainer = SimpleNamespace(config=config, state=SimpleNamespace(step=3), total_steps=3)
+        trainer.plan = SimpleNamespace(world_size=1)
 
         def fit() -> None:
             trainer.on_start()

@@ -78,14 +78,20 @@ def test_every_other_script_is_refused_by_the_name_of_what_is_missing(outcomes: 
 @pytest.mark.parametrize(
     ("prefix", "switch", "rule"),
     [
-        ("actor_rollout_ref.actor.ppo_", "actor_rollout_ref.actor.use_dynamic_bsz", "actor_micro"),
-        ("actor_rollout_ref.rollout.log_prob_", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "log_prob_micro"),
-        ("actor_rollout_ref.ref.log_prob_", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "ref_micro"),
-        ("critic.ppo_", "critic.use_dynamic_bsz", "critic_micro"),
-        ("reward_model.", "reward_model.use_dynamic_bsz", "reward_micro"),
+        ("actor_rollout_ref.actor.ppo_", "actor_rollout_ref.actor.use_dynamic_bsz", ("actor", "update")),
+        (
+            "actor_rollout_ref.rollout.log_prob_",
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+            ("actor", "forward"),
+        ),
+        ("actor_rollout_ref.ref.log_prob_", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz", ("ref", "forward")),
+        ("critic.ppo_", "critic.use_dynamic_bsz", ("critic", "update")),
+        ("reward_model.", "reward_model.use_dynamic_bsz", ("reward", "forward")),
     ],
 )
-def test_micro_batches_are_what_the_script_says(outcomes: list[Outcome], prefix: str, switch: str, rule: str) -> None:
+def test_micro_batches_are_what_the_script_says(
+    outcomes: list[Outcome], prefix: str, switch: str, rule: tuple[str, str]
+) -> None:
     """verl's rule: sequences, unless use_dynamic_bsz (the pass's own, or else the actor's) asks for tokens."""
     checked = 0
     for found in outcomes:
@@ -93,8 +99,9 @@ def test_micro_batches_are_what_the_script_says(outcomes: list[Outcome], prefix:
         size = given.get(f"{prefix}micro_batch_size_per_gpu")
         follows = "critic.use_dynamic_bsz" if prefix == "reward_model." else "actor_rollout_ref.actor.use_dynamic_bsz"
         dynamic = given.get(switch, given.get(follows, given.get("actor_rollout_ref.actor.use_dynamic_bsz", "False")))
-        if found.plan is not None and size not in (None, "null") and dynamic.lower() == "false":
-            assert getattr(found.plan, rule) == MicroBatchRule(max_sequences=int(size)), found.script
+        role = None if found.plan is None else found.plan.roles.get(rule[0])
+        if role is not None and size not in (None, "null") and dynamic.lower() == "false":
+            assert getattr(role, rule[1]) == MicroBatchRule(max_sequences=int(size)), found.script
             checked += 1
     assert checked > 2
 

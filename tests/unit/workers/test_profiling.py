@@ -12,7 +12,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.enums import ProfileTool
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.trainer.compose import compose
-from verl_like.workers.hybrid import build_profiler
+from verl_like.workers.host import build_profiler
 from verl_like.workers.profiling import WorkerProfiler, is_chosen
 from verl_like.workers.spec import WorkerSpec
 
@@ -23,7 +23,7 @@ def profiler(folder: Path, rank: int = 0, **sections: ProfilerConfig) -> WorkerP
 
 def run_step(recorder: WorkerProfiler, step: int) -> None:
     recorder.start(step)
-    for role, name in (("actor", "generate"), ("ref", "ref_log_probs"), ("actor", "update_actor")):
+    for role, name in (("rollout", "serve"), ("ref", "log_probs"), ("actor", "update")):
         with recorder.phase(role, name):
             torch.ones(2).sum()
     recorder.stop()
@@ -44,10 +44,11 @@ def test_ranks(section: ProfilerConfig, ranks: set[int]) -> None:
 
 
 def test_discrete_gives_a_trace_for_each_call(tmp_path: Path) -> None:
-    recorder = profiler(tmp_path, actor=ProfilerConfig(discrete=True), ref=ProfilerConfig(ranks=[]))
+    recorder = profiler(tmp_path, actor=ProfilerConfig(discrete=True),
+                        rollout=ProfilerConfig(discrete=True), ref=ProfilerConfig(ranks=[]))  # fmt: skip
     run_step(recorder, 7)
     written = sorted(path.name for path in (tmp_path / "step_7").iterdir())
-    assert written == ["rank0_generate.json.gz", "rank0_update_actor.json.gz"]  # the reference is not chosen
+    assert written == ["rank0_actor_update.json.gz", "rank0_rollout_serve.json.gz"]  # the reference is not chosen
 
 
 def test_one_whole_step_role_covers_all(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_rank_that_nobody_chose_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("with_reference", "traces"), [(False, ["rank0_generate", "rank0_update_actor"]), (True, ["rank0"])]
+    ("with_reference", "traces"), [(False, ["rank0_actor_update", "rank0_rollout_serve"]), (True, ["rank0"])]
 )
 def test_roles_that_the_run_lacks_do_not_vote(tmp_path: Path, with_reference: bool, traces: list[str]) -> None:
     """A trace for each call needs the consent of the roles that are there: GRPO has no critic, maybe no reference."""

@@ -27,6 +27,7 @@ def group_of(path: Path, tmp_path: Path, *overrides: str) -> tuple[LocalWorkerGr
     config = compose(
         [
             "reward_model.enable=True",
+            "trainer.placement={reward:{roles:[reward]}}",
             f"reward_model.model.path={path}",
             "data.train_files=x.parquet",
             "actor_rollout_ref.rollout.n=2",
@@ -36,8 +37,10 @@ def group_of(path: Path, tmp_path: Path, *overrides: str) -> tuple[LocalWorkerGr
         ]
     )
     plan = BatchPlan.build(config, 1, 100)
-    spec = WorkerSpec(config=config, plan=plan, tokenizer_size=9, max_model_len=8, profile_dir=str(tmp_path))
-    workers = LocalWorkerGroup("verl_like.workers.reward:RewardPoolWorker", spec)
+    spec = WorkerSpec(
+        config=config, plan=plan, tokenizer_size=9, max_model_len=8, profile_dir=str(tmp_path), pool="reward"
+    )
+    workers = LocalWorkerGroup("verl_like.workers.host:RoleHost", spec)
     return workers, RewardModelGroup(workers, plan, balance=True, timeout_s=60)
 
 

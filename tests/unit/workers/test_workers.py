@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ import torch
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.worker_group import WorkerError
-from verl_like.config import PPOConfig
+from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.roles import RoleConfig
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.compose import compose
-from verl_like.trainer.roles import PolicyGroup
-from verl_like.workers.phase import Phase, PhaseSwitch
-from verl_like.workers.policy import moves_weights
+from verl_like.trainer.replicas import RolloutGroup
+from verl_like.workers.actor import moves_weights
+from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.spec import WorkerSpec
 
 REQUEST = GenerationRequest(
@@ -27,17 +29,40 @@ REQUEST = GenerationRequest(
 )
 
 
-def test_a_phase_is_entered_once_and_demanded_by_name() -> None:
-    entered: list[str] = []
-    switch = PhaseSwitch(enter_train=lambda: entered.append("train"), enter_rollout=lambda: entered.append("rollout"))
-    switch.switch(Phase.train)
-    switch.switch(Phase.rollout)
-    switch.switch(Phase.rollout)
-    switch.require(Phase.rollout, "generate")
-    switch.switch(Phase.train)
-    assert entered == ["rollout", "train"]
-    with pytest.raises(RuntimeError, match="generate needs the rollout phase"):
-        switch.require(Phase.rollout, "generate")
+class Noting:
+    """An engine of either kind: what it was asked to do with its memory."""
+
+    def __init__(self, heard: list[str], name: str) -> None:
+        self.heard, self.name = heard, name
+        self.role = RoleConfig(model=ModelConfig(), fsdp=FSDPConfig(param_offload=name == "big"))
+
+    def sleep(self) -> None:
+        self.heard.append("sleep")
+
+    def wake(self) -> None:
+        self.heard.append("wake")
+
+    def offload(self, *, params: bool, optimizer: bool) -> None:
+        self.heard.append(f"{self.name} leaves: {params}, {optimizer}")
+
+
+def test_models_make_room_for_the_rollout_engine_and_it_for_them() -> None:
+    heard: list[str] = []
+    models: Any = [Noting(heard, "big"), Noting(heard, "small")]
+    rollout: Any = Noting(heard, "rollout")
+    residency = Residency(models, rollout)
+    for phase in (Phase.train, Phase.rollout, Phase.rollout, Phase.train):
+        residency.enter(phase)
+    assert heard == ["sleep", "big leaves: True, False", "small leaves: False, False", "wake", "sleep"]
+
+
+def test_a_process_with_one_kind_of_engine_moves_nothing() -> None:
+    heard: list[str] = []
+    alone: Any = Noting(heard, "alone")
+    for residency in (Residency([], alone), Residency([alone], None)):
+        residency.enter(Phase.rollout)
+        residency.enter(Phase.train)
+    assert heard == []
 
 
 def config_of(model: Path) -> PPOConfig:
@@ -62,7 +87,7 @@ def group(tiny_model: Path, tmp_path: Path) -> Iterator[LocalWorkerGroup]:
     config = config_of(tiny_model)
     plan = BatchPlan.build(config, 1, 100)
     spec = WorkerSpec(config=config, plan=plan, tokenizer_size=18, max_model_len=8, profile_dir=str(tmp_path))
-    workers = LocalWorkerGroup("verl_like.workers.hybrid:HybridWorker", spec)
+    workers = LocalWorkerGroup("verl_like.workers.host:RoleHost", spec)
     yield workers
     workers.shutdown()
 
@@ -84,38 +109,37 @@ def experience() -> Experience:
 
 
 def generate(group: LocalWorkerGroup, request: GenerationRequest = REQUEST) -> list[Completion]:
-    policy = PolicyGroup(group, group._worker.policy.spec.plan, balance=True, timeout_s=60)
+    rollout = RolloutGroup(group, BatchPlan.build(PPOConfig(), 1), timeout_s=60)
     try:
-        return [policy.sample(lambda client: client.submit(request))]
+        return [rollout.sample(lambda client: client.submit(request))]
     finally:
-        policy.close()
+        rollout.close()
 
 
 def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
     """Sync, sample, evaluate, update, sync again: the new weights arrive, the reference stays."""
     rows, counts = experience(), Denominators(num_tokens=6, num_sequences=2, max_response_length=4)
-    (report,) = group.call_all("sync_weights", 0).wait()
+    (report,) = group.call_all("weights.sync", 0).wait()
     assert report.probe_gap < 1e-5
-    assert group.call_all("sync_weights", 0).wait() == [None]  # it already holds that version
     (first,) = generate(group)
-    (old,) = group.call_all("old_log_probs", rows).wait()
-    (reference,) = group.call_all("ref_log_probs", rows).wait()
+    (old,) = group.call_all("actor.log_probs", rows).wait()
+    (reference,) = group.call_all("ref.log_probs", rows).wait()
     assert torch.allclose(old.old_log_probs_BR, reference.ref_log_probs_BR, atol=1e-6)
-    (values,) = group.call_all("values", rows).wait()
+    (values,) = group.call_all("critic.values", rows).wait()
     assert values.values_BR.shape == (2, 3)
-    ((critic,),) = group.call_all("update_critic", [(rows, counts)]).wait()
-    ((actor,),) = group.call_all("update_actor", [(rows, counts)]).wait()
+    ((critic,),) = group.call_all("critic.update", [(rows, counts)]).wait()
+    ((actor,),) = group.call_all("actor.update", [(rows, counts)]).wait()
     assert critic["vf_loss"].value > 0 and actor["grad_norm"].value > 0
     assert actor["perf/cpu_memory_used_gb"].reduction == "max"
     assert moves_weights(actor)
-    (report,) = group.call_all("sync_weights", 1).wait()
+    (report,) = group.call_all("weights.sync", 1).wait()
     assert 0 < report.num_changed <= report.num_tensors
     (second,) = generate(group)
     assert [set(c.sampled.weight_versions) for c in (first, second)] == [{0}, {1}]
     assert first.log_probs != second.log_probs
-    (moved,) = group.call_all("old_log_probs", rows).wait()
+    (moved,) = group.call_all("actor.log_probs", rows).wait()
     assert not torch.allclose(moved.old_log_probs_BR, old.old_log_probs_BR, atol=1e-3)
-    (unmoved,) = group.call_all("ref_log_probs", rows).wait()
+    (unmoved,) = group.call_all("ref.log_probs", rows).wait()
     assert torch.equal(unmoved.ref_log_probs_BR, reference.ref_log_probs_BR)
 
 
@@ -123,7 +147,7 @@ def test_sampling_leaves_the_trainers_random_numbers_alone(group: LocalWorkerGro
     """A request without a seed draws from the engine's own, which go on from call to call."""
     sampling = dataclasses.replace(REQUEST.sampling, stop_token_ids=())
     unseeded = dataclasses.replace(REQUEST, seed=None, sampling=sampling)
-    group.call_all("sync_weights", 0).wait()
+    group.call_all("weights.sync", 0).wait()
     before = torch.get_rng_state()
     drawn = [str(generate(group, unseeded)[0].token_ids) for _ in range(4)]
     assert torch.equal(torch.get_rng_state(), before)
@@ -139,30 +163,30 @@ def test_a_step_moves_weights_unless_rounding_may_swallow_it(lr: float, norm: fl
     assert moves_weights({"lr": Metric(value=lr), "grad_norm": Metric(value=norm)}) is moves
 
 
-def test_generating_before_a_sync_is_refused(group: LocalWorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="serve needs the rollout phase"):
-        generate(group)
+def test_a_role_that_is_not_in_the_pool_is_named(group: LocalWorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"reward\.scores\(\) was called in the pool main, which hosts critic, actor"):
+        group.call_all("reward.scores", experience()).wait()
 
 
 def test_the_critic_works_while_the_rollout_engine_sleeps(group: LocalWorkerGroup) -> None:
     """Without old log-probs and reference no actor call lies between sampling and the critic."""
     rows, counts = experience(), Denominators(num_tokens=6, num_sequences=2, max_response_length=4)
     worker = group._worker
-    for method, argument in (("values", rows), ("update_critic", [(rows, counts)])):
-        group.call_all("sync_weights", 0).wait()
-        assert worker.policy.switch.phase is Phase.rollout
+    for method, argument in (("critic.values", rows), ("critic.update", [(rows, counts)])):
+        group.call_all("weights.sync", 0).wait()
+        assert worker.residency.phase is Phase.rollout
         group.call_all(method, argument).wait()
-        assert worker.policy.switch.phase is Phase.train
+        assert worker.residency.phase is Phase.train
 
 
 def test_a_profiled_step_leaves_a_trace_that_opens(group: LocalWorkerGroup, tmp_path: Path) -> None:
     rows, counts = experience(), Denominators(num_tokens=6, num_sequences=2, max_response_length=4)
     group.call_all("start_profile", 3).wait()
-    group.call_all("update_actor", [(rows, counts)]).wait()
+    group.call_all("actor.update", [(rows, counts)]).wait()
     group.call_all("stop_profile").wait()
-    group.call_all("update_actor", [(rows, counts)]).wait()  # outside the step: nothing is recorded
+    group.call_all("actor.update", [(rows, counts)]).wait()  # outside the step: nothing is recorded
     (path,) = tmp_path.rglob("*.json.gz")
     assert path == tmp_path / "step_3" / "rank0.json.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = {event["name"] for event in events if "name" in event}
-    assert {"verl_like::update_actor", "aten::mm"} <= names
+    assert {"verl_like::actor.update", "aten::mm"} <= names

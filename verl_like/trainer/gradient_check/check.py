@@ -13,9 +13,9 @@ import dataclasses
 import multiprocessing
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from verl_like.batch import Denominators, Experience, Metric
 from verl_like.cluster.environment import free_port
 from verl_like.config import OptimConfig, PPOConfig
 from verl_like.config.batch_plan import MicroBatchRule, two_policies
+from verl_like.config.roles import RoleConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.gradients import minibatch_gradients
 from verl_like.engine.train_engine import LOG_PROBS, VALUES, LossFn
@@ -187,20 +188,16 @@ class SelfCheck:
         settings = self.settings()
         policy, fsdp = settings.actor_rollout_ref, settings.actor_rollout_ref.actor.fsdp_config
         fused = packed if fused is None else fused
-        build = partial(
-            FSDPEngine,
-            kind="policy",
-            process=process,
+        role = RoleConfig(
             model=dataclasses.replace(policy.model, use_remove_padding=packed, use_fused_kernels=fused),
             fsdp=dataclasses.replace(fsdp, sync_every_micro_batch=False) if reduce_once else fsdp,
-            grad_clip=None,
             strategy=policy.actor.strategy,
-            tokenizer_size=work.vocab_size,
-            seed=self.config.trainer.seed,
+            optim=OptimConfig(),
         )
-        engine, scale = build(optim=OptimConfig(), num_schedule_steps=1), reference_scale(settings)
+        sizes: dict[str, Any] = {"tokenizer_size": work.vocab_size, "seed": self.config.trainer.seed}
+        engine, scale = FSDPEngine(role, process, num_schedule_steps=1, **sizes), reference_scale(settings)
         if scale is not None and policy.model.lora_rank == 0:  # LoRA's reference is its own base
-            reference = build(optim=None)
+            reference = FSDPEngine(dataclasses.replace(role, optim=None), process, **sizes)
             scale_weights(reference.model, scale)
             engine.attach_reference(reference)
         return engine
@@ -208,17 +205,14 @@ class SelfCheck:
     def critic(self, process: ProcessInfo) -> FSDPEngine:
         """The critic as the configuration wants it, in float32."""
         critic = self.settings().critic
-        return FSDPEngine(
+        role = RoleConfig(
             kind="value",
-            process=process,
             model=critic.model,
             fsdp=critic.model.fsdp_config,
-            optim=OptimConfig(),
-            grad_clip=None,
-            num_schedule_steps=1,
             strategy=critic.strategy,
-            seed=self.config.trainer.seed,
+            optim=OptimConfig(),
         )
+        return FSDPEngine(role, process, num_schedule_steps=1, seed=self.config.trainer.seed)
 
     def in_processes(self, ranks: int, work: Work, first: Measured) -> list[Finding]:
         """`on_rank` in fresh processes: one GPU each, or the CPU where there are not enough."""

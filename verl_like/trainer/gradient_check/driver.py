@@ -52,7 +52,7 @@ def shares_of(
         actor=None if critic else config.actor_rollout_ref.actor,
     )
     calls = _KeptCall(ranks)
-    _Role(calls).update("update", experience, rules, step=1)
+    _Role(calls).update(experience, rules, step=1)
     return [minibatches[0] for minibatches in calls.arguments]
 
 
@@ -75,8 +75,11 @@ class _KeptCall:
 class _Role(RoleGroup):
     """A role whose ranks each have rows of their own."""
 
+    role = "any"
+
     def __init__(self, calls: _KeptCall) -> None:
         super().__init__(cast(Any, calls), cast(Any, None), balance=True, timeout_s=0.0, share_prompts=True)
 
+    @property
     def ranks_per_row(self) -> int:
         return 1

@@ -13,8 +13,9 @@ from transformers import PretrainedConfig
 
 from verl_like.batch import Rollouts
 from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
-from verl_like.config.batch_plan import needs_critic, two_policies
+from verl_like.config.batch_plan import two_policies
 from verl_like.config.enums import KLKind
+from verl_like.config.roles import needs_critic
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.trainer.gradient_check.driver import Share, old_log_probs_of, shares_of
 from verl_like.trainer.gradient_check.material import (

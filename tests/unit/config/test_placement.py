@@ -1,0 +1,106 @@
+"""Which processes host which roles, and what cannot be placed so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.placement import Pool
+from verl_like.trainer.compose import compose, compose_with_warnings
+
+OWN_ROLLOUT = ("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.nnodes=1")
+OWN_REWARD = (
+    "reward_model.enable=True",
+    "reward_model.model.path=somewhere",
+    "reward_model.enable_resource_pool=True",
+    "reward_model.nnodes=2",
+    "reward_model.n_gpus_per_node=3",
+)
+
+
+def pools(*overrides: str, world_size: int = 4) -> dict[str, Pool]:
+    config = compose(["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", *overrides])
+    return {pool.name: pool for pool in BatchPlan.build(config, world_size).pools}
+
+
+def hosted(*overrides: str) -> dict[str, tuple[tuple[str, ...], int]]:
+    return {name: (pool.roles, pool.world_size) for name, pool in pools(*overrides).items()}
+
+
+def test_everybody_shares_one_pool_unless_told_otherwise() -> None:
+    assert hosted() == {"main": (("actor", "critic", "rollout"), 4)}
+    kl = "actor_rollout_ref.actor.use_kl_loss=True"
+    assert hosted(kl, "critic.enable=False", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2") == {
+        "main": (("actor", "ref", "rollout"), 4)
+    }
+
+
+def test_the_short_forms_and_the_table_say_the_same() -> None:
+    short = hosted(*OWN_ROLLOUT, "actor_rollout_ref.rollout.n_gpus_per_node=2", *OWN_REWARD)
+    rollout, reward = "{roles:[rollout],n_gpus_per_node:2}", "{roles:[reward],nnodes:2,n_gpus_per_node:3}"
+    table = f"trainer.placement={{rollout:{rollout},reward:{reward}}}"
+    long = hosted(*OWN_REWARD[:2], table)
+    assert short == long == {"main": (("actor", "critic"), 4), "rollout": (("rollout",), 2), "reward": (("reward",), 6)}
+
+
+def test_roles_without_a_run_make_no_pool_and_say_so() -> None:
+    config = compose(
+        ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "critic.enable=False",
+         "trainer.placement={values:{roles:[critic]}}"]
+    )  # fmt: skip
+    plan = BatchPlan.build(config, 1)
+    assert [pool.name for pool in plan.pools] == ["main"]
+    assert any("trainer.placement.values has no effect in this run: it has no critic" in line for line in plan.warnings)
+
+
+def test_sizes_are_checked_against_the_roles_own_pool() -> None:
+    critic = "trainer.placement={values:{roles:[critic],n_gpus_per_node:3}}"
+    with pytest.raises(ValueError, match=r"critic.ulysses_sequence_parallel_size=2: must divide .*values.nnodes x"):
+        pools(critic, "critic.ulysses_sequence_parallel_size=2")
+    assert pools(critic, "critic.ulysses_sequence_parallel_size=3")["values"].world_size == 3
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: must divide .*rollout.n_gpus_per_node = 3"):
+        pools(*OWN_ROLLOUT, "actor_rollout_ref.rollout.n_gpus_per_node=3",
+              "actor_rollout_ref.rollout.tensor_model_parallel_size=2")  # fmt: skip
+
+
+def test_the_table_shows_every_pool() -> None:
+    config = compose([*OWN_ROLLOUT, "actor_rollout_ref.rollout.n_gpus_per_node=2"])
+    assert "pool rollout" in (table := BatchPlan.build(config, 1).table()) and "2 processes: rollout" in table
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["trainer.placement={main:{roles:[critic]}}"], "the pool main is trainer.nnodes x"),
+        (["trainer.placement={a:{roles:[actor]}}"], "actor stays in the pool main"),
+        (["trainer.placement={a:{roles:[]}}"], "a.roles: write"),
+        (["trainer.placement={a:{roles:[critic],gpus:2}}"], "unknown ['gpus']"),
+        (["trainer.placement={a:{roles:[critic],nnodes:0}}"], "with sizes of at least 1"),
+        (["trainer.placement={a:{roles:[critic]},b:{roles:[critic]}}"], "critic is in the pools a, b"),
+        ([*OWN_REWARD, "trainer.placement={a:{roles:[reward]}}"], "reward is in the pools a, reward"),
+        (["trainer.launcher=local", "trainer.placement={a:{roles:[critic]}}"], "set trainer.launcher=ray"),
+        (["trainer.device=cuda", "trainer.placement={a:{roles:[critic]}}"], "takes every GPU of a machine"),
+        (list(OWN_ROLLOUT), "n_gpus_per_node = 0: the pool of rollout needs both sizes above 0"),
+        (
+            ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4",
+             "trainer.placement={a:{roles:[ref]}}"],
+            "with actor_rollout_ref.model.lora_rank=4 it is the actor",
+        ),
+        (
+            ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=full",
+             "trainer.placement={a:{roles:[ref]}}"],
+            "it reads the rows together with the actor",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_placed_so_is_refused_with_the_fix(overrides: list[str], line: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        compose(overrides)
+    assert line in str(caught.value)
+
+
+def test_sizes_of_a_pool_that_is_not_there_are_idle(tmp_path: Path) -> None:
+    _, warnings = compose_with_warnings(["actor_rollout_ref.rollout.nnodes=1"])
+    assert any("rollout.nnodes has no effect in this run" in line for line in warnings)

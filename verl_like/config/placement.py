@@ -1,0 +1,157 @@
+"""Which roles share processes: a run is one or several pools, and a role belongs to one of them.
+
+The main pool has trainer.nnodes x trainer.n_gpus_per_node processes and hosts every role that no other pool names: all
+of them in the hybrid engine. trainer.placement gives roles pools of their own; hybrid_engine=False and
+reward_model.enable_resource_pool are its short forms for the rollout engine and the reward model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from verl_like.config.idle import Idle
+from verl_like.config.ppo import PPOConfig
+from verl_like.config.roles import REF, REWARD, ROLLOUT, compares_policies, roles_of
+from verl_like.config.trainer import MAIN_POOL
+
+_ROLLOUT_KEYS = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Processes that host the same roles. nnodes x ranks_per_node of them."""
+
+    name: str
+    roles: tuple[str, ...]
+    nnodes: int
+    ranks_per_node: int
+    keys: tuple[str, str]  # that say its two sizes
+
+    @property
+    def world_size(self) -> int:
+        """Its processes."""
+        return self.nnodes * self.ranks_per_node
+
+    @property
+    def size_text(self) -> str:
+        """`trainer.nnodes x trainer.n_gpus_per_node = 8`, for messages."""
+        return f"{self.keys[0]} x {self.keys[1]} = {self.world_size}"
+
+
+def pools_of(config: PPOConfig, world_size: int) -> tuple[Pool, ...]:
+    """All pools, the main one first; those without a role of this run are left out. world_size: of the main pool."""
+    present = (*roles_of(config), ROLLOUT)
+    others = [pool for pool in _others(config) if set(pool.roles) & set(present)]
+    elsewhere = {role for pool in others for role in pool.roles}
+    main = Pool(
+        name=MAIN_POOL,
+        roles=tuple(role for role in present if role not in elsewhere),
+        nnodes=config.trainer.nnodes,
+        ranks_per_node=max(1, world_size // config.trainer.nnodes),
+        keys=("trainer.nnodes", "trainer.n_gpus_per_node"),
+    )
+    return (main, *(replace(pool, roles=tuple(role for role in present if role in pool.roles)) for pool in others))
+
+
+def impossible_placement(config: PPOConfig) -> list[str]:
+    """What cannot be placed so: keys, values, fix."""
+    others = _others(config)
+    problems = [
+        f"{pool.size_text}: the pool of {', '.join(pool.roles)} needs both sizes above 0"
+        for pool in others
+        if pool.world_size < 1
+    ]
+    if others and config.trainer.launcher == "local":
+        problems.append(
+            f"trainer.launcher=local with pools of their own for {', '.join(r for p in others for r in p.roles)}: "
+            "there is one process; set trainer.launcher=ray, or leave trainer.placement, hybrid_engine=false and "
+            "reward_model.enable_resource_pool out"
+        )
+    if others and str(config.trainer.device) == "cuda" and config.trainer.n_gpus_per_node == "auto":
+        problems.append(
+            "trainer.n_gpus_per_node=auto takes every GPU of a machine, and there are further pools: set it to what is "
+            "left for the main pool"
+        )
+    counts: dict[str, list[str]] = {}
+    for pool in others:
+        for role in pool.roles:
+            counts.setdefault(role, []).append(pool.name)
+    problems += [
+        f"{role} is in the pools {', '.join(names)}: name it in one of trainer.placement, and leave hybrid_engine="
+        "false (rollout) and reward_model.enable_resource_pool (reward) out where a pool names the role"
+        for role, names in counts.items()
+        if len(names) > 1
+    ]
+    if REF in counts and REF in roles_of(config):
+        why = ""
+        if config.actor_rollout_ref.model.lora_rank > 0:
+            why = f"with actor_rollout_ref.model.lora_rank={config.actor_rollout_ref.model.lora_rank} it is the actor"
+        elif compares_policies(config):
+            why = "for the exact KL (kl_penalty or kl_loss_type=full) it reads the rows together with the actor"
+        if why:
+            problems.append(f"trainer.placement puts ref into {counts[REF][0]}, but {why}; leave it in the main pool")
+    return problems
+
+
+def idle_placement(config: PPOConfig) -> list[str]:
+    """Pools that no role of this run is in."""
+    present = {*roles_of(config), ROLLOUT}
+    return [
+        f"trainer.placement.{pool.name} has no effect in this run: it has no {' and no '.join(pool.roles)}"
+        for pool in _named(config)
+        if not set(pool.roles) & present
+    ]
+
+
+def _others(config: PPOConfig) -> list[Pool]:
+    """Every pool beside the main one that the configuration names."""
+    pools, rollout, reward = _named(config), config.actor_rollout_ref.rollout, config.reward_model
+    if _rollout_has_own_keys(config):
+        sizes = {"nnodes": rollout.nnodes, "ranks_per_node": rollout.n_gpus_per_node}
+        keys = (f"{_ROLLOUT_KEYS}.nnodes", f"{_ROLLOUT_KEYS}.n_gpus_per_node")
+        pools.append(Pool(name=ROLLOUT, roles=(ROLLOUT,), **sizes, keys=keys))
+    if reward.enable and reward.enable_resource_pool:
+        sizes = {"nnodes": reward.nnodes, "ranks_per_node": reward.n_gpus_per_node}
+        pools.append(
+            Pool(name=REWARD, roles=(REWARD,), **sizes, keys=("reward_model.nnodes", "reward_model.n_gpus_per_node"))
+        )
+    return pools
+
+
+def _roles_named(config: PPOConfig) -> set[str]:
+    return {role for pool in _named(config) for role in pool.roles}
+
+
+def _named(config: PPOConfig) -> list[Pool]:
+    return [
+        Pool(
+            name=name,
+            roles=tuple(section["roles"]),
+            nnodes=section.get("nnodes", 1),
+            ranks_per_node=section.get("n_gpus_per_node", 1),
+            keys=(f"trainer.placement.{name}.nnodes", f"trainer.placement.{name}.n_gpus_per_node"),
+        )
+        for name, section in config.trainer.placement.items()
+    ]
+
+
+def _rollout_has_own_keys(config: PPOConfig) -> bool:
+    return not config.actor_rollout_ref.hybrid_engine and ROLLOUT not in _roles_named(config)
+
+
+def _samples_alone(config: PPOConfig) -> bool:
+    return any(pool.roles == (ROLLOUT,) for pool in _others(config))
+
+
+PLACEMENT_IDLE: tuple[Idle, ...] = (
+    Idle(
+        (f"{_ROLLOUT_KEYS}.nnodes", f"{_ROLLOUT_KEYS}.n_gpus_per_node"),
+        lambda c: not _rollout_has_own_keys(c),
+        "the rollout engine is in the actor's processes (hybrid_engine), or in a pool of trainer.placement",
+    ),
+    Idle(
+        (f"{_ROLLOUT_KEYS}.free_cache_engine",),
+        _samples_alone,
+        "the rollout engine has its processes for itself",
+    ),
+)

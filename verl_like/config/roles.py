@@ -1,0 +1,210 @@
+"""One record per model of a run: the actor, its reference, the critic, the reward model. What one can, every one can.
+
+A record is a view on the role's keys: what the engine is built from (`engine.fsdp.FSDPEngine`), how its passes are cut,
+how its updates walk over the rows. The rollout engine is a role too, but no model of the trainer's: it has no record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from verl_like.config.actor import ActorConfig
+from verl_like.config.algorithm import AlgorithmConfig
+from verl_like.config.critic import CriticConfig
+from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.micro_batches import Cut, cuts
+from verl_like.config.model import ModelConfig
+from verl_like.config.optim import OptimConfig
+from verl_like.config.ppo import PPOConfig
+from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
+from verl_like.config.reward import RewardModelConfig
+
+ACTOR, REF, CRITIC, REWARD, ROLLOUT = "actor", "ref", "critic", "reward", "rollout"
+Kind = Literal["policy", "value"]
+_ULYSSES = "ulysses_sequence_parallel_size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleConfig:
+    """One role. optim, grad_clip, checkpoint, mini_batch_prompts, epochs: None and 0 where it is never trained."""
+
+    name: str = ACTOR
+    kind: Kind = "policy"  # log-probs and entropy, or one number per token
+    model: ModelConfig
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    strategy: str = "fsdp2"
+    ulysses: int = 1  # [processes] that share one sequence
+    compile_blocks: bool = False
+    optim: OptimConfig | None = None
+    grad_clip: float | None = None
+    checkpoint: CheckpointConfig | None = None
+    mini_batch_prompts: int = 0
+    epochs: int = 0
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    section: str = "actor_rollout_ref.actor"
+    model_section: str = "actor_rollout_ref.model"
+    passes: Mapping[str, Cut] = field(default_factory=dict)  # "update", "forward"
+    is_base_of_actor: bool = False  # LoRA: the reference is the actor without its adapters, and has no engine
+
+    @property
+    def sharding_section(self) -> str:
+        """Where the keys of `fsdp` are."""
+        return f"{self.section if self.kind == 'policy' else self.model_section}.fsdp_config"
+
+    @property
+    def ulysses_key(self) -> str:
+        return f"{self.section}.{_ULYSSES}"
+
+    @property
+    def tensor_key(self) -> str:
+        return f"{self.sharding_section}.tensor_parallel_size"
+
+    @property
+    def tensor(self) -> int:
+        """[processes] that split every matrix among them."""
+        return self.fsdp.tensor_parallel_size
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Neighbouring processes that get the same rows: those of Ulysses, or of tensor parallelism."""
+        return self.ulysses * self.tensor
+
+    def data_parallel(self, problems: list[str], processes: int, processes_text: str) -> int:
+        """Number of groups of `ranks_per_row` among its pool's processes; what does not divide goes to `problems`."""
+        for key, size in ((self.ulysses_key, self.ulysses), (self.tensor_key, self.tensor)):
+            if processes % size:
+                problems.append(f"{key}={size}: must divide the number of processes ({processes_text})")
+        if 0 < self.fsdp.fsdp_size < processes and self.fsdp.fsdp_size % self.tensor:
+            problems.append(
+                f"{self.tensor_key}={self.tensor} does not divide {self.sharding_section}.fsdp_size="
+                f"{self.fsdp.fsdp_size}: the processes with one copy of the model are whole tensor-parallel groups"
+            )
+        return max(1, processes // self.ranks_per_row)
+
+
+def roles_of(config: PPOConfig) -> dict[str, RoleConfig]:
+    """The roles that this run has, by name."""
+    needed = {
+        ACTOR: True,
+        REF: needs_reference(config),
+        CRITIC: needs_critic(config.critic, config.algorithm),
+        REWARD: config.reward_model.enable,
+    }
+    return {name: role for name, role in every_role(config).items() if needed[name]}
+
+
+def every_role(config: PPOConfig) -> dict[str, RoleConfig]:
+    """All roles there can be, those that the run lacks as well."""
+    passes = cuts(config)
+    return {
+        ACTOR: _actor(config, passes[ACTOR]),
+        REF: _reference(config, passes[REF]),
+        CRITIC: _critic(config.critic, passes[CRITIC]),
+        REWARD: _reward(config.reward_model, passes[REWARD]),
+    }
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    """A KL term, in the loss or in the reward, needs the frozen reference."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def needs_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> bool:
+    """critic.enable decides; left open, the advantage estimator does."""
+    return algorithm.adv_estimator == "gae" if critic.enable is None else critic.enable
+
+
+def compares_in_driver(config: PPOConfig) -> bool:
+    """Whether the exact KL to the reference is a pass of its own, before the update."""
+    return config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
+
+
+def compares_policies(config: PPOConfig) -> bool:
+    """Whether the exact KL to the reference is wanted, in the reward or in the loss: both models see the same rows."""
+    actor: ActorConfig = config.actor_rollout_ref.actor
+    return compares_in_driver(config) or (actor.use_kl_loss and actor.kl_loss_type == "full")
+
+
+def _actor(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
+    actor = config.actor_rollout_ref.actor
+    return RoleConfig(
+        name=ACTOR,
+        model=config.actor_rollout_ref.model,
+        fsdp=actor.fsdp_config,
+        strategy=actor.strategy,
+        ulysses=actor.ulysses_sequence_parallel_size,
+        compile_blocks=actor.use_torch_compile,
+        optim=actor.optim,
+        grad_clip=actor.grad_clip,
+        checkpoint=actor.checkpoint,
+        mini_batch_prompts=actor.ppo_mini_batch_size,
+        epochs=actor.ppo_epochs,
+        profiler=actor.profiler,
+        passes=passes,
+    )
+
+
+def _reference(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
+    """With LoRA its shards and its rows are the actor's."""
+    policy, lora = config.actor_rollout_ref, config.actor_rollout_ref.model.lora_rank > 0
+    own = policy.actor if lora else policy.ref
+    return RoleConfig(
+        name=REF,
+        model=policy.model,
+        fsdp=own.fsdp_config,
+        strategy=own.strategy,
+        ulysses=own.ulysses_sequence_parallel_size,
+        compile_blocks=own.use_torch_compile,
+        profiler=policy.ref.profiler,
+        section="actor_rollout_ref.actor" if lora else "actor_rollout_ref.ref",
+        passes=passes,
+        is_base_of_actor=lora,
+    )
+
+
+def _critic(critic: CriticConfig, passes: Mapping[str, Cut]) -> RoleConfig:
+    return RoleConfig(
+        name=CRITIC,
+        kind="value",
+        model=critic.model,
+        fsdp=critic.model.fsdp_config,
+        strategy=critic.strategy,
+        ulysses=critic.ulysses_sequence_parallel_size,
+        optim=critic.optim,
+        grad_clip=critic.grad_clip,
+        checkpoint=critic.checkpoint,
+        mini_batch_prompts=critic.ppo_mini_batch_size,
+        epochs=critic.ppo_epochs,
+        profiler=critic.profiler,
+        section="critic",
+        model_section="critic.model",
+        passes=passes,
+    )
+
+
+def _reward(reward: RewardModelConfig, passes: Mapping[str, Cut]) -> RoleConfig:
+    return RoleConfig(
+        name=REWARD,
+        kind="value",
+        model=reward_network(reward),
+        fsdp=reward.model.fsdp_config,
+        strategy=reward.strategy,
+        ulysses=reward.ulysses_sequence_parallel_size,
+        profiler=reward.profiler,
+        section="reward_model",
+        model_section="reward_model.model",
+        passes=passes,
+    )
+
+
+def reward_network(section: RewardModelConfig) -> ModelConfig:
+    """reward_model.model as the engines read it; no path where there is no reward model."""
+    model = section.model
+    return ModelConfig(
+        path=model.path or "",
+        external_lib=model.external_lib,
+        trust_remote_code=model.trust_remote_code,
+        use_remove_padding=model.use_remove_padding,
+    )

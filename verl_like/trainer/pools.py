@@ -1,0 +1,34 @@
+"""The worker groups of a run: one for each pool of its placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from verl_like.cluster.worker_group import WorkerGroup
+from verl_like.config.batch_plan import BatchPlan
+
+
+class Pools:
+    """What the driver asks of the processes as such, whatever roles they host."""
+
+    def __init__(self, groups: Mapping[str, WorkerGroup], plan: BatchPlan, timeout_s: float) -> None:
+        """groups: by the pool's name, as in the plan."""
+        self.groups, self._plan, self._timeout_s = groups, plan, timeout_s
+
+    def of(self, role: str) -> WorkerGroup:
+        """The processes that host a role."""
+        return self.groups[self._plan.pool_of(role).name]
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of every process; the answers of all pools."""
+        pending = [group.call_all(method, *arguments) for group in self.groups.values()]
+        return [answer for each in pending for answer in each.wait(timeout=self._timeout_s)]
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Record everything that the workers do inside; each chosen rank writes its trace at the end."""
+        self.ask("start_profile", step)
+        yield
+        self.ask("stop_profile")

@@ -1,0 +1,118 @@
+"""One worker process: it hosts the roles of its pool, and runs their methods when the driver calls `role.method`.
+
+Every call is SPMD: all ranks of the pool get it, each with its own rows. Here, once for all roles, a call is recorded
+by the profiler and finds in device memory what it needs.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_like.cluster.worker_group import RankEnv
+from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD, ROLLOUT
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.device_peak import DevicePeak, device_peak
+from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.workers.actor import ActorRole
+from verl_like.workers.critic import CriticRole
+from verl_like.workers.process import joined
+from verl_like.workers.profiling import WorkerProfiler
+from verl_like.workers.reference import ReferenceRole
+from verl_like.workers.residency import Phase, Residency
+from verl_like.workers.reward import build_reward_worker
+from verl_like.workers.rollout import RolloutRole
+from verl_like.workers.spec import WorkerSpec
+from verl_like.workers.weights import WeightsInProcess
+
+WEIGHTS = "weights"
+_PHASES = {ROLLOUT: Phase.rollout}  # of the methods of a role; of all others: train
+_ANY_PHASE = frozenset({"saved", "open_link", "unload"})  # methods that touch no device memory
+
+
+class RoleHost:
+    """The roles of one rank of a pool."""
+
+    def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
+        self._pool, self.roles, self._seconds = spec.pool, dict[str, Any](), dict[str, float]()
+        with joined(spec, env) as self.process:
+            self.profiler = build_profiler(spec, self.process)
+            self._build(spec, env)
+        engines = [getattr(role, "engine", None) for name, role in self.roles.items() if name != ROLLOUT]
+        self._models = [engine for engine in engines if isinstance(engine, FSDPEngine)]
+        rollout = self.roles.get(ROLLOUT)
+        self.residency = Residency(self._models, None if rollout is None else rollout.engine)
+        if rollout is not None and ACTOR in self.roles:
+            arguments = (spec, self.process, self.roles[ACTOR], rollout, self.residency)
+            self.roles[WEIGHTS] = WeightsInProcess(*arguments)
+
+    def _build(self, spec: WorkerSpec, env: RankEnv) -> None:
+        """The rollout engine comes last: at its start gpu_memory_utilization of the device must be free."""
+        makers = {
+            CRITIC: lambda: CriticRole(spec, self.process),
+            REWARD: lambda: build_reward_worker(spec, self.process),
+            ACTOR: lambda: ActorRole(spec, self.process),
+            REF: lambda: ReferenceRole(spec, self.process, self.roles.get(ACTOR)),
+            ROLLOUT: lambda: RolloutRole(spec, self.process, env),
+        }
+        for name, make in makers.items():
+            if name in spec.roles:
+                began = time.perf_counter()
+                self.roles[name] = make()
+                self._seconds[name] = time.perf_counter() - began
+
+    def run(self, role: str, method: str, *arguments: Any) -> Any:
+        """Call a role's method in its phase. RuntimeError for a role that is not here."""
+        if role not in self.roles:
+            hosted = ", ".join(self.roles)
+            raise RuntimeError(f"{role}.{method}() was called in the pool {self._pool}, which hosts {hosted}")
+        with self.profiler.phase(role, method):
+            if method not in _ANY_PHASE:
+                self.residency.enter(_PHASES.get(role, Phase.train))
+            return getattr(self.roles[role], method)(*arguments)
+
+    def start_seconds(self) -> dict[str, float]:
+        """How long each role of this rank took to build."""
+        return self._seconds
+
+    def device_peak(self) -> DevicePeak:
+        """What this rank's device can do at most, in the precision of its actor, or of what else it computes."""
+        dtype = torch.float32
+        if self._models:
+            dtype = (self.roles[ACTOR].engine if ACTOR in self.roles else self._models[0]).compute_dtype
+        elif ROLLOUT in self.roles:
+            dtype = self.roles[ROLLOUT].engine.dtype
+        return device_peak(self.process.device, dtype)
+
+    def start_profile(self, step: int) -> None:
+        self.profiler.start(step)
+
+    def stop_profile(self) -> None:
+        self.profiler.stop()
+
+    def shutdown(self) -> None:
+        """Stop the rollout engine before the process group: vLLM's exit handler still talks to its peers."""
+        try:
+            if ROLLOUT in self.roles:
+                self.roles[ROLLOUT].shutdown()
+        finally:
+            shutdown_distributed()
+
+
+def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:
+    """The recorder of this rank, with the section of each role that it hosts; the actor's covers generation and weight
+    sync."""
+    plans = spec.plan.roles
+    sections = {name: plans[ACTOR if name == ROLLOUT else name].config.profiler for name in spec.roles}
+    if ACTOR in sections or ROLLOUT in sections:
+        sections[WEIGHTS] = plans[ACTOR].config.profiler
+    return WorkerProfiler(
+        sections,
+        rank=process.rank,
+        device=process.device,
+        folder=Path(spec.profile_dir) if len(spec.plan.pools) == 1 else Path(spec.profile_dir) / spec.pool,
+        tool=spec.config.trainer.profile_tool,
+    )
