@@ -82,8 +82,8 @@ class Caught:
 
 
 class Plant:
-    """One trainer and one engine, here or in a process of its own; each case starts from a sync that passes, which is at
-    the same time the proof that the fault before is gone and that nothing is reported without a fault."""
+    """One trainer and one engine, here or in a process of its own; each case starts from a sync that passes, which is
+    at the same time the proof that the fault before is gone and that nothing is reported without a fault."""
 
     def __init__(
         self, engine: FSDPEngine, rollout: EngineHere | EngineProcess, kind: str, process: ProcessInfo, bucket: int

@@ -255,3 +255,4 @@ def _no_grad(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
         if item is None:
             return
         yield item
+        del item  # before the next is gathered

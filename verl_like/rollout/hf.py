@@ -198,6 +198,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
                 raise WeightLoadError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
             parameter.copy_(tensor)
             missing.pop(id(parameter), None)
+            del tensor  # before the next is gathered
         if missing:
             raise WeightLoadError(f"weights that did not come: {sorted(missing.values())[:8]}")
 

@@ -27,7 +27,7 @@ from verl_like.weight_sync.header import Header
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 1.0  # for what a peer has said already when another one failed
+_GRACE_S = 1.0  # at most, for what a peer has said already when another one failed, and for telling the others
 _NUM_SLOTS = 2
 
 
@@ -47,11 +47,12 @@ class Way:
 
 
 class Deadline:
-    """Of one transfer."""
+    """Of one transfer. Of a sender it is somewhat earlier, so that receivers hear its account before their own."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, of_sender: bool = False) -> None:
         self._began = time.monotonic()
-        self._seconds = seconds
+        self.grace = min(_GRACE_S, seconds / 8)
+        self._seconds = seconds - 2 * self.grace * of_sender
 
     @property
     def waited(self) -> float:
@@ -139,7 +140,7 @@ class WiredSender:
 
     def send(self, header: Header, stream: Stream) -> None:
         """See SendingEnd."""
-        deadline = Deadline(self._deadline_s)
+        deadline = Deadline(self._deadline_s, of_sender=True)
         self._total, self._num_buckets = len(header.shapes), 0
         try:
             self._connect(deadline)
@@ -221,10 +222,10 @@ class WiredSender:
         """What to say when the bytes of the last bucket did not go out: of those who have not taken it."""
         found = []
         for peer in self._peers:
-            grace = Deadline(_GRACE_S)
+            grace = Deadline(deadline.grace)
             try:
                 while peer.num_buckets < self._num_buckets:
-                    _, peer.num_buckets, peer.num_tensors = peer.hear(grace, "")
+                    _, peer.num_buckets, peer.num_tensors = peer.hear(grace, self._state(peer))
             except ChannelError as lost:
                 waited = isinstance(lost.__cause__, BlockingIOError)
                 found.append(peer.lost(BlockingIOError(), deadline, self._state(peer)) if waited else lost)
@@ -233,7 +234,7 @@ class WiredSender:
     def _give_up(self, reason: str) -> None:
         for peer in self._peers:
             with suppress(ChannelError):  # it is gone, or is the one who does not listen
-                peer.say(Deadline(_GRACE_S), "", "failed", reason)
+                peer.say(Deadline(_GRACE_S / 8), "", "failed", reason)
         self.close()
 
     def _prepare(self, deadline: Deadline) -> None:
