@@ -11,24 +11,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contracts.sync_faults import DROPPED, FAULTS, LEARNING_RATES, SIDES, Plant
+from tests.contracts.sync_faults import (
+    DROPPED,
+    FAULTS,
+    LEARNING_RATES,
+    RUN_ID,
+    SIDES,
+    Plant,
+    cached_tokens,
+    empty_cache,
+    keep_cache,
+)
 from tests.contracts.two_ranks import run_on_two_ranks
-from tests.unit.rollout.tiny import TOKENIZER_SIZE, build_for, single_process, tiny_model
+from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, free_port, single_process, tiny_model
+from verl_like.bench.engine_process import EngineHere, EngineProcess, EngineSettings, hosted
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout import vllm_compat
-from verl_like.rollout.hf import HFRolloutEngine
-from verl_like.weight_sync.sync import WeightSync, WeightSyncError
+from verl_like.weight_sync.verdict import WeightSyncError
 
 ENGINES = [
-    ("hf", "float32"),
-    ("hf", "bfloat16"),
-    ("vllm", "float32"),
-    pytest.param(("vllm", "bfloat16"), marks=pytest.mark.engines),
+    ("hf", "float32", "inproc"),
+    ("hf", "bfloat16", "inproc"),
+    ("vllm", "float32", "inproc"),
+    ("hf", "float32", "ipc"),
+    ("hf", "bfloat16", "broadcast"),
+    *[
+        pytest.param(case, marks=pytest.mark.engines)
+        for case in [
+            ("vllm", "bfloat16", "inproc"),
+            ("hf", "bfloat16", "ipc"),
+            ("hf", "float32", "broadcast"),
+            ("vllm", "float32", "ipc"),
+            ("vllm", "bfloat16", "broadcast"),
+        ]
+    ],
 ]
+BUCKET = 60_000  # bytes; the model has 320 kB
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +67,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda p: "-".join(p))
 def plant(request: pytest.FixtureRequest, process: ProcessInfo, folder: Path) -> Iterator[Plant]:
-    name, dtype = request.param
+    name, dtype, kind = request.param
     if name == "vllm":
         pytest.importorskip("vllm")
-    made = planting(name, dtype, process, folder)
+    made = planting(name, dtype, process, folder, kind=kind)
     yield made
-    made.rollout.shutdown()
+    made.shutdown()
 
 
-def planting(name: str, dtype: str, process: ProcessInfo, folder: Path, tp: int = 1) -> Plant:
+def planting(name: str, dtype: str, process: ProcessInfo, folder: Path, tp: int = 1, kind: str = "inproc") -> Plant:
     model = ModelConfig(path=str(folder))
     blocks = EngineKwargsConfig(vllm={"block_size": 32})  # vLLM's own on a CPU have 128 tokens: no prompt here has one
-    settings = {"dtype": dtype, "tensor_model_parallel_size": tp, "max_num_seqs": 32, "engine_kwargs": blocks}
-    rollout = build_for(name, model, process, tokenizer_size=TOKENIZER_SIZE, **settings)
+    rollout = RolloutConfig(
+        name=name,
+        dtype=dtype,
+        tensor_model_parallel_size=tp,
+        enforce_eager=True,
+        max_num_seqs=32,
+        max_num_batched_tokens=64,
+        engine_kwargs=blocks,
+    )
+    settings = EngineSettings(
+        rollout=rollout,
+        model=model,
+        tokenizer_size=TOKENIZER_SIZE,
+        max_model_len=MAX_LEN,
+        tokenizer="",
+        run_id=RUN_ID,
+        device="cpu",
+        port=free_port(),
+    )
+    held = EngineHere(hosted(settings, process)) if kind == "inproc" else EngineProcess(settings)
     engine = FSDPEngine(RoleConfig(model=model), process, tokenizer_size=TOKENIZER_SIZE)
-    return Plant(engine, rollout, WeightSync(engine, rollout, RolloutConfig(), process))
+    return Plant(engine, held, kind, process, BUCKET)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -84,18 +123,18 @@ def test_a_sync_that_does_nothing(plant: Plant) -> None:
         assert caught.should and sorted(caught.named) == sorted(caught.should)
 
 
-def test_a_cache_that_is_not_emptied(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_not_emptied(plant: Plant, request: pytest.FixtureRequest) -> None:
     """vLLM alone has one; no log-prob would tell: prompts to be scored do not read it."""
-    plant.sync.sync(1000)
-    if isinstance(plant.rollout, HFRolloutEngine):
-        assert plant.rollout.cached_tokens() == 0
+    plant.sync()
+    if "hf" in request.node.name:
+        assert plant.rollout.call(cached_tokens) == 0
         return
-    assert plant.rollout.cached_tokens() == 96
-    monkeypatch.setattr(vllm_compat, "drop_caches", lambda llm: None)
+    assert plant.rollout.call(cached_tokens) == 96
+    plant.rollout.call(keep_cache)
     with pytest.raises(WeightSyncError, match=r"prefix cache was not emptied: \d+ tokens"):
-        plant.sync.sync(1001)
-    monkeypatch.undo()
-    plant.sync.sync(1002)
+        plant.sync()
+    plant.rollout.call(empty_cache)
+    plant.sync()
 
 
 @pytest.mark.engines
@@ -129,7 +168,7 @@ def rank_main(rank: int, port: int, folder: Path, model: Path, dtype: str) -> No
         cases |= {f"stale on rank 1, {side}": plant.case("stale", side, 1e-6, here=rank == 1) for side in SIDES}
         dropped = {name: plant.dropped(name, "loader") for name in DROPPED}
     finally:  # or the process does not end
-        plant.rollout.shutdown()
+        plant.shutdown()
         shutdown_distributed()
     said = {"cases": {name: (case.should, case.named) for name, case in cases.items()}, "dropped": dropped}
     (folder / f"rank{rank}.json").write_text(json.dumps(said))

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -159,8 +159,8 @@ def test_an_engine_that_loads_wrongly_is_caught_by_checksums(
     name = "model.layers.0.self_attn.k_proj.bias"
     load = rollout.load_weights
 
-    def load_wrongly(stream: Items, version: int, *, partial: bool) -> None:
-        load(((n, t.flip(0) if n == name else t) for n, t in stream), version, partial=partial)
+    def load_wrongly(stream: Items, version: int, **how: Any) -> None:
+        load(((n, t.flip(0) if n == name else t) for n, t in stream), version, **how)
 
     monkeypatch.setattr(rollout, "load_weights", load_wrongly)
     with pytest.raises(WeightSyncError, match=f"differs in the rollout engine: {name}"):
@@ -239,7 +239,7 @@ def test_sharded_trainer_and_two_ranks(tmp_path: Path) -> None:
             assert out[name]["gap"] < 1e-5
             assert out[name]["read_back"] == [len(FakeTrainEngine(model).weight_names())] * 2
             assert f"differs in the rollout engine: {K}" in out[name]["loader_error"]
-            assert "failed on ranks [1]. Rank 1: shape" in out[name]["error"]
+            assert "failed on rank 1. Rank 1: shape" in out[name]["error"]
             assert out[name]["version_after_error"] is None
             assert out[name]["recovered_gap"] < 1e-5
             assert len(out[name]["sampled"]) == (0 if name == "vllm" and rank else 1)
@@ -270,8 +270,7 @@ def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
         version = rollout.weight_version
         engine.export_weights = export  # type: ignore[method-assign]
         load = rollout.load_weights
-        wrongly = lambda items, version, *, partial, load=load: load(_negate(items), version, partial=partial)  # noqa: E731
-        rollout.load_weights = wrongly  # type: ignore[method-assign]
+        rollout.load_weights = lambda items, version, load=load, **how: load(_negate(items), version, **how)  # type: ignore[method-assign]
         try:
             sync.sync(3)
             loader_error = "none"

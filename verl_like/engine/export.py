@@ -120,6 +120,7 @@ class WeightExport:
     def _as_stored(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:
             yield from self._stored.views(name, tensor)
+            del tensor  # before the next is gathered
 
     def _of_adapters(self, form: WeightForm) -> Adapters:
         if self._adapters is None:
@@ -133,3 +134,4 @@ class WeightExport:
     ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._sharding.full_weights(dtype, lambda name: wanted(name.removeprefix(HF_PREFIX))):
             yield name.removeprefix(HF_PREFIX), tensor
+            del tensor

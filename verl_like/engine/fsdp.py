@@ -24,6 +24,7 @@ from verl_like.engine.export import WeightExport
 from verl_like.engine.microbatch import Batch
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn, WeightForm
+from verl_like.engine.weight_changes import WeightChanges
 from verl_like.models import blocks, loading, lora, packing, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
@@ -89,6 +90,7 @@ class FSDPEngine:
         if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
             self._activations = ActivationOffload(self.device)
         self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
+        self.changes = WeightChanges()
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
         self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
         self._reference: FSDPEngine | None = None
@@ -375,6 +377,8 @@ class FSDPEngine:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            exact = all(parameter.dtype == torch.float32 for parameter in self.sharding.parameters())
+            self.changes = self.changes.after_step(lr=rate, grad_norm=float(norm), exact=exact)
         else:
             log.warning(
                 "gradient norm %s: optimizer step skipped (schedule step %d)", float(norm), self.schedule.steps_done
@@ -471,6 +475,7 @@ class FSDPEngine:
     def load(self, path: str, *, contents: Sequence[str]) -> None:
         """See TrainEngine.load. Raises ValueError when the checkpoint lacks a part that is asked for."""
         folder = Path(path)
+        self.changes = self.changes.after_load()
         if "model" in contents:
             with self._resident(optimizer=False):
                 tensors = self._model_state()

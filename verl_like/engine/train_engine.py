@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Denominators, Experience, Metric, Sequences
+from verl_like.engine.weight_changes import WeightChanges
 
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
@@ -43,6 +44,9 @@ class LossFn(Protocol):
 
 class TrainEngine(Protocol):
     """One sharded model: forward passes, optimizer steps, weight export, checkpoints."""
+
+    changes: WeightChanges
+    """How often its weights have changed, on this rank as on all."""
 
     def forward(
         self, batch: Sequences, *, want: frozenset[str], rule: MicroBatchRule, temperature: float = 1.0

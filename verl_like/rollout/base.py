@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, UnloadedError
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, HeldWeights, Sampled, UnloadedError
 from verl_like.rollout.step_loop import Phase, StepLoop, submit_each
 
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
@@ -40,13 +40,22 @@ class EngineBase:
         self.keeps_adapters = keeps_adapters
         self._reads_text = reads_text  # it has a tokenizer
         self._seed, self._unseeded = seed, itertools.count()
-        self._version: int | None = None
-        self._held = -1  # version of the weights in memory, also once they are unloaded; -1: of none
-        self._holds_weights = False
+        self._in_memory: HeldWeights | None = None  # stays when they are unloaded: what runs ends with them
+        self._unloaded = True
+
+    @property
+    def held(self) -> HeldWeights | None:
+        return None if self._unloaded else self._in_memory
 
     @property
     def weight_version(self) -> int | None:
-        return self._version
+        return None if self.held is None else self.held.version
+
+    @property
+    def _sampling_version(self) -> int:
+        """The version of tokens that are sampled now."""
+        assert self._in_memory is not None, "sampling without weights"
+        return self._in_memory.version
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         self._require_weights()
@@ -113,20 +122,21 @@ class EngineBase:
         with preserve_rng(), self._exclusive():
             return self._score(sequences)
 
-    @property
-    def holds_weights(self) -> bool:
-        return self._holds_weights
-
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
-        if partial and not self._holds_weights:
-            raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
+    def load_weights(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False, mark: str = ""
+    ) -> None:
+        self._require_base(partial)
         with preserve_rng(), self._exclusive():
             self.unload()
-            self._held = -1
+            self._in_memory = None
             self._load(_no_grad(stream), partial=partial)
-            self._held = version
+            self._in_memory = HeldWeights(version=version, mark=mark)
             self._weights_changed()
-            self._version, self._holds_weights = version, True
+            self._unloaded = False
+
+    def _require_base(self, partial: bool) -> None:
+        if partial and self.held is None:
+            raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
 
     def cached_tokens(self) -> int:
         self._require_weights()
@@ -134,7 +144,7 @@ class EngineBase:
             return self._cached_tokens()
 
     def unload(self) -> None:
-        self._version, self._holds_weights = None, False
+        self._unloaded = True
 
     def sleep(self) -> None:
         """Nothing to give back: this backend keeps no cache between calls."""
@@ -169,7 +179,7 @@ class EngineBase:
         return request_seed(self._seed, 1, next(self._unseeded), 0) if request.seed is None else request.seed
 
     def _require_weights(self) -> None:
-        if self._version is None:
+        if self._unloaded:
             raise UnloadedError("the rollout engine holds no weights: a full weight sync must succeed first")
 
     def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
@@ -245,3 +255,4 @@ def _no_grad(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
         if item is None:
             return
         yield item
+        del item  # before the next is gathered

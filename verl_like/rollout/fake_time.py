@@ -27,7 +27,13 @@ from torch import Tensor
 
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.orders import Lockstep
-from verl_like.rollout.rollout_engine import Completion, FinishReason, GenerationRequest, Sampled
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    HeldWeights,
+    Sampled,
+)
 from verl_like.rollout.step_loop import StepLoop
 
 VOCAB_SIZE = 32_000
@@ -193,8 +199,8 @@ class FakeTimeRollout(SteppedRolloutEngine):
         length = fake.max_model_len
         super().__init__(dtype=torch.float32, tokenizer_size=VOCAB_SIZE, max_model_len=length, seed=0)
         self.fake = fake
-        self._version = fake.weight_version
-        self._holds_weights = self._version is not None
+        if fake.weight_version is not None:
+            self._in_memory, self._unloaded = HeldWeights(version=fake.weight_version), False
         self._loop = StepLoop(fake, device=torch.device("cpu"), lockstep=lockstep)
 
     def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
@@ -202,4 +208,4 @@ class FakeTimeRollout(SteppedRolloutEngine):
             pass
 
     def _weights_changed(self) -> None:
-        self.fake.load(self._held)
+        self.fake.load(self._sampling_version)

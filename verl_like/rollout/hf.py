@@ -101,7 +101,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
             stepped = [(running, torch.cat([logits_bV for _, logits_bV in stepped]))]
         done: list[Completion] = []
         for batch, logits_bV in stepped:
-            batch.sample(logits_bV, self._held)
+            batch.sample(logits_bV, self._sampling_version)
             done += self._collect(batch)
         self._batches = [batch for batch, _ in stepped if batch.rows]
         return done
@@ -198,6 +198,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
                 raise WeightLoadError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
             parameter.copy_(tensor)
             missing.pop(id(parameter), None)
+            del tensor  # before the next is gathered
         if missing:
             raise WeightLoadError(f"weights that did not come: {sorted(missing.values())[:8]}")
 

@@ -33,6 +33,7 @@ from verl_like.rollout.base import EngineBase
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
+    HeldWeights,
     RolloutEngine,
     RolloutError,
     Sampled,
@@ -99,10 +100,11 @@ class RemoteEngine(EngineBase):
     def snapshot(self) -> dict[str, Sampled]:
         return self._call("snapshot")
 
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
+    def load_weights(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False, mark: str = ""
+    ) -> None:
         """See RolloutEngine. Tensors are copied through the pipe, one at a time."""
-        if partial and not self._holds_weights:
-            raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
+        self._require_base(partial)
         super().unload()  # the other engine does so itself, if it takes the weights at all
         answer = self._ask("load", version, partial)
         try:
@@ -114,7 +116,7 @@ class RemoteEngine(EngineBase):
             raise
         self._send(("end",))
         self._result(answer, "load_weights")
-        self._version, self._holds_weights = version, True
+        self._in_memory, self._unloaded = HeldWeights(version=version, mark=mark), False
 
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
         return self._call("weight_checksums", dict(shapes))

@@ -156,6 +156,18 @@ class Completion:
         return self.sampled.log_probs.tolist()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldWeights:
+    """Which weights an engine has in memory: whatever else is said about them follows from this record.
+
+    version: the trainer's, as it came with them. mark: what their sender calls them (weight_sync/header.py): engines
+    with the same mark hold the same weights. "": whoever loaded them gave none.
+    """
+
+    version: int
+    mark: str = ""
+
+
 class RolloutEngine(Protocol):
     """Generates with the weights last loaded. `submit` and `abort` return at once, the others when they are done."""
 
@@ -169,8 +181,13 @@ class RolloutEngine(Protocol):
     """LoRA adapters come apart from the base weights (model.lora.merge=False)."""
 
     @property
+    def held(self) -> HeldWeights | None:
+        """The weights of the last successful `load_weights`; None: unloaded."""
+        ...
+
+    @property
     def weight_version(self) -> int | None:
-        """Version given to the last successful `load_weights`; None: unloaded."""
+        """The version of `held`."""
         ...
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
@@ -224,17 +241,14 @@ class RolloutEngine(Protocol):
         """Log-prob of tokens 1.. given what is before them, temperature 1, over the tokenizer's ids alone."""
         ...
 
-    @property
-    def holds_weights(self) -> bool:
-        """Whether the last whole `load_weights` is still there, so that a partial one can build on it."""
-        ...
-
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> None:
+    def load_weights(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False, mark: str = ""
+    ) -> None:
         """Replace all weights; collective over a tensor-parallel replica. Needs a paused engine, or one without
         requests: those that run keep their tokens, and what was computed for them with old weights is computed again.
 
         An engine that keeps LoRA adapters gets them in the same stream. partial: the stream holds the adapters alone;
-        the base weights stay. Raises RuntimeError when there are none.
+        the base weights stay. Raises RuntimeError when there are none. version and mark: see HeldWeights.
         Any failure, of the stream included, leaves the engine unloaded. Raises WeightLoadError, or the stream's error.
         """
         ...

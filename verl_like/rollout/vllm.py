@@ -115,7 +115,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             )
         except compat.refusals() as error:
             raise ValueError(f"request {request.request_id}: {error}") from error
-        self._running[request.request_id] = _Running(request, [(0, self._held)])
+        self._running[request.request_id] = _Running(request, [(0, self._sampling_version)])
 
     def step(self) -> list[Completion]:
         outputs = [output for output in self._llm.llm_engine.step() if output.finished]
@@ -159,7 +159,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
 
     def _weights_changed(self) -> None:
         for i, running in self._running.items():
-            running.versions.append((len(compat.sampled_so_far(self._llm, i)[0]), self._held))
+            running.versions.append((len(compat.sampled_so_far(self._llm, i)[0]), self._sampling_version))
 
     def _base_weights(
         self, stream: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]

@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 _CONNECT_S = 60.0
@@ -30,14 +30,14 @@ class Wire:
         connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = Connection(os.dup(connected.fileno()))
-        self._limit_reading(_HANDSHAKE_S if asks_first else _CONNECT_S)  # some strangers may be before us
+        self.limit(_HANDSHAKE_S if asks_first else _CONNECT_S)  # some strangers may be before us
         try:
             for ask in (asks_first, not asks_first):
                 (deliver_challenge if ask else answer_challenge)(self._connection, authkey)
         except BaseException:
             self.close()
             raise
-        self._limit_reading(0.0)
+        self.limit(None)
 
     @classmethod
     def to(cls, address: tuple[str, int], authkey: bytes) -> Wire:
@@ -63,28 +63,43 @@ class Wire:
             self._connection.close()
             self._socket.close()
 
-    def _limit_reading(self, seconds: float) -> None:
-        limit = struct.pack("ll", int(seconds), 0)  # a struct timeval; 0: none
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    def limit(self, seconds: float | None) -> None:
+        """How long one reading or writing may take; a longer one raises BlockingIOError, an OSError. None: for ever."""
+        whole, part = divmod(0.0 if seconds is None else max(seconds, 1e-3), 1.0)  # a struct timeval of 0 is no limit
+        limit = struct.pack("ll", int(whole), int(part * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 class Socket:
-    """Where one `Wire` can be connected to: `address` and `authkey` say how."""
+    """Where one `Wire` can be connected to: `address` and `authkey` say how. Who comes is let in by `accept`, or, after
+    `listen`, before it."""
 
     def __init__(self, host: str) -> None:
         self._socket = socket.create_server((host, 0))
         self.authkey = secrets.token_bytes(32)
         name = self._socket.getsockname()
         self.address: tuple[str, int] = (name[0], name[1])
+        self._known: SimpleQueue[Wire | OSError] = SimpleQueue()
+        self._listener: threading.Thread | None = None
 
-    def accept(self) -> Wire:
-        """The first that knows the key; nobody after it. Raises OSError when `close` is called meanwhile."""
-        known: SimpleQueue[Wire | OSError] = SimpleQueue()
-        listener = threading.Thread(target=self._listen, args=(known,), name="link-listen", daemon=True)
-        listener.start()
-        first = known.get()
+    def listen(self) -> None:
+        """Examine who comes from now on."""
+        self._listener = threading.Thread(target=self._listen, args=(self._known,), name="link-listen", daemon=True)
+        self._listener.start()
+
+    def accept(self, timeout_s: float | None = None) -> Wire:
+        """The first that knows the key; nobody after it. Raises OSError when `close` is called meanwhile, TimeoutError
+        (an OSError too) when nobody came."""
+        if self._listener is None:
+            self.listen()
+        assert self._listener is not None
+        try:
+            first = self._known.get(timeout=timeout_s)
+        except Empty:
+            first = TimeoutError("nobody came")
         self.close()
-        listener.join(_HANDSHAKE_S)
+        self._listener.join(_HANDSHAKE_S)
         if isinstance(first, OSError):
             raise first
         return first

@@ -2,23 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
 
 import torch
 
 from verl_like.engine.train_engine import WeightForm
+from verl_like.engine.weight_changes import WeightChanges
+from verl_like.rollout.rollout_engine import HeldWeights
+from verl_like.weight_sync.probe import ProbeText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a receiver says before anything is sent. held: see RolloutEngine. Picklable."""
+
+    dtype: torch.dtype
+    keeps_adapters: bool
+    tokenizer_size: int
+    max_model_len: int
+    held: HeldWeights | None
+
+    @classmethod
+    def of_all(cls, receivers: Sequence[Wanted]) -> Wanted:
+        """What one stream must be for all of them: a whole one unless all hold the same. Raises ValueError when they
+        are engines of different kinds."""
+        first = receivers[0]
+        same = all(other.held == first.held for other in receivers)
+        held = first.held if same else None
+        kinds = {(w.dtype, w.keeps_adapters, w.tokenizer_size, w.max_model_len) for w in receivers}
+        if len(kinds) > 1:
+            raise ValueError(f"rollout engines of one run want different weights: {sorted(map(str, kinds))}")
+        return cls(
+            dtype=first.dtype,
+            keeps_adapters=first.keeps_adapters,
+            tokenizer_size=first.tokenizer_size,
+            max_model_len=first.max_model_len,
+            held=held,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """Of one update. shapes: every tensor of the stream. checksums: of the same tensors in `dtype`, computed from the
-    trainer's shards before anything is gathered; None where the sync is not proved."""
+    trainer's shards before anything is gathered; probe: what the trainer says to the probe's tokens; both None where
+    the sync is not proved. trainer_dtype: what the trainer computes in. changes: the trainer's count of its updates.
+    base: the mark of the weights that adapters alone are put on. mark: of what the receiver then holds."""
 
     version: int
     form: WeightForm
     dtype: torch.dtype
     shapes: dict[str, torch.Size]
     checksums: dict[str, int] | None
+    probe: ProbeText | None = None
+    trainer_dtype: torch.dtype = torch.float32
+    changes: WeightChanges = field(default_factory=WeightChanges)
+    base: str = ""
+    mark: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole stream."""
+        return self.dtype.itemsize * sum(shape.numel() for shape in self.shapes.values())
 
     def num_changed(self, before: Header | None) -> int | None:
         """How many tensors are others than in an earlier update; None where that did not have them all."""
@@ -26,3 +72,8 @@ class Header:
         if self.checksums is None or not self.checksums.keys() <= earlier.keys():
             return None
         return sum(earlier[name] != number for name, number in self.checksums.items())
+
+
+def mark_of(checksums: dict[str, int], dtype: torch.dtype, base: str) -> str:
+    """A name for weights by what they are: the same for the same numbers on the same base."""
+    return sha256(repr((base, str(dtype), sorted(checksums.items()))).encode()).hexdigest()[:16]

@@ -38,6 +38,14 @@ class Gap:
     largest: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeText:
+    """Tokens, rows of one length, and the trainer's log-probs of the last R of each row."""
+
+    tokens: list[list[int]]
+    log_probs_BR: Tensor
+
+
 class Probe:
     """Compares log-probs of random tokens after a sync, and remembers how large a mean difference is normal.
 
@@ -60,15 +68,10 @@ class Probe:
             return self._fixed
         return self._limits.ceiling if self._calibrated is None else self._calibrated
 
-    def measure(self, engine: TrainEngine, rollout: RolloutEngine, version: int) -> Gap:
-        """The gap; collective. All ranks use the same tokens, others for each version."""
-        sequences = probe_sequences(rollout.tokenizer_size, rollout.max_model_len, version)
-        length = int(sequences.response_length_B[0])
-        rule = MicroBatchRule(max_sequences=_ROWS)
-        trained_T = engine.forward(sequences, want=frozenset({LOG_PROBS}), rule=rule, temperature=1.0)[LOG_PROBS]
-        tokens = torch.cat([sequences.prompt_ids_BP, sequences.response_ids_BR], dim=1).tolist()
-        scored_BR = torch.tensor([row[-length:] for row in rollout.score(tokens)])
-        return gap_between(trained_T.view(_ROWS, length), scored_BR)
+    def measure(self, rollout: RolloutEngine, text: ProbeText) -> Gap:
+        """What the engine gives to the tokens beside what the trainer gave; collective over a replica."""
+        length = text.log_probs_BR.shape[1]
+        return gap_between(text.log_probs_BR, torch.tensor([row[-length:] for row in rollout.score(text.tokens)]))
 
     def problem(self, gap: Gap) -> str | None:
         """What to say if the gap is too large."""
@@ -86,6 +89,15 @@ class Probe:
         assert math.isfinite(gap.mean)
         if self._calibrated is None:
             self._calibrated = min(max(10 * gap.mean, self._limits.floor), self._limits.ceiling)
+
+
+def trained_text(engine: TrainEngine, tokenizer_size: int, max_model_len: int, version: int) -> ProbeText:
+    """The trainer's side of the probe (collective): the same tokens on all ranks, others for each version."""
+    sequences = probe_sequences(tokenizer_size, max_model_len, version)
+    rule = MicroBatchRule(max_sequences=_ROWS)
+    log_probs_T = engine.forward(sequences, want=frozenset({LOG_PROBS}), rule=rule, temperature=1.0)[LOG_PROBS]
+    tokens = torch.cat([sequences.prompt_ids_BP, sequences.response_ids_BR], dim=1).tolist()
+    return ProbeText(tokens=tokens, log_probs_BR=log_probs_T.view(_ROWS, int(sequences.response_length_B[0])))
 
 
 def gap_between(trained_BR: Tensor, scored_BR: Tensor) -> Gap:

@@ -15,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl_like.batch import Sequences
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.engine.weight_changes import WeightChanges
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed
@@ -68,7 +69,7 @@ class FakeTrainEngine:
     """Export (with names and checksums) and forward of a TrainEngine, with a hook that spoils the exported stream."""
 
     def __init__(self, model: Qwen2ForCausalLM) -> None:
-        self.model = model
+        self.model, self.changes = model, WeightChanges()
         self.spoil: Callable[[Items], Items] = lambda items: items
 
     def weight_names(self, form: str = "merged") -> dict[str, torch.Size]:

@@ -1,0 +1,94 @@
+"""How weights travel: the two ends of a channel, and the channel within one process.
+
+in process  header and stream are handed over as they are: a tensor is gathered when the loader asks for it
+ipc         one receiver on the same machine; two buckets that both processes see (ipc.py)
+broadcast   receivers anywhere, in a process group that they form with the sender (broadcast.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from verl_like.weight_sync.header import Header
+
+Stream = Iterator[tuple[str, Tensor]]
+DEADLINE_S = 600.0
+
+
+class ChannelError(RuntimeError):
+    """A transfer that broke off: which side waited for whom, and how many tensors had travelled. The channel between
+    processes is closed then, and is to be set up anew."""
+
+
+class SendingEnd(Protocol):
+    """On every rank of the trainer; where only one of them speaks to receivers, on the others too (`TakesPart`)."""
+
+    def send(self, header: Header, stream: Stream) -> None:
+        """Send one update; returns when all receivers have taken it. Reads `stream`, a collective of the trainer, to
+        its end unless it raises. Raises ChannelError, or what the stream raises, of which receivers are told."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """In place of `send`: receivers get a ChannelError with this reason instead of a header."""
+        ...
+
+    def close(self) -> None:
+        """Free what the channel holds."""
+        ...
+
+
+class ReceivingEnd(Protocol):
+    """On every rank that receives."""
+
+    def receive(self) -> tuple[Header, Stream]:
+        """Wait for the next update. Raises ChannelError, as the stream does; read the stream to its end."""
+        ...
+
+    def close(self) -> None:
+        """Free what the channel holds."""
+        ...
+
+
+class InProcess:
+    """Both ends for trainer and engine in one process: `receive` after `send`."""
+
+    def __init__(self) -> None:
+        self._sent: tuple[Header, Stream] | ChannelError | None = None
+
+    def send(self, header: Header, stream: Stream) -> None:
+        """See SendingEnd; returns at once."""
+        self._sent = header, stream
+
+    def fail(self, reason: str) -> None:
+        """See SendingEnd."""
+        self._sent = ChannelError(reason)
+
+    def receive(self) -> tuple[Header, Stream]:
+        """See ReceivingEnd."""
+        sent, self._sent = self._sent, None
+        assert sent is not None, "received before anything was sent"
+        if isinstance(sent, ChannelError):
+            raise sent
+        return sent
+
+    def close(self) -> None:
+        """There is nothing to free."""
+        self._sent = None
+
+
+class TakesPart:
+    """The sending end of a trainer's rank that speaks to no receiver: it takes part in the gathers."""
+
+    def send(self, header: Header, stream: Stream) -> None:
+        """See SendingEnd."""
+        for _ in stream:
+            pass
+
+    def fail(self, reason: str) -> None:
+        """Another rank tells it."""
+
+    def close(self) -> None:
+        """There is nothing to free."""
