@@ -117,7 +117,7 @@ class RayWorkerGroup:
 
     worker: import path "package.module:Class". spec: its first argument, anything that pickles. log_dir: each rank
     writes `<name>_rank<r>.log` there, on its own node. environment: further variables for the workers. runtime_env:
-    Ray's, for the workers alone. Raises WorkerError with the worker's own traceback when a constructor fails,
+    Ray's, for the workers alone. wait: until all are built; otherwise `wait_started` does. Raises WorkerError with the worker's own traceback when a constructor fails,
     WorkerTimeout after `start_timeout` seconds.
     """
 
@@ -133,6 +133,7 @@ class RayWorkerGroup:
         environment: Mapping[str, str] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
         name: str = "worker",
+        wait: bool = True,
     ) -> None:
         self.run_id = run_id
         self.stopped_by: WorkerError | None = None
@@ -141,10 +142,18 @@ class RayWorkerGroup:
         self._ranks = _create_actors(allocation, runtime_env)
         try:
             self._place(allocation, Path(log_dir).resolve(), name, start_timeout)
-            self._start(worker, spec, allocation, dict(environment or {}), start_timeout)
+            starting = self._start(worker, spec, allocation, dict(environment or {}), start_timeout)
+            self._starting = starting, start_timeout
+            if wait:
+                self.wait_started()
         except BaseException:
             self._kill()
             raise
+
+    def wait_started(self) -> None:
+        """Return when all workers are built; what fails is raised as by the constructor."""
+        starting, timeout = self._starting
+        starting.wait(timeout)
 
     @property
     def world_size(self) -> int:
@@ -235,9 +244,10 @@ class RayWorkerGroup:
 
     def _start(
         self, worker: str, spec: Any, allocation: Allocation, environment: dict[str, str], timeout: float
-    ) -> None:
+    ) -> RayPendingResult:
         first = self._ranks[0]
         single_node = len(allocation.nodes) == 1
+        alone = sum(node["Alive"] for node in ray.nodes()) == 1  # this machine is the whole cluster
         _register_transport()
         port = ray.get(first.actor.free_port.remote(), timeout=timeout)
         pickled = ray.put(cloudpickle.dumps(spec))
@@ -253,6 +263,7 @@ class RayWorkerGroup:
                 master_port=port,
                 run_id=self.run_id,
                 device=allocation.device,
+                address=LOOPBACK if alone else rank.address,
             )
             request = StartRequest(
                 worker=worker,
@@ -263,7 +274,7 @@ class RayWorkerGroup:
                 working_directory=os.getcwd(),
             )
             refs.append(rank.actor.start.remote(request, pickled))
-        self._pending("start", refs).wait(timeout)
+        return self._pending("start", refs)
 
     def _pending(self, method: str, refs: Sequence[Any]) -> RayPendingResult:
         result = RayPendingResult(self, method, refs)

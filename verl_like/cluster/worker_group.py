@@ -34,6 +34,7 @@ class RankEnv:
     master_port: int
     run_id: str  # unique per run; part of the name of everything a run puts into /dev/shm
     device: str  # "cpu" or "cuda"
+    address: str = "127.0.0.1"  # of this machine, as the driver and other pools reach it
 
 
 class WorkerError(RuntimeError):

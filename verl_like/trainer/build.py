@@ -195,7 +195,7 @@ def build_trainer(
         peaks = {name: group.call_all("device_peak").wait(timeout=timeout) for name, group in groups.items()}
         speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device)
         with input_errors():
-            report = build_reporter(config, plan, inputs, plan.world_size, speed, checkpoints.resume_step)
+            report = build_reporter(config, plan, inputs, speed, checkpoints.resume_step)
         stack.callback(report.close)
         parts = (ready.loader, ready.costs, rewards, pools, report, stop, checkpoints, stack)
         trainer = assemble(config, plan, inputs, *parts, kind or trainer_class(config))
@@ -238,7 +238,7 @@ def input_errors() -> Iterator[None]:
 
 
 def build_reporter(
-    config: PPOConfig, plan: BatchPlan, inputs: Inputs, num_devices: int, speed: SpeedReport, resumed_at: int | None
+    config: PPOConfig, plan: BatchPlan, inputs: Inputs, speed: SpeedReport, resumed_at: int | None
 ) -> Reporter:
     """Trackers, live display and sample files of the run. resumed_at: the step of the checkpoint it starts from."""
     settings = config.trainer
@@ -255,7 +255,7 @@ def build_reporter(
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         steps_per_epoch=required(plan.steps_per_epoch),
-        num_devices=num_devices,
+        plan=plan,
         speed=speed,
         store=SampleStore(log_dir(config) / SAMPLES, settings.sample_max_mb, resumed_at),
         report=ReportWriter(log_dir(config), settings.report_freq),

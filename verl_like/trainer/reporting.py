@@ -9,7 +9,9 @@ from pathlib import Path
 
 from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
 from verl_like.config import TrainerConfig
+from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import RunStopped
+from verl_like.config.roles import ACTOR
 from verl_like.observe.domains import domain_metrics
 from verl_like.observe.metrics import (
     perf_metrics,
@@ -59,7 +61,7 @@ class Reporter:
         max_prompt_length: int,
         max_response_length: int,
         steps_per_epoch: int,
-        num_devices: int,
+        plan: BatchPlan,
         speed: SpeedReport,
         store: SampleStore,
         report: ReportWriter,
@@ -69,7 +71,7 @@ class Reporter:
         self.store, self.report, self.first_step, self.newest_version = store, report, first_step, 0
         self.token_texts = TokenTexts(tokenizer)
         self.trainer, self.trackers, self.progress, self.speed = trainer, trackers, progress, speed
-        self.tokenizer, self.num_devices, self.steps_per_epoch = tokenizer, num_devices, steps_per_epoch
+        self.tokenizer, self.plan, self.steps_per_epoch = tokenizer, plan, steps_per_epoch
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
 
     def clock(self) -> StepClock:
@@ -83,7 +85,7 @@ class Reporter:
         num_tokens = rollouts.num_tokens_B()
         shape = self.speed.shape
         spread = RowBalance(even=self.trainer.balance_batch, cost=shape.actor, share_prompts=shape.actor_shares_prompts)
-        shares = spread.shares(rollouts, self.num_devices)
+        shares = spread.shares(rollouts, self.plan.roles[ACTOR].data_parallel_size)
         everything = {
             **training_metrics(step, (step - 1) // self.steps_per_epoch),
             **metrics,
@@ -97,7 +99,7 @@ class Reporter:
                 response_tokens=int(rollouts.response_length_B.sum()),
                 total_tokens=int(num_tokens.sum()),
             ),
-            **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.num_devices),
+            **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.plan.world_size),
             **self.speed.metrics(rollouts, clock.seconds, metrics),
         }
         self._log(step, everything)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_like.checkpoint.lock import held
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
@@ -40,6 +40,7 @@ from verl_like.trainer.told import closing_text, start_phase
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
+Stopped = TypeVar("Stopped", bound=WorkerGroup)
 
 
 def run(config: PPOConfig) -> None:
@@ -170,14 +171,18 @@ def _ray_groups(config: PPOConfig, spec: WorkerSpec, device: str, run_id: str) -
                 start_timeout=settings.worker_start_timeout,
                 runtime_env=worker_runtime_env(config, profile_dir(config)),
                 name="worker" if pool.name == MAIN_POOL else pool.name,
+                wait=False,
             )
 
         with ExitStack() as stack:
-            yield {pool.name: stack.enter_context(_stopped_after(start(pool))) for pool in pools}
+            groups = {pool.name: stack.enter_context(_stopped_after(start(pool))) for pool in pools}
+            for group in groups.values():  # they build their roles at the same time
+                group.wait_started()
+            yield groups
 
 
 @contextmanager
-def _stopped_after(group: WorkerGroup) -> Iterator[WorkerGroup]:
+def _stopped_after(group: Stopped) -> Iterator[Stopped]:
     try:
         yield group
     finally:

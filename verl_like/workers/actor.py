@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
-
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.config.batch_plan import needs_sum_pi_squared, two_policies
@@ -15,8 +11,6 @@ from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.workers.spec import WorkerSpec
 from verl_like.workers.trained import TrainedRole
-
-_LEAST_LR, _LEAST_NORM = 1e-7, 1e-3  # under these a step may be lost to rounding
 
 
 class ActorRole(TrainedRole):
@@ -28,7 +22,6 @@ class ActorRole(TrainedRole):
         correction = algorithm.rollout_correction
         self.objective = PolicyObjective(actor, correction, two_policies=two_policies(actor, correction))
         self.temperature = spec.config.actor_rollout_ref.rollout.temperature
-        self.moved = False  # whether a step since the last sync was large enough to change float32 weights
         self._more = {SUM_PI_SQUARED} if needs_sum_pi_squared(algorithm) else set[str]()
 
     def log_probs(self, batch: Sequences) -> Evaluated:
@@ -49,8 +42,6 @@ class ActorRole(TrainedRole):
     def update(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
         """As of every role that is trained; the last step also tells this rank's memory."""
         steps = super().update(minibatches)
-        exact = all(parameter.dtype == torch.float32 for parameter in self.engine.sharding.parameters())
-        self.moved = self.moved or (exact and any(map(moves_weights, steps)))
         memory = {name: Metric(value=value, reduction="max") for name, value in memory_metrics().items()}
         return [*steps[:-1], steps[-1] | memory] if steps else []
 
@@ -64,14 +55,3 @@ class ActorRole(TrainedRole):
             temperature=self.temperature,
             without_gradient_B=self.objective.without_gradient(rows),
         )
-
-    def load(self, path: str) -> None:
-        """Restore from a checkpoint; the rollout engines must be synced afterwards."""
-        super().load(path)
-        self.moved = False
-
-
-def moves_weights(step: dict[str, Metric]) -> bool:
-    """Whether an optimizer step must change some float32 weight: AdamW moves each by about the learning rate, unless
-    its gradient is small beside eps."""
-    return step["lr"].value >= _LEAST_LR and _LEAST_NORM <= step["grad_norm"].value < math.inf

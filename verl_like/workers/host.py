@@ -26,11 +26,13 @@ from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.reward import build_reward_worker
 from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
-from verl_like.workers.weights import WeightsInProcess
+from verl_like.workers.weights import Weights
 
 WEIGHTS = "weights"
 _PHASES = {ROLLOUT: Phase.rollout}  # of the methods of a role; of all others: train
-_ANY_PHASE = frozenset({"saved", "open_link", "unload"})  # methods that touch no device memory
+_ANY_PHASE = frozenset(
+    {"saved", "open_link", "listen", "join", "wanted", "unload"}
+)  # methods that touch no device memory
 
 
 class RoleHost:
@@ -45,9 +47,9 @@ class RoleHost:
         self._models = [engine for engine in engines if isinstance(engine, FSDPEngine)]
         rollout = self.roles.get(ROLLOUT)
         self.residency = Residency(self._models, None if rollout is None else rollout.engine)
-        if rollout is not None and ACTOR in self.roles:
-            arguments = (spec, self.process, self.roles[ACTOR], rollout, self.residency)
-            self.roles[WEIGHTS] = WeightsInProcess(*arguments)
+        if rollout is not None or ACTOR in self.roles:
+            ends = (self.roles.get(ACTOR), rollout)
+            self.roles[WEIGHTS] = Weights(spec, self.process, env, *ends, self.residency)
 
     def _build(self, spec: WorkerSpec, env: RankEnv) -> None:
         """The rollout engine comes last: at its start gpu_memory_utilization of the device must be free."""
@@ -96,8 +98,9 @@ class RoleHost:
     def shutdown(self) -> None:
         """Stop the rollout engine before the process group: vLLM's exit handler still talks to its peers."""
         try:
-            if ROLLOUT in self.roles:
-                self.roles[ROLLOUT].shutdown()
+            for name, end in ((WEIGHTS, "close"), (ROLLOUT, "shutdown")):
+                if name in self.roles:
+                    getattr(self.roles[name], end)()
         finally:
             shutdown_distributed()
 

@@ -8,7 +8,6 @@ from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.link_server import LinkServer
 from verl_like.rollout.rollout_engine import RolloutEngine
-from verl_like.rollout.wire import address_towards
 from verl_like.workers.spec import WorkerSpec
 
 
@@ -26,7 +25,7 @@ class RolloutRole:
             self._link.close()
         if not self._leads:
             return None
-        self._link = LinkServer(self.engine, address_towards(self._env.master_address, self._env.master_port))
+        self._link = LinkServer(self.engine, self._env.address)
         return self._link.address, self._link.authkey
 
     def serve(self, num_orders: int) -> None:
@@ -36,10 +35,6 @@ class RolloutRole:
         else:
             with self.engine.opened():
                 pass  # a replica's other ranks pause when its first one does
-
-    def unload(self) -> None:
-        """Whatever version the engine holds, it is not the actor's any more."""
-        self.engine.unload()
 
     def shutdown(self) -> None:
         if self._link is not None:
