@@ -298,5 +298,5 @@ def test_work_without_end_meets_the_time_limit(both: Both) -> None:
     if group.world_size == 1:
         pytest.skip("calls in this process have no limit")
     policy.timeout_s = 3.0
-    with pytest.raises(WorkerTimeout, match=r"rollout.serve\(\) was not answered within 3 s .*by rank\(s\) 0, 1 of 2"):
+    with pytest.raises(WorkerTimeout, match=r"serve\(\) was not answered within 3 s .*by worker rank\(s\) 0, 1 of 2"):
         policy.sample(lambda client: client.submit(request(1, 10**8 - 2)))

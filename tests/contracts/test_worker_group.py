@@ -190,7 +190,7 @@ class TestProcesses:
         assert caught.value.rank == 1
 
     def test_one_rank_hanging_at_start_is_named(self, start: Callable[..., RayWorkerGroup]) -> None:
-        with pytest.raises(WorkerTimeout, match=r"worker_start_timeout\) by rank\(s\) 1 of 2") as caught:
+        with pytest.raises(WorkerTimeout, match=r"worker_start_timeout\) by worker rank\(s\) 1 of 2") as caught:
             start({"hang": 1}, start_timeout=6)
         assert "in __init__" in caught.value.log_tail  # the stack of the hanging rank
 
@@ -200,7 +200,9 @@ class TestProcesses:
         monkeypatch.setattr(ray_group, "_LOOK_SECONDS", 0.5)
         group = start({"collective": True})
         os.kill(group.pids[1], signal.SIGSTOP)
-        with pytest.raises(WorkerTimeout, match=r"by rank\(s\) 0, 1 of 2; rank 1 was stopped \(process \d+") as caught:
+        with pytest.raises(
+            WorkerTimeout, match=r"by worker rank\(s\) 0, 1 of 2; rank 1 was stopped \(process \d+"
+        ) as caught:
             group.call_all("all_reduce", 1.0).wait(3)
         assert (caught.value.rank, caught.value.ranks) == (1, (1, 0))
         assert len(re.findall(r"rank 1 was stopped \(process .*; all_reduce\(\) waits for it", caplog.text)) == 1

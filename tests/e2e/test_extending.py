@@ -20,8 +20,7 @@ import pytest
 from support import main_ppo, metrics_of, overrides, write_task
 
 from verl_like.algorithms.kl import KL_ESTIMATORS
-from verl_like.config import PPOConfig
-from verl_like.trainer.build import build_trainer
+from verl_like.trainer.build import prepared, started
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
 from verl_like.workers.spec import WorkerSpec
@@ -96,7 +95,7 @@ request = StartRequest(worker="verl_like.workers.host:RoleHost", rank_env=env, c
                        log_path=sys.argv[1] + "/worker.log", working_directory=sys.argv[1])
 process = RankProcess()
 outcome = process.start(request, pathlib.Path(sys.argv[1], "spec.pickle").read_bytes())
-print("found:", outcome.message, [type(process._worker.reward).__name__], file=open("outcome.txt", "w"))
+print("found:", outcome.message, [type(process._worker.roles["reward"]).__name__], file=open("outcome.txt", "w"))
 """
 
 
@@ -108,11 +107,11 @@ def test_a_worker_process_finds_all_by_path(tmp_path: Path, tiny_model: Path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "my_plugin.py")
 
-    def connect(config: PPOConfig, spec: WorkerSpec, *place: object) -> NoReturn:
+    def connect(spec: WorkerSpec, device: str) -> NoReturn:
         (tmp_path / "spec.pickle").write_bytes(pickle.dumps(spec))
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), build_trainer(compose(line), connect):
+    with pytest.raises(KeyboardInterrupt), prepared(compose(line)) as ready, started(ready, connect):
         pass
     environment = {name: value for name, value in os.environ.items() if name != "VERL_USE_EXTERNAL_MODULES"}
     arguments = [sys.executable, "-c", WORKER, str(tmp_path)]

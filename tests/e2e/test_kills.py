@@ -15,7 +15,7 @@ import pytest
 from support import ROOT, metrics_of, overrides, write_task
 
 from verl_like.config.errors import ConfigError
-from verl_like.trainer.build import build_trainer
+from verl_like.trainer.build import prepared, started
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
 
@@ -72,7 +72,7 @@ def test_a_resume_that_cannot_be_is_refused_before_workers_start(
         pytest.fail("workers were started")
 
     config = compose(overrides(write_task(tmp_path), tiny_model, tmp_path / "out", **settings))
-    with pytest.raises(ConfigError, match=message), build_trainer(config, start):
+    with pytest.raises(ConfigError, match=message), prepared(config) as ready, started(ready, start):
         pass
 
 

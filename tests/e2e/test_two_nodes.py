@@ -101,3 +101,20 @@ def test_the_main_job_on_both_nodes(session: RaySession, tmp_path: Path, tiny_mo
     records = metrics_of(tmp_path / "out")
     assert len(records) == 2 and all(record["actor/grad_norm"] > 0 for record in records)
     assert "2 process(es)" in result.stdout
+
+
+def test_rollout_on_another_node_than_training(session: RaySession, tmp_path: Path, tiny_model: Path) -> None:
+    """Each node has room for one process: the weights go from the first to the second, requests and answers too."""
+    settings = {
+        "trainer.launcher": "ray",
+        "trainer.n_gpus_per_node": 1,
+        "actor_rollout_ref.hybrid_engine": False,
+        "actor_rollout_ref.rollout.nnodes": 1,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+        "ray_init.address": session.address,
+        "trainer.total_training_steps": 2,
+    }
+    result = main_ppo(overrides(write_task(tmp_path), tiny_model, tmp_path / "out", **settings))
+    assert result.returncode == 0, result.stdout
+    records = metrics_of(tmp_path / "out")
+    assert len(records) == 2 and all(record["actor/grad_norm"] > 0 for record in records)

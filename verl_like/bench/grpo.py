@@ -32,10 +32,11 @@ from verl_like.config.errors import ConfigError
 from verl_like.models.cost import BACKWARD
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.observe.run_folder import read_metrics
-from verl_like.trainer.build import build_trainer, log_dir, resolve_world
+from verl_like.trainer.build import prepared, resolve_world, started
 from verl_like.trainer.compose import compose
+from verl_like.trainer.folders import log_dir
 from verl_like.trainer.ppo import PPOTrainer
-from verl_like.trainer.run import worker_groups
+from verl_like.trainer.workers import Launcher
 
 PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 
@@ -113,7 +114,7 @@ def run(
     folder = log_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     setup_driver_logging(folder)
-    with build_trainer(config, worker_groups) as trainer:
+    with prepared(config) as ready, Launcher(config) as launcher, started(ready, launcher) as trainer:
         choose_source(trainer, workload, recording)
         trainer.fit()
         shape = trainer.report.speed.shape

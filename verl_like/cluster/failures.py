@@ -72,8 +72,8 @@ class Failure:
         """Whether this looks like the consequence of another rank's failure."""
         return any(mark in self.message or mark in self.kind for mark in _ECHO_MARKS)
 
-    def line(self, world_size: int) -> str:
-        where = f"worker rank {self.rank} of {world_size}"
+    def line(self, world_size: int, name: str) -> str:
+        where = f"{name} rank {self.rank} of {world_size}"
         if self.kind == "died":
             return f"{where}: its process died during {self.method}(): {self.message}"
         if self.kind == "node":
@@ -91,12 +91,19 @@ def likely_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def raise_for(
-    failures: Sequence[Failure], *, world_size: int, logs: Mapping[int, str], tails: Mapping[int, str]
+    failures: Sequence[Failure],
+    *,
+    world_size: int,
+    logs: Mapping[int, str],
+    tails: Mapping[int, str],
+    name: str = "worker",
 ) -> NoReturn:
-    """Raise WorkerError (WorkerDied for a lost process) for the likely cause, naming the other ranks' failures too."""
+    """Raise WorkerError (WorkerDied for a lost process) for the likely cause, naming the other ranks' failures too.
+    name: of the group."""
     cause = likely_cause(failures)
     others = [failure for failure in failures if failure is not cause]
-    lines = [cause.line(world_size), *(f"  also: {_first_line(other.line(world_size))}" for other in others)]
+    lines = [cause.line(world_size, name)]
+    lines += [f"  also: {_first_line(other.line(world_size, name))}" for other in others]
     kind = WorkerDied if cause.kind in _LOST else WorkerError
     raise kind(
         "\n".join(lines),

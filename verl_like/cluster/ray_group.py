@@ -117,8 +117,8 @@ class RayWorkerGroup:
 
     worker: import path "package.module:Class". spec: its first argument, anything that pickles. log_dir: each rank
     writes `<name>_rank<r>.log` there, on its own node. environment: further variables for the workers. runtime_env:
-    Ray's, for the workers alone. wait: until all are built; otherwise `wait_started` does. Raises WorkerError with the worker's own traceback when a constructor fails,
-    WorkerTimeout after `start_timeout` seconds.
+    Ray's, for the workers alone. wait: until all are built; otherwise `wait_started` does. Raises WorkerError with the
+    worker's own traceback when a constructor fails, WorkerTimeout after `start_timeout` seconds.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class RayWorkerGroup:
         name: str = "worker",
         wait: bool = True,
     ) -> None:
-        self.run_id = run_id
+        self.run_id, self._name = run_id, name
         self.stopped_by: WorkerError | None = None
         self._outstanding: list[RayPendingResult] = []
         self._mentioned: set[int] = set()  # ranks that the user was told are stopped
@@ -314,7 +314,7 @@ class RayWorkerGroup:
         tails = {f.rank: f.log_tail or log_tail(self._ranks[f.rank].node_id, logs[f.rank]) for f in failures}
         self._kill()
         try:
-            raise_for(failures, world_size=self.world_size, logs=logs, tails=tails)
+            raise_for(failures, world_size=self.world_size, name=self._name, logs=logs, tails=tails)
         except WorkerError as error:
             self.stopped_by = error
             raise
@@ -351,7 +351,7 @@ class RayWorkerGroup:
         setting = "trainer.worker_start_timeout" if target.method == "start" else "trainer.rpc_timeout"
         self._kill()
         self.stopped_by = WorkerTimeout(
-            f"{target.method}() was not answered within {timeout:g} s ({setting}) by rank(s) "
+            f"{target.method}() was not answered within {timeout:g} s ({setting}) by {self._name} rank(s) "
             f"{', '.join(map(str, sorted(late)))} of {self.world_size}{cause}",
             rank=late[0],
             ranks=late,

@@ -77,7 +77,6 @@ NO_EFFECT: dict[str, str] = {
     "reward_model.model.use_fused_kernels": "they belong to the language-model head, which a reward model has not",
     "data.dataloader_num_workers": "the driver tokenises the prompts of a batch itself",
     f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",
-    f"{_ROLLOUT}.update_weights_bucket_megabytes": "trainer and engine share memory: tensors go one by one",
     f"{_ROLLOUT}.layered_summon": "weights are always gathered tensor by tensor",
     f"{_ROLLOUT}.calculate_log_probs": "the sampler's log-probs always come along and are always compared",
     **{

@@ -154,4 +154,9 @@ PLACEMENT_IDLE: tuple[Idle, ...] = (
         _samples_alone,
         "the rollout engine has its processes for itself",
     ),
+    Idle(
+        (f"{_ROLLOUT_KEYS}.update_weights_bucket_megabytes",),
+        lambda c: not any(ROLLOUT in pool.roles for pool in _others(c)),
+        "trainer and rollout engine share memory: tensors go one by one",
+    ),
 )

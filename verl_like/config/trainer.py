@@ -42,6 +42,11 @@ class TrainerConfig(ConfigNode):
     """[s] Longest single call to a worker. Sampling a whole step is one, with graders where they choose groups."""
     worker_start_timeout: float = 600.0
     """[s] Longest time from placing the workers until all of them are built."""
+    max_restarts: int = 0
+    """[restarts] Begin again from the newest checkpoint when worker processes, their node or their memory are lost, or
+    do not answer in time: at most so often from the same one. Set save_freq with it."""
+    restart_delay: float = 10.0
+    """[s] Wait before the first restart; twice as long before each further one from the same checkpoint, up to 600."""
     ray_wait_register_center_timeout: int = 300
     """[s] Longest wait for the cluster to have room for the workers."""
     balance_batch: bool = True
@@ -123,6 +128,7 @@ class TrainerConfig(ConfigNode):
         above(self, 0, "sample_max_mb")
         at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
         above(self, 0, "rpc_timeout", "worker_start_timeout")
+        at_least(self, 0, "max_restarts", "restart_delay")
         minus_one_or_positive(self, "save_freq", "test_freq", "max_skipped_updates", "sample_freq", "report_freq")
         per_node = self.n_gpus_per_node
         legal = per_node == "auto" if isinstance(per_node, str) else per_node >= 1

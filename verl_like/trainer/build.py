@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import KLController
 from verl_like.batch import Prompt
-from verl_like.checkpoint.files import require_writable
 from verl_like.checkpoint.layout import recover
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
-from verl_like.cluster.worker_group import WorkerGroup
 from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
@@ -59,6 +57,7 @@ from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
+from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
@@ -73,14 +72,12 @@ from verl_like.trainer.told import start_phase, worker_start_text
 from verl_like.trainer.tools import check_interactions, open_toolbox, require_tool_messages
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
+from verl_like.trainer.workers import Workers
 from verl_like.user_code import external_modules, is_reference
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 Group = TypeVar("Group", bound=RoleGroup)
-
-WORKER = "verl_like.workers.host:RoleHost"
-Groups = Mapping[str, WorkerGroup]  # by the pool's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +96,14 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run as far as it can be known and checked without workers. rewards: its graders run already."""
+    """A run as far as it can be known and checked without workers; what a start that is tried again takes as it is.
+    rewards: its graders run already."""
 
+    config: PPOConfig
     device: str
     ranks_per_node: int
     inputs: Inputs
     plan: BatchPlan
-    loader: PromptLoader
     costs: ModelCosts
     spec: WorkerSpec
     rewards: RewardManager
@@ -124,7 +122,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     toolbox = open_toolbox(config.actor_rollout_ref.rollout, stack)
     inputs = load_inputs(config, toolbox)
     plan = BatchPlan.build(config, config.trainer.nnodes * ranks_per_node, len(inputs.train))
-    loader = train_loader(config, inputs.train, plan.prompts_per_draw, drop_last=not plan.draws_until_full)
+    train_loader(config, inputs.train, plan)  # what is wrong with its sampler is said before anything is started
     spec = WorkerSpec(
         config=config,
         plan=plan,
@@ -146,11 +144,11 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
             "reward model that counts nothing: set reward_model.rule_weight, or reward_model.enable=false"
         )
     return Prepared(
+        config=config,
         device=device,
         ranks_per_node=ranks_per_node,
         inputs=with_own_loops(config, inputs, stack),
         plan=plan,
-        loader=loader,
         costs=costs,
         spec=spec,
         rewards=rewards,
@@ -164,27 +162,37 @@ def with_own_loops(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> Input
 
 
 @contextmanager
-def build_trainer(
-    config: PPOConfig,
-    connect_workers: Any,
-    confirm_folder: Callable[[], None] = lambda: None,
-    kind: type[PPOTrainer] | None = None,
-) -> Iterator[PPOTrainer]:
-    """A trainer whose processes live as long as the context.
-
-    connect_workers(config, spec, device) is a context manager that gives the worker group of each pool: see
-    `trainer.run`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`. kind: the trainer's
-    class; None: that of trainer.trainer_class.
-    """
+def prepared(config: PPOConfig) -> Iterator[Prepared]:
+    """`prepare`, until the end of the context. ConfigError: what is wrong."""
     with ExitStack() as stack:
         with input_errors(), start_phase("tokenizer, data, graders"):
             ready = prepare(config, stack)
-            inputs, plan, rewards = ready.inputs, ready.plan, ready.rewards
+        yield ready
+
+
+@contextmanager
+def started(
+    ready: Prepared,
+    workers: Workers,
+    confirm_folder: Callable[[], None] = lambda: None,
+    kind: type[PPOTrainer] | None = None,
+    *,
+    again: bool = False,
+) -> Iterator[PPOTrainer]:
+    """A trainer whose workers live as long as the context.
+
+    workers: see `trainer.workers`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`.
+    kind: the trainer's class; None: that of trainer.trainer_class. again: goes on from the newest checkpoint of this
+    run's folder, whatever trainer.resume_mode says, after an earlier start of this run was lost.
+    """
+    config, inputs, plan, rewards = ready.config, ready.inputs, ready.plan, ready.rewards
+    with ExitStack() as stack:
+        with input_errors():
             recover(Path(config.trainer.default_local_dir).expanduser())
-            resume = find_resume(config, with_critic=CRITIC in plan.roles)
+            resume = find_resume(config, with_critic=CRITIC in plan.roles, newest=again)
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
-            groups = stack.enter_context(connect_workers(config, ready.spec, ready.device))
+            groups = stack.enter_context(workers(ready.spec, ready.device))
         pools = Pools(groups, plan, config.trainer.rpc_timeout)
         logger.info("start: %s", worker_start_text(pools.ask("start_seconds")))
         if REWARD in plan.roles:
@@ -197,7 +205,8 @@ def build_trainer(
         with input_errors():
             report = build_reporter(config, plan, inputs, speed, checkpoints.resume_step)
         stack.callback(report.close)
-        parts = (ready.loader, ready.costs, rewards, pools, report, stop, checkpoints, stack)
+        loader = train_loader(config, inputs.train, plan)
+        parts = (loader, ready.costs, rewards, pools, report, stop, checkpoints, stack)
         trainer = assemble(config, plan, inputs, *parts, kind or trainer_class(config))
         # What is there now stays as long as the run. Without this the collector of garbage looks through all of it (a
         # million objects of torch and transformers) every few hundred episodes.
@@ -478,9 +487,10 @@ def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
             )
 
 
-def train_loader(config: PPOConfig, dataset: Dataset, batch_size: int, *, drop_last: bool) -> PromptLoader:
-    """The training prompts, in the order of `train_sampler`."""
-    return PromptLoader(dataset, train_sampler(config, dataset, batch_size), batch_size, drop_last=drop_last)
+def train_loader(config: PPOConfig, dataset: Dataset, plan: BatchPlan) -> PromptLoader:
+    """The training prompts from the first one on, in the order of `train_sampler`."""
+    size = plan.prompts_per_draw
+    return PromptLoader(dataset, train_sampler(config, dataset, size), size, drop_last=not plan.draws_until_full)
 
 
 def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampler:
@@ -553,26 +563,3 @@ def required(steps: int | None) -> int:
     """A length that the plan knows because it was built with the size of the training set."""
     assert steps is not None
     return steps
-
-
-def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
-    """ValueError, naming the key, for a folder of the run's output that cannot be made or written."""
-    trainer = config.trainer
-    for key, folder in (
-        ("trainer.default_local_dir", trainer.default_local_dir),
-        ("trainer.log_dir", trainer.log_dir),
-        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
-        ("trainer.validation_data_dir", trainer.validation_data_dir),
-    ):
-        if folder is not None:
-            require_writable(key, folder, make=make)
-
-
-def log_dir(config: PPOConfig) -> Path:
-    """Folder of metrics, logs and the resolved configuration."""
-    return Path(config.trainer.log_dir or config.trainer.default_local_dir).expanduser()
-
-
-def profile_dir(config: PPOConfig) -> Path:
-    """Folder of the traces of trainer.profile_steps."""
-    return log_dir(config).resolve() / "profile"

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from verl_like.config import PPOConfig
 from verl_like.config.roles import CRITIC
 from verl_like.data.dataset import Dataset, PromptDataset
-from verl_like.trainer.build import Inputs, Prepared, check_output_folders, input_errors, prepare
+from verl_like.trainer.build import Inputs, Prepared, input_errors, prepare
+from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.resume import find_resume

@@ -27,20 +27,20 @@ _PARTS = ("model", "optimizer", "extra")  # of load_contents, what a resume read
 _AFRESH = "or start afresh: trainer.resume_mode=disable, or another trainer.default_local_dir"
 
 
-def find_resume(config: PPOConfig, *, with_critic: bool) -> Path | None:
+def find_resume(config: PPOConfig, *, with_critic: bool, newest: bool = False) -> Path | None:
     """The checkpoint that trainer.resume_mode asks for, its files compared with their checksums; None: a fresh start.
 
-    Says which keys changed since it was saved. ValueError when it cannot be found, is damaged, or does not fit. Changes
-    nothing: what a killed run left half done is `recover`'s, before.
+    newest: rather the newest of this run's folder, if there is one. Says which keys changed since it was saved.
+    ValueError when it cannot be found, is damaged, or does not fit. Changes nothing: what a killed run left half done
+    is `recover`'s, before.
     """
     settings = config.trainer
     root = Path(settings.default_local_dir).expanduser()
     check = partial(_faults, roles=_roles(config, with_critic=with_critic))
     mode = str(settings.resume_mode)
-    if mode == "disable":
-        return None
-    by_path = settings.resume_from_path if mode == "resume_path" else None
-    path = find_latest(root, check) if by_path is None else check_checkpoint(by_path, check)
+    path = find_latest(root, check) if newest or mode == "auto" else None
+    if path is None and mode == "resume_path" and settings.resume_from_path is not None:
+        path = check_checkpoint(settings.resume_from_path, check)
     if path is not None:
         saved = saved_config(path)
         raise_if_any(misfits(path, saved, config, with_critic=with_critic))

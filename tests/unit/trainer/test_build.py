@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from verl_like.config.errors import ConfigError
-from verl_like.trainer.build import build_trainer
+from verl_like.trainer.build import prepared, started
 from verl_like.trainer.compose import compose
 
 SAMPLERS = """
@@ -46,7 +46,7 @@ def refusal(folder: Path, model: Path, rows: list[dict[str, Any]], *settings: st
             *settings,
         ]
     )
-    with pytest.raises(ConfigError) as caught, build_trainer(config, never):
+    with pytest.raises(ConfigError) as caught, prepared(config) as ready, started(ready, never):
         pass
     return str(caught.value)
 

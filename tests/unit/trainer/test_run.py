@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,19 +25,23 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     todo: list[Any] = []
 
     @contextmanager
-    def build(config: PPOConfig, groups: Any, confirm: Any, kind: Any) -> Iterator[Any]:
+    def build(ready: Any, launcher: Any, confirm: Any, kind: Any, *, again: bool) -> Iterator[Any]:
+        config = ready.config
         trainer = SimpleNamespace(config=config, state=SimpleNamespace(step=3), total_steps=3)
         trainer.plan = SimpleNamespace(world_size=1)
 
         def fit() -> None:
             trainer.on_start()
             for function in todo:
-                function(config, groups, confirm)
+                function(config, launcher, confirm)
 
         trainer.fit = fit
         yield trainer
 
-    monkeypatch.setattr(run_module, "build_trainer", build)
+    monkeypatch.setattr(
+        run_module, "prepared", lambda config: nullcontext(SimpleNamespace(config=config, device="cpu"))
+    )
+    monkeypatch.setattr(run_module, "started", build)
     monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder: None)  # it would stay for other tests
     return todo
 
@@ -71,7 +75,7 @@ def test_the_folder_is_free_after_the_run(tmp_path: Path, fits: list[Any], error
     """The workers get the run id that stands in the lock."""
 
     def train(config: PPOConfig, groups: Any, confirm: Any) -> None:
-        assert json.loads((tmp_path / LOCK_FILE).read_text())["run_id"] == groups.keywords["run_id"]
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["run_id"] == groups.run_id
         confirm()
         if error is not None:
             raise error
@@ -130,7 +134,7 @@ def test_a_start_that_fails_leaves_the_saved_configuration(tmp_path: Path, monke
         raise RunStopped("the model is not there")
         yield
 
-    monkeypatch.setattr(run_module, "build_trainer", build)
+    monkeypatch.setattr(run_module, "prepared", build)
     monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder: None)
     (metrics_in(tmp_path) / "global_step_2").mkdir()
     (tmp_path / "config.yaml").write_text("of the run")

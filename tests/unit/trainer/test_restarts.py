@@ -1,0 +1,68 @@
+"""When a run that lost its workers begins again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl_like.checkpoint.layout import commit, prepare_step_dir, write_trainer_state
+from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
+from verl_like.config import TrainerConfig
+from verl_like.trainer.restarts import Restarts, is_loss
+
+
+def died(kind: type[WorkerError] = WorkerDied, error_type: str = "") -> WorkerError:
+    return kind("worker rank 1 of 2: its process died", rank=1, method="actor.update", error_type=error_type)
+
+
+def restarts(folder: Path, most: int) -> tuple[Restarts, list[float]]:
+    waits: list[float] = []
+    trainer = TrainerConfig(default_local_dir=str(folder), max_restarts=most, restart_delay=3.0)
+    return Restarts(trainer, waits.append), waits
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    written = prepare_step_dir(folder, step)
+    write_trainer_state(written, {"step": step})
+    commit(written)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (died(), True),
+        (died(WorkerTimeout), True),
+        (died(WorkerError, "OutOfMemoryError"), True),
+        (died(WorkerError, "MemoryError"), True),
+        (died(WorkerError, "ValueError"), False),
+        (died(GroupStopped), False),
+    ],
+)
+def test_only_what_a_new_start_can_cure_begins_again(tmp_path: Path, error: WorkerError, lost: bool) -> None:
+    assert is_loss(error) is lost
+    again, waits = restarts(tmp_path, 1)
+    if lost:
+        again.wait_before_next(error)
+        assert (again.count, waits) == (1, [3.0])
+    else:
+        with pytest.raises(type(error)):
+            again.wait_before_next(error)
+        assert waits == []
+
+
+def test_waits_double_and_end_unless_a_checkpoint_is_new(tmp_path: Path) -> None:
+    again, waits = restarts(tmp_path, 2)
+    again.wait_before_next(died())
+    again.wait_before_next(died())
+    with pytest.raises(WorkerDied):
+        again.wait_before_next(died())
+    checkpoint(tmp_path, 4)
+    again.wait_before_next(died())
+    assert (waits, again.count) == ([3.0, 6.0, 3.0], 3)
+
+
+def test_without_the_key_the_first_loss_ends_the_run(tmp_path: Path) -> None:
+    again, _ = restarts(tmp_path / "not there", 0)
+    with pytest.raises(WorkerDied):
+        again.wait_before_next(died())

@@ -1,0 +1,52 @@
+"""Whether a run that has lost its workers begins again, and when."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from verl_like.checkpoint.layout import find_latest
+from verl_like.cluster.worker_group import WorkerDied, WorkerError, WorkerTimeout
+from verl_like.config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = frozenset({"OutOfMemoryError", "MemoryError"})
+_LONGEST_S = 600.0
+
+
+class Restarts:
+    """Of one run: at most trainer.max_restarts from the same checkpoint, each after twice the wait of the last."""
+
+    def __init__(self, trainer: TrainerConfig, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._trainer, self._sleep = trainer, sleep
+        self.count = 0  # of the whole run
+        self._in_vain = 0  # since the newest checkpoint
+        self._newest = self._checkpoint()
+
+    def wait_before_next(self, error: WorkerError) -> None:
+        """Return when it is time to begin again; raise `error` when it is not one that a new start can cure, or when
+        the restarts are used up."""
+        newest = self._checkpoint()
+        if newest != self._newest:
+            self._newest, self._in_vain = newest, 0
+        if not is_loss(error) or self._in_vain >= self._trainer.max_restarts:
+            raise error
+        wait_s = min(self._trainer.restart_delay * 2**self._in_vain, _LONGEST_S)
+        self.count, self._in_vain = self.count + 1, self._in_vain + 1
+        logger.error(
+            "%s\nbeginning again in %g s from %s (restart %d of %d: trainer.max_restarts)",
+            *(str(error).splitlines()[0], wait_s, newest or "the start", self._in_vain, self._trainer.max_restarts),
+        )
+        self._sleep(wait_s)
+
+    def _checkpoint(self) -> Path | None:
+        root = Path(self._trainer.default_local_dir).expanduser()
+        return find_latest(root) if root.is_dir() else None
+
+
+def is_loss(error: WorkerError) -> bool:
+    """Whether processes, a node or their memory were lost, or answered no more: not an exception of a program's own."""
+    return isinstance(error, (WorkerDied, WorkerTimeout)) or error.error_type in _OUT_OF_MEMORY

@@ -1,0 +1,126 @@
+"""The worker processes of a run: one group for each pool, in this process or on Ray, started as often as it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from verl_like.cluster.worker_group import WorkerGroup, new_run_id
+from verl_like.config import PPOConfig
+from verl_like.config.placement import Pool
+from verl_like.config.trainer import MAIN_POOL
+from verl_like.trainer.folders import log_dir, profile_dir
+from verl_like.trainer.nsight import worker_runtime_env
+from verl_like.trainer.told import start_phase
+from verl_like.workers.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from verl_like.cluster.launch import RaySession
+    from verl_like.cluster.ray_group import RayWorkerGroup
+
+logger = logging.getLogger(__name__)
+
+WORKER = "verl_like.workers.host:RoleHost"
+Groups = Mapping[str, WorkerGroup]  # by the pool's name
+Workers = Callable[[WorkerSpec, str], AbstractContextManager[Groups]]  # of a spec and a device
+Group = TypeVar("Group", bound=WorkerGroup)
+
+
+class Launcher:
+    """Starts the workers of trainer.launcher: `with launcher(spec, device) as groups`. A Ray session is opened with the
+    first start and kept for later ones; the launcher itself is a context manager that ends it."""
+
+    def __init__(self, config: PPOConfig, run_id: str | None = None) -> None:
+        self._config, self.run_id = config, run_id or new_run_id()
+        self._session: RaySession | None = None
+
+    @contextmanager
+    def __call__(self, spec: WorkerSpec, device: str) -> Iterator[Groups]:
+        """The groups, stopped at the end of the context."""
+        start = self._local if str(self._config.trainer.launcher) == "local" else self._on_ray
+        with ExitStack() as stack:
+            yield start(spec, device, stack)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.disconnect()
+
+    def _local(self, spec: WorkerSpec, device: str, stack: ExitStack) -> Groups:
+        from verl_like.cluster.local import LocalWorkerGroup
+
+        (pool,) = spec.plan.pools
+        if pool.world_size != 1:
+            raise ValueError(
+                f"trainer.launcher=local runs one rank in this process, but {pool.size_text} asks for more; set both "
+                "to 1 or trainer.launcher=ray"
+            )
+        group = LocalWorkerGroup(WORKER, spec, device=device, run_id=self.run_id)
+        return {pool.name: _stopped_with(stack, group)}
+
+    def _on_ray(self, spec: WorkerSpec, device: str, stack: ExitStack) -> Groups:
+        session = self._connected(spec.plan.pools)
+        groups = {pool.name: self._on_pool(pool, session, spec, device, stack) for pool in spec.plan.pools}
+        for group in groups.values():  # they build their roles at the same time
+            group.wait_started()
+        return groups
+
+    def _connected(self, pools: tuple[Pool, ...]) -> RaySession:
+        from verl_like.cluster.launch import connect, is_alive
+
+        ray_init = self._config.ray_init
+        if self._session is not None and not is_alive():
+            logger.warning("Ray is gone: starting, or joining, another one")
+            self._session.disconnect()
+            self._session = None
+        if self._session is None:
+            with start_phase("Ray"):
+                self._session = connect(
+                    address=ray_init.address,
+                    num_cpus=ray_init.num_cpus,
+                    min_cpus=1 + sum(pool.ranks_per_node for pool in pools),
+                    temp_dir=ray_init.temp_dir,
+                    timeline_json_file=ray_init.timeline_json_file,
+                    run_id=self.run_id,
+                    extra={"runtime_env": dict(ray_init.runtime_env)} if ray_init.runtime_env else None,
+                )
+        return self._session
+
+    def _on_pool(
+        self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack
+    ) -> RayWorkerGroup:
+        from verl_like.cluster.ray_group import RayWorkerGroup
+        from verl_like.cluster.resources import allocate
+
+        config = self._config
+        allocation = allocate(
+            pool.nnodes,
+            pool.ranks_per_node,
+            device=device,
+            timeout=config.trainer.ray_wait_register_center_timeout,
+            may_grow=not session.owned,
+        )
+        stack.callback(allocation.release)
+        group = RayWorkerGroup(
+            WORKER,
+            dataclasses.replace(spec, pool=pool.name),
+            allocation=allocation,
+            run_id=session.run_id,
+            log_dir=log_dir(config) / "workers",
+            start_timeout=config.trainer.worker_start_timeout,
+            runtime_env=worker_runtime_env(config, profile_dir(config)),
+            name="worker" if pool.name == MAIN_POOL else pool.name,
+            wait=False,
+        )
+        return _stopped_with(stack, group)
+
+
+def _stopped_with(stack: ExitStack, group: Group) -> Group:
+    stack.callback(group.shutdown)
+    return group
