@@ -76,6 +76,25 @@ def test_a_rule_counts_beside_the_model_also_in_validation(tmp_path: Path, tiny_
 
 
 @pytest.mark.engines
+@pytest.mark.parametrize("split", ["ulysses_sequence_parallel_size", "model.fsdp_config.tensor_parallel_size"])
+def test_two_ranks_that_share_a_reward_model_score_as_one(
+    tmp_path: Path, tiny_model: Path, judge: Path, split: str
+) -> None:
+    """Its sequences, or its matrices, are split between the two processes of a pool of its own."""
+    settings = {"custom_reward_function.path": None, "data.val_files": "[]", "trainer.total_training_steps": 1}
+    (tmp_path / "alone").mkdir()
+    (alone,) = run(tmp_path / "alone", tiny_model, judge, **settings)
+    placement = "{judges:{roles:[reward],n_gpus_per_node:2}}"
+    shared = {"trainer.launcher": "ray", "trainer.placement": placement, f"reward_model.{split}": 2}
+    values = {"reward_model.enable": True, "reward_model.model.path": str(judge)} | settings | shared
+    result = main_ppo(overrides(write_task(tmp_path), tiny_model, tmp_path / "out", **values))
+    assert result.returncode == 0, result.stdout[-3000:]
+    (two,) = metrics_of(tmp_path / "out")
+    for name in ("reward/model_score/mean", "critic/score/max", "critic/score/min"):
+        assert two[name] == pytest.approx(alone[name], abs=1e-4)
+
+
+@pytest.mark.engines
 def test_a_pool_of_its_own_scores_for_two_ranks(tmp_path: Path, tiny_model: Path, judge: Path) -> None:
     settings = {
         "trainer.launcher": "ray",
