@@ -14,18 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.contracts.engine_ends import EngineHere, connect, transfer, unload
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.engine import tiny
 from tests.unit.rollout.tiny import build_for
 from verl_like.batch import Sequences
 from verl_like.bench.engine_process import (
-    EngineHere,
     EngineProcess,
     EngineSettings,
-    connected,
     receive,
-    transfer,
-    unload,
     wanted,
 )
 from verl_like.cluster.environment import LOOPBACK, free_port
@@ -262,7 +259,7 @@ def test_adapters_alone_on_every_channel(process: ProcessInfo, path: str, kind: 
     there = EngineHere(settings, process) if kind == "inproc" else EngineProcess(settings)
     engine = trainer(process, path)
     source = WeightSource(engine, process, prove=True)
-    channel = connected(kind, there, process.device, run_id="lora-sync", bucket_bytes=10_000)
+    channel = connect(kind, there, process.device, run_id="lora-sync", bucket_bytes=10_000)
     try:
         for version, form in enumerate(["apart", "adapters", "adapters"]):
             report = transfer(source, channel, there, version)
@@ -278,7 +275,7 @@ def test_adapters_alone_on_every_channel(process: ProcessInfo, path: str, kind: 
         assert problem == "adapters came for weights that the engine does not hold: it has None"
         if kind != "inproc":
             channel.close()
-            channel = connected(kind, there, process.device, run_id="lora-sync", bucket_bytes=10_000)
+            channel = connect(kind, there, process.device, run_id="lora-sync", bucket_bytes=10_000)
         assert transfer(source, channel, there, 9).form == "apart"
         assert transfer(WeightSource(engine, process, prove=True), channel, there, 10).form == "apart"
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.contracts.engine_ends import EngineHere
 from tests.contracts.sync_faults import (
     DROPPED,
     FAULTS,
@@ -24,7 +25,7 @@ from tests.contracts.sync_faults import (
 )
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, free_port, single_process, tiny_model
-from verl_like.bench.engine_process import EngineHere, EngineProcess, EngineSettings
+from verl_like.bench.engine_process import EngineProcess, EngineSettings
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
 from verl_like.config.rollout import EngineKwargsConfig

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contracts.engine_ends import EngineHere, connect, transfer
 from tests.contracts.test_weight_sync import FAULTS
 from tests.unit.rollout.tiny import (
     MAX_LEN,
@@ -29,15 +30,12 @@ from tests.unit.rollout.tiny import (
     tiny_model,
 )
 from verl_like.bench.engine_process import (
-    EngineHere,
     EngineProcess,
     EngineSettings,
     Hosted,
-    connected,
     join,
     receive,
     sender_of,
-    transfer,
     wanted,
 )
 from verl_like.bench.live_bytes import LiveBytes
@@ -99,7 +97,7 @@ class Pair:
     def connect(self, deadline_s: float = 60.0) -> None:
         self.channel.close()
         settings: Any = {"run_id": RUN_ID, "bucket_bytes": BUCKET, "deadline_s": deadline_s}
-        self.channel = connected(self.kind, self.engine, CPU, **settings)
+        self.channel = connect(self.kind, self.engine, CPU, **settings)
 
     def sync(self) -> SyncReport:
         self.version += 1

@@ -8,8 +8,9 @@ from typing import cast
 import pytest
 import torch
 
+from tests.contracts.engine_ends import transfer
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, free_port, tiny_config, tiny_model
-from verl_like.bench.engine_process import EngineProcess, EngineSettings, connected, transfer
+from verl_like.bench.engine_process import EngineProcess, EngineSettings, connected
 from verl_like.bench.live_bytes import LiveBytes
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.engine.train_engine import TrainEngine

@@ -1,4 +1,4 @@
-"""A rollout engine with its weight receiver, here or in a process of its own, and a driver's part of a weight sync."""
+"""A rollout engine with its weight receiver in a process of its own, and a channel to it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_dist
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from verl_like.weight_sync.channel import InProcess, ReceivingEnd, SendingEnd
+from verl_like.weight_sync.channel import ReceivingEnd, SendingEnd
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.ipc import IpcReceiver, IpcSender
 from verl_like.weight_sync.receiver import WeightReceiver
-from verl_like.weight_sync.source import WeightSource
-from verl_like.weight_sync.verdict import Receipt, SyncReport, WeightSyncError, verdict
+from verl_like.weight_sync.verdict import Receipt
+from verl_like.weight_sync.wired import Way, WiredSender
 
 Result = TypeVar("Result")
 
@@ -56,25 +56,6 @@ class Hosted:
     channel: ReceivingEnd | None = None
 
 
-class EngineHere:
-    """The engine in this process, with the interface of one in another."""
-
-    def __init__(self, settings: EngineSettings, process: ProcessInfo) -> None:
-        self.hosted = _hosted(settings, process)
-
-    def begin(self, function: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
-        """See EngineProcess: it is done when the result is asked for."""
-        return lambda: function(self.hosted, *arguments)
-
-    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """`begin`, and wait."""
-        return self.begin(function, *arguments)()
-
-    def shutdown(self) -> None:
-        """End the engine."""
-        self.hosted.rollout.shutdown()
-
-
 class EngineProcess:
     """Functions of a module, called in the engine's process with its `Hosted` first, one after the other."""
 
@@ -97,7 +78,8 @@ class EngineProcess:
         self._pool.shutdown()
 
 
-def _hosted(settings: EngineSettings, process: ProcessInfo) -> Hosted:
+def hosted(settings: EngineSettings, process: ProcessInfo) -> Hosted:
+    """Build the engine here."""
     rollout = build_rollout_engine(
         settings.rollout,
         settings.model,
@@ -118,7 +100,7 @@ _HERE: list[Hosted] = []  # in an engine's process
 def _start(settings: EngineSettings) -> None:
     die_with_parent()
     process = init_distributed(0, 1, settings.local_rank, 1, LOOPBACK, settings.port, settings.device)
-    _HERE.append(_hosted(settings, process))
+    _HERE.append(hosted(settings, process))
 
 
 def _call(function: Callable[..., Result], arguments: Sequence[Any]) -> Result:
@@ -137,12 +119,11 @@ def wanted(engine: Hosted) -> Wanted:
     return engine.receiver.wanted()
 
 
-def join(engine: Hosted, kind: str, way: Any) -> None:
-    """Become the receiver of a channel (`way`: the channel itself in one process)."""
+def join(engine: Hosted, kind: str, way: Way) -> None:
+    """Become the receiver of a channel."""
     if engine.channel is not None:
         engine.channel.close()
-    receiver = {"ipc": IpcReceiver, "broadcast": BroadcastReceiver}
-    engine.channel = way if kind == "inproc" else receiver[kind](way, 0, engine.device)
+    engine.channel = (IpcReceiver if kind == "ipc" else BroadcastReceiver)(way, 0, engine.device)
 
 
 def receive(engine: Hosted) -> Receipt:
@@ -151,46 +132,15 @@ def receive(engine: Hosted) -> Receipt:
     return engine.receiver.receive(engine.channel)
 
 
-def unload(engine: Hosted) -> None:
-    """See WeightReceiver."""
-    engine.receiver.unload()
-
-
-def sender_of(kind: str, *, run_id: str, **settings: Any) -> Any:
+def sender_of(kind: str, *, run_id: str, **settings: Any) -> WiredSender:
     """The sending end of a channel to one engine in another process. settings: see WiredSender."""
     if kind == "ipc":
         return IpcSender("rollout rank 0", run_id=run_id, **settings)
     return BroadcastSender(LOOPBACK, ["rollout rank 0"], **settings)
 
 
-def connected(
-    kind: str, engine: EngineHere | EngineProcess, device: torch.device, *, run_id: str, **settings: Any
-) -> SendingEnd:
+def connected(kind: str, engine: EngineProcess, device: torch.device, *, run_id: str, **settings: Any) -> SendingEnd:
     """The sending end of a channel of this kind, which the engine has joined."""
-    sender: Any = InProcess() if kind == "inproc" else sender_of(kind, run_id=run_id, device=device, **settings)
-    engine.call(join, kind, sender if kind == "inproc" else sender.way)
+    sender = sender_of(kind, run_id=run_id, device=device, **settings)
+    engine.call(join, kind, sender.way)
     return sender
-
-
-def transfer(source: WeightSource, channel: SendingEnd, engine: EngineHere | EngineProcess, version: int) -> SyncReport:
-    """One update, as a driver has it done. Raises WeightSyncError; the engine is unloaded then, or has ended."""
-    asked, received = engine.call(wanted), engine.begin(receive)
-    try:
-        sent = source.send(version, asked, channel)
-    except WeightSyncError:
-        _receipt(received)
-        raise
-    receipt = _receipt(received)
-    try:
-        return verdict([sent], [receipt])
-    except WeightSyncError:
-        if receipt.mark is not None:
-            engine.call(unload)
-        raise
-
-
-def _receipt(received: Callable[[], Receipt]) -> Receipt:
-    try:
-        return received()
-    except (WeightSyncError, BrokenProcessPool) as error:  # it has left its group, or its process has ended
-        return Receipt(mark=None, seconds=0.0, problems={"rollout rank 0": [f"{type(error).__name__}: {error}"]})
