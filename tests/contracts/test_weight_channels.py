@@ -39,6 +39,7 @@ from verl_like.bench.engine_process import (
     wanted,
 )
 from verl_like.bench.live_bytes import LiveBytes
+from verl_like.cluster.janitor import cleanup_shm
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
 from verl_like.engine.fsdp import FSDPEngine
@@ -232,9 +233,9 @@ def process_id(engine: Hosted) -> int:
     return os.getpid()
 
 
-def open_sender(engine: Hosted, kind: str) -> Way:
+def open_sender(engine: Hosted, kind: str, run_id: str) -> Way:
     """A trainer in the engine's process."""
-    SENDERS.append(sender_of(kind, run_id=RUN_ID, bucket_bytes=BUCKET, device=CPU, deadline_s=DEADLINE_S))
+    SENDERS.append(sender_of(kind, run_id=run_id, bucket_bytes=BUCKET, device=CPU, deadline_s=DEADLINE_S))
     return SENDERS[-1].way
 
 
@@ -297,7 +298,7 @@ def test_a_sender_that_stands_still_or_ends(pair: Pair, here: Hosted, number: si
     if not isinstance(pair.engine, EngineProcess):
         pytest.skip("one process")
     pid, process = pair.engine.call(process_id), pair.engine
-    join(here, pair.kind, process.call(open_sender, pair.kind))
+    join(here, pair.kind, process.call(open_sender, pair.kind, RUN_ID))
     said = process.begin(send_halting, here.receiver.wanted(), number)
     began = time.monotonic()
     receipt = receive(here)
@@ -312,8 +313,8 @@ def test_a_sender_that_stands_still_or_ends(pair: Pair, here: Hosted, number: si
         assert "trainer rank 0 is gone" in problem or "bytes of a bucket" in problem
         with pytest.raises(BrokenProcessPool):
             said()
-        for path in Path("/dev/shm").glob(f"*{RUN_ID}*"):  # as the janitor does
-            path.unlink()
+        left = cleanup_shm(RUN_ID)  # as the janitor does
+        assert len(left) == (2 if pair.kind == "ipc" else 0)
 
 
 def test_a_receiver_that_ends(pair: Pair, process: ProcessInfo, tmp_path_factory: pytest.TempPathFactory) -> None:
