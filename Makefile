@@ -46,6 +46,8 @@ gpu-report: setup ## everything on one CUDA device: its tests, then all benchmar
 	@tail -n 3 outputs/gpu/tests.txt
 	-$(PY) -m verl_like.cli bench driver --json outputs/gpu/driver.json
 	-$(PY) -m verl_like.cli bench agents --engine vllm --model 0.5b --json outputs/gpu/agents.json
+	-$(PY) -m verl_like.cli bench sync --channel ipc --model 0.5b --json outputs/gpu/sync_ipc.json
+	-$(PY) -m verl_like.cli bench sync --channel broadcast --model 0.5b --ranks 1 --json outputs/gpu/sync_broadcast.json
 	-$(PY) -m verl_like.cli bench all --model 0.5b --workload w1 --out outputs/gpu/0.5b_w1 $(ARGS)
 	$(PY) -m verl_like.cli bench all --model 1.5b --workload w1 --out outputs/gpu/1.5b_w1 $(ARGS)
 

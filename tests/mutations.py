@@ -300,7 +300,44 @@ EPISODES = [
         "episodes/agent_loops/test_turns.py",
     ),
 ]
-MUTATIONS = [*ALGORITHMS, *MODELS, *ENGINE_AND_ROLLOUT, *DATA_AND_REWARDS, *EPISODES]
+WEIGHTS = [
+    Mutation(
+        "weights: a bucket is filled again before it was taken",
+        "weight_sync/wired.py",
+        "self._await_taken(self._num_buckets + 1 - _NUM_SLOTS, deadline)",
+        "pass",
+        "weight_sync/test_channels.py",
+    ),
+    Mutation(
+        "weights: tensors are views of shared buckets",
+        "weight_sync/ipc.py",
+        "return tensor.clone()",
+        "return tensor",
+        "weight_sync/test_channels.py",
+    ),
+    Mutation(
+        "weights: a sender's failure looks like the end",
+        "weight_sync/wired.py",
+        'peer.say(Deadline(_GRACE_S / 8), "", "failed", reason)',
+        'peer.say(Deadline(_GRACE_S / 8), "", "end")',
+        "weight_sync/test_channels.py",
+    ),
+    Mutation(
+        "weights: nobody looks whether receivers hold the same",
+        "weight_sync/verdict.py",
+        "if not problems and len(",
+        "if problems and len(",
+        "weight_sync/test_verdict.py",
+    ),
+    Mutation(
+        "weights: a step after a checkpoint must differ from before it",
+        "engine/weight_changes.py",
+        "return self.loads == earlier.loads and self.sure > earlier.sure",
+        "return self.sure > earlier.sure",
+        "engine/test_weight_changes.py",
+    ),
+]
+MUTATIONS = [*ALGORITHMS, *MODELS, *ENGINE_AND_ROLLOUT, *DATA_AND_REWARDS, *EPISODES, *WEIGHTS]
 
 
 def survives(mutation: Mutation, copy: Path) -> bool:

@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from verl_like.bench.engine_process import EngineHere, EngineProcess, Hosted, opened, transfer, wanted
+from tests.contracts.engine_ends import Engine, connect, transfer
+from verl_like.bench.engine_process import Hosted, wanted
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.sharding import local_tensor
@@ -85,12 +86,10 @@ class Plant:
     """One trainer and one engine, here or in a process of its own; each case starts from a sync that passes, which is
     at the same time the proof that the fault before is gone and that nothing is reported without a fault."""
 
-    def __init__(
-        self, engine: FSDPEngine, rollout: EngineHere | EngineProcess, kind: str, process: ProcessInfo, bucket: int
-    ) -> None:
+    def __init__(self, engine: FSDPEngine, rollout: Engine, kind: str, process: ProcessInfo, bucket: int) -> None:
         self.engine, self.rollout, self.kind = engine, rollout, kind
         self._source = WeightSource(engine, process, prove=True)
-        self._channel = opened(kind, [rollout], run_id=RUN_ID, bucket_bytes=bucket, device=process.device)
+        self._channel = connect(kind, rollout, process.device, run_id=RUN_ID, bucket_bytes=bucket)
         self.dtype = rollout.call(wanted).dtype
         self._version = 0
         self._noise = torch.Generator().manual_seed(0)
@@ -125,7 +124,7 @@ class Plant:
     def sync(self) -> SyncReport:
         """The next version."""
         self._version += 1
-        return transfer(self._source, self._channel, [self.rollout], self._version)
+        return transfer(self._source, self._channel, self.rollout, self._version)
 
     def shutdown(self) -> None:
         """End the engine."""

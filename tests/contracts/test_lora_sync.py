@@ -14,10 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.contracts.engine_ends import EngineHere, connect, transfer, unload
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.engine import tiny
 from tests.unit.rollout.tiny import build_for
 from verl_like.batch import Sequences
+from verl_like.bench.engine_process import (
+    EngineProcess,
+    EngineSettings,
+    receive,
+    wanted,
+)
+from verl_like.cluster.environment import LOOPBACK, free_port
 from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.config.model import LoraConfig
 from verl_like.engine.fsdp import FSDPEngine
@@ -25,6 +33,7 @@ from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_dist
 from verl_like.rollout import vllm_lora
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutEngine, RolloutError, SamplingParams
 from verl_like.rollout.vllm import VLLMRolloutEngine
+from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 Items = Iterator[tuple[str, Tensor]]
@@ -234,6 +243,44 @@ def test_adapters_alone_are_refused_without_base_weights(
     with pytest.raises(RuntimeError, match="without base weights"):
         rollout.load_weights(stream, 1, partial=True)
     assert rollout.weight_version is None
+
+
+@pytest.mark.parametrize("kind", ["inproc", pytest.param("ipc", marks=pytest.mark.engines), "broadcast"])
+def test_adapters_alone_on_every_channel(process: ProcessInfo, path: str, kind: str) -> None:
+    """To an engine in another process: base weights once, and again when it holds something else than was sent."""
+    settings = EngineSettings(
+        rollout=RolloutConfig(name="hf", max_num_seqs=8, max_num_batched_tokens=64),
+        model=ModelConfig(path=path, **LORA),
+        tokenizer_size=tiny.VOCAB,
+        max_model_len=128,
+        run_id="lora-sync",
+        port=free_port(LOOPBACK),
+    )
+    there = EngineHere(settings, process) if kind == "inproc" else EngineProcess(settings)
+    engine = trainer(process, path)
+    source = WeightSource(engine, process, prove=True)
+    channel = connect(kind, there, process.device, run_id="lora-sync", bucket_bytes=10_000)
+    try:
+        for version, form in enumerate(["apart", "adapters", "adapters"]):
+            report = transfer(source, channel, there, version)
+            assert (report.form, report.num_read_back) == (form, report.num_tensors)
+            assert report.probe_gap is not None and report.probe_gap < 1e-5
+            train(engine, version)
+        asked = there.call(wanted)
+        there.call(unload)
+        received = there.begin(receive)
+        sent = source.send(8, asked, channel)  # the sender does not know
+        assert sent.form == "adapters"
+        (problem,) = received().problems["rollout rank 0"]
+        assert problem == "adapters came for weights that the engine does not hold: it has None"
+        if kind != "inproc":
+            channel.close()
+            channel = connect(kind, there, process.device, run_id="lora-sync", bucket_bytes=10_000)
+        assert transfer(source, channel, there, 9).form == "apart"
+        assert transfer(WeightSource(engine, process, prove=True), channel, there, 10).form == "apart"
+    finally:
+        channel.close()
+        there.shutdown()
 
 
 @pytest.mark.parametrize("broken", ["half an adapter", "a base weight", "nothing"])

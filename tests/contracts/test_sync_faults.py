@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.contracts.engine_ends import EngineHere
 from tests.contracts.sync_faults import (
     DROPPED,
     FAULTS,
@@ -24,7 +25,7 @@ from tests.contracts.sync_faults import (
 )
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, free_port, single_process, tiny_model
-from verl_like.bench.engine_process import EngineHere, EngineProcess, EngineSettings, hosted
+from verl_like.bench.engine_process import EngineProcess, EngineSettings
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
 from verl_like.config.rollout import EngineKwargsConfig
@@ -92,12 +93,10 @@ def planting(name: str, dtype: str, process: ProcessInfo, folder: Path, tp: int 
         model=model,
         tokenizer_size=TOKENIZER_SIZE,
         max_model_len=MAX_LEN,
-        tokenizer="",
         run_id=RUN_ID,
-        device="cpu",
         port=free_port(),
     )
-    held = EngineHere(hosted(settings, process)) if kind == "inproc" else EngineProcess(settings)
+    held = EngineHere(settings, process) if kind == "inproc" else EngineProcess(settings)
     engine = FSDPEngine(RoleConfig(model=model), process, tokenizer_size=TOKENIZER_SIZE)
     return Plant(engine, held, kind, process, BUCKET)
 

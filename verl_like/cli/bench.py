@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("rollout", "rollout", "generation alone, lengths forced", shape, phase, engine, files, overrides)
     add("log-prob", "log_prob", "the pass for old log-probs alone", shape, phase, files, overrides)
     add("update", "update", "one optimizer step, packed and padded", shape, phase, update, files, overrides)
-    add("sync", "sync", "FSDP shards to the rollout engine, by stages", shape, phase, engine, files, overrides)
+    add("sync", "sync", "FSDP shards to the rollout engine, by stages", shape, phase, engine, channel, files, overrides)
     add("head", "head", "log-prob and entropy from hidden states: seconds and memory", head, kernel, files)
     add("attention", "attention", "packed attention against padded rows", sequences, kernel, files)
     add("growth", "growth", "cost by model, batch and length: computed, or measured", growth, files)
@@ -79,6 +79,11 @@ def phase(parser: argparse.ArgumentParser) -> None:
 
 def engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm", help="rollout engine")
+
+
+def channel(parser: argparse.ArgumentParser) -> None:
+    every, text = ("inproc", "ipc", "broadcast"), "to an engine in the same process, beside it, or anywhere"
+    parser.add_argument("--channel", choices=every, default="inproc", help=text)
 
 
 def files(parser: argparse.ArgumentParser) -> None:

@@ -239,7 +239,7 @@ class RolloutConfig(ConfigNode):
     layered_summon: bool = False
     """Gather LoRA weights layer by layer."""
     update_weights_bucket_megabytes: int = 512
-    """[MB] Size of one bucket of the weight sync."""
+    """[MB] Size of one bucket of weights on their way to another process; within one, tensors go one by one."""
     nnodes: int = 0
     """[nodes] Machines of the rollout engine's own pool (actor_rollout_ref.hybrid_engine=false)."""
     n_gpus_per_node: int = 0

@@ -40,22 +40,22 @@ def filled(
     is alone in a bucket; with `whole` those are its own bytes, and nothing is copied.
     """
     entries: list[Entry] = []
-    bucket: Tensor | None = None
+    bucket = torch.empty(0, dtype=torch.uint8)
     for name, tensor in stream:
         size, first = tensor.numel() * tensor.element_size(), _aligned(entries[-1].end) if entries else 0
-        if bucket is not None and first + size > room:
+        if entries and first + size > room:
             yield entries, bucket[: entries[-1].end]
-            entries, bucket, first = [], None, 0
+            entries, first = [], 0
         entry = Entry(name, tensor.dtype, tensor.shape, first)
         if whole and size > room:
             yield [entry], _bytes(tensor)
         else:
-            if bucket is None:
+            if not entries:
                 bucket = memory(max(room, size))
             bucket[entry.first : entry.end].copy_(_bytes(tensor))
             entries.append(entry)
         del tensor
-    if bucket is not None:
+    if entries:
         yield entries, bucket[: entries[-1].end]
 
 

@@ -47,6 +47,10 @@ class ReceivingEnd(Protocol):
         """Wait for the next update. Raises ChannelError, as the stream does; read the stream to its end."""
         ...
 
+    def fail(self, reason: str) -> None:
+        """In place of reading the stream: the sender gets a ChannelError with this reason."""
+        ...
+
     def close(self) -> None:
         """Free what the channel holds."""
         ...
@@ -63,7 +67,7 @@ class InProcess:
         self._sent = header, stream
 
     def fail(self, reason: str) -> None:
-        """See SendingEnd."""
+        """See SendingEnd; as the receiver's, there is nobody to tell."""
         self._sent = ChannelError(reason)
 
     def receive(self) -> tuple[Header, Stream]:

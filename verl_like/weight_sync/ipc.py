@@ -66,6 +66,8 @@ class IpcSender(WiredSender):
 
     def _place(self) -> tuple[int, Any]:
         """Number of the slot, and what opens it, where the receiver has not seen it yet."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         place = (self._num_buckets - 1) % len(self._slots)
         if place in self._told:
             return place, None
@@ -75,10 +77,6 @@ class IpcSender(WiredSender):
         if self._device.type == "cuda":
             return place, bytes(ForkingPickler.dumps(slot))
         return place, (str(self._files[place]), slot.numel())
-
-    def _written(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def _release(self) -> None:
         self._told.clear()

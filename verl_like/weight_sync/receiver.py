@@ -86,7 +86,12 @@ class WeightReceiver:
                 problems.append(f"adapters came for weights that the engine does not hold: it has {held}")
         except ChannelError as error:
             problems.append(str(error))
-        self._require(problems)
+        try:
+            self._require(problems)
+        except _Agreed as agreed:
+            if got:  # the sender waits for this rank to take what comes
+                channel.fail(str(WeightSyncError.of(agreed.problems)))
+            raise
         return got[0]
 
     def _receive(self, header: Header, stream: Iterator[tuple[str, Tensor]], began: float) -> Receipt:

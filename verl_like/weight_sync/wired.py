@@ -129,7 +129,7 @@ class WiredSender:
             socket.listen()
         self._names, self._peers = receivers, list[Peer]()
         self._closed = False
-        self._num_buckets = 0
+        self._total = self._num_buckets = 0
         self._slots: list[Tensor | None] = [None] * _NUM_SLOTS
         self.way = Way(
             sender=name,
@@ -198,7 +198,6 @@ class WiredSender:
 
         for entries, data in filled(stream, room, memory, whole=self._whole):
             self._num_buckets += 1
-            self._written()
             self._tell(deadline, "bucket", entries, data.numel(), self._place())
             self._give(data, deadline)
             del data
@@ -229,7 +228,7 @@ class WiredSender:
             except ChannelError as lost:
                 waited = isinstance(lost.__cause__, BlockingIOError)
                 found.append(peer.lost(BlockingIOError(), deadline, self._state(peer)) if waited else lost)
-        return found[0] if found else ChannelError(f"{self._name} could not send: {error}")
+        return found[0] if found else ChannelError(f"{self._name} could not send to {self._names}: {error}")
 
     def _give_up(self, reason: str) -> None:
         for peer in self._peers:
@@ -244,11 +243,8 @@ class WiredSender:
         """Memory of `size` bytes for every second bucket."""
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _written(self) -> None:
-        """Before receivers are told of a bucket."""
-
     def _place(self) -> Any:
-        """What the receivers must know of where the last bucket is."""
+        """What the receivers must know of where the last bucket is, which is written now."""
 
     def _give(self, data: Tensor, deadline: Deadline) -> None:
         """Send the bytes of a bucket that was told of, where telling does not do."""
@@ -278,6 +274,10 @@ class WiredReceiver:
         except Exception as error:
             raise self._failed(error) from error
         return header, self._stream(header, deadline)
+
+    def fail(self, reason: str) -> None:
+        """See ReceivingEnd."""
+        self._failed(ChannelError(reason))
 
     def close(self) -> None:
         """See ReceivingEnd."""

@@ -141,9 +141,21 @@ def test_sync_counts_bytes_and_names_stages(tmp_path: Path) -> None:
     stages = {row.name.removeprefix("- "): row for row in report.rows[2:]}
     assert {"probe: trainer", "probe: rollout engine", "load and checksums", "gather and cast shards"} <= set(stages)
     assert report.rows[0].floor_seconds == pytest.approx(2 * 4 * ALL / PEAK.bandwidth)  # read once, written once
+    assert report.rows[1].figures["peak MB"] == pytest.approx(4 * 32 * 32 / 1e6)  # the largest tensor and no other
     assert sum(row.figures["share"] for row in stages.values()) == pytest.approx(1.0)
     first = report.rows[0]
     assert first.seconds is not None and first.figures["GB/s"] == pytest.approx(4 * ALL / first.seconds / 1e9)
+
+
+def test_sync_to_an_engine_in_another_process(tmp_path: Path) -> None:
+    report = bench(tmp_path / "a.json", "sync", "--engine", "hf", "--rounds", "1", "--channel", "broadcast")
+    assert [row.name for row in report.rows] == [WITH, WITHOUT]
+    assert report.work["channel"] == "broadcast" and report.figures["bytes"] == 4 * ALL
+    peaks = report.rows[1].figures
+    bucket = 4 * ALL + 16 * 20  # all of them fit in one, which is padded a little
+    largest = 4 * 32 * 32
+    assert 4 * ALL <= peaks["peak MB"] * 1e6 <= bucket + largest
+    assert 4 * ALL <= peaks["engine's peak MB"] * 1e6 <= bucket + largest
 
 
 def test_floors_of_the_sync_by_hand() -> None:

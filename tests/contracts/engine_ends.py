@@ -1,0 +1,72 @@
+"""An engine in this process with the interface of one in another (bench/engine_process.py), and one update into either,
+as a driver has it done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+import torch
+
+from verl_like.bench.engine_process import EngineProcess, EngineSettings, Hosted, connected, hosted, receive, wanted
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.weight_sync.channel import InProcess, SendingEnd
+from verl_like.weight_sync.source import WeightSource
+from verl_like.weight_sync.verdict import Receipt, SyncReport, WeightSyncError, verdict
+
+Result = TypeVar("Result")
+
+
+class EngineHere:
+    def __init__(self, settings: EngineSettings, process: ProcessInfo) -> None:
+        self.hosted = hosted(settings, process)
+
+    def begin(self, function: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
+        """It is done when the result is asked for."""
+        return lambda: function(self.hosted, *arguments)
+
+    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return self.begin(function, *arguments)()
+
+    def shutdown(self) -> None:
+        self.hosted.rollout.shutdown()
+
+
+Engine = EngineHere | EngineProcess
+
+
+def connect(kind: str, engine: Engine, device: torch.device, **settings: Any) -> SendingEnd:
+    """The sending end of a channel of this kind, which the engine has joined."""
+    if isinstance(engine, EngineProcess):
+        return connected(kind, engine, device, **settings)
+    engine.hosted.channel = channel = InProcess()
+    return channel
+
+
+def transfer(source: WeightSource, channel: SendingEnd, engine: Engine, version: int) -> SyncReport:
+    """Raises WeightSyncError; the engine is unloaded then, or has ended."""
+    asked, received = engine.call(wanted), engine.begin(receive)
+    try:
+        sent = source.send(version, asked, channel)
+    except WeightSyncError:
+        _receipt(received)
+        raise
+    receipt = _receipt(received)
+    try:
+        return verdict([sent], [receipt])
+    except WeightSyncError:
+        if receipt.mark is not None:
+            engine.call(unload)
+        raise
+
+
+def unload(engine: Hosted) -> None:
+    engine.receiver.unload()
+
+
+def _receipt(received: Callable[[], Receipt]) -> Receipt:
+    try:
+        return received()
+    except (WeightSyncError, BrokenProcessPool) as error:  # it has left its group, or its process has ended
+        return Receipt(mark=None, seconds=0.0, problems={"rollout rank 0": [f"{type(error).__name__}: {error}"]})
