@@ -40,15 +40,17 @@ class Weights:
         wanted = Wanted.of_all(self._rollout.call_all("weights.wanted").wait(timeout=self._timeout_s))
         if not self._connected:
             self._connect()
+        self._connected = False  # a transfer that breaks off closes its channel
         sending = self._actor.call_all("weights.send", version, wanted)
         receiving = self._rollout.call_all("weights.receive")
         sent, receipts = (pending.wait(timeout=self._timeout_s) for pending in (sending, receiving))
         try:
-            return verdict(sent, receipts)
+            report = verdict(sent, receipts)
         except WeightSyncError:
-            self._connected = False  # a transfer that broke off closes its channel
             self._rollout.call_all("weights.unload").wait(timeout=self._timeout_s)
             raise
+        self._connected = True
+        return report
 
     def _connect(self) -> None:
         ways = self._actor.call_all("weights.listen", self._rollout.world_size).wait(timeout=self._timeout_s)

@@ -26,7 +26,7 @@ from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.reward import build_reward_worker
 from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
-from verl_like.workers.weights import Weights
+from verl_like.workers.weights import WeightsReceiver, WeightsSender, WeightsWithin
 
 WEIGHTS = "weights"
 _PHASES = {ROLLOUT: Phase.rollout}  # of the methods of a role; of all others: train
@@ -47,9 +47,13 @@ class RoleHost:
         self._models = [engine for engine in engines if isinstance(engine, FSDPEngine)]
         rollout = self.roles.get(ROLLOUT)
         self.residency = Residency(self._models, None if rollout is None else rollout.engine)
-        if rollout is not None or ACTOR in self.roles:
-            ends = (self.roles.get(ACTOR), rollout)
-            self.roles[WEIGHTS] = Weights(spec, self.process, env, *ends, self.residency)
+        actor = self.roles.get(ACTOR)
+        if actor is not None and rollout is not None:
+            self.roles[WEIGHTS] = WeightsWithin(spec, self.process, actor, rollout, self.residency)
+        elif actor is not None:
+            self.roles[WEIGHTS] = WeightsSender(spec, self.process, env, actor)
+        elif rollout is not None:
+            self.roles[WEIGHTS] = WeightsReceiver(spec, self.process, rollout, self.residency)
 
     def _build(self, spec: WorkerSpec, env: RankEnv) -> None:
         """The rollout engine comes last: at its start gpu_memory_utilization of the device must be free."""
