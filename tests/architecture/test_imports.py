@@ -15,7 +15,16 @@ from tests.architecture.source import ROOT, Source, package_sources, parse
 BASE = {"batch", "config", "ragged", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
-TRAINER_LEVEL = ROLE_LEVEL | {"cluster", "observe", "data", "rewards", "services", "workers", "episodes"}
+TRAINER_LEVEL = ROLE_LEVEL | {
+    "cluster",
+    "observe",
+    "data",
+    "rewards",
+    "services",
+    "workers",
+    "episodes",
+    "environments",
+}
 # package -> packages of ours that it may import (itself is always allowed)
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"observe", "trainer"},  # the names of a library, imported when they are first used
@@ -32,8 +41,9 @@ ALLOWED: dict[str, set[str]] = {
     "weight_sync": ENGINE_LEVEL | {"engine", "rollout"},
     "checkpoint": ENGINE_LEVEL,
     "data": ENGINE_LEVEL,
+    "environments": {"user_code", "rewards"},
     "rewards": ENGINE_LEVEL | {"data", "services"},
-    "episodes": BASE | {"algorithms", "data", "rewards", "rollout", "services"},
+    "episodes": BASE | {"algorithms", "data", "environments", "rewards", "rollout", "services"},
     "verl_shim": {"rewards", "episodes", "user_code"},
     "observe": ENGINE_LEVEL,
     "cluster": BASE,
@@ -47,6 +57,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "user_code": set(),
     "services": set(),
     "config": set(),
+    "environments": {"numpy", "PIL"},  # packages of others: by name, in adapters.py
     "batch": {"torch"},
     "algorithms": {"torch"},
 }

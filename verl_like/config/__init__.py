@@ -23,6 +23,7 @@ from verl_like.config.enums import (
     Truncation,
     WarmupStyle,
 )
+from verl_like.config.environments import EnvConfig, EnvGroupsConfig
 from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig, resolve_dtype
 from verl_like.config.model import CriticModelConfig, FusedKernelConfig, LoraConfig, ModelConfig
 from verl_like.config.optim import OptimConfig
@@ -68,6 +69,8 @@ __all__ = [
     "DataConfig",
     "Device",
     "EngineKwargsConfig",
+    "EnvConfig",
+    "EnvGroupsConfig",
     "FSDPConfig",
     "FilterGroupsConfig",
     "FusedBackend",

@@ -1,0 +1,175 @@
+"""Prepare the recipe: a small model that moves about on frozen lakes, mostly in the wrong direction.
+
+    python recipes/frozen_lake/prepare.py --output-dir outputs/frozen_lake --seed 1
+
+writes OUTPUT/model (a Hugging Face folder). The warm start is ordinary supervised learning from a teacher who takes a
+step of a shortest path now and then and otherwise any step, so that the model can read maps, and loses most of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from verl_like.environments.frozen_lake import ACTIONS, FrozenLake
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
+from model import build_model, save_checkpoint
+
+PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
+PIECES = (START, END, "user\n", "assistant\n", *ACTIONS, *"P_OGX√", "\n", "?")
+PATTERN = "|".join(re.escape(piece) for piece in sorted(PIECES, key=len, reverse=True))
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MAX_STEPS, HOLDOUT = 8, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides what is prepared. knows: how often the teacher takes a step of a shortest path."""
+
+    seed: int = 1
+    knows: float = 0.25
+    steps: int = 700
+    batch: int = 64
+    learning_rate: float = 3e-3
+    hidden_size: int = 96
+    num_layers: int = 3
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each of PIECES."""
+    vocabulary = {token: number for number, token in enumerate([PAD, UNKNOWN, *PIECES])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
+    fast.add_special_tokens({"additional_special_tokens": [START]})
+    # Added tokens are found first: transformers gives every tokenizer of a Qwen2 model that family's word splitting.
+    fast.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES[2:]])
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def lake() -> FrozenLake:
+    return FrozenLake(size=4, max_steps=MAX_STEPS, action_pattern="^(.*)$", holdout=HOLDOUT)
+
+
+def shortest(game: FrozenLake) -> list[int]:
+    """The moves that begin a shortest path to the goal."""
+    steps = ((0, -1), (1, 0), (0, 1), (-1, 0))
+    size = len(game.tiles)
+    goal = next((r, row.index("G")) for r, row in enumerate(game.tiles) if "G" in row)
+    distance, queue = {goal: 0}, deque([goal])
+    while queue:
+        here = queue.popleft()
+        for down, right in steps:
+            near = here[0] + down, here[1] + right
+            inside = 0 <= near[0] < size and 0 <= near[1] < size
+            if inside and near not in distance and game.tiles[near[0]][near[1]] != "O":
+                distance[near] = distance[here] + 1
+                queue.append(near)
+    ahead = [distance.get((game.place[0] + down, game.place[1] + right), math.inf) for down, right in steps]
+    return [move for move, far in enumerate(ahead) if far == min(ahead)]
+
+
+def play(
+    game: FrozenLake, seed: int, split: str, knows: float, rng: random.Random
+) -> tuple[list[str], list[str], bool]:
+    """A game of the teacher: what it saw, what it said, whether it won."""
+    seen, said = [game.reset(seed=seed, options={"split": split})[0]], list[str]()
+    while True:
+        said.append(ACTIONS[rng.choice(shortest(game)) if rng.random() < knows else rng.randrange(4)])
+        picture, _, terminated, truncated, info = game.step(said[-1])
+        if terminated or truncated:
+            return seen, said, info["success"]
+        seen.append(picture)
+
+
+def success_of(knows: float, split: str, games: int = 2000) -> float:
+    """How often such a player wins."""
+    game, rng = lake(), random.Random(0)
+    return sum(play(game, seed, split, knows, rng)[2] for seed in range(games)) / games
+
+
+def encode(seen: list[str], said: list[str], vocabulary: dict[str, int]) -> tuple[list[int], list[int]]:
+    """Token ids and labels of a game; labels are -100 outside of what the player says."""
+    ids, labels = list[int](), list[int]()
+    for picture, word in zip(seen, said, strict=True):
+        head = f"{START}user\n{picture}{END}\n{START}assistant\n"
+        for text, taught in ((head, False), (f"{word}{END}", True), ("\n", False)):
+            new = [vocabulary[piece] for piece in re.findall(PATTERN, text)]
+            ids += new
+            labels += new if taught else [-100] * len(new)
+    return ids, labels
+
+
+def batch_of(examples: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
+    """Right-padded ids and labels [B, T]."""
+    width = max(len(ids) for ids, _ in examples)
+    ids_BT = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in examples])
+    return ids_BT, torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in examples])
+
+
+def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
+    """Supervised learning from the teacher: AdamW, 20 steps of warm-up, cosine decay to zero."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    rng, vocabulary, game = random.Random(recipe.seed), tokenizer.get_vocab(), lake()
+    for step in range(1, recipe.steps + 1):
+        cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, step / 20) * cosine
+        games = [play(game, rng.randrange(2**40), "train", recipe.knows, rng) for _ in range(recipe.batch)]
+        ids_BT, labels_BT = batch_of([encode(*each[:2], vocabulary) for each in games], tokenizer.pad_token_id)
+        loss = model(input_ids=ids_BT, labels=labels_BT).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            print(f"  step {step}/{recipe.steps}  loss {loss.item():.3f}", flush=True)
+
+
+def prepare(output_dir: Path, recipe: Recipe) -> None:
+    """Write the warm-started model. Reuses a finished folder."""
+    print(f"On maps that nobody trains on a random player wins {success_of(0.0, 'val'):.3f} of the games, the teacher")
+    print(f"{success_of(recipe.knows, 'val'):.3f}, one who always takes a shortest path {success_of(1.0, 'val'):.3f}.")
+    done = output_dir / "prepared.json"
+    if done.exists() and json.loads(done.read_text()) == asdict(recipe):
+        print(f"Using the model prepared earlier in {output_dir} (delete the folder to start over).")
+        return
+    done.unlink(missing_ok=True)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, hidden_size=recipe.hidden_size, num_layers=recipe.num_layers, seed=recipe.seed)
+    print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2 model, a few minutes:", flush=True)
+    started = time.time()
+    warm_start(model, tokenizer, recipe)
+    save_checkpoint(output_dir / "model", model, tokenizer)
+    done.write_text(json.dumps(asdict(recipe)))
+    print(f"Warm start took {time.time() - started:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/frozen_lake"))
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    prepare(arguments.output_dir, Recipe(seed=arguments.seed))
+
+
+if __name__ == "__main__":
+    main()
