@@ -2,8 +2,8 @@
 
     python recipes/frozen_lake/prepare.py --output-dir outputs/frozen_lake --seed 1
 
-writes OUTPUT/model (a Hugging Face folder). The warm start is ordinary supervised learning from a teacher who takes a
-step of a shortest path now and then and otherwise any step, so that the model can read maps, and loses most of them.
+writes OUTPUT/model (a Hugging Face folder). The warm start imitates a teacher who takes a step of a shortest path now
+and then and otherwise any step, so that the model can read maps, and loses most games.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Recipe:
 
     seed: int = 1
     knows: float = 0.25
-    steps: int = 700
-    batch: int = 64
+    steps: int = 1000
+    batch: int = 32
     learning_rate: float = 3e-3
     hidden_size: int = 96
     num_layers: int = 3
@@ -90,52 +90,61 @@ def shortest(game: FrozenLake) -> list[int]:
 
 def play(
     game: FrozenLake, seed: int, split: str, knows: float, rng: random.Random
-) -> tuple[list[str], list[str], bool]:
-    """A game of the teacher: what it saw, what it said, whether it won."""
-    seen, said = [game.reset(seed=seed, options={"split": split})[0]], list[str]()
+) -> tuple[list[str], list[list[float]], list[str], bool]:
+    """A game of the teacher: what it saw, the probabilities of its moves, what it said, whether it won."""
+    seen, moves, said = [game.reset(seed=seed, options={"split": split})[0]], list[list[float]](), list[str]()
     while True:
-        said.append(ACTIONS[rng.choice(shortest(game)) if rng.random() < knows else rng.randrange(4)])
+        best = shortest(game)
+        moves.append([(1 - knows) / 4 + knows * (move in best) / len(best) for move in range(4)])
+        said.append(rng.choices(ACTIONS, moves[-1])[0])
         picture, _, terminated, truncated, info = game.step(said[-1])
         if terminated or truncated:
-            return seen, said, info["success"]
+            return seen, moves, said, info["success"]
         seen.append(picture)
 
 
 def success_of(knows: float, split: str, games: int = 2000) -> float:
     """How often such a player wins."""
     game, rng = lake(), random.Random(0)
-    return sum(play(game, seed, split, knows, rng)[2] for seed in range(games)) / games
+    return sum(play(game, seed, split, knows, rng)[-1] for seed in range(games)) / games
 
 
-def encode(seen: list[str], said: list[str], vocabulary: dict[str, int]) -> tuple[list[int], list[int]]:
-    """Token ids and labels of a game; labels are -100 outside of what the player says."""
-    ids, labels = list[int](), list[int]()
-    for picture, word in zip(seen, said, strict=True):
+def encode(
+    seen: list[str], moves: list[list[float]], said: list[str], vocabulary: dict[str, int]
+) -> tuple[list[int], list[tuple[int, list[float]]]]:
+    """Token ids of a game, and what should follow at some places of them: probabilities of the moves, or of the end."""
+    ids, taught = list[int](), list[tuple[int, list[float]]]()
+    for picture, chances, word in zip(seen, moves, said, strict=True):
         head = f"{START}user\n{picture}{END}\n{START}assistant\n"
-        for text, taught in ((head, False), (f"{word}{END}", True), ("\n", False)):
-            new = [vocabulary[piece] for piece in re.findall(PATTERN, text)]
-            ids += new
-            labels += new if taught else [-100] * len(new)
-    return ids, labels
+        ids += [vocabulary[piece] for piece in re.findall(PATTERN, head)]
+        taught += [(len(ids) - 1, [*chances, 0.0]), (len(ids), [0.0] * 4 + [1.0])]
+        ids += [vocabulary[piece] for piece in (word, END, "\n")]
+    return ids, taught
 
 
-def batch_of(examples: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and labels [B, T]."""
-    width = max(len(ids) for ids, _ in examples)
-    ids_BT = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in examples])
-    return ids_BT, torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in examples])
+def loss_of(
+    model: Qwen2ForCausalLM, games: list[tuple[list[int], list[tuple[int, list[float]]]]], words: Tensor
+) -> Tensor:
+    """Cross entropy with the teacher's probabilities. words: ids of the moves and of the end."""
+    width = max(len(ids) for ids, _ in games)
+    ids_BT = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in games])
+    places = [(row, place) for row, (_, taught) in enumerate(games) for place, _ in taught]
+    wanted_NW = torch.tensor([chances for _, taught in games for _, chances in taught])
+    rows_N, places_N = torch.tensor(places).T
+    log_probs_NV = model(input_ids=ids_BT).logits[rows_N, places_N].log_softmax(-1)
+    return -(wanted_NW * log_probs_NV[:, words]).sum(-1).mean()
 
 
 def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
-    """Supervised learning from the teacher: AdamW, 20 steps of warm-up, cosine decay to zero."""
+    """AdamW, 20 steps of warm-up, cosine decay to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     rng, vocabulary, game = random.Random(recipe.seed), tokenizer.get_vocab(), lake()
+    words = torch.tensor([vocabulary[word] for word in (*ACTIONS, END)])
     for step in range(1, recipe.steps + 1):
         cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, step / 20) * cosine
         games = [play(game, rng.randrange(2**40), "train", recipe.knows, rng) for _ in range(recipe.batch)]
-        ids_BT, labels_BT = batch_of([encode(*each[:2], vocabulary) for each in games], tokenizer.pad_token_id)
-        loss = model(input_ids=ids_BT, labels=labels_BT).loss
+        loss = loss_of(model, [encode(*played, vocabulary) for *played, _ in games], words)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
