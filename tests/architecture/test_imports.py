@@ -77,6 +77,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "pydantic": ("verl_like/verl_shim/",),
     "flash_attn": ("verl_like/models/",),
+    "aiohttp": ("verl_like/episodes/gateway/server.py",),
     "bm25s": ("verl_like/episodes/tools/search.py",),
     "httpx": ("verl_like/episodes/tools/http_service.py",),
     "httpx2": ("verl_like/episodes/tools/mcp_client.py",),

@@ -39,6 +39,7 @@ from verl_like.config.reward_execution import JudgeConfig, SandboxConfig, Sandbo
 from verl_like.config.rollout import (
     AgentConfig,
     EngineKwargsConfig,
+    GatewayConfig,
     MultiTurnConfig,
     RolloutConfig,
     ValKwargsConfig,
@@ -75,6 +76,7 @@ __all__ = [
     "FilterGroupsConfig",
     "FusedBackend",
     "FusedKernelConfig",
+    "GatewayConfig",
     "GiGPOConfig",
     "JudgeConfig",
     "KLControlConfig",

@@ -159,7 +159,9 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
 def with_own_loops(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> Inputs:
     """The inputs with the agent loops of the run, until `stack` is closed."""
     encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
-    return dataclasses.replace(inputs, runner=with_agent_loops(config, inputs.runner, encoder, kind, stack))
+    return dataclasses.replace(
+        inputs, runner=with_agent_loops(config, inputs.runner, encoder, kind, inputs.eos_ids, stack)
+    )
 
 
 @contextmanager
