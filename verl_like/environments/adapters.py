@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from verl_like.environments.actions import said
+from verl_like.environments.actions import ANSWER, said
 
 _WHOLE = r"^(.*)$"
 
@@ -89,4 +89,54 @@ class GymnasiumText:
         return str(observation)
 
 
-ADAPTERS: dict[str, Any] = {"gymnasium": GymnasiumText}
+class SkyrlText:
+    """An environment that is registered with skyrl-gym (`skyrl:ID`), made anew for each episode: its constructor takes
+    the row's answer. env_config: its own; extras: more of what rows give it there (max_turns, say)."""
+
+    def __init__(
+        self, name: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None
+    ) -> None:
+        self._gym, self._name = need("skyrl_gym", "skyrl-gym"), name
+        self._gym.spec(name)  # an unknown one is told now
+        self._config, self._extras = dict(env_config or {}), dict(extras or {})
+        self.env: Any = None
+
+    def init(self, prompt: list[dict[str, Any]], **row: Any) -> Any:
+        """The prompt. The row's ground_truth is its answer."""
+        given = {**(row.get("extra_info") or {}), **self._extras}
+        given["reward_spec"] = {"method": "rule", "ground_truth": row.get("ground_truth")}
+        self.env = self._gym.make(self._name, env_config=self._config, extras=given)
+        return self.env.init(list(prompt))
+
+    def step(self, action: str) -> Any:
+        return self.env.step(action)
+
+    def end_episode(self) -> None:
+        """The episode's own environment is closed."""
+        self.env.close()
+
+
+class ReasoningGym:
+    """One question of a data set of reasoning-gym (`reasoning_gym:NAME`), scored by it. success_above: scores above it
+    count as right. Other arguments are the data set's."""
+
+    instruction = ""
+
+    def __init__(self, name: str, pattern: str = ANSWER, success_above: float = 0.99, **options: Any) -> None:
+        self._gym, self._name, self._options = need("reasoning_gym", "reasoning-gym"), name, options
+        self._pattern, self._success_above = pattern, success_above
+        self._data: Any = self._gym.create_dataset(name, size=1, seed=0, **options)  # a mistake is told now
+        self._entry: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self._data = self._gym.create_dataset(self._name, size=1, seed=(seed or 0) % 2**31, **self._options)
+        self._entry = self._data[0]
+        return str(self._entry["question"]), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        answer = said(action, self._pattern)
+        score = float(self._data.score_answer(answer=answer, entry=self._entry)) if answer else 0.0
+        return "", score, True, False, {"action_is_valid": bool(answer), "success": score > self._success_above}
+
+
+ADAPTERS: dict[str, Any] = {"gymnasium": GymnasiumText, "reasoning_gym": ReasoningGym, "skyrl": SkyrlText}

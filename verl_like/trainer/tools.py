@@ -10,6 +10,7 @@ from verl_like.config import PPOConfig
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import Dataset
 from verl_like.data.environments import kinds_of
+from verl_like.environments.adapters import ADAPTERS
 from verl_like.episodes.tools.interactions import chosen, interaction_kwargs
 from verl_like.episodes.tools.tool_call import ToolSpec
 from verl_like.episodes.tools.toolbox import Toolbox
@@ -47,7 +48,7 @@ def _path(value: str | None, name: str) -> str | None:
 def _reference(value: str | None, name: str) -> str | None:
     """`file.py:Class`, with the whole path of the file."""
     path, colon, member = (value or "").rpartition(":")
-    return f"{_path(path, name)}{colon}{member}" if path else value
+    return f"{_path(path, name)}{colon}{member}" if path and path not in ADAPTERS else value
 
 
 def require_tool_messages(

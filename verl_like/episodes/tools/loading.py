@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_like.environments.adapters import ADAPTERS
 from verl_like.environments.forms import is_environment
 from verl_like.environments.games import make as make_game
 from verl_like.episodes.tools.environments import EnvironmentWorker
@@ -49,10 +50,7 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
     if spec.function_tool_path is not None:
         sources += _function_tools(spec.function_tool_path, f"{KEYS}function_tool_path")
     if spec.environment_path is not None:
-        key = f"{KEYS}environment_path"
-        make = load(spec.environment_path, key)
-        with _blamed(f"{key}={spec.environment_path}"):
-            sources.append(EnvironmentWorker(spec.environment_path) if is_environment(make) else Environment(make))
+        sources.append(_environment(spec.environment_path))
     if spec.environments:
         sources.append(_environments(spec))
     if spec.interaction_config_path is not None:
@@ -69,6 +67,17 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ToolError(f"{spec.source}: more than one tool is called {', '.join(twice)}; rename one")
     return sources
+
+
+def _environment(path: str) -> ToolSource:
+    """A class whose methods are tools, or one that answers messages; the latter may be an adapter's too."""
+    key = f"{KEYS}environment_path"
+    adapted = path.partition(":")[0] in ADAPTERS
+    make = None if adapted else load(path, key)
+    with _blamed(f"{key}={path}"):
+        if adapted:
+            make_game(path, {}, key)
+        return Environment(make) if make is not None and not is_environment(make) else EnvironmentWorker(path)
 
 
 def _environments(spec: ToolSpec) -> EnvironmentWorker:
