@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 from model import build_model, save_checkpoint
 
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
-PIECES = (START, END, "user\n", "assistant\n", *ACTIONS, *"P_OGX√", "\n", "?")
+PLACES = [f"{thing}{row}{column}" for thing in "PGO" for row in range(4) for column in range(4)]
+PIECES = (START, END, "user\n", "assistant\n", *ACTIONS, *PLACES, "\n", " ")
 PATTERN = "|".join(re.escape(piece) for piece in sorted(PIECES, key=len, reverse=True))
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -41,14 +42,15 @@ MAX_STEPS, HOLDOUT = 8, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides what is prepared. knows: how often the teacher takes a step of a shortest path."""
+    """Everything that decides what is prepared. knows: how often the teacher takes a step of a shortest path, in the
+    lessons in which maps are learnt, then in those in which it plays badly."""
 
     seed: int = 1
-    knows: float = 0.25
-    steps: int = 1000
+    knows: tuple[float, float] = (0.95, 0.25)
+    steps: tuple[int, int] = (900, 100)
     batch: int = 32
     learning_rate: float = 3e-3
-    hidden_size: int = 96
+    hidden_size: int = 64
     num_layers: int = 3
 
 
@@ -67,7 +69,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def lake() -> FrozenLake:
-    return FrozenLake(size=4, max_steps=MAX_STEPS, action_pattern="^(.*)$", holdout=HOLDOUT)
+    return FrozenLake(size=4, max_steps=MAX_STEPS, action_pattern="^(.*)$", holdout=HOLDOUT, view="places")
 
 
 def shortest(game: FrozenLake) -> list[int]:
@@ -140,23 +142,26 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, reci
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     rng, vocabulary, game = random.Random(recipe.seed), tokenizer.get_vocab(), lake()
     words = torch.tensor([vocabulary[word] for word in (*ACTIONS, END)])
-    for step in range(1, recipe.steps + 1):
-        cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+    total = sum(recipe.steps)
+    for step in range(1, total + 1):
+        knows = recipe.knows[step > recipe.steps[0]]
+        cosine = 0.5 * (1 + math.cos(math.pi * step / total))
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, step / 20) * cosine
-        games = [play(game, rng.randrange(2**40), "train", recipe.knows, rng) for _ in range(recipe.batch)]
+        games = [play(game, rng.randrange(2**40), "train", knows, rng) for _ in range(recipe.batch)]
         loss = loss_of(model, [encode(*played, vocabulary) for *played, _ in games], words)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 100 == 0:
-            print(f"  step {step}/{recipe.steps}  loss {loss.item():.3f}", flush=True)
+            print(f"  step {step}/{total}  loss {loss.item():.3f}", flush=True)
 
 
 def prepare(output_dir: Path, recipe: Recipe) -> None:
     """Write the warm-started model. Reuses a finished folder."""
-    print(f"On maps that nobody trains on a random player wins {success_of(0.0, 'val'):.3f} of the games, the teacher")
-    print(f"{success_of(recipe.knows, 'val'):.3f}, one who always takes a shortest path {success_of(1.0, 'val'):.3f}.")
+    chances = {knows: success_of(knows, "val") for knows in (0.0, recipe.knows[-1], 1.0)}
+    print("Share of games won on maps that nobody trains on, by how often a shortest path is taken:")
+    print("  " + ", ".join(f"{knows:g}: {won:.3f}" for knows, won in chances.items()))
     done = output_dir / "prepared.json"
     if done.exists() and json.loads(done.read_text()) == asdict(recipe):
         print(f"Using the model prepared earlier in {output_dir} (delete the folder to start over).")

@@ -16,7 +16,7 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     env.train.num_groups=64 \
     env.val.tags=[FrozenLake] \
     env.val.num_groups=512 \
-    'env.custom.FrozenLake={type: frozen_lake, instruction: "", max_tokens_per_step: 4, config: {size: 4, max_steps: 8, action_pattern: "^(.*)$", holdout: 0.1}}' \
+    'env.custom.FrozenLake={type: frozen_lake, instruction: "", max_tokens_per_step: 4, config: {size: 4, max_steps: 8, action_pattern: "^(.*)$", holdout: 0.1, view: places}}' \
     data.train_batch_size=64 \
     data.max_prompt_length=32 \
     data.max_response_length=216 \

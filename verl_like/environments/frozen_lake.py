@@ -9,21 +9,23 @@ from verl_like.environments.actions import ANSWER, belongs, move, share, split_o
 
 ACTIONS = ("Left", "Down", "Right", "Up")
 _STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
-_NAMES = {"_": "ice", "O": "hole", "G": "goal", "P": "player", "X": "player in hole", "√": "player on goal"}
+_NAMES = {"_": "ice", "O": "hole", "G": "goal", "P": "player on ice", "X": "player in hole", "√": "player on goal"}
+_TASK = "You are solving the FrozenLake puzzle: go to the goal and avoid the holes."
+_ANSWERS = "Your answer must be one of Left, Down, Right, Up, like <answer>Right</answer>."
+VIEWS = {
+    "picture": "Symbols: P you, _ frozen, O hole, G goal.",
+    "places": "P you, G the goal, O a hole, each with its row from above and its column from the left.",
+}
 _TRIES = 10_000  # maps without a path, or of the other split
 
 
 class FrozenLake:
     """size: of the square. p: share of frozen tiles. is_slippery: a move goes where it should one time in three, else
     to either side. max_steps: then the episode is cut off. holdout: share of all maps that only validation plays.
+    view: the map as a picture, or the places of what is on it.
 
     Reward 1 at the goal, else 0. A move that cannot be read moves nothing and counts as a step.
     """
-
-    instruction = (
-        "You are solving the FrozenLake puzzle: go to the goal and avoid the holes. Symbols: P you, _ frozen, O hole, "
-        "G goal. Your answer must be one of Left, Down, Right, Up, like <answer>Right</answer>."
-    )
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class FrozenLake:
         max_steps: int = 100,
         action_pattern: str = ANSWER,
         holdout: float = 0.0,
+        view: str = "picture",
     ) -> None:
         if size < 2 or max_steps < 1 or not 0 < p <= 1:
             raise ValueError(
@@ -40,6 +43,9 @@ class FrozenLake:
             )
         self._size, self._p, self._slippery, self._max_steps = size, p, is_slippery, max_steps
         self._pattern, self._holdout = action_pattern, share(holdout, "holdout")
+        if view not in VIEWS:
+            raise ValueError(f"view={view!r}: choose one of {', '.join(VIEWS)}")
+        self._view, self.instruction = view, f"{_TASK} {VIEWS[view]} {_ANSWERS}"
         self._rng = random.Random(0)
         self.tiles: list[str] = []  # rows of _, O and G
         self.place = (0, 0)
@@ -51,7 +57,7 @@ class FrozenLake:
         for _ in range(_TRIES):
             self.tiles, self.place = self._level()
             if self._reachable() and belongs(self._picture(), self._holdout, split_of(options)):
-                return self._picture(), {}
+                return self._seen(), {}
         raise ValueError(f"no map with size={self._size}, p={self._p}, holdout={self._holdout} in {_TRIES} tries")
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -63,7 +69,7 @@ class FrozenLake:
             self.place = self._after(self.place, number)
         tile = self.tiles[self.place[0]][self.place[1]]
         info = {"action_is_valid": number is not None, "success": tile == "G"}
-        return self._picture(), float(tile == "G"), tile in "GO", self._steps >= self._max_steps, info
+        return self._seen(), float(tile == "G"), tile in "GO", self._steps >= self._max_steps, info
 
     def get_state(self) -> str:
         return self._picture()
@@ -95,6 +101,13 @@ class FrozenLake:
             seen |= near
             left += near
         return False
+
+    def _seen(self) -> str:
+        if self._view == "picture":
+            return self._picture()
+        numbered = [(f"{r}{c}", tile) for r, row in enumerate(self.tiles) for c, tile in enumerate(row)]
+        things = [f"{tile}{place}" for tile in "GO" for place, found in numbered if found == tile]
+        return " ".join([f"P{self.place[0]}{self.place[1]}", *things])
 
     def _picture(self) -> str:
         rows = [list(row) for row in self.tiles]
