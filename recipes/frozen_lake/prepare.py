@@ -47,9 +47,9 @@ class Recipe:
 
     seed: int = 1
     knows: tuple[float, float] = (0.95, 0.25)
-    steps: tuple[int, int] = (900, 100)
+    steps: tuple[int, int] = (600, 100)
     batch: int = 32
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-3
     hidden_size: int = 64
     num_layers: int = 3
 
