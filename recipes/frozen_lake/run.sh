@@ -24,7 +24,7 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     actor_rollout_ref.model.enable_gradient_checkpointing=False \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 \
-    actor_rollout_ref.actor.optim.lr=5e-4 \
+    actor_rollout_ref.actor.optim.lr=2e-4 \
     actor_rollout_ref.actor.optim.betas=[0.9,0.95] \
     actor_rollout_ref.actor.optim.weight_decay=0.0 \
     actor_rollout_ref.actor.use_kl_loss=False \
