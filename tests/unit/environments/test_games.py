@@ -59,6 +59,15 @@ def test_slippery_ice_takes_a_move_aside_two_times_in_three() -> None:
     assert 160 < aside < 240
 
 
+def test_places_say_what_the_picture_shows() -> None:
+    game = FrozenLake(view="places")
+    text, _ = game.reset(seed=3)
+    things = {word[1:]: word[0] for word in text.split()}
+    for row, tiles in enumerate(game._picture().split("\n")):
+        for column, tile in enumerate(tiles):
+            assert things.get(f"{row}{column}", "_") == tile
+
+
 def test_a_seed_is_a_map_and_every_map_can_be_crossed() -> None:
     pictures = {FrozenLake(p=0.5).reset(seed=seed)[0] for seed in range(50)}
     assert len(pictures) > 45 and FrozenLake(p=0.5).reset(seed=7) == FrozenLake(p=0.5).reset(seed=7)
