@@ -46,5 +46,5 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     trainer.test_freq=20 \
     trainer.save_freq=-1 \
     trainer.resume_mode=disable \
-    trainer.total_training_steps=100 \
+    trainer.total_training_steps=60 \
     "$@"
