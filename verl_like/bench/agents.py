@@ -308,6 +308,8 @@ class _WithoutTools:
 class _TimedToolbox:
     """A Toolbox with one tool, which answers when the clock says so."""
 
+    acts = False
+
     def __init__(self, clock: VirtualClock, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
 
@@ -320,7 +322,7 @@ class _TimedToolbox:
     def call(self, session: str, name: str, arguments: dict[str, Any]) -> Future[ToolOutcome]:
         return self._answer(_OBSERVED, self._seconds)
 
-    def end(self, session: str) -> Future[ToolOutcome]:
+    def end(self, session: str, label: str = "") -> Future[ToolOutcome]:
         return self._answer("", 0.0)
 
     def _answer(self, text: str, seconds: float) -> Future[ToolOutcome]:

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("growth", "growth", "cost by model, batch and length: computed, or measured", growth, files)
     add("scheduler", "scheduler", "orders of taking groups, simulated: time and length", scheduler, files)
     add("agents", "agents", "conversations with a slow tool, beside the longest alone", agents, files, overrides)
+    add("gateway", "gateway", "what a request over the gateway costs the driver", gateway, files)
     add("driver", "driver", "the driver's own work of a step, without models", driver, files)
     add("packing", "packing", "how full micro-batches are", packing, files)
     add(
@@ -162,6 +163,12 @@ def agents(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=positive, default=8, help="simulated ones")
     parser.add_argument("--rounds", type=positive, default=3, help="measured rounds, after one that warms up")
     parser.add_argument("--threads", type=positive, default=None, help="threads of a real engine (default: all cores)")
+
+
+def gateway(parser: argparse.ArgumentParser) -> None:
+    """The sessions that ask."""
+    parser.add_argument("--sessions", type=positive, default=200, help="at once")
+    parser.add_argument("--turns", type=positive, default=5, help="requests of each, one after the other")
 
 
 def driver(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ from verl_like.config.enums import (
     Truncation,
     WarmupStyle,
 )
+from verl_like.config.environments import EnvConfig, EnvGroupsConfig
 from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig, resolve_dtype
 from verl_like.config.model import CriticModelConfig, FusedKernelConfig, LoraConfig, ModelConfig
 from verl_like.config.optim import OptimConfig
@@ -38,6 +39,7 @@ from verl_like.config.reward_execution import JudgeConfig, SandboxConfig, Sandbo
 from verl_like.config.rollout import (
     AgentConfig,
     EngineKwargsConfig,
+    GatewayConfig,
     MultiTurnConfig,
     RolloutConfig,
     ValKwargsConfig,
@@ -68,10 +70,13 @@ __all__ = [
     "DataConfig",
     "Device",
     "EngineKwargsConfig",
+    "EnvConfig",
+    "EnvGroupsConfig",
     "FSDPConfig",
     "FilterGroupsConfig",
     "FusedBackend",
     "FusedKernelConfig",
+    "GatewayConfig",
     "GiGPOConfig",
     "JudgeConfig",
     "KLControlConfig",

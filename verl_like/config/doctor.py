@@ -10,6 +10,7 @@ from verl_like.config.doctor_correction import (
     risky_correction,
     two_policies,
 )
+from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
 from verl_like.config.doctor_losses import LOSS_IDLE, aimless_kl, impossible_losses, two_decays, uncorrected_updates
 from verl_like.config.doctor_outcomes import OUTCOME_IDLE, impossible_outcomes
 from verl_like.config.doctor_paths import impossible_paths
@@ -22,7 +23,7 @@ from verl_like.config.idle import Idle, other_estimator
 from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic, needs_reference, roles_of
-from verl_like.config.rollout import distortions, runs_agent_loops
+from verl_like.config.rollout import distortions
 from verl_like.config.schema import keys
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -52,6 +53,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + _lengths(config)
         + _tools(config)
         + impossible_outcomes(config)
+        + impossible_environments(config)
         + _run(config)
         + impossible_rewards(config)
         + impossible_reward_model(config)
@@ -147,10 +149,6 @@ def _tools(config: PPOConfig) -> list[str]:
     if rollout.agent.agent_loop_config_path is None and not turns.enable and default == "tool_agent":
         problems.append(f"{_ROLLOUT}.agent.default_agent_loop=tool_agent needs {key}.enable=True")
     return problems
-
-
-def _agent_loops(config: PPOConfig) -> bool:
-    return runs_agent_loops(config.actor_rollout_ref.rollout)
 
 
 def _run(config: PPOConfig) -> list[str]:
@@ -264,6 +262,7 @@ IDLE: tuple[Idle, ...] = (
     *SHARDING_IDLE,
     *PLACEMENT_IDLE,
     *OUTCOME_IDLE,
+    *ENV_IDLE,
     Idle(_VLLM_ONLY, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
     Idle(
         (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.cudagraph_capture_sizes"),
@@ -277,7 +276,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         (f"{_ROLLOUT}.multi_turn.", f"{_ROLLOUT}.agent.num_workers"),
-        lambda c: not (c.actor_rollout_ref.rollout.multi_turn.enable or _agent_loops(c)),
+        lambda c: not has_turns(c),
         f"{_ROLLOUT}.multi_turn.enable is false",
     ),
     Idle(

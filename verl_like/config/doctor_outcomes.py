@@ -1,10 +1,10 @@
 """Checks of `rollout.outcomes.*` against the rest of the configuration."""
 
+from verl_like.config.doctor_environments import has_turns
 from verl_like.config.doctor_rewards import scored_together
 from verl_like.config.idle import Idle
 from verl_like.config.outcomes import OutcomesConfig
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.rollout import runs_agent_loops
 
 _KEY = "actor_rollout_ref.rollout.outcomes"
 
@@ -34,11 +34,6 @@ def _retries(outcomes: OutcomesConfig) -> bool:
     )
 
 
-def _has_tools(config: PPOConfig) -> bool:
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.multi_turn.enable or runs_agent_loops(rollout)
-
-
 OUTCOME_IDLE: tuple[Idle, ...] = (
     Idle(
         (f"{_KEY}.max_retries",),
@@ -52,7 +47,7 @@ OUTCOME_IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         (f"{_KEY}.tool_error", f"{_KEY}.environment_error"),
-        lambda c: not _has_tools(c),
+        lambda c: not has_turns(c),
         "actor_rollout_ref.rollout.multi_turn.enable is false",
     ),
 )

@@ -2,6 +2,7 @@
 
 import math
 
+from verl_like.config.doctor_environments import has_turns
 from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
 from verl_like.config.idle import Idle, other_estimator
 from verl_like.config.ppo import PPOConfig
@@ -150,9 +151,7 @@ def scored_together(config: PPOConfig) -> str:
 def _estimators(config: PPOConfig) -> list[str]:
     algorithm, problems = config.algorithm, []
     estimator, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    rollout = config.actor_rollout_ref.rollout
-    has_turns = rollout.multi_turn.enable or runs_agent_loops(rollout)
-    if estimator in STEP_ESTIMATORS and not has_turns:
+    if estimator in STEP_ESTIMATORS and not has_turns(config):
         problems.append(
             f"algorithm.adv_estimator={estimator} needs the turns of multi-turn rollout, but {_ROLLOUT}.multi_turn."
             "enable=False: responses have one turn; use grpo or reinforce"

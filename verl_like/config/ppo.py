@@ -7,6 +7,7 @@ from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.base import ConfigNode
 from verl_like.config.critic import CriticConfig
 from verl_like.config.data import DataConfig
+from verl_like.config.environments import EnvConfig
 from verl_like.config.model import ModelConfig
 from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl_like.config.rollout import RolloutConfig
@@ -46,6 +47,8 @@ class PPOConfig(ConfigNode):
     """A reward function of the user's."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages and KL."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """Environments in place of prompts."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run."""
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)

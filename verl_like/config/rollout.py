@@ -4,7 +4,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.actor import not_both
-from verl_like.config.base import ConfigNode, above, at_least, between, minus_one_or_positive, one_of, require
+from verl_like.config.base import (
+    ConfigNode,
+    above,
+    at_least,
+    between,
+    minus_one_or_positive,
+    one_of,
+    reference_or_none,
+    require,
+)
 from verl_like.config.data import CustomClassConfig
 from verl_like.config.enums import ABORTED_PROMPTS, DTYPES, ROLLOUT_MODES, SCHEDULER_MODES, LoadFormat, RolloutName
 from verl_like.config.outcomes import OutcomesConfig
@@ -140,6 +149,26 @@ class AgentConfig(ConfigNode):
 
     def check(self) -> None:
         at_least(self, 1, "num_workers")
+
+
+@dataclass(kw_only=True, slots=True)
+class GatewayConfig(ConfigNode):
+    """`rollout.gateway.*`: programs that talk to a base URL ([gateway](gateway.md))."""
+
+    path: str | None = None
+    """file.py:function of `run(data, base_url, api_key, **more)`, a coroutine or a function, which returns the reward:
+    all rows are its episodes."""
+    command: str | None = None
+    """A command line in its place, with URL and key in its environment; the reward is the last line it prints."""
+    host: str = "127.0.0.1"
+    """Address that the gateway listens on. Another than the loopback's lets programs on other machines in, who need an
+    episode's key."""
+    port: int = 0
+    """[port] Port of the gateway; 0: any free one."""
+
+    def check(self) -> None:
+        reference_or_none(self, "path")
+        between(self, 0, 65535, "port")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -289,6 +318,8 @@ class RolloutConfig(ConfigNode):
     """Tools and conversations."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Agent loops."""
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    """Programs that talk to a base URL."""
     outcomes: OutcomesConfig = field(default_factory=OutcomesConfig)
     """What becomes of episodes, by how they end."""
 
@@ -320,6 +351,11 @@ class RolloutConfig(ConfigNode):
 def runs_agent_loops(rollout: RolloutConfig) -> bool:
     """Whether some rows may be coroutines of the user's."""
     return rollout.agent.agent_loop_config_path is not None or rollout.multi_turn.completion_callback is not None
+
+
+def runs_programs(rollout: RolloutConfig) -> bool:
+    """Whether episodes are programs behind the gateway."""
+    return rollout.gateway.path is not None or rollout.gateway.command is not None
 
 
 def distortions(rollout: RolloutConfig) -> list[str]:

@@ -73,7 +73,10 @@ class Member:
         """Of an episode that needs no grader."""
         if (failure := self.episode.failure) is not None:
             return RewardOutcome(kind=failure.kind, message=failure.message, lost=True)
-        return None if self.episode.reward is None else RewardOutcome(score=self.episode.reward)
+        if self.episode.reward is None:
+            return None
+        won = self.episode.info.get("success")  # of a game: what counts as right, whatever its score
+        return RewardOutcome(score=self.episode.reward, extras={} if won is None else {"acc": float(won)})
 
 
 @dataclass(slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from verl_like.episodes.episode import Episode
 CONVERSATION_COUNTS = (
     *("failed_calls", "malformed_calls", "new_rows", "out_of_tokens", "out_of_turns"),
     *("cut_tokens", "unsampled_tokens"),  # of agent loops
+    "joined_requests",  # of the gateway
 )
 _SECONDS = "agent_loop_s/"
 
@@ -78,4 +79,17 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
             for name, seconds in counts.items()
             if name.startswith(_SECONDS)
         },
+        **_of_environments(counts),
     }
+
+
+def _of_environments(counts: Mapping[str, float]) -> dict[str, float]:
+    """env/<tag>/{episodes, steps/mean, valid_moves, success}: of the episodes that ended, by what they played."""
+    metrics: dict[str, float] = {}
+    for name in [name for name in counts if name.startswith("env/") and name.endswith("/episodes")]:
+        tag, episodes = name.removesuffix("/episodes"), counts[name]
+        metrics |= {name: episodes, f"{tag}/steps/mean": counts[f"{tag}/steps"] / episodes}
+        metrics[f"{tag}/valid_moves"] = counts[f"{tag}/valid"] / max(counts[f"{tag}/steps"], 1)
+        if f"{tag}/success" in counts:
+            metrics[f"{tag}/success"] = counts[f"{tag}/success"] / episodes
+    return metrics

@@ -2,6 +2,7 @@
 
     prompt -> [turn: sampled tokens -> calls -> tools -> observation] ... -> last turn without a call
                                     no call -> simulated user, where the row has one -> observation, or the end
+                                    an environment that answers messages is asked after every turn
 
 The model's tokens stay what it sampled (`Transcript`); tool text is observation: the model reads it and is not trained
 on it. A call that cannot be read or carried out is answered with what is wrong, so that the model can try again; a tool
@@ -23,7 +24,7 @@ from verl_like.data.chat import Messages, PromptEncoder
 from verl_like.data.dataset import SINGLE_TURN
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
 from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
-from verl_like.episodes.tools.tool_call import LOST, ToolOutcome, state_id
+from verl_like.episodes.tools.tool_call import LOST, ROW_KEY, ToolOutcome, state_id
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.episodes.transcript import Transcript
 from verl_like.rollout.rollout_engine import Completion, Sampled
@@ -101,48 +102,54 @@ class ToolAgent:
             failure = _failure(start, "the begin of the episode")
             if failure is None:
                 progress.state_id = start.state or _BEGIN
-                failure = await self._converse(prompt, start.text, ask, session, progress)
+                failure = await self._converse(prompt, start, ask, session, progress)
             open_here = False
-            end = await asyncio.wrap_future(self._toolbox.end(session))
+            end = await asyncio.wrap_future(self._toolbox.end(session, _label(prompt, sample, progress)))
         finally:
             if open_here:  # an error, or nobody wants the episode any more
                 self._toolbox.end(session)
         return self._episode(prompt, progress, end, failure or _failure(end, "the end of the episode"))
 
-    def _start(self, prompt: Prompt, greeting: str) -> tuple[list[int], Messages]:
-        """The prompt. greeting: what an environment says first, at the end of the last message."""
+    def _start(self, prompt: Prompt, start: ToolOutcome) -> tuple[list[int], Messages]:
+        """The prompt: an environment's own, or the row's with what an environment says first at its end."""
         row, messages = prompt.row, list(prompt.row.messages)
-        if not greeting:
+        if start.messages:
+            messages = list(start.messages)
+        elif start.text:
+            messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{start.text}"}
+        else:
             return prompt.ids, messages
-        messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{greeting}"}
         (ids,) = self._encoder.encode([(messages, row.tools)])
         return ids, messages
 
     async def _converse(
-        self, prompt: Prompt, greeting: str, ask: Ask, session: str, progress: _Progress
+        self, prompt: Prompt, start: ToolOutcome, ask: Ask, session: str, progress: _Progress
     ) -> EpisodeFailure | None:
         """Turns until the model calls no tool, or a bound is reached. What was lost, if something was."""
-        ids, messages = self._start(prompt, greeting)
-        if greeting and len(ids) > self._bounds.prompt:
+        ids, messages = self._start(prompt, start)
+        if (start.text or start.messages) and len(ids) > self._bounds.prompt:
             what = f"{len(ids)} tokens with what reset said, more than data.max_prompt_length={self._bounds.prompt}"
             return EpisodeFailure(kind="prompt_too_long", message=what)
         transcript = Transcript(self._encoder, ids, messages, prompt.row.tools, follow_template=self._follow_template)
-        has_user = self._toolbox.has_user(prompt.row)
+        has_user, acts = self._toolbox.has_user(prompt.row), self._toolbox.acts
+        per_turn = (prompt.row.extra_info.get(ROW_KEY) or {}).get("max_tokens_per_step")
         observation_ids, new_row = ids, False
         while (room := self._room(transcript, progress)) > 0:
-            completion = await ask(transcript.context_ids, max_tokens=room)
+            completion = await ask(transcript.context_ids, max_tokens=min(room, per_turn or room))
             turn = Turn.of(observation_ids, completion, new_row=new_row, state_id=progress.state_id)
             progress.turns.append(turn)
             progress.used += len(completion.sampled)
-            parsed = self._parsed(transcript.context_ids, completion)
+            parsed = self._parsed(transcript.context_ids, completion, as_text=acts)
             calls_something = bool(parsed.calls or parsed.malformed)
-            if completion.finish_reason == "length" or not (calls_something or has_user):
+            cut_off = completion.finish_reason == "length" and (not acts or len(completion.sampled) == room)
+            if cut_off or not (calls_something or has_user):
                 return None
             if parsed.malformed and self._malformed_end:
                 progress.counts["malformed_calls"] += len(parsed.malformed)
                 return None
-            if len(progress.turns) == self._bounds.turns or len(progress.turns) - 1 == self._bounds.observations:
-                progress.counts["out_of_turns"] += 1
+            is_last = len(progress.turns) == self._bounds.turns or len(progress.turns) - 1 == self._bounds.observations
+            progress.counts["out_of_turns"] += is_last
+            if is_last and not acts:  # an environment sees the last move too
                 return None
             calls = _numbered(parsed, progress.num_calls)
             progress.num_calls += len(calls)
@@ -150,8 +157,14 @@ class ToolAgent:
             if calls_something:
                 answers, failure = await self._answers(parsed, calls, session, progress)
             else:
-                answers, failure = await self._reply(transcript.messages, session, progress)
-            if failure is not None or not answers:
+                answers, failure, anew = await self._reply(transcript.messages, session, progress)
+                if anew and answers and failure is None and not is_last:
+                    (ids,) = self._encoder.encode([(answers, prompt.row.tools)])
+                    transcript = Transcript(self._encoder, ids, answers, prompt.row.tools, follow_template=False)
+                    observation_ids, new_row = ids, True
+                    progress.counts["new_rows"] += 1
+                    continue
+            if failure is not None or not answers or is_last:
                 return failure
             try:
                 observation = transcript.observe(answers)
@@ -162,6 +175,8 @@ class ToolAgent:
             progress.used += 0 if new_row else len(observation_ids)
             progress.counts["new_rows"] += new_row
         progress.counts["out_of_tokens"] += 1
+        if not progress.turns and acts:
+            return EpisodeFailure(kind="prompt_too_long", message="the first observation leaves no room for an answer")
         if progress.turns:  # the budget ended it, though the model had ended its turn
             progress.turns[-1] = dataclasses.replace(progress.turns[-1], finish_reason="length")
         return None
@@ -171,11 +186,13 @@ class ToolAgent:
         bounds = self._bounds
         return min(bounds.response - progress.used, bounds.prompt + bounds.response - len(transcript.context_ids))
 
-    def _parsed(self, context_ids: Sequence[int], completion: Completion) -> Parsed:
+    def _parsed(self, context_ids: Sequence[int], completion: Completion, *, as_text: bool) -> Parsed:
         ids = completion.sampled.token_ids.tolist()
         while ids and ids[-1] in self._end_ids:
             ids.pop()
         tokenizer = self._encoder.tokenizer
+        if as_text:
+            return Parsed(content=tokenizer.decode(ids, skip_special_tokens=False))
         before = tokenizer.decode(context_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
         opened = _THINK if before.rstrip().endswith(_THINK) else ""  # by the template: thinking is no call
         return self._parser.parse(opened + tokenizer.decode(ids, skip_special_tokens=False))
@@ -213,17 +230,20 @@ class ToolAgent:
 
     async def _reply(
         self, messages: Messages, session: str, progress: _Progress
-    ) -> tuple[list[dict[str, Any]], EpisodeFailure | None]:
-        """The simulated user's message; none where it has ended the conversation."""
+    ) -> tuple[list[dict[str, Any]], EpisodeFailure | None, bool]:
+        """The simulated user's message, or the environment's; none where it has ended the conversation. Whether they
+        are the whole context of what follows."""
         outcome = await asyncio.wrap_future(self._toolbox.respond(session, messages))
         if outcome.kind is not None:
-            return [], _failure(outcome, "the simulated user")
+            return [], _failure(outcome, "the environment" if self._toolbox.acts else "the simulated user"), False
         if outcome.reward is not None:
             progress.turn_scores.append(outcome.reward)
             if self._turn_rewards:
                 progress.turns[-1] = dataclasses.replace(progress.turns[-1], reward=outcome.reward)
-        progress.state_id = state_id(outcome.text)
-        return [] if outcome.done else [{"role": "user", "content": outcome.text}], None
+        progress.state_id = state_id(outcome.text) if outcome.state is None else outcome.state
+        progress.counts["out_of_turns"] += outcome.truncated
+        said = outcome.messages or [{"role": "user", "content": outcome.text}]
+        return [] if outcome.done else said, None, outcome.anew
 
     def _episode(
         self, prompt: Prompt, progress: _Progress, end: ToolOutcome, failure: EpisodeFailure | None
@@ -234,6 +254,15 @@ class ToolAgent:
         scores = {name.removeprefix(_TOOL_REWARD): value for name, value in metrics.items()}
         if scores or progress.rewards:
             info["rollout_reward_scores"] = {n: sum(rewards) for n, rewards in progress.rewards.items()} | scores
+        played = {n: v for n, v in end.metrics.items() if n.startswith("env/") and isinstance(v, float)}
+        won = [bool(value) for name, value in played.items() if name.endswith("/success")]
+        if won:
+            info["success"] = won[0]
+        if self._toolbox.acts and self._turn_rewards and progress.turns:
+            # The score is the sum of these rewards, and stands at the end: they say how much of it belongs elsewhere.
+            *earlier, last = progress.turns
+            elsewhere = sum(turn.reward or 0.0 for turn in earlier)
+            progress.turns[-1] = dataclasses.replace(last, reward=-elsewhere)
         if progress.turn_scores:  # under the names of verl 0.7 and of 0.5
             info["turn_scores"] = progress.turn_scores
             info.setdefault("rollout_reward_scores", {})["user_turn_rewards"] = progress.turn_scores
@@ -242,8 +271,14 @@ class ToolAgent:
             reward=end.reward if self._environment else None,
             failure=failure,
             info=info,
-            counts=dict(progress.counts),
+            counts={**progress.counts, **played},
         )
+
+
+def _label(prompt: Prompt, sample: int, progress: _Progress) -> str:
+    """What the picture of an episode is called: weights that played it, row, sample; "" where nothing was sampled."""
+    versions = [int(version) for turn in progress.turns[-1:] for version in turn.sampled.weight_versions[-1:]]
+    return f"weights_{versions[0]:06d}/{prompt.row.index}-{sample}" if versions else ""
 
 
 def _failure(outcome: ToolOutcome, what: str, where: str = "environment_error") -> EpisodeFailure | None:

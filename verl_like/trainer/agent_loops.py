@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing
 
 from verl_like.config import PPOConfig, RolloutConfig
+from verl_like.config.rollout import runs_programs
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import SINGLE_TURN, Dataset
 from verl_like.episodes.agent_loops.callback_loop import NAME
@@ -15,6 +16,10 @@ from verl_like.episodes.agent_loops.loading import all_loops
 from verl_like.episodes.agent_loops.messages import AgentLoopSpec
 from verl_like.episodes.agent_loops.runner import AgentLoops
 from verl_like.episodes.episode import EpisodeRunner
+from verl_like.episodes.gateway.program import ProgramSpec
+from verl_like.episodes.gateway.runner import Gateway
+from verl_like.episodes.gateway.session import Rules
+from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.trainer.compose import to_dict
 from verl_like.user_code import resolve_path
 
@@ -56,11 +61,42 @@ def _require_known(used: Iterable[str], names: Collection[str], what: str) -> No
             )
 
 
+def open_gateway(config: PPOConfig, encoder: PromptEncoder, eos_ids: Sequence[int], stack: ExitStack) -> Gateway:
+    """The programs of rollout.gateway, until `stack` is closed. ProgramError for those that cannot be loaded."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    gateway, turns = rollout.gateway, rollout.multi_turn
+    file, colon, name = (gateway.path or "").rpartition(":")
+    path = f"{resolve_path(file, 'actor_rollout_ref.rollout.gateway.path')}{colon}{name}" if file else gateway.path
+    spec = ProgramSpec(
+        path=path, command=gateway.command, timeout=turns.tool_timeout, memory_limit_mb=turns.tool_memory_limit_mb
+    )
+    limits = [limit for limit in (turns.max_turns, turns.max_assistant_turns) if limit is not None]
+    rules = Rules(
+        encoder=encoder,
+        parser=parser_of(turns.format),
+        end_ids=frozenset(eos_ids),
+        response=data.max_response_length,
+        total=data.max_prompt_length + data.max_response_length,
+        requests=min(limits, default=None),
+    )
+    where = {"host": gateway.host, "port": gateway.port}
+    return stack.enter_context(
+        closing(Gateway(spec, rules, num_workers=rollout.agent.num_workers, timeout=turns.tool_timeout, **where))
+    )
+
+
 def with_agent_loops(
-    config: PPOConfig, others: EpisodeRunner, encoder: PromptEncoder, model_type: str, stack: ExitStack
+    config: PPOConfig,
+    others: EpisodeRunner,
+    encoder: PromptEncoder,
+    model_type: str,
+    eos_ids: Sequence[int],
+    stack: ExitStack,
 ) -> EpisodeRunner:
     """`others`, with the loops of the run's file before it until `stack` is closed. AgentLoopError for bad ones."""
     rollout, names = config.actor_rollout_ref.rollout, loop_names(config.actor_rollout_ref.rollout)
+    if runs_programs(rollout):
+        return open_gateway(config, encoder, eos_ids, stack)
     path, turns = rollout.agent.agent_loop_config_path, rollout.multi_turn
     callback, default = turns.completion_callback, rollout.agent.default_agent_loop
     if path is None and callback is None:

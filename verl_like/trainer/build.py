@@ -25,6 +25,7 @@ from verl_like.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, needs_critic,
 from verl_like.data.build import build_dataset
 from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder
+from verl_like.data.environments import EnvironmentDataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler, Sampler
@@ -119,7 +120,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     and tried. ValueError, OSError: what is wrong. What was started ends with `stack`."""
     device, ranks_per_node = resolve_world(config)
     check_own_code(config)
-    toolbox = open_toolbox(config.actor_rollout_ref.rollout, stack)
+    toolbox = open_toolbox(config, stack)
     inputs = load_inputs(config, toolbox)
     plan = BatchPlan.build(config, config.trainer.nnodes * ranks_per_node, len(inputs.train))
     train_loader(config, inputs.train, plan)  # what is wrong with its sampler is said before anything is started
@@ -158,7 +159,9 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
 def with_own_loops(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> Inputs:
     """The inputs with the agent loops of the run, until `stack` is closed."""
     encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
-    return dataclasses.replace(inputs, runner=with_agent_loops(config, inputs.runner, encoder, kind, stack))
+    return dataclasses.replace(
+        inputs, runner=with_agent_loops(config, inputs.runner, encoder, kind, inputs.eos_ids, stack)
+    )
 
 
 @contextmanager
@@ -358,8 +361,11 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     reward_tokenizers = load_reward_model(config.reward_model) if config.reward_model.enable else None
     seed = config.trainer.seed
     options = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
-    train = build_dataset(data, data.train_files, tokenizer, split="train", **options)
-    val = build_dataset(data, data.val_files, tokenizer, split="val", **options) if data.val_files else None
+    if config.env.train.tags:
+        train, val = environment_datasets(config, data, tokenizer)
+    else:
+        train = build_dataset(data, data.train_files, tokenizer, split="train", **options)
+        val = build_dataset(data, data.val_files, tokenizer, split="val", **options) if data.val_files else None
     check_agents((train, val), config.actor_rollout_ref.rollout)
     check_interactions((train, val), toolbox)
     for split, dataset in (("train", train), ("val", val)):
@@ -377,6 +383,16 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         runner=SingleTurn() if toolbox is None else tool_agent(config, tokenizer, eos_ids, toolbox),
         tool_usage=dict if toolbox is None else toolbox.take_usage,
     )
+
+
+def environment_datasets(
+    config: PPOConfig, data: DataConfig, tokenizer: Any
+) -> tuple[EnvironmentDataset, EnvironmentDataset | None]:
+    """The starts of env.train and env.val."""
+    encoder, settings = make_encoder(data, tokenizer), config.trainer
+    batch = {"batch_size": data.train_batch_size, "steps": settings.total_training_steps}
+    train = EnvironmentDataset.train(config.env, encoder, seed=settings.seed, **batch)
+    return train, EnvironmentDataset.val(config.env, encoder, seed=settings.seed) if config.env.val.tags else None
 
 
 def load_reward_model(section: RewardModelConfig) -> tuple[Any, Any] | None:
@@ -431,7 +447,7 @@ def tool_agent(config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], tool
         calls=turns.max_parallel_calls,
     )
     encoder = make_encoder(data, tokenizer)
-    require_tool_messages(encoder, toolbox.schemas, eos_ids, users=bool(toolbox.interactions))
+    require_tool_messages(encoder, toolbox.schemas, eos_ids, users=bool(toolbox.interactions) or toolbox.acts)
     return ToolAgent(
         encoder,
         toolbox,
@@ -500,7 +516,8 @@ def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampl
         return CustomSampler(data, dataset)
     seed = config.trainer.seed if data.seed is None else data.seed
     if not data.domain_weights:
-        return ResumableSampler(len(dataset), shuffle=data.shuffle, seed=seed, identity=dataset.identity())
+        shuffle = data.shuffle and not config.env.train.tags  # groups take turns, and their starts are random as it is
+        return ResumableSampler(len(dataset), shuffle=shuffle, seed=seed, identity=dataset.identity())
     weights, identity = data.domain_weights, dataset.identity()
     sampler = WeightedSampler(dataset.domains(), weights, shuffle=data.shuffle, seed=seed, identity=identity)
     sampler.check_batch(batch_size)

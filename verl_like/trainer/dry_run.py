@@ -65,7 +65,7 @@ def _graded(config: PPOConfig, ready: Prepared) -> str:
     turns = config.actor_rollout_ref.rollout.multi_turn
     if not ready.rewards.rule_grades:
         return "given by the reward model alone"
-    if turns.enable and turns.environment_path is not None:
+    if config.env.train.tags or (turns.enable and turns.environment_path is not None):
         return "given by the environment"
     reports = grade_references(ready.inputs.train, ready.rewards, ready.inputs.tokenizer, 1)
     for source in (source for source, report in reports.items() if report.broken):

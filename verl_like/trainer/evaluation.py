@@ -71,7 +71,7 @@ def evaluate(config: PPOConfig) -> Evaluation:
         with input_errors():
             device, _ = resolve_world(config)
             check_own_code(config)
-            inputs = load_inputs(config, toolbox := open_toolbox(config.actor_rollout_ref.rollout, stack))
+            inputs = load_inputs(config, toolbox := open_toolbox(config, stack))
             rewards = stack.enter_context(
                 RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
             )

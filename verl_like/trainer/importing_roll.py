@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from verl_like.config.aliases import Change, canonical
 from verl_like.config.correction_aliases import correction_spellings
 from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import ROLES
+from verl_like.environments.games import KINDS
 from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, Foreign, Outcome, carry, flat
 
 _ROLES = ("actor_train", "actor_infer", "reference", "critic")
@@ -27,6 +29,9 @@ _GRADERS = {
 }
 _TOPR = ("postive_loss_coef", "positive_loss_coef", "use_topr_neg_loss_coef")
 _VARIANTS = {"ppo": "vanilla", "vanilla": "policy_gradient", "topr": "topr", "cispo": "cispo", "kimi15": "dro"}
+# What custom_envs.<tag> calls what env.custom.<tag> has
+_ENTRY = {"env_type": "type", "agent_system_template": "system", "agent_template": "template"}
+_ENTRY |= {name: name for name in ("max_steps", "max_tokens_per_step", "history_length")}
 _WITH_TURNS = ("gigpo", "step_reinforce", "agentic_reinforce")
 
 
@@ -85,6 +90,8 @@ class RollFile(Foreign):
             return "no KL term, hence no reference"
         if name.startswith("reward_normalization.") and not self.agentic:
             return "the agentic pipeline alone reads it"
+        if name == "reward_normalization.grouping" and self("adv_estimator") == "gigpo":
+            return "gigpo compares what has the same start"
         if name.endswith("generating_args.max_new_tokens") and not self.agentic:
             return "overwritten there with sequence_length - prompt_length"
         return ""
@@ -129,7 +136,12 @@ class RollFile(Foreign):
         return {keys[0]: self.prompts}
 
     def rule_val_batch(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
-        return Outcome(REFUSED, note="counts episodes of ROLL's environments") if self.agentic else {keys[0]: value}
+        if not self.agentic:
+            return {keys[0]: value}
+        groups, size = (self(f"val_env_manager.{name}", 1) for name in ("num_env_groups", "group_size"))
+        if value == groups * size:
+            return Outcome(NOTHING, note="as many as there are groups x group_size")
+        return Outcome(REFUSED, note=f"a validation plays each of the {groups} groups {size} times: env.val.num_groups")
 
     def rule_sequence_length(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
         if not self.agentic or "prompt_length" in self.leaves:
@@ -159,8 +171,9 @@ class RollFile(Foreign):
 
     def rule_estimator(self, name: str, value: str, keys: list[str]) -> Outcome | dict[str, Any]:
         if value in _WITH_TURNS:
-            why = "needs the turns of environments, which are not imported; reinforce stands in"
-            return Outcome(REFUSED, {keys[0]: "reinforce"}, why)
+            why = "the rewards of turns count where they were earned"
+            turns = {"actor_rollout_ref.rollout.multi_turn.turn_rewards": True}
+            return Outcome(CARRIED, {keys[0]: "gigpo" if value == "gigpo" else "step_reinforce"} | turns, why)
         if value != "grpo":
             return {keys[0]: value}
         if self.agentic:
@@ -264,6 +277,59 @@ class RollFile(Foreign):
         kind = str(self(f"{start}.worker_cls", "")).rpartition(".")[2]
         judged = kind == "LLMJudgeRewardWorker" and self(f"{start}.judge_api_url")
         return kind, "judge" if judged else _GRADERS.get(kind, "")
+
+    def rule_reward_method(self, name: str, value: str, keys: list[str]) -> Outcome | dict[str, Any]:
+        if self("adv_estimator") != "gigpo":
+            return {keys[0]: value}
+        if value not in ("mean", "mean_std"):
+            return Outcome(REFUSED, note="gigpo takes mean or mean_std")
+        return {"algorithm.norm_adv_by_std_in_grpo": value == "mean_std"}
+
+    def played(self) -> set[str]:
+        """Tags of either manager."""
+        return {tag for role in ("train", "val") for tag in self(f"{role}_env_manager.tags") or []}
+
+    def rule_turn_length(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
+        bounds = {tag: self.leaves.get(f"custom_envs.{tag}.max_tokens_per_step") for tag in self.played()}
+        if not bounds:
+            return Outcome(REFUSED, note="data.max_response_length is the length of a response")
+        if all(bound is not None and bound <= value for bound in bounds.values()):
+            return Outcome(NOTHING, note="max_tokens_per_step is less")
+        return Outcome(REFUSED, note=f"set max_tokens_per_step={value} in env.custom.<tag>")
+
+    def rule_custom_env(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
+        _, tag, *path = name.split(".", 4)  # what a vocabulary explains may be a dot
+        if tag not in self.played():
+            return Outcome(NOTHING, note="no manager plays it")
+        if path[:1] == ["env_config"] and len(path) > 1:
+            own = {"format_penalty": "format_penalty", "env_instruction": "instruction"}.get(path[1])
+            place = [own] if own else ["config", *path[1:]]
+        else:
+            place = [_ENTRY.get(path[0], "") if path else ""]
+        kind = self.leaves.get(f"custom_envs.{tag}.env_type")
+        if kind not in KINDS:
+            return Outcome(
+                REFUSED, note=f"{kind} is none of {', '.join(KINDS)}: name a class of yours as {keys[0]}.type"
+            )
+        if place == ["config", *path[1:]] and path[1] not in signature(KINDS[kind]).parameters:
+            return Outcome(REFUSED, note=f"no argument of {kind}")
+        if place == [""]:
+            known = path and path[0] in (
+                "use_thread_lock",
+                "max_env_step_concurrent",
+                "env_manager_cls",
+                "agent_runner_cls",
+            )
+            manager = str(value).rpartition(".")[2]
+            if known and (path[0] != "env_manager_cls" or manager in ("TrajEnvManager", "StepEnvManager")):
+                return Outcome(
+                    NOTHING, note="environments run in processes of their own; history_length tells the managers apart"
+                )
+            return Outcome(REFUSED, note="there is no counterpart")
+        nested: Any = value
+        for part in reversed([tag, *place]):
+            nested = {part: nested}
+        return Outcome(NOTHING, note="nothing is set") if value is None else {keys[0]: nested}
 
     def rule_grader(self, name: str, value: list[str], keys: list[str]) -> Outcome | dict[str, Any]:
         kind, grader = self._domain(name)

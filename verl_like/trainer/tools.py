@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from verl_like.config import RolloutConfig
+from verl_like.config import PPOConfig
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import Dataset
+from verl_like.data.environments import kinds_of
+from verl_like.environments.adapters import ADAPTERS
 from verl_like.episodes.tools.interactions import chosen, interaction_kwargs
 from verl_like.episodes.tools.tool_call import ToolSpec
 from verl_like.episodes.tools.toolbox import Toolbox
@@ -16,16 +18,20 @@ from verl_like.episodes.transcript import Transcript
 from verl_like.user_code import resolve_path
 
 
-def open_toolbox(rollout: RolloutConfig, stack: ExitStack) -> Toolbox | None:
-    """All tools, until `stack` is closed; None where the run has none. ToolError, naming the key, for bad ones."""
+def open_toolbox(config: PPOConfig, stack: ExitStack) -> Toolbox | None:
+    """All tools and environments, until `stack` is closed; None where the run has none. ToolError, naming the key, for
+    bad ones."""
+    rollout, env = config.actor_rollout_ref.rollout, config.env
     turns = rollout.multi_turn
-    if not turns.enable:
+    if not turns.enable and not env.train.tags:
         return None
     spec = ToolSpec(
         tool_config_path=_path(turns.tool_config_path, "tool_config_path"),
         function_tool_path=_path(turns.function_tool_path, "function_tool_path"),
         environment_path=_reference(turns.environment_path, "environment_path"),
         interaction_config_path=_path(turns.interaction_config_path, "interaction_config_path"),
+        environments=tuple(kinds_of(env)),
+        worker_cls=_reference(env.worker_cls, "worker_cls"),
         max_response_length=turns.max_tool_response_length,
         truncate_side=turns.tool_response_truncate_side,
         timeout=turns.tool_timeout,
@@ -42,7 +48,7 @@ def _path(value: str | None, name: str) -> str | None:
 def _reference(value: str | None, name: str) -> str | None:
     """`file.py:Class`, with the whole path of the file."""
     path, colon, member = (value or "").rpartition(":")
-    return f"{_path(path, name)}{colon}{member}" if path else value
+    return f"{_path(path, name)}{colon}{member}" if path and path not in ADAPTERS else value
 
 
 def require_tool_messages(

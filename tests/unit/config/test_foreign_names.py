@@ -105,7 +105,7 @@ def test_values_of_a_rule() -> None:
             "actor_infer.device_mapping",
             "; ROLL's device_mapping is our trainer.nnodes, trainer.n_gpus_per_node (all roles",
         ),
-        ("custom_envs", "; ROLL's custom_envs has no counterpart here: environments of ROLL are not available yet"),
+        ("custom_envs", "; ROLL's custom_envs is our env.custom"),
         ("max_completion_length", "; TRL's max_completion_length is our data.max_response_length"),
         ("n_samples_per_prompt", "; OpenRLHF's n_samples_per_prompt is our actor_rollout_ref.rollout.n"),
         ("rollout.gpu_memory_utilization", "; did you mean actor_rollout_ref.rollout.gpu_memory_utilization?"),

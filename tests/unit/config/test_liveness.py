@@ -48,6 +48,11 @@ SAMPLES: dict[str, Any] = {
     "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0,3",
     "algorithm.rollout_correction.loss_type": "reinforce",
     "algorithm.adv_estimator": "grpo",
+    **{f"env.{split}.tags": ["bandit"] for split in ("train", "val")},
+    **{f"env.{split}.num_groups": 3 for split in ("train", "val")},  # the sum of groups_per_tag
+    "env.custom": {"bandit": {"max_steps": 1}},
+    "env.worker_cls": "mine.py:Worker",
+    "actor_rollout_ref.rollout.gateway.path": "mine.py:run",
     "actor_rollout_ref.actor.ratio_skip_threshold": 20.0,
     "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
     "actor_rollout_ref.model.target_modules": ["q_proj"],

@@ -433,3 +433,23 @@ def test_the_pages_about_other_projects_are_current() -> None:
     docs = Path(__file__).parents[3] / "docs"
     old = [name for name, text in coming_from.pages().items() if (docs / name).read_text() != text]
     assert old == [], "run python -m verl_like.trainer.config_docs"
+
+
+def test_an_agentic_file_is_carried_over_whole(shared_data: Path, roll_files: list[Path]) -> None:
+    files = [file for file in roll_files if "agentic__" in file.name]
+    assert len(files) == 5
+    for file in files:
+        done = translate(RollFile(file))
+        refused = {item.name for item in done.of(REFUSED)}
+        assert refused <= {"tracker_kwargs.log_dir", "async_generation_ratio"}, file.name
+        config, _ = compose_with_warnings(done.overrides())
+        env, rollout = config.env, config.actor_rollout_ref.rollout
+        assert env.train.num_groups == 128 and rollout.n == 8 and rollout.val_kwargs.n == 1
+        assert env.val.groups_per_tag == [256] * 4 and env.render_save_dir == "./output/render"
+        lake = env.custom["FrozenLake"]
+        assert (lake["type"], lake["max_steps"], lake["max_tokens_per_step"]) == ("frozen_lake", 10, 64)
+        assert lake["config"]["is_slippery"] is False and lake["format_penalty"] == -0.01
+        assert env.custom["SokobanDifferentGridVocab"]["config"]["grid_vocab"]["."] == "empty"
+        gigpo = config.algorithm.adv_estimator == "gigpo"
+        assert gigpo == file.name.endswith("gigpo.yaml") == rollout.multi_turn.turn_rewards
+        assert (lake.get("history_length") == 5) == gigpo, "each turn is a prompt of its own there"

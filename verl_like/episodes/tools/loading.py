@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import traceback
 from collections.abc import Iterator
@@ -10,6 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_like.environments.adapters import ADAPTERS
+from verl_like.environments.forms import is_environment
+from verl_like.environments.games import make as make_game
+from verl_like.episodes.tools.environments import EnvironmentWorker
 from verl_like.episodes.tools.interactions import Interactions, load_interactions
 from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, StatelessTool, ToolSource
 from verl_like.episodes.tools.mcp_tools import McpTools
@@ -45,15 +50,16 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
     if spec.function_tool_path is not None:
         sources += _function_tools(spec.function_tool_path, f"{KEYS}function_tool_path")
     if spec.environment_path is not None:
-        key = f"{KEYS}environment_path"
-        make = load(spec.environment_path, key)
-        with _blamed(f"{key}={spec.environment_path}"):
-            sources.append(Environment(make))
+        sources.append(_environment(spec.environment_path))
+    if spec.environments:
+        sources.append(_environments(spec))
     if spec.interaction_config_path is not None:
         key = f"{KEYS}interaction_config_path"
         with _blamed(f"{key}={spec.interaction_config_path}"):
             sources.append(Interactions(load_interactions(spec.interaction_config_path, key)))
     names = [schema["function"]["name"] for source in sources for schema in source.schemas]
+    if sum(isinstance(source, EnvironmentWorker | Interactions) for source in sources) > 1:
+        raise ToolError(f"{spec.source}: only one of these can answer the model's messages; leave the others out")
     if not sources:
         raise ToolError(
             f"no tools: set {KEYS}tool_config_path, function_tool_path, environment_path or interaction_config_path"
@@ -61,6 +67,29 @@ def load_tools(spec: ToolSpec) -> list[ToolSource]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ToolError(f"{spec.source}: more than one tool is called {', '.join(twice)}; rename one")
     return sources
+
+
+def _environment(path: str) -> ToolSource:
+    """A class whose methods are tools, or one that answers messages; the latter may be an adapter's too."""
+    key = f"{KEYS}environment_path"
+    adapted = path.partition(":")[0] in ADAPTERS
+    make = None if adapted else load(path, key)
+    with _blamed(f"{key}={path}"):
+        if adapted:
+            make_game(path, {}, key)
+        return Environment(make) if make is not None and not is_environment(make) else EnvironmentWorker(path)
+
+
+def _environments(spec: ToolSpec) -> EnvironmentWorker:
+    """What rows play; each kind is made once, so that a mistake in its configuration is told now."""
+    worker = EnvironmentWorker if spec.worker_cls is None else load(spec.worker_cls, "env.worker_cls")
+    if not (isinstance(worker, type) and issubclass(worker, EnvironmentWorker)):
+        name = f"{EnvironmentWorker.__module__}.{EnvironmentWorker.__name__}"
+        raise ToolError(f"env.worker_cls={spec.worker_cls}: derive the class from {name}")
+    for kind, config in spec.environments:
+        with _blamed("env.custom"):
+            make_game(kind, json.loads(config), "env.custom.<tag>.type")
+    return worker()
 
 
 def native_tools(path: str) -> list[Any]:

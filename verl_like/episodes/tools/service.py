@@ -10,6 +10,7 @@ import traceback
 from typing import Any, TextIO
 
 from verl_like.episodes.tools import text
+from verl_like.episodes.tools.environments import EnvironmentWorker
 from verl_like.episodes.tools.interactions import Interactions
 from verl_like.episodes.tools.kinds import Environment, ToolSource
 from verl_like.episodes.tools.loading import load_tools
@@ -48,7 +49,7 @@ class ToolService:
                 case "begin":
                     outcome = await self._begin(payload)
                 case "end":
-                    outcome = await self._end(payload.session)
+                    outcome = await self._end(payload)
                 case "respond":
                     outcome = await self._respond(payload)
                 case _:
@@ -63,18 +64,21 @@ class ToolService:
 
     def _describe(self) -> list[Any]:
         """[schema, whether it has state, whether it is an environment's] of each tool; whether episodes have a life
-        beside calls; whether an environment scores them; the names of simulated users."""
+        beside calls; whether an environment scores them; the names of simulated users; whether an environment answers
+        the model's messages."""
         tools = [
             (schema, source.stateful, isinstance(source, Environment))
             for source in self._sources
             for schema in source.schemas
         ]
         scored = any(isinstance(source, Environment) and source.gives_reward for source in self._sources)
-        users = [name for source in self._interactions() for name in source.names]
-        return [tools, any(source.stateful for source in self._sources), scored, users]
+        answering = self._answering()
+        users = [name for source in answering if isinstance(source, Interactions) for name in source.names]
+        acts = any(isinstance(source, EnvironmentWorker) for source in answering)
+        return [tools, any(source.stateful for source in self._sources), scored or acts, users, acts]
 
-    def _interactions(self) -> list[Interactions]:
-        return [source for source in self._sources if isinstance(source, Interactions)]
+    def _answering(self) -> list[Interactions | EnvironmentWorker]:
+        return [source for source in self._sources if isinstance(source, Interactions | EnvironmentWorker)]
 
     async def _begin(self, request: ToolRequest) -> ToolOutcome:
         wanted = {id(self._by_name[name]) for name in request.names}
@@ -84,7 +88,8 @@ class ToolService:
         first = [await source.begin(request.session, request.row) for source in used]
         said = "\n".join(outcome.text for outcome in first if outcome.text)
         state = next((outcome.state for outcome in first if outcome.state is not None), None)
-        return ToolOutcome(text=self._plain(said, None), state=state)
+        messages = next((outcome.messages for outcome in first if outcome.messages), [])
+        return ToolOutcome(text=self._plain(said, None), messages=self._plain_messages(messages), state=state)
 
     async def _call(self, request: ToolRequest) -> ToolOutcome:
         source = self._by_name[request.name]
@@ -95,20 +100,26 @@ class ToolService:
         return dataclasses.replace(outcome, text=shown)
 
     async def _respond(self, request: ToolRequest) -> ToolOutcome:
-        (users,) = self._interactions()
+        (users,) = self._answering()
         outcome = await users.respond(request.session, request.messages)
-        return dataclasses.replace(outcome, text=self._plain(outcome.text, None))
+        messages = self._plain_messages(outcome.messages)
+        return dataclasses.replace(outcome, text=self._plain(outcome.text, None), messages=messages)
 
-    async def _end(self, session: str) -> ToolOutcome:
+    def _plain_messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**each, "content": self._plain(text.to_text(each.get("content", "")), None)} for each in messages]
+
+    async def _end(self, request: ToolRequest) -> ToolOutcome:
         """Every source is ended, also after one that fails; then the first failure is the outcome. reward: the
         environment's, or where none gives one, the sum of the tools'."""
         rewards: list[float] = []
         scores: list[float] = []
         metrics: dict[str, float | str | None] = {}
         errors: list[BaseException] = []
+        session = request.session
         for source in self._begun.pop(session, []):
+            label = {"label": request.label} if isinstance(source, EnvironmentWorker) else {}
             try:
-                outcome = await source.end(session)
+                outcome = await source.end(session, **label)
             except MemoryError:
                 raise
             except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -116,7 +127,7 @@ class ToolService:
                 continue
             metrics |= outcome.metrics
             if outcome.reward is not None:
-                (scores if isinstance(source, Environment) else rewards).append(outcome.reward)
+                (scores if isinstance(source, Environment | EnvironmentWorker) else rewards).append(outcome.reward)
         if errors:
             raise errors[0]
         return ToolOutcome(reward=sum(scores or rewards) if scores or rewards else None, metrics=metrics)

@@ -34,12 +34,17 @@ class ToolOutcome(Outcome):
     "service" (ToolUnavailable).
 
     text: what the model is to read, also where the call failed; `message` is for people, and may tell more. state:
-    `state_id` of the environment after this, where it tells. done: a simulated user has ended the conversation.
+    `state_id` of the environment after this, where it tells. done: a simulated user or an environment has ended the
+    conversation; truncated: it was cut off by a number of steps. messages: instead of text; of a beginning, the whole
+    prompt. anew: they are the whole context of the next turn.
     """
 
     text: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    anew: bool = False
     state: int | None = None
     done: bool = False
+    truncated: bool = False
     reward: float | None = None  # of a call: this step's; at the end: the episode's. None where nobody gave one
     metrics: dict[str, float | str | None] = field(default_factory=dict)
 
@@ -55,11 +60,12 @@ def state_id(description: str) -> int:
 
 
 KEYS = "actor_rollout_ref.rollout.multi_turn."
+ROW_KEY = "environment"  # in extra_info: what a row plays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec(ServiceSpec):
-    """Which tools a worker loads: any of the four sources, at least one.
+    """Which tools a worker loads: any of the five sources, at least one.
 
     concurrency: calls that one worker handles at a time. More than 1 is for tools that wait for a network: a tool that
     computes or blocks holds up the others, and one that hangs takes their episodes with it.
@@ -72,7 +78,9 @@ class ToolSpec(ServiceSpec):
 
     tool_config_path: str | None = None  # YAML file that lists classes (verl's form)
     function_tool_path: str | None = None  # Python file with @function_tool functions
-    environment_path: str | None = None  # a class whose methods are tools: file.py:Name or pkg://module:Name
+    environment_path: str | None = None  # a class whose methods are tools, or that answers: file.py:Name, pkg://m:Name
+    environments: tuple[tuple[str, str], ...] = ()  # kinds that rows play, and their configuration as JSON
+    worker_cls: str | None = None  # an EnvironmentWorker of the user's
     interaction_config_path: str | None = None  # YAML file that lists simulated users (verl's form)
     max_response_length: int | None = None  # characters of a tool's text; None: a mebibyte
     truncate_side: str = "middle"  # which part of a longer one is cut: left, middle, right
@@ -85,7 +93,8 @@ class ToolSpec(ServiceSpec):
     def source(self) -> str:
         """The keys that name tools, for messages."""
         names = ("tool_config_path", "function_tool_path", "environment_path", "interaction_config_path")
-        return ", ".join(f"{KEYS}{n}={getattr(self, n)}" for n in names if getattr(self, n) is not None)
+        keys = [f"{KEYS}{n}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
+        return ", ".join([*keys, *(f"env.custom: {kind}" for kind, _ in self.environments)])
 
     def make(self) -> Service:
         return load(self.factory, "factory")(self)
@@ -102,3 +111,4 @@ class ToolRequest:
     arguments: dict[str, Any] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)  # see `toolbox.fields_of`
     messages: list[dict[str, Any]] = field(default_factory=list)  # of the conversation, for a simulated user
+    label: str = ""  # of an end: what the episode's picture is called

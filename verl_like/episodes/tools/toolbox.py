@@ -49,7 +49,7 @@ class Toolbox:
         except BaseException:
             self._pool.close()
             raise
-        tools, self._stateful, self.gives_reward, names = json.loads(described.text)
+        tools, self._stateful, self.gives_reward, names, self.acts = json.loads(described.text)
         self.interactions: list[str] = names
         self.schemas: list[dict[str, Any]] = [schema for schema, *_ in tools]
         self._schemas = {schema["function"]["name"]: schema for schema in self.schemas}
@@ -113,19 +113,20 @@ class Toolbox:
         return self._submit(request, stateful=name in self._with_state)
 
     def has_user(self, row: PromptRow) -> bool:
-        """Whether a simulated user answers the model in this row's episodes."""
-        return bool(self.interactions and interaction_kwargs(row.extra_info))
+        """Whether a simulated user, or an environment (`acts`), answers the model in this row's episodes."""
+        return self.acts or bool(self.interactions and interaction_kwargs(row.extra_info))
 
     def respond(self, session: str, messages: list[dict[str, Any]]) -> Future[ToolOutcome]:
         """What the simulated user says to a conversation that ends with the model's message."""
         return self._submit(ToolRequest(action="respond", session=session, messages=messages))
 
-    def end(self, session: str) -> Future[ToolOutcome]:
-        """End an episode: its reward, then its state is released. Also for one that failed, or was given up."""
+    def end(self, session: str, label: str = "") -> Future[ToolOutcome]:
+        """End an episode: its reward, then its state is released. Also for one that failed, or was given up. label: of
+        its picture."""
         begun = self._allowed.pop(session, None) is not None
         if not begun or not self._stateful:
             return _answered(ToolOutcome())
-        future = self._submit(ToolRequest(action="end", session=session))
+        future = self._submit(ToolRequest(action="end", session=session, label=label))
         self._pool.end_session(session)  # the call above still runs
         return future
 

@@ -1,0 +1,145 @@
+"""What a request over the gateway costs the driver: many sessions at once, against the same tokens asked directly.
+
+    verl-like bench gateway --sessions 200
+
+An engine with fake time answers at once, so that nothing but the driver's own work is left: HTTP, JSON, the chat
+template, tokens, routing. A client in another process talks OpenAI's protocol; each session asks, appends the answer
+and a message, and asks again. The overhead is the driver's CPU time a request beyond that of the direct questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any, cast
+
+from verl_like.batch import Prompt, PromptRow
+from verl_like.bench.bars import bar
+from verl_like.bench.inputs import word_tokenizer
+from verl_like.bench.report import Report, Row, finish
+from verl_like.data.chat import PromptEncoder
+from verl_like.episodes.answering import Answering, Asker, Collection
+from verl_like.episodes.episode import SingleTurn
+from verl_like.episodes.gateway.server import GatewayServer
+from verl_like.episodes.gateway.session import Rules, Session
+from verl_like.episodes.loop import Arrivals
+from verl_like.episodes.tool_calls.formats import parser_of
+from verl_like.rewards.manager import RewardManager
+from verl_like.rollout.client import LocalLink
+from verl_like.rollout.fake_time import VOCAB_SIZE, FakeTimeEngine, FakeTimeRollout
+from verl_like.rollout.rollout_engine import SamplingParams
+from verl_like.rollout.router import Router
+
+BAR_MS = 5.0
+_TOKENS, _TOTAL = 32, 1 << 16
+_TEMPLATE = (
+    "{% for m in messages %}t7 {{ m['role'] }} {{ m['content'] }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}t7 assistant {% endif %}"
+)
+_CLIENT = """
+import asyncio, json, sys
+import aiohttp
+
+async def talk(http, url, key, turns):
+    messages = [{"role": "user", "content": "t8 t9 t10 t11"}]
+    for _ in range(turns):
+        body = {"model": "policy", "messages": messages}
+        async with http.post(url, json=body, headers={"Authorization": "Bearer " + key}) as response:
+            answer = await response.json()
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        messages.append({"role": "user", "content": "t12 t13 t14 t15"})
+
+async def main():
+    url, keys, turns = json.loads(sys.argv[1])
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        await asyncio.gather(*(talk(http, url, key, turns) for key in keys))
+
+asyncio.run(main())
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """An engine that answers at once, and a way to ask it."""
+
+    router: Router
+    encoder: PromptEncoder
+
+    def asker(self, number: int) -> Asker:
+        sampling = SamplingParams(max_tokens=_TOKENS)
+        how = Answering(runner=SingleTurn(), sampling=sampling, n=1, seed=1, purpose="gateway")
+        arrivals = Arrivals(asyncio.get_running_loop())
+        collection = Collection(how, self.router, cast(RewardManager, None), arrivals)  # nothing is graded
+        row = PromptRow(index=number, data_source="bench/gateway", messages=[])
+        return Asker(collection, Prompt(ids=[7], row=row, group=number, position=number), 0, sampling)
+
+
+def main(arguments: argparse.Namespace) -> Report:
+    """Ask in both ways, print the table."""
+    requests = arguments.sessions * arguments.turns
+    with ExitStack() as stack:
+        fake = FakeTimeEngine(max_num_seqs=1024, length_of=lambda request: _TOKENS, steps_per_call=_TOKENS)
+        engine = FakeTimeRollout(fake)
+        stack.callback(engine.shutdown)
+        stack.enter_context(engine.opened())
+        link = LocalLink("replica 0", engine, interval_s=0.002)
+        router = stack.enter_context(closing(Router([link], max_running_requests=None)))
+        stack.callback(link.close)
+        bench = Bench(router, PromptEncoder(word_tokenizer(VOCAB_SIZE), {}, _TEMPLATE))
+        direct = _cpu(_direct(bench, arguments.sessions, arguments.turns))
+        through = _cpu(_through(bench, arguments.sessions, arguments.turns))
+    rows = [
+        Row(name="asked directly", seconds=direct[1]),
+        Row(name="over the gateway", seconds=through[1], floor_seconds=direct[1]),
+    ]
+    each, plain = (1000 * cpu / requests for cpu, _ in (through, direct))
+    notes = [
+        f"{requests} requests of {arguments.sessions} sessions at once. The driver took {each:.2f} ms of CPU a request "
+        f"over the gateway, {plain:.2f} directly.",
+        bar("overhead of a request [ms]", each - plain, BAR_MS),
+    ]
+    work = {"sessions": arguments.sessions, "turns": arguments.turns, "tokens": _TOKENS}
+    report = Report(bench="gateway", work=work, rows=rows, figures={"overhead_ms": each - plain}, notes=notes)
+    return finish(report, arguments.json, arguments.compare)
+
+
+def _cpu(work: Coroutine[Any, Any, None]) -> tuple[float, float]:
+    """Seconds of CPU of this process, and by the clock."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    asyncio.run(work)
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+async def _direct(bench: Bench, sessions: int, turns: int) -> None:
+    async def talk(number: int) -> None:
+        ask, context = bench.asker(number), bench.encoder.encode_text("t8 t9 t10 t11")
+        observed = bench.encoder.encode_text("t12 t13 t14 t15")
+        for _ in range(turns):
+            context = [*context, *(await ask(context)).sampled.token_ids.tolist(), *observed]
+
+    await asyncio.gather(*map(talk, range(sessions)))
+
+
+async def _through(bench: Bench, sessions: int, turns: int) -> None:
+    plain = Rules(
+        encoder=bench.encoder, parser=parser_of("hermes"), end_ids=frozenset(), response=_TOKENS, total=_TOTAL
+    )
+    with closing(GatewayServer()) as server:
+        await server.start()
+        opened = [Session(plain, bench.asker(10_000 + number)) for number in range(sessions)]
+        keys = [server.open(session) for session in opened]
+        told = json.dumps([f"{server.url}/v1/chat/completions", keys, turns])
+        client = await asyncio.create_subprocess_exec(sys.executable, "-c", _CLIENT, told)
+        if await client.wait() != 0:
+            raise RuntimeError(f"the client ended with {client.returncode}")
+        for session, key in zip(opened, keys, strict=True):
+            server.end(key)
+            sampled = sum(len(turn.sampled) for turn in session.turns())
+            if sampled != turns * _TOKENS or session.counts["new_rows"]:
+                raise RuntimeError(f"a session has {sampled} tokens in {session.counts['new_rows'] + 1} rows")

@@ -1,0 +1,139 @@
+"""One interface over everybody's environments: how an episode begins, and what follows a message of the model's.
+
+    Gymnasium, GEM      reset(seed=, options=) -> (observation, info);  step(action) -> five-tuple
+    messages            init(**row) -> messages or text;                 step(message) -> messages, reward, done
+    tinker              initial_observation() -> messages;               step(message) -> MessageStepResult
+    skyrl-gym           init(prompt) -> (prompt, metadata);              step(action) -> {observations, reward, done}
+    OpenEnv             reset() -> StepResult;                           step(action) -> StepResult
+
+Told apart by what a class has and what it returns, never by its type: nothing of theirs is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+# What results are called: by ours, Gymnasium's and GEM's, tinker's, TitanRL's, skyrl-gym's, OpenEnv's
+_SAID = ("messages", "next_messages", "env_messages", "observations", "observation", "init_prompt_messages", "text")
+_REWARD = ("reward", "env_rewards")
+_DONE = ("done", "episode_done", "terminated")
+_INFO = ("info", "metadata", "metrics", "logs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an environment says: plain text, or messages. done: the episode is over; truncated: it was cut off."""
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    truncated: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_environment(kind: Any) -> bool:
+    """Whether a class answers the model's messages, rather than having methods as tools: it has `step`, and `init` or
+    `initial_observation`, or Gymnasium's `reset(seed=...)`."""
+    if not callable(getattr(kind, "step", None)):
+        return False
+    if any(callable(getattr(kind, name, None)) for name in ("init", "initial_observation")):
+        return True
+    reset = getattr(kind, "reset", None)
+    return callable(reset) and not hasattr(kind, "get_reward") and "seed" in inspect.signature(reset).parameters
+
+
+async def begin(game: Any, row: Mapping[str, Any], seed: int, split: str) -> Step:
+    """The first observation: text that follows the instruction, or the whole prompt as messages."""
+    if callable(start := getattr(game, "initial_observation", None)):
+        return first_of(await settled(start()))
+    if callable(init := getattr(game, "init", None)):
+        return first_of(await settled(init(**_accepted(init, {**row, "seed": seed, "split": split}))))
+    given = _accepted(game.reset, {"seed": seed, "options": {"split": split}})
+    return first_of(await settled(game.reset(**given)))
+
+
+async def act(game: Any, message: Message) -> Step:
+    """What the environment makes of the model's message. Its text, where `step` does not ask for a message."""
+    wants_message = "message" in inspect.signature(game.step).parameters
+    return step_of(await settled(game.step(message if wants_message else message["content"])))
+
+
+def first_of(value: Any) -> Step:
+    """What `reset` or `init` gave. TypeError for another form."""
+    if isinstance(value, tuple) and len(value) == 2:  # and an info, or tools, or metadata
+        value = value[0]
+    if isinstance(value, str | list) or value is None:
+        return _said(value)
+    return _named(value, ended=False)
+
+
+def step_of(value: Any) -> Step:
+    """What `step` gave. TypeError, ValueError for what is none of the forms, or no finite reward."""
+    if isinstance(value, Step):
+        return value
+    if isinstance(value, tuple) and len(value) in (4, 5):
+        observation, reward, done, *rest = value
+        truncated, info = (rest[0], rest[1]) if len(rest) == 2 else (False, rest[0])
+        said = _said(observation)
+        return _step(said, reward, bool(done) or bool(truncated), bool(truncated) and not done, info)
+    if isinstance(value, tuple) and len(value) == 3:
+        return _step(_said(value[0]), value[1], bool(value[2]), False, {})
+    return _named(value, ended=True)
+
+
+def _named(value: Any, *, ended: bool) -> Step:
+    """A dictionary, or an object with attributes of these names."""
+    get: Callable[[str], Any] = value.get if isinstance(value, Mapping) else lambda name: getattr(value, name, None)
+    found = [[each for name in names if (each := get(name)) is not None] for names in (_SAID, _REWARD, _DONE, _INFO)]
+    said, rewards, done, info = found
+    if not said and not (ended and done):
+        what = "step must return (observation, reward, terminated, truncated, info), or a result with these names"
+        raise TypeError(f"{what if ended else 'reset or init must return text or messages'}, not {value!r:.200}")
+    reward = rewards[0] if rewards else 0.0
+    reward = (
+        sum(reward.values()) if isinstance(reward, Mapping) else sum(reward) if isinstance(reward, list) else reward
+    )
+    truncated = bool(get("truncated"))
+    is_over = bool(done and done[0]) or truncated
+    return _step(_said(said[0] if said else None), reward, is_over, truncated, info[0] if info else {})
+
+
+def _step(said: Step, reward: Any, done: bool, truncated: bool, info: Any) -> Step:
+    number = 0.0 if reward is None else float(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"step gave the reward {reward!r}: it must be a finite number")
+    known = dict(info) if isinstance(info, Mapping) else {}
+    return Step(text=said.text, messages=said.messages, reward=number, done=bool(done), truncated=truncated, info=known)
+
+
+def _said(value: Any) -> Step:
+    """Text, messages, or an object of OpenEnv's or GEM's with text in it."""
+    if value is None or isinstance(value, str):
+        return Step(text=value or "")
+    if isinstance(value, Sequence) and all(isinstance(each, Mapping) and "role" in each for each in value):
+        return Step(messages=tuple(dict(each) for each in value))
+    if isinstance(value, Mapping) and "role" in value:
+        return Step(messages=(dict(value),))
+    for name in ("text", "content", "result", "message", "observation", "echoed_message"):
+        part = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        if isinstance(part, str):
+            return Step(text=part)
+    return Step(text=str(value))
+
+
+async def settled(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those keywords that a function can be given."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(offered)
+    return {name: value for name, value in offered.items() if name in parameters}

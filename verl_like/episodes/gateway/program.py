@@ -1,0 +1,178 @@
+"""What runs in a worker of the gateway: users' programs, many at a time, each with a base URL and a key of its own.
+
+    async def run(data, base_url, api_key, **more) -> float | dict | None      # or def: then it has a thread of its own
+
+or a command line, whose environment has the URL and the key under the names that the official clients read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from verl_like.episodes.tools.service import PRINTED_CHARS, Limited
+from verl_like.episodes.tools.text import to_reward
+from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
+from verl_like.user_code import check_call, load
+
+KEYS = "actor_rollout_ref.rollout.gateway."
+_WAIT_S = 0.5  # of a call that asks whether a program has ended
+_CHARS = 2000
+_ENDING_S = 2.0
+
+
+class ProgramError(ServiceError):
+    """The program cannot be used at all: no such file or function, a failing import."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramReply(Outcome):
+    """Where a program is. ended: with this reward (None: it gave none), and what else it says for the graders."""
+
+    ended: bool = False
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramRequest:
+    """One message to a worker. action: start, wait, end."""
+
+    action: str
+    session: str
+    data: dict[str, Any] = field(default_factory=dict)
+    url: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramSpec(ServiceSpec):
+    """path: file.py:function; command: a command line; one of both."""
+
+    factory: str = "verl_like.episodes.gateway.program:ProgramService"
+    concurrency: int = 1024
+    noun: str = "agent program"
+    section: str = "actor_rollout_ref.rollout.multi_turn.tool_"  # tool_timeout, tool_memory_limit_mb
+
+    path: str | None = None
+    command: str | None = None
+
+    outcome: ClassVar[type[Outcome]] = ProgramReply
+    error: ClassVar[type[ServiceError]] = ProgramError
+    payload_name: ClassVar[str] = "the row"
+
+    @property
+    def source(self) -> str:
+        return f"{KEYS}path={self.path}" if self.path else f"{KEYS}command={self.command}"
+
+    def make(self) -> Service:
+        return load(self.factory, "factory")(self)
+
+
+class ProgramService:
+    """The service of the workers. Making one raises an error that names the key to change."""
+
+    is_async = True
+
+    def __init__(self, spec: ProgramSpec) -> None:
+        self._printed = [Limited(sys.stdout, 1), Limited(sys.stderr, 2)]
+        sys.stdout, sys.stderr = self._printed
+        self._command = None if spec.command is None else shlex.split(spec.command)
+        self._run = None if spec.path is None else load(spec.path, f"{KEYS}path")
+        if self._run is not None:
+            check_call(self._run, f"{KEYS}path={spec.path}", "data", "base_url", "api_key")
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+
+    async def call(self, payload: ProgramRequest) -> ProgramReply:
+        """How it stands with a program, after a moment."""
+        for stream in self._printed:
+            stream.left = PRINTED_CHARS
+        if payload.action == "start":
+            work = self._function(payload) if self._run is not None else self._process(payload)
+            self._tasks[payload.session] = asyncio.create_task(work)
+        if payload.action == "end":
+            return await self._end(payload.session)
+        task = self._tasks[payload.session]
+        await asyncio.wait({task}, timeout=_WAIT_S)
+        if not task.done():
+            return ProgramReply()
+        try:
+            reward, info = _result(task.result())
+            return ProgramReply(ended=True, reward=reward, info=info)
+        except MemoryError:
+            raise
+        except BaseException as error:  # of users' code: SystemExit would end the worker
+            return ProgramReply(kind="exception", message="".join(traceback.format_exception(error))[-_CHARS:])
+
+    async def _function(self, request: ProgramRequest) -> Any:
+        run = self._run
+        assert run is not None
+        given = {"data": request.data, "base_url": f"{request.url}/v1", "api_key": request.key}
+        more = {"anthropic_base_url": request.url}
+        parameters = inspect.signature(run).parameters
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            given |= more
+        try:
+            return await run(**given) if inspect.iscoroutinefunction(run) else await asyncio.to_thread(run, **given)
+        except (SystemExit, KeyboardInterrupt) as error:  # they would stop the event loop
+            raise RuntimeError(f"the program tried to end the process: {error!r}") from error
+
+    async def _process(self, request: ProgramRequest) -> Any:
+        assert self._command is not None
+        url, key = request.url, request.key
+        with tempfile.TemporaryFile() as errors:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    **{"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key},
+                    **{"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key},
+                    "VERL_LIKE_DATA": json.dumps(request.data, ensure_ascii=False, default=str),
+                },
+            )
+            try:
+                out, _ = await process.communicate()
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    await process.wait()
+            if process.returncode != 0:
+                errors.seek(0)
+                said = errors.read()[-_CHARS:].decode(errors="replace")
+                raise RuntimeError(f"the command ended with {process.returncode}: {said}")
+        lines = out.decode(errors="replace").strip().splitlines()
+        try:
+            return json.loads(lines[-1]) if lines else None
+        except ValueError:  # it says something else last, and leaves the reward to the graders
+            return None
+
+    async def _end(self, session: str) -> ProgramReply:
+        task = self._tasks.pop(session, None)
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_ENDING_S)
+        return ProgramReply(ended=True)
+
+
+def _result(value: Any) -> tuple[float | None, dict[str, Any]]:
+    """The reward, and the rest of a dictionary. TypeError for anything else."""
+    if isinstance(value, Mapping):
+        info = {str(name): item for name, item in value.items() if name != "reward"}
+        return to_reward(value.get("reward")), json.loads(json.dumps(info, default=str))
+    if value is None or isinstance(value, bool | int | float):
+        return to_reward(value), {}
+    raise TypeError(f"the program returned {value!r:.200}: give a number, a dictionary with `reward`, or nothing")

@@ -1,0 +1,163 @@
+"""The gateway's HTTP: aiohttp in the event loop of the episodes. A session's key is its API key; no other gets in."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import secrets
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from verl_like.episodes.episode import EpisodeAborted
+from verl_like.episodes.gateway.protocols import Chat, Event, Messages, Responses, new_identity
+from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply, Session
+
+MODEL = "policy"
+_MOST_BYTES = 64 << 20
+_PING_S = 10.0  # something is said on a stream that waits, so that nobody in between takes it for dead
+
+
+class GatewayServer:
+    """Serves the sessions that are open. host: of the listening socket; anything but the loopback address lets other
+    machines in, who need a session's key."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.setblocking(False)
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self._socket.getsockname()[1]}"  # Anthropic's base URL; OpenAI's has /v1 behind
+        self._sessions: dict[str, Session] = {}
+        self._said: dict[str, tuple[Session, list[Message]]] = {}  # conversations by response id
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Listen in the running event loop. Nothing, where it does already."""
+        if self._loop is asyncio.get_running_loop():
+            return
+        self._loop = asyncio.get_running_loop()
+        app = web.Application(client_max_size=_MOST_BYTES)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post("/v1/messages", self._messages)
+        app.router.add_get("/v1/models", self._models)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.SockSite(runner, self._socket.dup()).start()
+
+    def open(self, session: Session) -> str:
+        """Let it in; the key to it."""
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = session
+        return key
+
+    def end(self, key: str) -> None:
+        """The key opens nothing any more."""
+        session = self._sessions.pop(key)
+        session.close()
+        self._said = {name: kept for name, kept in self._said.items() if kept[0] is not session}
+
+    def close(self) -> None:
+        """Stop listening. Safe to call twice."""
+        self._socket.close()
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        if self._session(request) is None:
+            return _error(401, "the API key is no session's", "authentication_error")
+        found = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl_like"}
+        return web.json_response({"object": "list", "data": [found]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, Chat, lambda body: Chat.read(body), ends="data: [DONE]\n\n")
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, Messages, lambda body: Messages.read(body), is_anthropic=True)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        def read(body: Mapping[str, Any]) -> Asked:
+            earlier = body.get("previous_response_id")
+            if earlier is not None and earlier not in self._said:
+                raise Refused(f"previous_response_id={earlier!r} is none of this episode's")
+            return Responses.read(body, self._said[earlier][1] if earlier is not None else [])
+
+        return await self._serve(request, Responses, read)
+
+    def _session(self, request: web.Request) -> Session | None:
+        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self._sessions.get(key.strip())
+
+    async def _serve(
+        self, request: web.Request, form: Any, read: Any, *, ends: str = "", is_anthropic: bool = False
+    ) -> web.StreamResponse:
+        session = self._session(request)
+        if session is None:
+            return _error(401, "the API key is no session's, or its episode has ended", "authentication_error")
+        try:
+            body = json.loads(await request.read())
+            if not isinstance(body, dict):
+                raise Refused("the body must be a JSON object")
+            asked = read(body)
+            if request.headers.get("x-stainless-retry-count", "0") != "0":  # the official clients say so
+                asked = dataclasses.replace(asked, is_retry=True)
+            model, identity = str(body.get("model") or MODEL), new_identity()
+            answering = asyncio.ensure_future(session.answer(asked))
+            try:
+                if body.get("stream"):
+                    return await self._stream(request, session, asked, answering, (form, model, identity), ends)
+                reply = await answering
+            finally:  # the connection may have broken
+                answering.cancel()
+        except (Refused, ValueError, AttributeError, TypeError) as error:
+            code = error.code if isinstance(error, Refused) else "invalid_request_error"
+            return _error(400, str(error) or repr(error), code, is_anthropic=is_anthropic)
+        except ConnectionError:  # nobody reads this
+            raise
+        except (EpisodeAborted, Exception):  # the session remembers it, and the episode ends with it
+            return _error(400, "the episode is no longer wanted", "session_ended", is_anthropic=is_anthropic)
+        written = form.write(reply, model, identity)
+        self._remember(session, asked, reply, written["id"])
+        return web.json_response(written)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        session: Session,
+        asked: Asked,
+        answering: asyncio.Future[Reply],
+        how: tuple[Any, str, str],
+        ends: str,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        form, model, identity = how
+        while not (await asyncio.wait({answering}, timeout=_PING_S))[0]:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b": the policy is at work\n\n")
+        reply = answering.result()  # what was refused at once is an HTTP error, as long as nothing was said
+        if not response.prepared:
+            await response.prepare(request)
+        self._remember(session, asked, reply, form.write(reply, model, identity)["id"])
+        said = "".join(map(_line, form.stream(reply, model, identity)))
+        await response.write((said + ends).encode())
+        await response.write_eof()
+        return response
+
+    def _remember(self, session: Session, asked: Asked, reply: Reply, name: str) -> None:
+        if name.startswith("resp_"):
+            self._said[name] = session, [*asked.messages, reply.message]
+
+
+def _line(event: Event) -> str:
+    name, data = event
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _error(status: int, message: str, code: str, *, is_anthropic: bool = False) -> web.Response:
+    error: dict[str, Any] = {"message": message, "type": code}
+    body = {"type": "error", "error": error} if is_anthropic else {"error": error | {"code": code, "param": None}}
+    # The official clients would ask again after 408, 409, 429 and 5xx.
+    return web.json_response(body, status=status, headers={"x-should-retry": "false"})

@@ -1,0 +1,265 @@
+"""One episode behind the gateway: conversations come in as messages and are sent on as tokens, those that were sampled.
+
+    request's messages = [history that an answer of ours ends] + [new ones]     -> that answer's tokens + what is new
+                       = anything else (a first call, another agent, a summary) -> the chat template's tokens
+
+Completions form trees: one that goes on from another's answer is its child. A row is a chain of them; a second child
+begins a row of its own, whose beginning is context. So every token that was sampled is trained on once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.data.chat import PromptEncoder
+from verl_like.episodes.episode import Ask, Turn
+from verl_like.episodes.tool_calls.call import Parsed, ToolCallParser
+from verl_like.episodes.transcript import Transcript
+from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
+
+Message = dict[str, Any]
+_THINK = "<think>"
+
+
+class Refused(Exception):
+    """The program asked for what there is not; it reads why. code: OpenAI's name of the error."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request, whatever its protocol. is_retry: the client says that it has asked this before."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    is_retry: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Reply:
+    """What came back. message: in the form of OpenAI's chat interface."""
+
+    context_ids: list[int]
+    completion: Completion
+    message: Message
+    parsed: Parsed
+    number: int
+    parent: Reply | None = None
+    transcript: Transcript | None = None
+    ended_s: float = 0.0
+
+    @property
+    def finish_reason(self) -> str:
+        """stop, length or tool_calls."""
+        if self.completion.finish_reason == "length":
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What all sessions of a run share. total: most tokens of a request with its answer; response: of an answer.
+    requests: of an episode, None: any number."""
+
+    encoder: PromptEncoder
+    parser: ToolCallParser
+    end_ids: frozenset[int]
+    response: int
+    total: int
+    requests: int | None = None
+
+
+class Session:
+    """The conversations of one episode. Its methods run in the event loop of the episodes."""
+
+    def __init__(self, rules: Rules, ask: Ask) -> None:
+        self.rules, self._ask = rules, ask
+        self.replies: list[Reply] = []
+        self.counts: Counter[str] = Counter()
+        self.waiting = 0  # requests that have no answer yet
+        self.closed = False
+        self.failure: BaseException | None = None  # of the engine: no fault of the program's
+        self.touched_s = time.monotonic()  # when it last was asked or answered
+        self._by_history: dict[str, Reply] = {}  # of a conversation that ends with an answer of ours
+        self._open: dict[str, tuple[asyncio.Task[Reply], list[bool]]] = {}  # of a request: who still listens
+        self._number = 0
+
+    async def answer(self, asked: Asked) -> Reply:
+        """The policy's answer. A retry, and a request that comes again after its connection broke, joins the first
+        one's. Refused says what cannot be asked."""
+        if self.closed:
+            raise Refused("the episode has ended", "session_ended")
+        key = _digest([asked.messages, asked.tools])
+        known = self._open.get(key)
+        if known is not None and (asked.is_retry or not any(known[1])):
+            task, listening = known
+            self.counts["joined_requests"] += 1
+        else:
+            if self.rules.requests is not None and self._number >= self.rules.requests:
+                self.counts["out_of_turns"] = 1
+                raise Refused(f"the episode has had its {self.rules.requests} requests", "too_many_requests")
+            task, listening = asyncio.ensure_future(self._sampled(asked)), []
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no listener left
+            self._open[key] = task, listening
+        place = len(listening)
+        listening.append(True)
+        try:
+            reply = await asyncio.shield(task)
+        except asyncio.CancelledError:  # the connection broke: what is sampled is kept for the next try
+            listening[place] = False
+            raise
+        return reply
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        self.closed = True
+        for task, _ in self._open.values():
+            task.cancel()
+
+    def turns(self) -> list[Turn]:
+        """Everything that was sampled, row by row; the row that ended last comes last."""
+        children: dict[int, list[Reply]] = {}
+        for reply in self.replies:
+            children.setdefault(-1 if reply.parent is None else reply.parent.number, []).append(reply)
+        heads = [reply for siblings in children.values() for reply in siblings[1:]] + children.get(-1, [])[:1]
+        rows = []
+        for head in heads:
+            row = [head]
+            while row[-1].number in children:
+                row.append(children[row[-1].number][0])
+            rows.append(row)
+        rows.sort(key=lambda row: row[-1].ended_s)
+        self.counts["new_rows"] = max(0, len(rows) - 1)
+        return [_turn(reply, place, number) for number, row in enumerate(rows) for place, reply in enumerate(row)]
+
+    async def _sampled(self, asked: Asked) -> Reply:
+        self.waiting += 1
+        self.touched_s = time.monotonic()
+        try:
+            transcript, parent = self._conversation(asked)
+            number, self._number = self._number, self._number + 1
+            context_ids = transcript.context_ids
+            room = min(self.rules.response, self.rules.total - len(context_ids))
+            if room < 1:  # the program finds out by itself that there is nothing left
+                self.counts["out_of_tokens"] += 1
+                completion = Completion(request_id="", sampled=NOTHING, finish_reason="length")
+            else:
+                sampling = self._ask.sampling
+                if asked.stop:
+                    sampling = dataclasses.replace(sampling, stop=tuple(dict.fromkeys([*sampling.stop, *asked.stop])))
+                most = min(room, asked.max_tokens or room)
+                completion = await self._sample(list(context_ids), sampling, most)
+            return self._keep(asked, transcript, parent, completion, number)
+        finally:
+            self.waiting -= 1
+            self.touched_s = time.monotonic()
+
+    async def _sample(self, context_ids: list[int], sampling: SamplingParams, most: int) -> Completion:
+        try:
+            return await self._ask(context_ids, sampling, max_tokens=most)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _conversation(self, asked: Asked) -> tuple[Transcript, Reply | None]:
+        """The tokens of a request's messages, and the answer that they go on from."""
+        rules = self.rules
+        if not asked.messages:
+            raise Refused("messages is empty")
+        try:
+            for length in range(len(asked.messages) - 1, 0, -1):
+                if asked.messages[length - 1]["role"] != "assistant":
+                    continue
+                known = self._by_history.get(_digest([asked.messages[:length], asked.tools]))
+                if known is not None and known.transcript is not None:
+                    transcript = _forked(known.transcript)
+                    transcript.observe(asked.messages[length:])
+                    return transcript, known
+            (ids,) = rules.encoder.encode([(asked.messages, asked.tools)])
+            return Transcript(rules.encoder, ids, asked.messages, asked.tools, follow_template=False), None
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def _keep(
+        self, asked: Asked, transcript: Transcript, parent: Reply | None, completion: Completion, number: int
+    ) -> Reply:
+        context_ids, ids = list(transcript.context_ids), completion.sampled.token_ids.tolist()
+        parsed = self._parsed(context_ids, ids)
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call{number:03d}{place:02d}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for place, call in enumerate(parsed.calls)
+            ]
+        reply = Reply(context_ids, completion, message, parsed, number, parent, ended_s=time.monotonic())
+        if ids:
+            transcript.wrote(ids, message)
+            reply.transcript = transcript
+            self.replies.append(reply)
+            self._by_history[_digest([[*asked.messages, message], asked.tools])] = reply
+        return reply
+
+    def _parsed(self, context_ids: Sequence[int], ids: list[int]) -> Parsed:
+        while ids and ids[-1] in self.rules.end_ids:
+            ids = ids[:-1]
+        tokenizer = self.rules.encoder.tokenizer
+        before = tokenizer.decode(context_ids[-8:], skip_special_tokens=False)
+        opened = _THINK if before.rstrip().endswith(_THINK) else ""
+        return self.rules.parser.parse(opened + tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _turn(reply: Reply, place: int, number: int) -> Turn:
+    if place == 0:
+        return Turn.of(reply.context_ids, reply.completion, new_row=number > 0)
+    assert reply.parent is not None
+    before = len(reply.parent.context_ids) + len(reply.parent.completion.sampled)
+    return Turn.of(reply.context_ids[before:], reply.completion)
+
+
+def _forked(transcript: Transcript) -> Transcript:
+    """The same conversation, to go on from here in another way."""
+    other = copy.copy(transcript)
+    other.messages = list(transcript.messages)
+    other._history, other._ends = list(transcript._history), set(transcript._ends)
+    return other
+
+
+def _digest(value: Any) -> str:
+    """Equal for conversations that mean the same, however a client writes them down again."""
+    plain = [[_plain(each) for each in value[0]], value[1]]
+    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _plain(message: Message) -> list[Any]:
+    calls = [_plain_call(call.get("function", call)) for call in message.get("tool_calls") or []]
+    return [message["role"], (message.get("content") or "").strip(), calls, message.get("tool_call_id")]
+
+
+def _plain_call(call: dict[str, Any]) -> list[Any]:
+    arguments = call.get("arguments")
+    try:
+        return [call.get("name"), json.loads(arguments) if isinstance(arguments, str) else arguments]
+    except ValueError:
+        return [call.get("name"), arguments]
