@@ -58,6 +58,7 @@ from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.folders import log_dir, profile_dir
+from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
@@ -107,6 +108,7 @@ class Prepared:
     costs: ModelCosts
     spec: WorkerSpec
     rewards: RewardManager
+    memory: Forecast
 
     @property
     def world_size(self) -> int:
@@ -133,6 +135,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     )
     costs = ModelCosts.of(config, plan)
     logger.info("%d process(es) on %s; %s", plan.world_size, device, plan.table())
+    memory = told_memory(config, inputs.hf_config, costs, this_machine(device, plan.world_size, ranks_per_node))
     rewards = stack.enter_context(
         RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
     )
@@ -152,6 +155,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
         costs=costs,
         spec=spec,
         rewards=rewards,
+        memory=memory,
     )
 
 
@@ -201,7 +205,7 @@ def started(
         stop = stack.enter_context(graceful_interrupt())
         timeout = config.trainer.rpc_timeout
         peaks = {name: group.call_all("device_peak").wait(timeout=timeout) for name, group in groups.items()}
-        speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device)
+        speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device, ready.memory.metrics())
         with input_errors():
             report = build_reporter(config, plan, inputs, speed, checkpoints.resume_step)
         stack.callback(report.close)
