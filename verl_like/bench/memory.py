@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from verl_like.algorithms.minibatch import denominators_of
-from verl_like.bench.phase import POLICY, Job, PhaseWorker, build_job, share_of_rank
+from verl_like.bench.phase import POLICY, Job, build_job, share_of_rank
 from verl_like.bench.ranks import on_ranks
 from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rollout import random_weights, requests_of
@@ -32,6 +32,8 @@ from verl_like.models.memory import Shape
 from verl_like.observe.memory import PhaseMemory
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.trainer.memory_forecast import GIB, Forecast, Machine, forecast
+from verl_like.workers.actor import ActorRole
+from verl_like.workers.rollout import rollout_engine
 
 SHAPE = ModelShape(
     hidden_size=768,
@@ -133,17 +135,17 @@ def measure(process: ProcessInfo, run_id: str, job: Job, small: Job) -> dict[str
 
 def work(process: ProcessInfo, run_id: str, job: Job, memory: PhaseMemory) -> None:
     """The phases of a step, as the hybrid worker has them."""
-    worker = PhaseWorker(job.spec, process, run_id, actor=True, rollout=True)
+    actor, engine = ActorRole(job.spec, process), rollout_engine(job.spec, process, run_id)
     try:
-        worker.rollout.load_weights(random_weights(job, worker.rollout.dtype, process.device), 0)
+        engine.load_weights(random_weights(job, engine.dtype, process.device), 0)
         batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
         rows, denominators = share_of_rank(job, batch, process), denominators_of(batch, job.workload.max_response)
-        worker.update_actor([(rows, denominators)])  # makes the optimizer's states
+        actor.update([(rows, denominators)])  # makes the optimizer's states
         with memory.phase("gen"):
-            worker.rollout.generate(requests_of(job, process.rank, 0))
+            engine.generate(requests_of(job, process.rank, 0))
         with memory.phase("old_log_prob"):
-            worker.old_log_probs(rows)
+            actor.log_probs(rows)
         with memory.phase("update_actor"):
-            worker.update_actor([(rows, denominators)])
+            actor.update([(rows, denominators)])
     finally:
-        worker.rollout.shutdown()
+        engine.shutdown()

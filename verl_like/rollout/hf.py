@@ -137,16 +137,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
             stepped = [(running, torch.cat([logits_bV for _, logits_bV in stepped]))]
         self._batches, self._taken_up = [batch for batch, _ in stepped], []
         for batch, logits_bV in stepped:
-<<<<<<< HEAD
             batch.sample(logits_bV, self._sampling_version)
-            done += self._collect(batch)
-        self._batches = [batch for batch, _ in stepped if batch.rows]
-        return done
-=======
-            batch.sample(logits_bV, self._held)
             self._collect(batch, done)
         self._batches = [batch for batch in self._batches if batch.rows]
->>>>>>> 4ccad4a (Out of memory in a micro-batch: all ranks agree and repeat with smaller ones; the hf engine goes on with fewer rows)
 
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._batches)

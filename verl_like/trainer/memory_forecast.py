@@ -190,7 +190,9 @@ def forecast(config: PPOConfig, actor: Shape, critic: Shape | None, machine: Mac
         if (shape := shapes.get(name)) is not None and not role.is_base_of_actor
     }
     engine, cache = _engine(config, actor, machine, pools[ROLLOUT].world_size, row)
-    stays = {} if _sleeps(config, machine) else engine | ({} if config.actor_rollout_ref.rollout.name == "hf" else cache)
+    stays = (
+        {} if _sleeps(config, machine) else engine | ({} if config.actor_rollout_ref.rollout.name == "hf" else cache)
+    )
 
     def beside(name: str) -> dict[str, float]:
         """What else is on the device while a role of its pool works."""
@@ -202,7 +204,9 @@ def forecast(config: PPOConfig, actor: Shape, critic: Shape | None, machine: Mac
 
     def forward(name: str) -> dict[str, float]:
         model = models.get(name, models[ACTOR])
-        return beside(model.name) | model.forward(_tokens(config, roles[name], "forward", pools[name].world_size, row)[0])
+        return beside(model.name) | model.forward(
+            _tokens(config, roles[name], "forward", pools[name].world_size, row)[0]
+        )
 
     def update(name: str) -> dict[str, float]:
         tokens, count = _tokens(config, roles[name], "update", pools[name].world_size, row)

@@ -14,8 +14,8 @@ import torch
 
 from verl_like.batch import Metric
 from verl_like.cluster.worker_group import RankEnv
-from verl_like.config.rollout import RolloutConfig
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD, ROLLOUT
+from verl_like.config.rollout import RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.memory import PhaseMemory, allocated_bytes
 from verl_like.parallel.device_peak import DevicePeak, device_peak
@@ -79,7 +79,9 @@ class RoleHost:
                 before = allocated_bytes(self.process.device)
                 self.roles[name] = make()
                 if name == ROLLOUT and puts_to_sleep(spec.config.actor_rollout_ref.rollout):
-                    self._asleep = allocated_bytes(self.process.device) - before  # torch counts it as there all the time
+                    self._asleep = (
+                        allocated_bytes(self.process.device) - before
+                    )  # torch counts it as there all the time
                 self._seconds[name] = time.perf_counter() - began
 
     def run(self, role: str, method: str, *arguments: Any) -> Any:

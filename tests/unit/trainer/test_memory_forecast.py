@@ -75,7 +75,7 @@ def test_keys_change_their_parts(config: PPOConfig) -> None:
     lora = at(config, ONE, {f"{MODEL_KEY}.lora_rank": 32})
     assert lora.total("update_actor") < 0.3 * base.total("update_actor")
     with_reference = at(config, ONE, {"actor_rollout_ref.actor.use_kl_loss": True})
-    assert with_reference.phases["ref"]["reference weights"] == 2 * shape_of("1.5B").all_weights
+    assert with_reference.phases["ref"]["ref weights"] == 2 * shape_of("1.5B").all_weights
     awake = at(config, ONE, {"actor_rollout_ref.rollout.free_cache_engine": False})
     assert awake.total("update_actor") == pytest.approx(base.total("update_actor") + 40e9)
     small = at(config, ONE, {BUDGET: 8192})
