@@ -64,7 +64,7 @@ from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.replicas import RolloutGroup
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.resume import find_resume
+from verl_like.trainer.resume import fetch_resume, find_resume
 from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardModelGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
@@ -193,6 +193,7 @@ def started(
     with ExitStack() as stack:
         with input_errors():
             recover(Path(config.trainer.default_local_dir).expanduser())
+            fetch_resume(config.trainer)
             resume = find_resume(config, with_critic=CRITIC in plan.roles, newest=again)
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
