@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -75,6 +76,7 @@ def main(arguments: argparse.Namespace) -> Report:
         with patched_environment(_MALLOC), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
             told, measured, device = processes.submit(case, name, arguments.budget, arguments.threads).result()
         rows += rows_of(name, told, measured)
+        print(*(f"{row.name}: {row.figures}" for row in rows[-len(measured) :]), sep="\n", file=sys.stderr, flush=True)
     off = max(max(ratio, 1 / ratio) - 1 for row in rows for ratio in [row.figures["forecast / measured"]])
     notes = [
         f"GiB of one rank, the largest moment of each phase ({device}). On a CPU: growth of the resident size over the "
@@ -99,7 +101,7 @@ def case(name: str, budget: int, threads: int | None) -> tuple[Forecast, dict[st
     shape, ranks, keys = CASES[name]
     on_cuda = torch.cuda.is_available()
     load = Workload(
-        num_prompts=max(4, 2 * budget // 1024) if on_cuda else 4,  # rows for two micro-batches
+        num_prompts=max(4, 2 * budget // 1024) if on_cuda else 2,  # rows for two micro-batches
         responses_per_prompt=4,
         prompt_length=16,
         mean_response=240,
@@ -115,7 +117,7 @@ def case(name: str, budget: int, threads: int | None) -> tuple[Forecast, dict[st
     ranks = 1 if on_cuda else ranks
     with tempfile.TemporaryDirectory() as folder:
         job = build_job(Path(folder) / "job", shape, load, keys, ranks=ranks)
-        small = build_job(Path(folder) / "tiny", TINY, replace(load, num_prompts=2), keys, ranks=ranks)
+        small = build_job(Path(folder) / "tiny", TINY, replace(load, num_prompts=1), keys, ranks=ranks)
         peaks = on_ranks(measure, job, small, num_ranks=ranks, device=job.device, threads=threads)
         hf = load_hf_config(job.spec.config.actor_rollout_ref.model)
     machine = Machine(on_cpu=not on_cuda, world=ranks, capacity=None)

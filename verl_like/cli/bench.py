@@ -192,7 +192,7 @@ def growth(parser: argparse.ArgumentParser) -> None:
 def memory(parser: argparse.ArgumentParser) -> None:
     """Which cases, and the micro-batch of all."""
     parser.add_argument("--only", nargs="+", help="some of the cases")
-    parser.add_argument("--budget", type=positive, default=2048, help="tokens of a micro-batch")
+    parser.add_argument("--budget", type=positive, default=1024, help="tokens of a micro-batch")
     parser.add_argument("--threads", type=positive, default=None, help="threads of a rank (default: all cores)")
 
 

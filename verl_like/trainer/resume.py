@@ -64,7 +64,6 @@ def fetched_path(settings: TrainerConfig) -> Path:
     return Path(settings.default_local_dir).expanduser() / "fetched" / path.rstrip("/").rpartition("/")[2]
 
 
-def find_resume(config: PPOConfig, *, with_critic: bool) -> Path | None:
 def find_resume(config: PPOConfig, *, with_critic: bool, newest: bool = False) -> Path | None:
     """The checkpoint that trainer.resume_mode asks for, its files compared with their checksums; None: a fresh start.
 
