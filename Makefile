@@ -45,6 +45,7 @@ gpu-report: setup ## everything on one CUDA device: its tests, then all benchmar
 	-$(PYTEST) -m gpu -s tests/gpu > outputs/gpu/tests.txt 2>&1
 	@tail -n 3 outputs/gpu/tests.txt
 	-$(PY) -m verl_like.cli bench driver --json outputs/gpu/driver.json
+	-$(PY) -m verl_like.cli bench memory --budget 16384 --json outputs/gpu/memory.json
 	-$(PY) -m verl_like.cli bench agents --engine vllm --model 0.5b --json outputs/gpu/agents.json
 	-$(PY) -m verl_like.cli bench sync --channel ipc --model 0.5b --json outputs/gpu/sync_ipc.json
 	-$(PY) -m verl_like.cli bench sync --channel broadcast --model 0.5b --ranks 1 --json outputs/gpu/sync_broadcast.json

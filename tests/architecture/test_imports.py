@@ -12,7 +12,7 @@ import pytest
 
 from tests.architecture.source import ROOT, Source, package_sources, parse
 
-BASE = {"batch", "config", "ragged", "user_code"}
+BASE = {"batch", "config", "ragged", "remote", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
 TRAINER_LEVEL = ROLE_LEVEL | {
@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "services": {"user_code"},
     "config": {"user_code"},
     "ragged": set(),
+    "remote": set(),
     "batch": {"config", "ragged"},
     "algorithms": BASE,
     "models": BASE | {"parallel"},

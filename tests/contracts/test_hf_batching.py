@@ -432,3 +432,34 @@ def test_tokens_name_the_weights_that_drew_them_also_once_these_are_unloaded(mak
     engine.step()
     assert engine.progress()["r"].weight_versions.tolist() == [1, 1]
     engine.drop(["r"])
+
+
+@pytest.mark.parametrize("where", ["layer", "sampling"])
+def test_out_of_memory_halves_the_rows_and_changes_no_token(
+    engine: HFRolloutEngine, make: Make, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The real error of the allocator, whenever more than six rows are computed (or sampled) together."""
+    asked = [request(i, 2 + i % 5, SamplingParams(max_tokens=4 + i)) for i in range(20)]
+    for one in asked:
+        engine.add(one)
+    expected, small = steps(engine), make(max_num_seqs=40)
+
+    def ask(rows: int) -> None:
+        if rows > 6:
+            torch.empty(2**47)
+
+    if where == "layer":
+        small._module.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: ask(len(args[0])))
+    else:
+        draw = hf_batch.draw
+        monkeypatch.setattr(hf_batch, "draw", lambda rows, uniform: (ask(len(uniform)), draw(rows, uniform))[1])
+    for one in asked:
+        small.add(one)
+    found = steps(small)
+    assert small.num_rescues >= 2 and small._max_num_seqs <= 6
+    assert {name: c.token_ids for name, c in found.items()} == {name: c.token_ids for name, c in expected.items()}
+    if where == "layer":
+        small.add(request(30, 3))
+        small._module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: torch.empty(2**47) and None)
+        with pytest.raises(RuntimeError, match="allocate"):
+            small.step()  # one row alone

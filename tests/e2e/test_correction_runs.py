@@ -131,6 +131,8 @@ def test_remax_compares_with_the_greedy_response(tmp_path: Path, tiny_model: Pat
         assert record["critic/advantages/max"] >= difference >= record["critic/advantages/min"]
         # 16 prompts x 2 responses of at most 14 tokens, and not a greedy one among them
         assert record["perf/total_num_tokens"] <= 32 * 14
+        for phase in ("gen", "update_actor", "update_weights"):
+            assert record[f"perf/memory_forecast/{phase}"] > 0 and record[f"perf/memory_peak/{phase}"] > 0
     assert records[0]["critic/score/mean"] < records[-1]["critic/score/mean"]
 
 

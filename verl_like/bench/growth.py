@@ -3,7 +3,7 @@
     verl-like bench growth --gpu H200 --gpus 1          # computed: floors and memory, models x workloads
     verl-like bench growth --measure --threads 1        # measured here: one optimizer step, each size doubled twice
 
-Formulas: models/cost.py (operations, cache), observe/roofline.py (floors), bench/memory.py (bytes of a rank).
+Formulas: models/cost.py (operations, cache), observe/roofline.py (floors), models/memory.py (bytes).
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 
 from verl_like.bench.growth_measured import measured
 from verl_like.bench.inputs import model_config
-from verl_like.bench.memory import cache_bytes, training_memory
 from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.shapes import MODELS, WORKLOADS, ModelShape, Workload
 from verl_like.bench.sync import link_floor
+from verl_like.config import FSDPConfig
 from verl_like.models.cost import ModelCost
+from verl_like.models.memory import Path, Shape
 from verl_like.observe.roofline import RunShape, generation_floor, phase_flops, sync_floor
 from verl_like.parallel.device_peak import DevicePeak, data_sheet, link_bandwidth
+from verl_like.trainer.memory_forecast import Model
 
 _REACHABLE = 0.4  # share of the peak that a good update reaches
 _BYTES = 2  # bfloat16
@@ -78,6 +80,7 @@ def floor_row(name: str, shape: ModelShape, workload: Workload, one: DevicePeak,
     weights = arguments.gpus * max(responses) * (cost.body_weights + cost.head_weights)
     sync = max(sync_floor(run), link_floor(_BYTES * cost.all_weights, arguments.gpus, link_bandwidth(arguments.gpu)))
     update = flops["update_actor"] / run.peak.flops
+    tokens_with_cache = workload.num_prompts * workload.prompt_length + sum(responses)  # each prompt once
     columns = {
         "M tokens": (sum(prompts) + sum(responses)) / 1e6,
         "gen s": generation_floor(run, prompts, responses),
@@ -86,7 +89,7 @@ def floor_row(name: str, shape: ModelShape, workload: Workload, one: DevicePeak,
         "update s": update,
         f"at {_REACHABLE:.0%}": update / _REACHABLE,
         "sync ms": 1000 * sync,
-        "KV GB": cache_bytes(cost, workload, responses) / 1e9,
+        "KV GB": _BYTES * cost.cache_width * len(cost.windows) * tokens_with_cache / 1e9,
     }
     return Row(name=name, figures=columns)
 
@@ -95,17 +98,25 @@ def memory_of(arguments: argparse.Namespace) -> Report:
     """One row for each model: gigabytes of one rank."""
     rows = []
     for name in arguments.models:
-        shape = MODELS[name]
-        cost = ModelCost.of(model_config(shape, 128))
-        plans = [
-            training_memory(
-                shape, cost, ranks=arguments.gpus, micro_batch_tokens=arguments.budget, checkpointing=checkpointing
-            )
-            for checkpointing in (True, False)
-        ]
-        columns = {key: value / 1e9 for key, value in asdict(plans[0]).items()}
-        columns |= {"total": plans[0].total / 1e9, "activations kept": plans[1].activations / 1e9}
-        columns |= {"engine's weights": _BYTES * cost.all_weights / 1e9}
+        config = model_config(MODELS[name], 128)
+        shape = Shape.of(config, ModelCost.of(config))
+        kept, trained = (
+            Model(
+                name="actor",
+                shape=shape,
+                path=Path(c=_BYTES, recompute=recompute),
+                fsdp=FSDPConfig(),
+                shards=arguments.gpus,
+                master=4,
+                trained=shape.all_weights,
+                state=8.0,
+                alone=arguments.gpus == 1,
+            ).update(arguments.budget, arguments.budget, 2)
+            for recompute in ("none", "full")
+        )
+        columns = {part.removeprefix("actor "): size / 1e9 for part, size in trained.items()}
+        columns |= {"total": sum(trained.values()) / 1e9, "activations kept": kept["activations"] / 1e9}
+        columns |= {"engine's weights": _BYTES * shape.all_weights / 1e9}
         rows.append(Row(name=name, figures=columns))
     notes = [
         f"Gigabytes of one of {arguments.gpus} rank(s), computed: AdamW with float32 master weights, gradients and "

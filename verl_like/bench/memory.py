@@ -1,70 +1,153 @@
-"""Bytes that one rank needs, from a model's shape: estimates for choosing budgets, offload and the number of GPUs.
+"""The memory forecast against what a process really takes: ten configurations, one process each, by phase.
 
-Activations are those that transformers' decoder layers (RMSNorm, gated MLP) keep for the backward pass in a 16-bit
-format with an attention kernel that keeps no scores; tests compare them with what autograd really keeps.
+    verl-like bench memory                 # models of 155M parameters and more, on this machine's device
+    verl-like bench memory --only base bfloat16 --budget 4096
+
+Phases: generation with the hf engine, a forward pass, and the second update, when the optimizer's states are there.
+Measured as in a run (observe/memory.py); forecast: trainer/memory_forecast.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import gc
+import multiprocessing
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
 
+import torch
+
+from verl_like.algorithms.minibatch import denominators_of
+from verl_like.bench.phase import POLICY, Job, build_job, share_of_rank
+from verl_like.bench.ranks import on_ranks
+from verl_like.bench.report import Report, Row, finish
+from verl_like.bench.rollout import random_weights, requests_of
+from verl_like.bench.rows import grouped_rows
 from verl_like.bench.shapes import ModelShape, Workload
-from verl_like.models.cost import ModelCost
-from verl_like.models.fused_linear import CHUNK_ELEMENTS
+from verl_like.cluster.environment import patched_environment
+from verl_like.models.loading import load_hf_config
+from verl_like.models.memory import Shape
+from verl_like.observe.memory import PhaseMemory
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.trainer.memory_forecast import GIB, Forecast, Machine, forecast
+from verl_like.workers.actor import ActorRole
+from verl_like.workers.rollout import rollout_engine
 
-_MASTER = 4  # bytes of a master weight and of its gradient, float32
-_STATES = 8  # AdamW's two float32 states
-_COMPUTE = 2  # bfloat16
-_CHUNKS_ALIVE = 3  # of the head's logits, float32
+SHAPE = ModelShape(
+    hidden_size=768,
+    num_layers=20,
+    num_heads=12,
+    num_kv_heads=4,
+    intermediate_size=2048,
+    vocab_size=32_000,
+    tied_embeddings=True,
+)
+WIDE = replace(SHAPE, hidden_size=1024, num_layers=6, num_heads=8, num_kv_heads=8, intermediate_size=4096)
+LARGE_HEAD = replace(SHAPE, num_layers=8, vocab_size=100_000, tied_embeddings=False)
+TINY = replace(SHAPE, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=96, vocab_size=100)
+_FSDP = f"{POLICY}.actor.fsdp_config"
+_KEPT = f"{POLICY}.model.enable_gradient_checkpointing=False"
+_SELECTIVE = f"{POLICY}.model.recompute_granularity=selective"
+CASES: dict[str, tuple[ModelShape, int, list[str]]] = {  # name -> (shape, ranks, keys)
+    "base": (SHAPE, 1, []),
+    "activations kept": (SHAPE, 1, [_KEPT]),
+    "selective": (SHAPE, 1, [_SELECTIVE]),
+    "bfloat16": (SHAPE, 1, [f"{_FSDP}.dtype=bfloat16"]),
+    "bfloat16, kept": (SHAPE, 1, [f"{_FSDP}.dtype=bfloat16", _KEPT]),
+    "adamw_bf16": (SHAPE, 1, [f"{POLICY}.actor.optim.optimizer=adamw_bf16"]),
+    "adamw_8bit": (SHAPE, 1, [f"{POLICY}.actor.optim.optimizer=adamw_8bit"]),
+    "wide": (WIDE, 1, [_KEPT]),
+    "large head": (LARGE_HEAD, 1, []),
+    "LoRA": (SHAPE, 1, [f"{POLICY}.model.lora_rank=16"]),
+    "two ranks": (SHAPE, 2, []),
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingMemory:
-    """Bytes of one rank. `gathered`: bfloat16 copies of the units at work and their gradients."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    gathered: float
-    activations: float
-    head: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.gathered + self.activations + self.head
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}  # freed memory goes back at once
 
 
-def training_memory(
-    shape: ModelShape, cost: ModelCost, *, ranks: int, micro_batch_tokens: int, checkpointing: bool
-) -> TrainingMemory:
-    """AdamW with float32 master weights, bfloat16 compute, sharded over `ranks`."""
-    layer = cost.body_weights / shape.num_layers
-    root = cost.all_weights - cost.body_weights
-    kept = layer_bytes(shape) * (1 if checkpointing else shape.num_layers)
-    inputs = _COMPUTE * shape.hidden_size * shape.num_layers if checkpointing else 0
-    chunk = min(CHUNK_ELEMENTS, micro_batch_tokens * shape.vocab_size)
-    return TrainingMemory(
-        weights=_MASTER * cost.all_weights / ranks,
-        gradients=_MASTER * cost.all_weights / ranks,
-        optimizer=_STATES * cost.all_weights / ranks,
-        gathered=_COMPUTE * ((root + 2 * layer) + (root + layer)),
-        activations=float(micro_batch_tokens) * (inputs + kept),
-        head=4.0 * (_CHUNKS_ALIVE * chunk + cost.head_weights),
+def main(arguments: argparse.Namespace) -> Report:
+    """Measure every case in a process of its own; print the table."""
+    rows, device = [], ""
+    for name in arguments.only or CASES:
+        with patched_environment(_MALLOC), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+            told, measured, device = processes.submit(case, name, arguments.budget, arguments.threads).result()
+        rows += rows_of(name, told, measured)
+        print(*(f"{row.name}: {row.figures}" for row in rows[-len(measured) :]), sep="\n", file=sys.stderr, flush=True)
+    off = max(max(ratio, 1 / ratio) - 1 for row in rows for ratio in [row.figures["forecast / measured"]])
+    notes = [
+        f"GiB of one rank, the largest moment of each phase ({device}). On a CPU: growth of the resident size over the "
+        f"process with its modules imported. The farthest forecast is {off:.0%} off."
+    ]
+    work = {"cases": [row.name for row in rows], "budget": arguments.budget, "shape": asdict(SHAPE)}
+    return finish(Report(bench="memory", work=work, rows=rows, notes=notes), arguments.json, arguments.compare)
+
+
+def rows_of(name: str, told: Forecast, measured: dict[str, float]) -> list[Row]:
+    """A row for each phase."""
+    rows = []
+    for phase, gib in measured.items():
+        expected = told.total(phase) / GIB
+        figures = {"forecast GiB": expected, "measured GiB": gib, "forecast / measured": expected / gib}
+        rows.append(Row(name=f"{name}, {phase}", figures=figures))
+    return rows
+
+
+def case(name: str, budget: int, threads: int | None) -> tuple[Forecast, dict[str, float], str]:
+    """(forecast, measured GiB by phase, device) of one case; in a fresh process."""
+    shape, ranks, keys = CASES[name]
+    on_cuda = torch.cuda.is_available()
+    load = Workload(
+        num_prompts=max(4, 2 * budget // 1024) if on_cuda else 2,  # rows for two micro-batches
+        responses_per_prompt=4,
+        prompt_length=16,
+        mean_response=240,
+        max_response=240,
     )
+    keys = [
+        f"{POLICY}.actor.ppo_max_token_len_per_gpu={budget}",
+        f"{POLICY}.actor.old_log_probs=recompute",
+        f"{POLICY}.rollout.name=hf",
+        f"{POLICY}.rollout.ignore_eos=True",
+        *keys,
+    ]
+    ranks = 1 if on_cuda else ranks
+    with tempfile.TemporaryDirectory() as folder:
+        job = build_job(Path(folder) / "job", shape, load, keys, ranks=ranks)
+        small = build_job(Path(folder) / "tiny", TINY, replace(load, num_prompts=1), keys, ranks=ranks)
+        peaks = on_ranks(measure, job, small, num_ranks=ranks, device=job.device, threads=threads)
+        hf = load_hf_config(job.spec.config.actor_rollout_ref.model)
+    machine = Machine(on_cpu=not on_cuda, world=ranks, capacity=None)
+    told = forecast(job.spec.config, Shape.of(hf, job.cost), None, machine)
+    largest = {phase: max(peak[phase] for peak in peaks) for phase in peaks[0]}
+    return told, largest, torch.cuda.get_device_name() if on_cuda else "CPU"
 
 
-def layer_bytes(shape: ModelShape) -> float:
-    """What one layer keeps of one token for its backward pass.
-
-    Each of two norms: its input in float32, the normalised value, its output (4 + 2 + 2 bytes x hidden). Attention:
-    queries, keys, values and its output. MLP: gate, its activation, up, their product.
-    """
-    size = shape.hidden_size // shape.num_heads
-    attention = 2 * shape.num_heads * size + 2 * shape.num_kv_heads * size
-    return 2 * 8 * shape.hidden_size + _COMPUTE * (attention + 4 * shape.intermediate_size)
+def measure(process: ProcessInfo, run_id: str, job: Job, small: Job) -> dict[str, float]:
+    """GiB of this rank by phase. The tiny job goes first: it imports what is imported at first use."""
+    work(process, run_id, small, PhaseMemory(process.device))
+    gc.collect()
+    memory = PhaseMemory(process.device)
+    work(process, run_id, job, memory)
+    return {name.rpartition("/")[2]: value for name, value in memory.take().items()}
 
 
-def cache_bytes(cost: ModelCost, workload: Workload, responses: list[int]) -> float:
-    """Key-value cache of a whole step's responses at their full lengths, each prompt once."""
-    tokens = workload.num_prompts * workload.prompt_length + sum(responses)
-    return float(_COMPUTE * cost.cache_width * len(cost.windows) * tokens)
+def work(process: ProcessInfo, run_id: str, job: Job, memory: PhaseMemory) -> None:
+    """The phases of a step, as the hybrid worker has them."""
+    actor, engine = ActorRole(job.spec, process), rollout_engine(job.spec, process, run_id)
+    try:
+        engine.load_weights(random_weights(job, engine.dtype, process.device), 0)
+        batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
+        rows, denominators = share_of_rank(job, batch, process), denominators_of(batch, job.workload.max_response)
+        actor.update([(rows, denominators)])  # makes the optimizer's states
+        with memory.phase("gen"):
+            engine.generate(requests_of(job, process.rank, 0))
+        with memory.phase("old_log_prob"):
+            actor.log_probs(rows)
+        with memory.phase("update_actor"):
+            actor.update([(rows, denominators)])
+    finally:
+        engine.shutdown()

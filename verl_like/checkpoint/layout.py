@@ -134,6 +134,17 @@ def find_latest(root: str | Path, find_faults: FindFaults = lambda path: []) -> 
     return None
 
 
+def forget(path: Path) -> None:
+    """Delete a checkpoint, and name the newest whole one that is left, or none."""
+    shutil.rmtree(path)
+    left = [step_of(other) for other in _step_dirs(path.parent) if not _incomplete(other)]
+    marker = path.parent / LATEST_FILE
+    if left:
+        write_atomically(marker, str(left[-1]))
+    else:
+        marker.unlink(missing_ok=True)
+
+
 def check_checkpoint(path: str | Path, find_faults: FindFaults = lambda path: []) -> Path:
     """The folder that trainer.resume_from_path names. ValueError unless it is a whole checkpoint."""
     folder = Path(path).expanduser()
@@ -154,13 +165,15 @@ def read_trainer_state(path: str | Path) -> dict[str, Any]:
     return json.loads((Path(path) / STATE_FILE).read_text())
 
 
-def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None) -> list[Path]:
+def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None, best: Path | None = None) -> list[Path]:
     """Delete the oldest actor and critic folders beyond the numbers to keep (None keeps all); what was deleted.
 
-    A step's folder goes when neither is left in it. `latest`, the newest complete checkpoint, is never touched; one
+    A step's folder goes when neither is left in it. `latest`, the newest complete checkpoint, and `best` are never
+    touched, and the best does not count among those to keep; one
     that a crash left incomplete does not count among those to keep.
     """
     done = [path for path in _step_dirs(latest.parent) if step_of(path) <= step_of(latest) and not _incomplete(path)]
+    done = [path for path in done if path != best or path == latest]
     kept = {path: {role for role in (ACTOR, CRITIC) if (path / role).is_dir()} for path in done}
     deleted = []
     for role, keep in ((ACTOR, keep_actor), (CRITIC, keep_critic)):

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("head", "head", "log-prob and entropy from hidden states: seconds and memory", head, kernel, files)
     add("attention", "attention", "packed attention against padded rows", sequences, kernel, files)
     add("growth", "growth", "cost by model, batch and length: computed, or measured", growth, files)
+    add("memory", "memory", "the memory forecast beside measured peaks, ten configurations", memory, files)
     add("scheduler", "scheduler", "orders of taking groups, simulated: time and length", scheduler, files)
     add("agents", "agents", "conversations with a slow tool, beside the longest alone", agents, files, overrides)
     add("gateway", "gateway", "what a request over the gateway costs the driver", gateway, files)
@@ -193,6 +194,13 @@ def growth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="measure small shapes here instead")
     parser.add_argument("--rounds", type=positive, default=3, help="measured rounds, after one that warms up")
     parser.add_argument("--threads", type=positive, default=None, help="threads (default: all cores)")
+
+
+def memory(parser: argparse.ArgumentParser) -> None:
+    """Which cases, and the micro-batch of all."""
+    parser.add_argument("--only", nargs="+", help="some of the cases")
+    parser.add_argument("--budget", type=positive, default=1024, help="tokens of a micro-batch")
+    parser.add_argument("--threads", type=positive, default=None, help="threads of a rank (default: all cores)")
 
 
 def series(parser: argparse.ArgumentParser) -> None:

@@ -66,14 +66,9 @@ NOT_YET: list[NotYet] = [
         instead="leave it out: a server of your own could not be given weights that are proved to be the trainer's; "
         "rollout.name chooses an engine",
     ),
-    # The run
-    NotYet("trainer.default_hdfs_dir", _truthy, "copy trainer.default_local_dir yourself"),
-    *_off("trainer.del_local_ckpt_after_load"),
 ]
 
-_LOADED_ONCE = "the weights are not copied to shared memory, but read where they are"
 NO_EFFECT: dict[str, str] = {
-    **{f"{model}.use_shm": _LOADED_ONCE for model in (_MODEL, "critic.model", "reward_model.model")},
     "reward_model.model.use_fused_kernels": "they belong to the language-model head, which a reward model has not",
     "data.dataloader_num_workers": "the driver tokenises the prompts of a batch itself",
     f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",

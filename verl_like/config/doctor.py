@@ -317,6 +317,7 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.trainer.resume_mode != "resume_path",
         "trainer.resume_mode is not resume_path",
     ),
+    Idle(("trainer.best_mode",), lambda c: c.trainer.best_metric is None, "trainer.best_metric is not set"),
     Idle(
         ("trainer.total_epochs",),
         lambda c: c.trainer.total_training_steps is not None,

@@ -25,13 +25,6 @@ def impossible_paths(config: PPOConfig) -> list[str]:
     """Paths that name nothing on this machine and nothing on the Hugging Face hub: key, value, fix."""
     problems = []
     for key, path in model_paths(config).items():
-        scheme = path.partition("://")[0]
         if not path.strip():
             problems.append(f"{key}={path!r} is empty (an unset shell variable?): name a folder or a model on the hub")
-        elif scheme != path:
-            fetch = "hdfs dfs -get" if scheme in ("hdfs", "viewfs") else "a copy command of its storage"
-            problems.append(
-                f"{key}={path}: models are read from local folders; copy it first ({fetch} {path} <folder>), to every "
-                f"machine of the run or a shared file system, and set {key}=<folder>"
-            )
     return problems

@@ -30,12 +30,13 @@ class ModelConfig(ConfigNode):
     """`actor_rollout_ref.model.*`."""
 
     path: str = "~/models/deepseek-llm-7b-chat"
-    """Folder of a Hugging Face causal language model. A folder with config.json but no weights is initialised
+    """Folder of a Hugging Face causal language model, its name on the hub, or a URL (hdfs://, s3:// ...), which each
+    machine fetches once into ~/.cache/verl_like/models. A folder with config.json but no weights is initialised
     randomly from trainer.seed."""
     custom_chat_template: str | None = None
     """Chat template (Jinja text) that replaces the tokenizer's own."""
     use_shm: bool = False
-    """Copy the weights to shared memory before loading (verl): accepted, they are read where they are."""
+    """Copy the model's folder to /dev/shm and load the weights from there: once a machine, kept for the next start."""
     external_lib: str | None = None
     """Python package(s), separated by commas, imported first to register models with transformers."""
     override_config: dict[str, Any] = field(default_factory=dict)

@@ -50,7 +50,7 @@ class RewardNetworkConfig(ConfigNode):
     external_lib: str | None = None
     """Python package imported first; follows actor_rollout_ref.model.external_lib."""
     use_shm: bool = False
-    """Copy the weights to shared memory before loading (verl): accepted, they are read where they are."""
+    """Copy the model's folder to /dev/shm and load the weights from there."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     use_remove_padding: bool = True

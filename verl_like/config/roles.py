@@ -207,4 +207,5 @@ def reward_network(section: RewardModelConfig) -> ModelConfig:
         external_lib=model.external_lib,
         trust_remote_code=model.trust_remote_code,
         use_remove_padding=model.use_remove_padding,
+        use_shm=model.use_shm,
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, reference_or_none, require
+from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, one_of, reference_or_none, require
 from verl_like.config.enums import LOGGERS, Device, Launcher, ProfileTool, ResumeMode
 from verl_like.user_code import FORMS, is_reference
 
@@ -74,9 +74,17 @@ class TrainerConfig(ConfigNode):
     default_local_dir: str = "checkpoints"
     """Folder of checkpoints; follows project_name and experiment_name."""
     default_hdfs_dir: str | None = None
-    """Remote folder of checkpoints."""
+    """URL of a remote folder (hdfs://, s3://, gs://, or any that fsspec knows): each checkpoint is copied there in the
+    background, and resume_mode=auto fetches the newest whole one where it is newer than those of default_local_dir."""
     del_local_ckpt_after_load: bool = False
     """Delete a checkpoint after resuming from it."""
+    best_metric: str | None = None
+    """Validation metric, as val-core/openai/gsm8k/acc/mean@1: the checkpoint of the step with the best value is saved
+    at once and not deleted; best_checkpoint.json in default_local_dir names it. Null: none."""
+    best_mode: str = "max"
+    """Whether the largest (max) or the smallest (min) value of best_metric is the best."""
+    early_stop_patience: int | None = None
+    """[validations] End the run, with a checkpoint, after so many without a better best_metric. Null: never."""
     max_actor_ckpt_to_keep: int | None = None
     """[checkpoints] Newest actor checkpoints to keep. Null: all."""
     max_critic_ckpt_to_keep: int | None = None
@@ -126,7 +134,10 @@ class TrainerConfig(ConfigNode):
         at_least(self, 0, "seed", "critic_warmup", "log_val_generations", "console_samples")
         at_least(self, 1, "sample_groups")
         above(self, 0, "sample_max_mb")
-        at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+        at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "early_stop_patience")
+        one_of(self, "best_mode", ("max", "min"))
+        alone = self.early_stop_patience is not None and self.best_metric is None
+        require(not alone, "early_stop_patience", self.early_stop_patience, "set best_metric, which it watches")
         above(self, 0, "rpc_timeout", "worker_start_timeout")
         at_least(self, 0, "max_restarts", "restart_delay")
         minus_one_or_positive(self, "save_freq", "test_freq", "max_skipped_updates", "sample_freq", "report_freq")

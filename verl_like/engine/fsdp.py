@@ -23,6 +23,7 @@ from verl_like.engine.expert_load import ExpertLoad
 from verl_like.engine.export import WeightExport
 from verl_like.engine.microbatch import Batch
 from verl_like.engine.optim import Schedule, build_optimizer
+from verl_like.engine.rescue import Rescue
 from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn, WeightForm
 from verl_like.engine.weight_changes import WeightChanges
 from verl_like.models import blocks, loading, lora, packing, tensor_plan
@@ -92,6 +93,7 @@ class FSDPEngine:
         self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
         self.changes = WeightChanges()
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
+        self._rescue = Rescue(self.sharding, alone=self.process.world_size == 1)
         self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
         self._reference: FSDPEngine | None = None
         self._params_offloaded = self._optimizer_offloaded = False
@@ -186,19 +188,31 @@ class FSDPEngine:
         self._check_want(want)
         self.sharding.root.eval()
         batch = batch.to("cpu")
-        order: list[int] = []
-        found: dict[str, list[Tensor]] = {name: [] for name in sorted(want)}
-        with self._resident(optimizer=False), self._comparison(want) as other:
-            for part in self._cut(batch, rule):
-                answers = self._answers(None if part is None else part[1], want, temperature, other)
-                if part is not None:
-                    order += part[0]
-                    for name, parts in found.items():
-                        parts.append(answers[name].float().cpu())
+
+        def attempt(rule: MicroBatchRule) -> tuple[list[int], dict[str, list[Tensor]]]:
+            order: list[int] = []
+            found: dict[str, list[Tensor]] = {name: [] for name in sorted(want)}
+            with self._comparison(want) as other:
+                for part in self._cut(batch, rule):
+                    with self._rescue.forward(gathers_alone=self._gathers_alone(other)):
+                        answers = self._answers(part and part[1], want, temperature, other)
+                        answers = {name: values.float().cpu() for name, values in answers.items()}
+                    if part is not None:
+                        order += part[0]
+                        for name, parts in found.items():
+                            parts.append(answers[name])
+            return order, found
+
+        with self._resident(optimizer=False):
+            order, found = self._rescue.repeated("forward pass", rule, batch, attempt)
             self.sharding.reshard()
         length_B, back = batch.response_length_B, torch.argsort(torch.tensor(order)).tolist()
         joined = {name: torch.cat(parts or [torch.zeros(0)]) for name, parts in found.items()}
         return {name: take_rows(values_T, length_B[order], back) for name, values_T in joined.items()}
+
+    def _gathers_alone(self, other: Head | None) -> bool:
+        """Whether a forward pass talks to other ranks in FSDP's gathers only."""
+        return self._row_group is None and other is None
 
     def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
         return microbatch.cut(batch, rule, share_prompts=self.shares_prompts)
@@ -259,11 +273,17 @@ class FSDPEngine:
         """See TrainEngine.train_minibatch."""
         if self.optimizer is None:
             raise ValueError("this engine is forward only (it was built with optim=None)")
-        with self._resident(optimizer=True):
+
+        def attempt(rule: MicroBatchRule) -> list[dict[str, Metric]]:
             counted = nullcontext({}) if self._expert_load is None else self._expert_load.counted()
             with self._own_noise(), counted as load:
                 metrics = self.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
-            metrics += [load, self._step()]
+            return [*metrics, load]
+
+        with self._resident(optimizer=True):
+            metrics = self._rescue.repeated("update", rule, batch, attempt)
+            self._updates += 1
+            metrics += [self._step(), self._rescue.metrics()]
             self.sharding.drop_gradients()
         return merge_metrics(metrics)
 
@@ -277,7 +297,6 @@ class FSDPEngine:
         group = self.sharding.tensor_group
         rank = self.process.rank if group is None else self.process.rank // group.size
         place = f"{self._seed}/{self.kind}/{rank}/{self.schedule.steps_done}/{self._updates}"
-        self._updates += 1
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "little"))
             yield
@@ -322,9 +341,11 @@ class FSDPEngine:
         metrics = []
         with torch.no_grad():
             for part in self._cut(rows, rule):
-                outputs = self._answers(part and part[1], loss_fn.wants, temperature, other)
-                if part is not None:
-                    metrics.append(self._counted_once(self._loss(loss_fn, outputs, part[1], denominators)[1]))
+                with self._rescue.forward(gathers_alone=self._gathers_alone(other)):
+                    outputs = self._answers(part and part[1], loss_fn.wants, temperature, other)
+                    self._rescue.model_done()
+                    if part is not None:
+                        metrics.append(self._counted_once(self._loss(loss_fn, outputs, part[1], denominators)[1]))
         return metrics
 
     def _counted_once(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
@@ -341,15 +362,18 @@ class FSDPEngine:
         other: Head | None = None,
     ) -> dict[str, Metric]:
         """Forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
-        with nullcontext() if self._activations is None else self._activations.active():
-            outputs = self._answers(rows, loss_fn.wants, temperature, other)
-        if rows is None:
-            _zero_loss(outputs).backward()
-            return {}
-        loss, metrics = self._loss(loss_fn, outputs, rows, denominators)
-        if not loss.requires_grad:  # the loss selected no token: the collectives of backward must run all the same
-            loss = loss + _zero_loss(outputs)
-        loss.backward()
+        with self._rescue.forward(gathers_alone=self._gathers_alone(other)):
+            with nullcontext() if self._activations is None else self._activations.active():
+                outputs = self._answers(rows, loss_fn.wants, temperature, other)
+            self._rescue.model_done()
+            if rows is None:
+                loss, metrics = _zero_loss(outputs), {}
+            else:
+                loss, metrics = self._loss(loss_fn, outputs, rows, denominators)
+            if not loss.requires_grad:  # it selected no token: the collectives of backward must run all the same
+                loss = loss + _zero_loss(outputs)
+        with self._rescue.backward():
+            loss.backward()
         return self._counted_once(metrics)
 
     def _loss(

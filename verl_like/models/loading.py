@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +28,7 @@ from verl_like.models.heads import (
 from verl_like.models.lean_model import Functions, put_in
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
+from verl_like.remote import local_folder, to_shared_memory
 from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "actor
     """
     fix = "save the model's tokenizer in the folder (tokenizer.save_pretrained), or name another: data.tokenizer"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(path), trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(local_folder(path, key), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{key}={path}: its tokenizer cannot be loaded ({error}); {fix}") from error
     # What transformers makes of a folder without tokenizer files knows special tokens alone
@@ -65,7 +65,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     import_modules(external_modules(), EXTERNAL_MODULES)
     import_modules(model.external_lib, "model.external_lib")
     try:
-        config = AutoConfig.from_pretrained(os.path.expanduser(model.path), trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(local_folder(model.path, key), trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{key}={model.path}: its config.json cannot be used: {error}") from error
     for key, value in model.override_config.items():
@@ -146,7 +146,7 @@ def _implementations(model: ModelConfig, config: PretrainedConfig) -> dict[str, 
 
 def has_weights(path: str) -> bool:
     """False only for a local folder without weight files; a hub name is taken to have them."""
-    folder = Path(os.path.expanduser(path))
+    folder = Path(local_folder(path))
     patterns = ("*.safetensors", "pytorch_model*.bin")
     return not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in patterns)
 
@@ -239,7 +239,9 @@ def _load_weights(
 ) -> PreTrainedModel:
     attention.register()
     transformers_logging.disable_progress_bar()  # one bar per rank and model would drown the run's own display
-    path = os.path.expanduser(model.path)
+    path = local_folder(model.path)
+    if model.use_shm and Path(path).is_dir():
+        path = str(to_shared_memory(Path(path), "model.use_shm"))
     implementations = _implementations(model, hf_config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -278,7 +280,7 @@ def check_score_head(model: ModelConfig, hf_config: PretrainedConfig, key: str) 
 
     Without it the value model would start from a random head, and a reward model would score noise.
     """
-    path = Path(os.path.expanduser(model.path))
+    path = Path(local_folder(model.path, key))
     if not path.is_dir():
         raise ValueError(f"{key}={model.path}: a reward model must be a local folder; download it first")
     head = _stored_tensor(path, VALUE_HEAD)

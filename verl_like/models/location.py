@@ -10,6 +10,7 @@ from pathlib import Path
 
 from verl_like.config import PPOConfig
 from verl_like.config.doctor_paths import model_paths
+from verl_like.remote import local_folder
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_TIMEOUT = 5.0  # seconds
@@ -26,7 +27,7 @@ def check_locations(config: PPOConfig) -> None:
 def check_location(key: str, path: str, *files: str) -> None:
     """ValueError unless `path` is a folder (with config.json, for a model), or the hub has one of `files` under that
     name."""
-    folder = Path(path).expanduser()
+    folder = Path(local_folder(path, key))
     if folder.is_dir():
         if files == ("config.json",) and not (folder / "config.json").is_file():
             raise ValueError(f"{key}={path}: the folder has no config.json, so it is no Hugging Face model")

@@ -87,6 +87,11 @@ class FSDP2Sharding:
             self._splitter.check_complete()
         weights.fill(model)
         fully_shard(model, mesh=self._mesh, **shared, reshard_after_forward=False)
+        self.recovers = hasattr(FSDPModule, "reset_iter_state")  # torch 2.13
+        self._units: list[nn.Module] = [model, *layers]
+        self._reached: list[nn.Module] | None = None  # of the forward pass under way; None outside one
+        for unit in self._units:  # behind FSDP's own hooks: the unit is gathered when these run
+            unit.register_forward_pre_hook(self._note_reached)
         if fsdp.forward_prefetch:
             _prefetch_next(model, layers)
         if keep_gathered:  # until `reshard`: the micro-batches of an update gather once
@@ -97,6 +102,33 @@ class FSDP2Sharding:
         """See Sharding."""
         assert isinstance(self.root, FSDPModule)
         self.root.set_requires_gradient_sync(enabled)
+
+    @torch.compiler.disable
+    def _note_reached(self, unit: nn.Module, _: tuple[object, ...]) -> None:
+        if self._reached is not None:
+            self._reached.append(unit)
+
+    def forward_begins(self) -> None:
+        """See Sharding."""
+        self._reached = []
+
+    def gather_the_rest(self) -> None:
+        """See Sharding. Units are gathered in the order of the forward pass, each once."""
+        reached, self._reached = self._reached or [], None
+        for unit in self._units[len(reached) :]:
+            assert isinstance(unit, FSDPModule)
+            unit.unshard()
+            unit.reshard()
+
+    def recover(self) -> None:
+        """See Sharding."""
+        assert isinstance(self.root, FSDPModule)
+        self.root.reset_iter_state()
+        self.reshard()
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                _drop_unsharded_gradients(module)
+        self.drop_gradients()
 
     def reshard(self) -> None:
         """See Sharding."""
@@ -217,6 +249,15 @@ class FSDP2Sharding:
 
     def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
         """Nothing left to do: `optimizer_state` gives the states themselves."""
+
+
+def _drop_unsharded_gradients(module: FSDPModule) -> None:
+    """Those that micro-batches without a reduction have added up: torch's own reset leaves them."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    for parameter in () if group is None else group.fsdp_params:
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
 
 
 def _placed(local: Tensor, shape: torch.Size, starts: list[int]) -> Slice:

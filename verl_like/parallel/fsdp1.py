@@ -55,6 +55,7 @@ class FSDP1Sharding:
         mesh = build_mesh(device, fsdp.fsdp_size)
         sharded = mesh["shard"].size() > 1
         self.shard_index = mesh.get_local_rank("shard")
+        self.recovers = False
         self.reduces_once = not sharded  # FSDP1 then reduces the accumulated gradient, earlier sums included
         self._shard_group = mesh.get_group("shard") if sharded else None
         if not sharded:  # every rank holds the whole model: FSDP1 has a strategy of its own for that, on one axis
@@ -87,6 +88,17 @@ class FSDP1Sharding:
         """See Sharding. What FSDP1's `no_sync` does, without a context to leave."""
         for module in FSDP.fsdp_modules(self.root):
             module._sync_gradients = enabled
+
+    def forward_begins(self) -> None:
+        """Nothing is noted: `recovers` is False."""
+
+    def gather_the_rest(self) -> None:
+        """See Sharding."""
+        raise NotImplementedError("strategy=fsdp cannot complete a pass that broke off: use fsdp2")
+
+    def recover(self) -> None:
+        """See Sharding."""
+        raise NotImplementedError("strategy=fsdp cannot forget a pass that broke off: use fsdp2")
 
     def reshard(self) -> None:
         """See Sharding. A unit without a trained weight stays gathered after a backward pass too."""

@@ -13,12 +13,15 @@ import logging
 import os
 import platform
 
+import torch
+
 log = logging.getLogger(__name__)
 
 # Parameters of mallopt(3), from malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 MAPPED_FROM = 2**29  # [bytes] larger blocks still come from the kernel and go back to it
 KEPT_FREE = 2**31 - 1  # [bytes] free memory at the heap's end above which it is given back; mallopt takes an int
+_CPU_TEXTS = ("not enough memory", "can't allocate memory")  # of torch's RuntimeError
 GROWTH = 2**26  # [bytes] by which the heap grows beyond what is asked for
 
 
@@ -32,6 +35,12 @@ def keep_freed_memory() -> bool:
     if refused:
         log.warning("malloc refused the parameters %s: freed memory goes back to the kernel", refused)
     return not refused
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's error, Python's, or torch's on a CPU, which has no class of its own."""
+    on_cpu = isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_TEXTS)
+    return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _set_by_user() -> bool:

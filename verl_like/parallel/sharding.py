@@ -33,6 +33,21 @@ class Sharding(Protocol):
     reads_from_host: bool
     """Weights can be gathered and states read while `move_params` has them in host memory."""
 
+    recovers: bool
+    """A pass that broke off can be forgotten (`recover`), and on one of several ranks completed (`gather_the_rest`)."""
+
+    def forward_begins(self) -> None:
+        """The root's next call is a pass of its own."""
+        ...
+
+    def gather_the_rest(self) -> None:
+        """Take part in the gathers of a forward pass that this rank has broken off and others go on with."""
+        ...
+
+    def recover(self) -> None:
+        """Forget a pass that broke off on this rank, or was given up after its forward pass, and all gradients."""
+        ...
+
     @property
     def tensor_group(self) -> SequenceGroup | None:
         """The ranks among which every layer is split (parallel/tensor.py); they need the same rows, in slices."""

@@ -24,6 +24,8 @@ class EngineBase:
     """Half of a RolloutEngine. A backend adds `_load`, `_score` and how requests reach it: `_queue`, `_exclusive`,
     `open`, `pause`, `abort`, `snapshot`, `paused` (SteppedRolloutEngine has them for engines that are stepped)."""
 
+    num_rescues = 0  # see RolloutEngine
+
     def __init__(
         self,
         *,

@@ -9,6 +9,8 @@ Each request draws its random numbers from its own generator, one per token, so 
 from __future__ import annotations
 
 import itertools
+import logging
+import traceback
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -26,11 +28,14 @@ from verl_like.models.families import padded_attention
 from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.checksum import checksum, values_of
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.host_memory import is_out_of_memory
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.hf_batch import Batch, Row
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, WeightLoadError
 from verl_like.rollout.step_loop import StepLoop
+
+log = logging.getLogger(__name__)
 
 _SEED_MASK = 2**63 - 1
 _ORDER = attrgetter("order")
@@ -77,6 +82,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
         self._stored = CheckpointNames(self._module)
         self._places = itertools.count()
         self._waiting: list[Row] = []  # in the order in which they are taken up
+        self._taken_up: list[Row] = []  # whose prompts are computed in the step under way
         self._batches: list[Batch] = []  # one, unless the model's caches cannot be joined (hf_batch.py)
         self.prefilled_tokens = 0
         """Tokens of prompts, and of responses that were begun before, that were computed since the start."""
@@ -91,20 +97,49 @@ class HFRolloutEngine(SteppedRolloutEngine):
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """One more token for each row: what is under way is decoded, what waits is taken up where there is room."""
+        """One more token for each row: what is under way is decoded, what waits is taken up where there is room.
+
+        Out of memory: half of the rows wait, from now on, and what was cached is computed again.
+        """
+        done: list[Completion] = []
+        try:
+            self._step(done)
+        except (RuntimeError, MemoryError) as error:  # torch's own of a CPU has no class
+            if not is_out_of_memory(error) or not self._fewer_rows():
+                raise
+            traceback.clear_frames(error.__traceback__)
+        return done
+
+    def _fewer_rows(self) -> bool:
+        """Whether fewer rows at once are possible: then they all begin again, with the tokens that they have."""
+        running = len(self._rows()) - len(self._waiting)
+        if running < 2:
+            return False
+        self._max_num_seqs, self.num_rescues = running // 2, self.num_rescues + 1
+        log.warning(
+            "out of memory with %d sequences at once: from now on at most %d (actor_rollout_ref.rollout.max_num_seqs); "
+            "their tokens stay the same",
+            *(running, self._max_num_seqs),
+        )
+        self._weights_changed()
+        return True
+
+    def _step(self, done: list[Completion]) -> None:
+        """A step; rows that end go into `done`, also where it breaks off."""
         new = self._take_up()
+        self._taken_up = new
         stepped = [(batch, self._decode(batch)) for batch in self._batches]
         stepped += [self._prefill(part) for part in _parts(new, self._max_prefill)]
         if len(stepped) > 1 and all(batch.can_join() for batch, _ in stepped):
             (running, _), *others = stepped
             running.join([batch for batch, _ in others])
+            self._batches, self._taken_up = [running], []
             stepped = [(running, torch.cat([logits_bV for _, logits_bV in stepped]))]
-        done: list[Completion] = []
+        self._batches, self._taken_up = [batch for batch, _ in stepped], []
         for batch, logits_bV in stepped:
             batch.sample(logits_bV, self._sampling_version)
-            done += self._collect(batch)
-        self._batches = [batch for batch, _ in stepped if batch.rows]
-        return done
+            self._collect(batch, done)
+        self._batches = [batch for batch in self._batches if batch.rows]
 
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._batches)
@@ -124,11 +159,11 @@ class HFRolloutEngine(SteppedRolloutEngine):
         return {row.request.request_id: row.sampled for row in self._rows()}
 
     def _rows(self) -> list[Row]:
-        return [row for batch in self._batches for row in batch.rows] + self._waiting
+        return [row for batch in self._batches for row in batch.rows] + self._taken_up + self._waiting
 
     def _weights_changed(self) -> None:
         """What is cached is the old weights' work: the next step computes it again, ahead of all that wait."""
-        self._waiting, self._batches = sorted(self._rows(), key=_ORDER), []
+        self._waiting, self._batches, self._taken_up = sorted(self._rows(), key=_ORDER), [], []
 
     def _take_up(self) -> list[Row]:
         room = self._max_num_seqs - sum(len(batch.rows) for batch in self._batches)
@@ -164,18 +199,17 @@ class HFRolloutEngine(SteppedRolloutEngine):
         )
         return output.logits[:, -1, : self.tokenizer_size]
 
-    def _collect(self, batch: Batch) -> list[Completion]:
-        """Take the rows that have ended out of the batch."""
-        done, going = [], []
+    def _collect(self, batch: Batch, done: list[Completion]) -> None:
+        """Take the rows that have ended out of the batch, into `done`."""
+        before, going = len(done), []
         for i, row in enumerate(batch.rows):
             reason = row.end(self._tokenizer)
             if reason is None:
                 going.append(i)
             else:
                 done.append(row.completion(reason))
-        if done:
+        if len(done) > before:
             batch.keep(going)
-        return done
 
     # Weights and scoring: while no step runs.
 

@@ -179,6 +179,8 @@ class RolloutEngine(Protocol):
     """Most tokens of a prompt with its response."""
     keeps_adapters: bool
     """LoRA adapters come apart from the base weights (model.lora.merge=False)."""
+    num_rescues: int
+    """How often memory ran out while it sampled, and fewer sequences at once went on."""
 
     @property
     def held(self) -> HeldWeights | None:

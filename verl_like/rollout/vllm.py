@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.remote import local_folder
 from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora
 from verl_like.rollout.base import SteppedRolloutEngine
@@ -324,7 +324,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` goes on top as it is (null values are left out)."""
     kwargs: dict[str, Any] = {
-        "model": os.path.expanduser(model.path),
+        "model": local_folder(model.path),
         "skip_tokenizer_init": not rollout.stop,  # texts that end a response are all that is read
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",  # sampling defaults and end tokens are ours, not the model folder's
@@ -345,7 +345,7 @@ def engine_arguments(
         "seed": seed,
     }
     if rollout.stop:
-        kwargs["tokenizer"] = os.path.expanduser(tokenizer)
+        kwargs["tokenizer"] = local_folder(tokenizer)
     if adapters_apart(model):
         kwargs |= vllm_lora.engine_options(model.lora_rank)
     if model.override_config:

@@ -59,12 +59,13 @@ from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.folders import log_dir, profile_dir
+from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.replicas import RolloutGroup
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.resume import find_resume
+from verl_like.trainer.resume import fetch_resume, find_resume
 from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardModelGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
@@ -108,6 +109,7 @@ class Prepared:
     costs: ModelCosts
     spec: WorkerSpec
     rewards: RewardManager
+    memory: Forecast
 
     @property
     def world_size(self) -> int:
@@ -134,6 +136,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     )
     costs = ModelCosts.of(config, plan)
     logger.info("%d process(es) on %s; %s", plan.world_size, device, plan.table())
+    memory = told_memory(config, inputs.hf_config, costs, this_machine(device, plan.world_size, ranks_per_node))
     rewards = stack.enter_context(
         RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
     )
@@ -153,6 +156,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
         costs=costs,
         spec=spec,
         rewards=rewards,
+        memory=memory,
     )
 
 
@@ -192,6 +196,7 @@ def started(
     with ExitStack() as stack:
         with input_errors():
             recover(Path(config.trainer.default_local_dir).expanduser())
+            fetch_resume(config.trainer)
             resume = find_resume(config, with_critic=CRITIC in plan.roles, newest=again)
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
@@ -204,7 +209,7 @@ def started(
         stop = stack.enter_context(graceful_interrupt())
         timeout = config.trainer.rpc_timeout
         peaks = {name: group.call_all("device_peak").wait(timeout=timeout) for name, group in groups.items()}
-        speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device)
+        speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device, ready.memory.metrics())
         with input_errors():
             report = build_reporter(config, plan, inputs, speed, checkpoints.resume_step)
         stack.callback(report.close)

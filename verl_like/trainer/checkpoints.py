@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from verl_like.checkpoint.layout import (
     ACTOR,
     CRITIC,
     commit,
+    forget,
     prepare_step_dir,
     read_trainer_state,
     rotate,
@@ -33,6 +34,8 @@ from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.episodes.collector import Collector
+from verl_like.remote import RemoteFolder, Uploader
+from verl_like.trainer.best import Best
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.resume import CONFIG_FILE
 from verl_like.trainer.roles import ActorGroup, CriticGroup
@@ -77,6 +80,10 @@ class Checkpoints:
     ) -> None:
         self.config, self.tokenizer, self.resume, self.confirm = trainer, tokenizer, resume, confirm
         self.root = Path(trainer.default_local_dir).expanduser()
+        self.best = Best(trainer, self.root, resumed_at=self.resume_step)
+        self._uploader: Uploader | None = None
+        if trainer.default_hdfs_dir is not None:
+            self._uploader = Uploader(RemoteFolder(trainer.default_hdfs_dir, "trainer.default_hdfs_dir"))
         self._saved_step: int | None = None
         self._incomplete: tuple[Path, dict[str, Any]] | None = None  # written but not declared complete
         self._boundary: dict[str, Any] | None = None  # the loop's state that belongs to the weights; None: in an update
@@ -99,6 +106,9 @@ class Checkpoints:
             if run.critic is not None:
                 run.critic.load(str(self.resume / CRITIC))
             self._saved_step = run.state.step
+            if self.config.del_local_ckpt_after_load:
+                logger.warning("trainer.del_local_ckpt_after_load: %s is loaded, and deleted here", self.resume)
+                forget(self.resume)
             if run.state.step >= run.total_steps:
                 logger.warning(
                     "%s is at step %d of %d: nothing is left to train. Raise trainer.total_training_steps, "
@@ -163,8 +173,25 @@ class Checkpoints:
         collect(written)
         path = commit(written)
         self._incomplete = None
-        rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep)
+        if self._uploader is not None:  # before old ones are deleted: it may still be busy with one of them
+            self._uploader.start(path)
+        rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep, self.best.folder)
         logger.info("saved checkpoint %s", path)
+
+    def validated(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """The best step so far is saved at once, whatever trainer.save_freq says."""
+        if self.best.judge(run.state.step, metrics) and run.state.step not in (0, self._saved_step):
+            self.write(run)
+        self.best.keep()
+
+    def finish(self) -> None:
+        """Wait for uploads. RunStopped for what could not be copied to trainer.default_hdfs_dir."""
+        left = [] if self._uploader is None else self._uploader.finish()
+        if left:
+            raise RunStopped(
+                f"trainer.default_hdfs_dir={self.config.default_hdfs_dir}: not uploaded: {', '.join(left)}. They are "
+                "whole here: copy them yourself"
+            )
 
     def _save_after_error(self, run: Run) -> None:
         """As for an interrupt, if the weights are those of a finished step; no error of its own hides the first."""

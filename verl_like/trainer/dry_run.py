@@ -13,6 +13,7 @@ from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.trainer.build import Inputs, Prepared, input_errors, prepare
 from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.free_folder import with_free_folder
+from verl_like.trainer.memory_forecast import GIB, Forecast
 from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import grade_references, table
@@ -49,6 +50,14 @@ def _rows(config: PPOConfig, ready: Prepared) -> Iterator[tuple[str, str]]:
     if ready.inputs.val is not None:
         yield "validation", _data(ready.inputs, ready.inputs.val)
     yield "batches", "\n".join(line.strip() for line in ready.plan.table().splitlines()[1:])
+    yield "memory", memory_text(ready.memory)
+
+
+def memory_text(memory: Forecast) -> str:
+    """By phase, on one device."""
+    told = [f"{phase:<14}  {text}" for phase, text in memory.rows()]
+    room = "not known here" if memory.capacity is None else f"{memory.capacity / GIB:.1f} GiB"
+    return "\n".join([f"room for one process: {room}; at full lengths each phase takes", *told])
 
 
 def _data(inputs: Inputs, dataset: Dataset) -> str:

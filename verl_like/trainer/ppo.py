@@ -109,13 +109,15 @@ class PPOTrainer:
                     metrics |= self.sync_weights()
                 metrics |= self.validate_if_due()
             reported = self.report_step()
+            self.checkpoints.validated(self, reported)
             self.checkpoints.complete(self, wait=False)
             self.stop_when_nothing_is_learnt()
             return reported
 
     def done(self) -> bool:
         """All steps are made, only validation was asked for, or the user asked to stop."""
-        return self.config.trainer.val_only or self.stop.requested or self.state.step >= self.total_steps
+        ended = self.stop.requested or self.checkpoints.best.stays_away() or self.state.step >= self.total_steps
+        return self.config.trainer.val_only or ended
 
     def begin_step(self) -> tuple[int, StepClock]:
         """Number of the step that begins, counted from 1, and its clock."""
@@ -241,7 +243,9 @@ class PPOTrainer:
         """trainer.val_before_train; also what a run with trainer.val_only consists of."""
         trainer = self.config.trainer
         if trainer.val_before_train or trainer.val_only:
-            self.report.validation(self.state.step, self.validate())
+            metrics = self.validate()
+            self.report.validation(self.state.step, metrics)
+            self.checkpoints.validated(self, metrics)
 
     def validate_if_due(self) -> dict[str, float]:
         """Every trainer.test_freq steps, and after the last one."""
@@ -261,9 +265,16 @@ class PPOTrainer:
         """A run that ends before its last step, interrupted or by a loop of one's own, saves what is not saved yet."""
         if self.stop.requested:
             logger.warning("stopping after step %d, as asked", self.state.step)
+        if self.checkpoints.best.stays_away():
+            best = self.checkpoints.best
+            logger.warning(
+                "%s was best at step %d (%.5g): trainer.early_stop_patience=%d ends the run",
+                *(best.settings.best_metric, best.step, best.value, best.settings.early_stop_patience),
+            )
         if self.stop.requested or self.state.step < self.total_steps:
             self.checkpoints.save_unless_saved(self)
         self.checkpoints.complete(self, wait=True)
+        self.checkpoints.finish()
 
     def stop_when_nothing_is_learnt(self) -> None:
         """RunStopped after trainer.max_skipped_updates optimizer steps in a row whose gradient was not finite."""

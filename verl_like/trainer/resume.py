@@ -13,10 +13,20 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_like.checkpoint.checksums import find_faults
-from verl_like.checkpoint.layout import ACTOR, CRITIC, check_checkpoint, find_latest
-from verl_like.config import CheckpointConfig, ModelConfig, OptimConfig, PPOConfig
+from verl_like.checkpoint.files import write_atomically
+from verl_like.checkpoint.layout import (
+    ACTOR,
+    CRITIC,
+    LATEST_FILE,
+    check_checkpoint,
+    find_latest,
+    step_dir,
+    step_of,
+)
+from verl_like.config import CheckpointConfig, ModelConfig, OptimConfig, PPOConfig, TrainerConfig
 from verl_like.config.errors import raise_if_any
 from verl_like.config.schema import keys
+from verl_like.remote import RemoteFolder, is_remote
 from verl_like.trainer.compose import to_dict
 
 logger = logging.getLogger(__name__)
@@ -25,6 +35,33 @@ CONFIG_FILE = "config.yaml"
 _OF_THE_RESUME = {"trainer.resume_mode", "trainer.resume_from_path"}  # differ by nature
 _PARTS = ("model", "optimizer", "extra")  # of load_contents, what a resume reads; each is a folder
 _AFRESH = "or start afresh: trainer.resume_mode=disable, or another trainer.default_local_dir"
+
+
+def fetch_resume(settings: TrainerConfig) -> None:
+    """Bring what resume_mode asks for here: a newer checkpoint from trainer.default_hdfs_dir, or resume_from_path's."""
+    root, mode = Path(settings.default_local_dir).expanduser(), str(settings.resume_mode)
+    if mode == "resume_path" and is_remote(settings.resume_from_path):
+        url, _, name = str(settings.resume_from_path).rstrip("/").rpartition("/")
+        if not fetched_path(settings).is_dir():
+            fetched_path(settings).parent.mkdir(parents=True, exist_ok=True)
+            RemoteFolder(url, "trainer.resume_from_path").download(name, fetched_path(settings))
+    if mode != "auto" or settings.default_hdfs_dir is None:
+        return
+    remote = RemoteFolder(settings.default_hdfs_dir, "trainer.default_hdfs_dir")
+    here = [step_of(path) for path in root.glob("global_step_*") if path.name.rpartition("_")[2].isdecimal()]
+    newer = [step for step in remote.steps() if step > max(here, default=0)]
+    if newer:
+        logger.info("fetching step %d from %s: it is newer than what is here", newer[-1], settings.default_hdfs_dir)
+        remote.download(f"global_step_{newer[-1]}", step_dir(root, newer[-1]))
+        write_atomically(root / LATEST_FILE, str(newer[-1]))
+
+
+def fetched_path(settings: TrainerConfig) -> Path:
+    """Where resume_from_path lies on this machine; of a URL in a folder of its own below default_local_dir."""
+    path = str(settings.resume_from_path)
+    if not is_remote(path):
+        return Path(path)
+    return Path(settings.default_local_dir).expanduser() / "fetched" / path.rstrip("/").rpartition("/")[2]
 
 
 def find_resume(config: PPOConfig, *, with_critic: bool, newest: bool = False) -> Path | None:
@@ -40,7 +77,7 @@ def find_resume(config: PPOConfig, *, with_critic: bool, newest: bool = False) -
     mode = str(settings.resume_mode)
     path = find_latest(root, check) if newest or mode == "auto" else None
     if path is None and mode == "resume_path" and settings.resume_from_path is not None:
-        path = check_checkpoint(settings.resume_from_path, check)
+        path = check_checkpoint(fetched_path(settings), check)
     if path is not None:
         saved = saved_config(path)
         raise_if_any(misfits(path, saved, config, with_critic=with_critic))

@@ -43,15 +43,21 @@ class ModelCosts:
 
 
 class SpeedReport:
-    """Turns a step's seconds into perf/mfu/*, perf/floor_ratio/* and a log line."""
+    """Turns a step's seconds into perf/mfu/*, perf/floor_ratio/* and a log line. memory: metrics of the forecast."""
 
-    def __init__(self, shape: RunShape, settings: Settings) -> None:
-        self.shape, self.settings = shape, settings
+    def __init__(self, shape: RunShape, settings: Settings, memory: Mapping[str, float] | None = None) -> None:
+        self.shape, self.settings, self.memory = shape, settings, memory or {}
         self._given = ""  # the last advice, without its numbers
 
     @classmethod
     def of(
-        cls, config: PPOConfig, plan: BatchPlan, costs: ModelCosts, peaks: Mapping[str, list[DevicePeak]], device: str
+        cls,
+        config: PPOConfig,
+        plan: BatchPlan,
+        costs: ModelCosts,
+        peaks: Mapping[str, list[DevicePeak]],
+        device: str,
+        memory: Mapping[str, float] | None = None,
     ) -> SpeedReport:
         """peaks: pool -> one for each rank, as the workers measured or looked them up."""
         totals = {
@@ -81,19 +87,19 @@ class SpeedReport:
             actor_shares_prompts=shares_prompts(policy.model),
             critic_shares_prompts=shares_prompts(config.critic.model),
         )
-        return cls(shape, settings_of(config, plan))
+        return cls(shape, settings_of(config, plan), memory)
 
     def metrics(
         self, rollouts: Rollouts, seconds: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """perf/mfu/* and perf/floor_ratio/* of one step, whose other metrics are known.
+        """perf/mfu/*, perf/floor_ratio/* and perf/memory_forecast/* of one step, whose other metrics are known.
 
         Rows of a group answer one prompt, unless an episode's later rows have prompts of their own.
         """
         numbers, shared_B = rollouts.group_B.tolist(), rollouts.prompt_length_B
         if rollouts.episode_B is not None:
             numbers, shared_B = shared_prefixes(rollouts)
-        return speed_metrics(
+        return {**self.memory} | speed_metrics(
             self.shape,
             seconds,
             rollouts.prompt_length_B.tolist(),

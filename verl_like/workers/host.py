@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
+from verl_like.batch import Metric
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD, ROLLOUT
+from verl_like.config.rollout import RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.observe.memory import PhaseMemory, allocated_bytes
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.workers.actor import ActorRole
@@ -30,6 +33,15 @@ from verl_like.workers.weights import WeightsReceiver, WeightsSender, WeightsWit
 
 WEIGHTS = "weights"
 _PHASES = {ROLLOUT: Phase.rollout}  # of the methods of a role; of all others: train
+_MEASURED = {  # calls whose memory is told, under the names of the step's clock
+    (ROLLOUT, "serve"): "gen",
+    (WEIGHTS, "sync"): "update_weights",
+    (ACTOR, "log_probs"): "old_log_prob",
+    (ACTOR, "update"): "update_actor",
+    (REF, "log_probs"): "ref",
+    (CRITIC, "values"): "values",
+    (CRITIC, "update"): "update_critic",
+}
 _ANY_PHASE = frozenset(
     {"saved", "open_link", "listen", "join", "wanted", "unload"}
 )  # methods that touch no device memory
@@ -42,6 +54,7 @@ class RoleHost:
         self._pool, self.roles, self._seconds = spec.pool, dict[str, Any](), dict[str, float]()
         with joined(spec, env) as self.process:
             self.profiler = build_profiler(spec, self.process)
+            self.memory, self._asleep = PhaseMemory(self.process.device), 0
             self._build(spec, env)
         engines = [getattr(role, "engine", None) for name, role in self.roles.items() if name != ROLLOUT]
         self._models = [engine for engine in engines if isinstance(engine, FSDPEngine)]
@@ -67,7 +80,12 @@ class RoleHost:
         for name, make in makers.items():
             if name in spec.roles:
                 began = time.perf_counter()
+                before = allocated_bytes(self.process.device)
                 self.roles[name] = make()
+                if name == ROLLOUT and puts_to_sleep(spec.config.actor_rollout_ref.rollout):
+                    self._asleep = (
+                        allocated_bytes(self.process.device) - before
+                    )  # torch counts it as there all the time
                 self._seconds[name] = time.perf_counter() - began
 
     def run(self, role: str, method: str, *arguments: Any) -> Any:
@@ -78,7 +96,20 @@ class RoleHost:
         with self.profiler.phase(role, method):
             if method not in _ANY_PHASE:
                 self.residency.enter(_PHASES.get(role, Phase.train))
-            return getattr(self.roles[role], method)(*arguments)
+            phase = _MEASURED.get((role, method))
+            if phase is None:
+                return getattr(self.roles[role], method)(*arguments)
+            with self.memory.phase(phase, without=self._asleep if role in (ACTOR, CRITIC, REF) else 0):
+                answer = getattr(self.roles[role], method)(*arguments)
+        return self._with_peaks(answer) if method == "update" else answer
+
+    def _with_peaks(self, steps: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
+        """The last step also tells the largest moments of all phases since the last update."""
+        peaks = {name: Metric(value=value, reduction="max") for name, value in self.memory.take().items()}
+        rollout = self.roles.get(ROLLOUT)
+        if rollout is not None and rollout.engine.num_rescues:
+            peaks["perf/out_of_memory_gen"] = Metric(value=float(rollout.engine.num_rescues), reduction="max")
+        return [*steps[:-1], steps[-1] | peaks] if steps else []
 
     def start_seconds(self) -> dict[str, float]:
         """How long each role of this rank took to build."""
@@ -107,6 +138,11 @@ class RoleHost:
                     getattr(self.roles[name], end)()
         finally:
             shutdown_distributed()
+
+
+def puts_to_sleep(rollout: RolloutConfig) -> bool:
+    """Whether the engine frees its device memory while others work."""
+    return rollout.name == "vllm" and rollout.free_cache_engine
 
 
 def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:

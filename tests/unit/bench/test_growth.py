@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen2ForCausalLM
 
 from tests.unit.bench.tiny import MODEL, bench
 from verl_like.bench import growth_measured, shapes
 from verl_like.bench.growth_measured import BASE, SHAPE, sizes, wider
 from verl_like.bench.inputs import model_config
-from verl_like.bench.memory import cache_bytes, layer_bytes, training_memory
 from verl_like.bench.report import Report
-from verl_like.bench.shapes import WORKLOADS, ModelShape, Workload
+from verl_like.bench.shapes import WORKLOADS, Workload
 from verl_like.models.cost import ModelCost
 from verl_like.parallel.device_peak import DevicePeak, known_devices
 
@@ -55,64 +52,6 @@ def test_more_gpus_share_the_shards_and_the_work(tmp_path: Path) -> None:
     of_one, of_eight = (Report.load(tmp_path / f"{n}_memory.json").rows[0].figures for n in (1, 8))
     assert of_eight["optimizer"] == pytest.approx(of_one["optimizer"] / 8)
     assert of_eight["activations"] == of_one["activations"]
-
-
-def test_memory_by_hand() -> None:
-    cost = ModelCost.of(model_config(MODEL, 128))
-    plan = training_memory(MODEL, cost, ranks=2, micro_batch_tokens=10, checkpointing=True)
-    layer = 2 * 8 * 32 + 2 * (2 * 32 + 2 * 32 + 4 * 32)
-    assert layer_bytes(MODEL) == layer
-    assert plan.weights == plan.gradients == 2 * cost.all_weights and plan.optimizer == 4 * cost.all_weights
-    assert plan.activations == 10 * (2 * 32 + layer)
-    assert plan.head == 4 * (3 * 10 * 20 + 20 * 32)
-    without = training_memory(MODEL, cost, ranks=2, micro_batch_tokens=10, checkpointing=False)
-    assert without.activations == 10 * layer and without.total == plan.total - 10 * 2 * 32
-    load = Workload(num_prompts=2, responses_per_prompt=2, prompt_length=5, mean_response=3, max_response=9)
-    assert cache_bytes(cost, load, [1, 2, 3, 4]) == 2 * 64 * (10 + 10)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "inner"), [(4, 2, 512), (2, 1, 256), (4, 4, 1024)])
-def test_activations_are_those_that_autograd_keeps(heads: int, kv_heads: int, inner: int) -> None:
-    """Within a fifth: the difference of models with two and with one layer, so that embedding and head drop out."""
-    kept = [kept_bytes(layers, heads, kv_heads, inner) for layers in (1, 2)]
-    shape = ModelShape(
-        hidden_size=128,
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=inner,
-        vocab_size=16,
-        tied_embeddings=True,
-    )
-    assert (kept[1] - kept[0]) / 64 == pytest.approx(layer_bytes(shape), rel=0.2)
-
-
-def kept_bytes(layers: int, heads: int, kv_heads: int, inner: int) -> int:
-    """Of 64 tokens, weights left out, every storage once."""
-    shape = ModelShape(
-        hidden_size=128,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=inner,
-        vocab_size=16,
-        tied_embeddings=True,
-    )
-    model = Qwen2ForCausalLM(model_config(shape, 128)).bfloat16()
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)  # so that no address is used twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=torch.zeros(1, 64, dtype=torch.long)).logits.sum()
-    return sum(kept.values())
 
 
 def test_sizes_are_doubled_alone(tmp_path: Path) -> None:

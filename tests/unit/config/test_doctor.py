@@ -86,11 +86,7 @@ def test_all_problems_in_one_error():
             "with LoRA the reference is the actor's own base model",
         ),
         ([f"{R}.layered_summon=true"], "gathered tensor by tensor"),
-        (
-            ["actor_rollout_ref.model.use_shm=true"],
-            "actor_rollout_ref.model.use_shm has no effect: the weights are not",
-        ),
-        (["critic.model.use_shm=true"], "critic.model.use_shm has no effect: the weights are not copied"),
+        (["trainer.best_mode=min"], "trainer.best_mode has no effect: trainer.best_metric is not set"),
         ([f"{A}.entropy_checkpointing=true"], "recomputes it in the backward pass"),
         (
             [

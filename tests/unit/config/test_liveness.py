@@ -62,6 +62,7 @@ SAMPLES: dict[str, Any] = {
     "reward_model.reward_manager": "prime",
     "reward_model.worker_class": "mine.py:Worker",
     "trainer.trainer_class": "mine.py:Trainer",
+    "trainer.best_mode": "min",
     "reward_model.judge.score_pattern": r"\[(\d+)\]",
     "custom_reward_function.memory_limit_mb": 512,
     "trainer.controller_nsight_options": {"trace": "cuda"},

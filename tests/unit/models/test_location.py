@@ -30,15 +30,8 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ([f"{A}=hdfs://name/user/model"], rf"{A}=hdfs://name/user/model: .*copy it first \(hdfs dfs -get hdfs://name"),
-        ([f"{A}=s3://bucket/m"], rf"{A}=s3://bucket/m: models are read from local folders"),
         ([f"{A}="], rf"{A}='' is empty \(an unset shell variable\?\)"),
         ([f"{A}=/m", "algorithm.adv_estimator=gae", "critic.model.path="], r"^critic\.model\.path='' is empty"),
-        (
-            [f"{A}=/m", "reward_model.enable=true", "reward_model.model.path=hdfs://x"],
-            r"^reward_model\.model\.path=hdfs",
-        ),
-        ([f"{A}=/m", "data.tokenizer=hdfs://x"], r"^data\.tokenizer=hdfs://x"),
     ],
 )
 def test_what_names_nothing_is_refused_with_the_configuration(settings: list[str], message: str) -> None:

@@ -115,6 +115,17 @@ CHARTS: tuple[Chart, ...] = (
         metrics=(("perf/max_memory_allocated_gb", "device, peak"), ("perf/cpu_memory_used_gb", "machine")),
         note="GiB",
     ),
+    Chart(
+        section="Speed",
+        title="Memory of a device by phase",
+        metrics=(
+            ("perf/memory_peak/gen", "generation"),
+            ("perf/memory_forecast/gen", "generation, forecast"),
+            ("perf/memory_peak/update_actor", "update"),
+            ("perf/memory_forecast/update_actor", "update, forecast"),
+        ),
+        note="GiB",
+    ),
 )
 
 

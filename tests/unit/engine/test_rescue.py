@@ -1,0 +1,138 @@
+"""Memory that runs out in a micro-batch, really asked of the allocator: the same weights, smaller parts after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.engine import tiny
+from verl_like.batch import Denominators, Experience, Metric
+from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.parallel.host_memory import is_out_of_memory
+
+LIMIT = 60  # tokens of a micro-batch that still fit
+RULE = MicroBatchRule(max_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessInfo]:
+    yield init_distributed(0, 1, 0, 1, "127.0.0.1", tiny.free_port(), "cpu", 60.0)
+    shutdown_distributed()
+
+
+def ask_for_too_much(tokens: int) -> None:
+    """The real error of this machine's allocator."""
+    if tokens > LIMIT:
+        torch.empty(2**47)
+
+
+class HungryLoss(tiny.PolicyLoss):
+    """The loss itself takes the memory."""
+
+    def __call__(
+        self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        ask_for_too_much(int(experience.num_tokens_B().sum()))
+        return super().__call__(outputs, experience, denominators)
+
+
+def plant(engine: FSDPEngine, where: str) -> tiny.PolicyLoss:
+    """Where memory runs out: in the first or the last layer, in a layer's backward pass, in the loss."""
+    layers = engine.model.hf.base_model.layers
+    mlp = layers[0 if where == "first" else -1].mlp
+    if where == "loss":
+        return HungryLoss()
+    if where == "backward":
+        mlp.register_full_backward_hook(lambda _, grads, __: ask_for_too_much(grads[0].shape[1]))
+    else:
+        mlp.register_forward_pre_hook(lambda _, args: ask_for_too_much(args[0].shape[1]))
+    return tiny.PolicyLoss()
+
+
+def step(engine: FSDPEngine, loss: tiny.PolicyLoss, rows: list[int]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Two updates and a forward pass between them; weights and metrics."""
+    batch = tiny.experience(24, seed=1)
+    for _ in range(2):
+        metrics = engine.train_minibatch(batch.select(rows), loss, tiny.denominators(batch), rule=RULE)
+    found = engine.forward(batch.select(rows), want=frozenset({"log_probs"}), rule=RULE)
+    return tiny.weights(engine) | found, {name: metric.value for name, metric in metrics.items()}
+
+
+def both(process: ProcessInfo, path: str, where: str, rows: list[int], planted: bool, **keys: Any) -> Any:
+    """(without, with the fault)."""
+    plain = step(tiny.build_engine(process, path, **keys), tiny.PolicyLoss(), rows)
+    engine = tiny.build_engine(process, path, **keys)
+    loss = plant(engine, where) if planted else tiny.PolicyLoss()
+    return plain, step(engine, loss, rows)
+
+
+def check(plain: Any, rescued: Any) -> None:
+    tiny.assert_same(plain[0], rescued[0], 1e-4)
+    assert rescued[1]["grad_norm"] == pytest.approx(plain[1]["grad_norm"], rel=1e-5)
+    assert rescued[1]["pg_loss"] == pytest.approx(plain[1]["pg_loss"], rel=1e-5)
+    assert "perf/out_of_memory" not in plain[1] and rescued[1]["perf/out_of_memory"] >= 1
+    assert rescued[1]["perf/lowered_micro_batch"] <= LIMIT
+    assert rescued[1]["perf/micro_batches"] > plain[1]["perf/micro_batches"]
+
+
+@pytest.mark.parametrize("where", ["first", "backward", "loss"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_rank(process: ProcessInfo, tmp_path: Path, where: str, checkpointing: bool) -> None:
+    path = tiny.model_folder(tmp_path)
+    keys = {"model": {"enable_gradient_checkpointing": checkpointing}}
+    check(*both(process, path, where, list(range(24)), True, **keys))
+
+
+def test_a_single_row_that_does_not_fit_is_told(process: ProcessInfo, tmp_path: Path) -> None:
+    engine = tiny.build_engine(process, tiny.model_folder(tmp_path))
+    batch = tiny.experience(2, seed=1, max_response=200)
+    with pytest.raises(torch.OutOfMemoryError, match=r"one row in a micro-batch.*data.max_response_length"):
+        engine.train_minibatch(batch, plant(engine, "first"), tiny.denominators(batch), rule=RULE)
+
+
+def test_other_errors_go_on(process: ProcessInfo, tmp_path: Path) -> None:
+    engine = tiny.build_engine(process, tiny.model_folder(tmp_path))
+    engine.model.hf.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    batch = tiny.experience(4)
+    with pytest.raises(ZeroDivisionError):
+        engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=RULE)
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(2**47)
+    assert is_out_of_memory(found.value) and is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes")) and not is_out_of_memory(ValueError("not enough memory"))
+
+
+def on_two_ranks(process: ProcessInfo, path: str) -> tuple[Any, list[Any], str]:
+    """(without a fault, with one on rank 1 at each place, what rank 1's error in the backward pass says)."""
+    rows, found = list(range(24))[process.rank :: 2], []
+    plain = step(tiny.build_engine(process, path), tiny.PolicyLoss(), rows)
+    for where in ("first", "last", "loss", "backward"):
+        engine = tiny.build_engine(process, path)
+        loss = plant(engine, where) if process.rank == 1 else tiny.PolicyLoss()
+        try:
+            found.append(step(engine, loss, rows))
+        except RuntimeError as error:  # of rank 0: rank 1 has gone
+            return plain, found, " ".join([str(error), *getattr(error, "__notes__", [])])
+    return plain, found, ""
+
+
+def test_one_of_two_ranks(tmp_path: Path) -> None:
+    """Rank 1 runs out of memory in its first layer, its last, its loss: both ranks repeat, and hold the same weights.
+    In its backward pass: it says so, and the other rank ends too."""
+    ranks = tiny.spawn_ranks(2, on_two_ranks, tmp_path, tiny.model_folder(tmp_path))
+    for plain, cases, _ in ranks:
+        assert len(cases) == 3
+        for rescued in cases:
+            check(plain, rescued)
+    assert "It was the backward pass: the other ranks wait" in ranks[1][2] and ranks[0][2]

@@ -1,0 +1,145 @@
+"""Checkpoints and models on remote storage: memory://, file://, an upload that is cut in the middle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_like import remote
+from verl_like.remote import MARKER, RemoteFolder, Uploader, local_folder, to_shared_memory
+
+FILES = {"actor/model/a.bin": b"a" * 1000, "actor/huggingface/config.json": b"{}", "trainer_state.json": b"[1]"}
+
+
+def checkpoint(root: Path, step: int) -> Path:
+    folder = root / f"global_step_{step}"
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(params=["memory", "file"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteFolder:
+    url = f"memory://{uuid.uuid4().hex}/run" if request.param == "memory" else f"file://{tmp_path}/there/run"
+    return RemoteFolder(url, "trainer.default_hdfs_dir")
+
+
+def test_what_went_there_comes_back(storage: RemoteFolder, tmp_path: Path) -> None:
+    assert storage.steps() == []
+    for step in (10, 2):
+        storage.upload(checkpoint(tmp_path / "here", step))
+    assert storage.steps() == [2, 10]
+    back = storage.download("global_step_10", tmp_path / "back" / "global_step_10")
+    assert {path.relative_to(back).as_posix(): path.read_bytes() for path in back.rglob("*") if path.is_file()} == FILES
+    with pytest.raises(ValueError, match=r"trainer.default_hdfs_dir=.*global_step_3 cannot be read.*not uploaded to"):
+        storage.download("global_step_3", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_upload_that_is_cut_is_no_checkpoint(storage: RemoteFolder, tmp_path: Path, monkeypatch: Any) -> None:
+    """Also where a whole one of that step was there: it is being replaced."""
+    folder, put, calls = checkpoint(tmp_path, 4), storage._fs.put_file, []
+    storage.upload(folder)
+
+    def cut(local: str, there: str) -> None:
+        calls.append(there)
+        if len(calls) == 2:
+            raise ConnectionResetError("cut")
+        put(local, there)
+
+    monkeypatch.setattr(storage._fs, "put_file", cut)
+    with pytest.raises(ValueError, match="ConnectionResetError: cut"):
+        storage.upload(folder)
+    assert storage.steps() == []
+    storage.upload(folder)
+    assert storage.steps() == [4] and len(calls) == 5
+
+
+def test_sizes_are_compared(storage: RemoteFolder, tmp_path: Path, monkeypatch: Any) -> None:
+    folder, put = checkpoint(tmp_path, 4), storage._fs.put_file
+    storage.upload(folder)
+    there = f"{storage._root}/global_step_4/actor/model/a.bin"
+    storage._fs.pipe_file(there, b"short")
+    with pytest.raises(ValueError, match=r"actor/model/a.bin has 5 of 1000 bytes"):
+        storage.download("global_step_4", tmp_path / "back")
+    (tmp_path / "empty").touch()
+    monkeypatch.setattr(storage._fs, "put_file", lambda local, path: put(str(tmp_path / "empty"), path))
+    with pytest.raises(ValueError, match=r"has 0 bytes after the upload"):
+        storage.upload(folder)
+
+
+def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
+    uploader, real, down = Uploader(storage), storage.upload, [True]
+
+    def upload(folder: Path) -> None:
+        if down[0]:
+            raise ValueError("no network")
+        real(folder)
+
+    monkeypatch.setattr(storage, "upload", upload)
+    first, second = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    uploader.start(first)
+    assert uploader._ended() == [first]  # after three tries
+    uploader.start(first)
+    down[0] = False
+    uploader.start(second)
+    assert uploader.finish() == [] and storage.steps() == [1, 2]
+    down[0] = True
+    uploader.start(first)
+    assert uploader.finish() == [str(first)]
+
+
+def test_a_model_is_fetched_once_and_again_when_it_changed(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(remote, "CACHE", tmp_path / "cache")
+    source = tmp_path / "there" / "model"
+    source.mkdir(parents=True)
+    (source / "config.json").write_text("{}")
+    url = f"file://{source}"
+    folder = Path(local_folder(url, "actor_rollout_ref.model.path"))
+    assert folder.name == "model" and (folder / "config.json").read_text() == "{}" and folder.is_relative_to(tmp_path)
+    fetch, calls = RemoteFolder._fetch, []
+    monkeypatch.setattr(RemoteFolder, "_fetch", lambda *args: calls.append(1) or fetch(*args))
+    local_folder.cache_clear()  # as another process
+    assert Path(local_folder(url)) == folder and calls == []
+    (source / "config.json").write_text('{"new": 1}')
+    local_folder.cache_clear()
+    assert json.loads((Path(local_folder(url)) / "config.json").read_text()) == {"new": 1} and calls == [1]
+    assert local_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B" and local_folder("~/m") == str(Path("~/m").expanduser())
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("nowhere://a/b", "Protocol not known"),
+        ("memory://not-there/model", "no file in it"),
+        ("gcs://b/m", "gcsfs"),
+        ("hdfs://h/m", "OSError"),
+    ],
+)
+def test_what_cannot_be_reached_names_its_key(url: str, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"critic.model.path={url}.*{why}"):
+        local_folder(url, "critic.model.path")
+
+
+def test_a_model_in_shared_memory(tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(remote, "SHM", tmp_path / "shm" / "models")
+    folder = checkpoint(tmp_path, 1) / "actor"
+    copy = to_shared_memory(folder, "model.use_shm")
+    assert copy.is_relative_to(tmp_path / "shm") and (copy / "model/a.bin").read_bytes() == b"a" * 1000
+    assert to_shared_memory(folder, "model.use_shm") == copy
+    (folder / "model/a.bin").write_bytes(b"b")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2, 2, 0))
+    assert to_shared_memory(folder, "model.use_shm") == folder and "has no effect" in caplog.text
+
+
+def test_the_marker_names_every_file(storage: RemoteFolder, tmp_path: Path) -> None:
+    storage.upload(checkpoint(tmp_path, 4))
+    told = json.loads(storage._fs.cat_file(f"{storage._root}/global_step_4/{MARKER}"))
+    assert told == {"files": {name: len(content) for name, content in FILES.items()}}

@@ -1,0 +1,151 @@
+"""Out of memory in a micro-batch: all ranks agree, the pass begins again with smaller ones, and these stay.
+
+What a rank computes is cut smaller; denominators belong to the mini-batch, so loss and gradient stay what they were.
+A micro-batch is a row of collectives (the gathers of FSDP's units), and a rank that leaves it alone would leave the
+others waiting. What can be rescued, therefore:
+
+    where memory runs out                     one rank    several ranks
+    forward pass                              yes         yes: the rank still takes part in the gathers that it has not
+                                                          reached, then a flag is reduced over all ranks
+    forward pass with Ulysses, tensor         yes         no: other collectives run inside
+    parallelism or full_kl
+    loss                                      yes         yes
+    backward pass                             yes         no: gathers and reductions alternate there. The rank's error
+                                                          ends the run, and names the key to lower
+
+It needs FSDP2 and torch's `reset_iter_state` (2.13); without them the error goes on as it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from verl_like.batch import Metric, Sequences
+from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.parallel.dist import all_reduce_max
+from verl_like.parallel.host_memory import is_out_of_memory
+from verl_like.parallel.sharding import Sharding
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class OutOfMemory(Exception):
+    """A pass ran out of memory, and every rank knows."""
+
+
+class Rescue:
+    """The state of one engine: how large its micro-batches may be since memory ran out, and how often it did."""
+
+    def __init__(self, sharding: Sharding, *, alone: bool) -> None:
+        self._sharding, self._alone = sharding, alone
+        self._may_join = False  # this rank could do what is left of the collectives in this forward pass
+        self._most: dict[str, int] = {}  # by kind of pass: tokens, or sequences, of a micro-batch
+        self._count = 0
+
+    def repeated(
+        self, kind: str, rule: MicroBatchRule, batch: Sequences, attempt: Callable[[MicroBatchRule], Result]
+    ) -> Result:
+        """attempt(rule) until it fits into memory, with smaller micro-batches each time (collective)."""
+        while True:
+            lowered = self._lowered(kind, rule)
+            try:
+                return attempt(lowered)
+            except OutOfMemory as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the graph
+            gc.collect()
+            self._sharding.recover()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self._cut(kind, lowered, batch)
+
+    @contextmanager
+    def forward(self, *, gathers_alone: bool) -> Iterator[None]:
+        """One micro-batch up to its loss. OutOfMemory on all ranks where it fails on any (collective).
+
+        gathers_alone: the model's own gathers are its only collectives; else call `model_done` behind the others.
+        """
+        failed, self._may_join = False, gathers_alone or self._alone
+        self._sharding.forward_begins()
+        try:
+            yield
+        except Exception as error:
+            if not (is_out_of_memory(error) and self._may_join and self._sharding.recovers):
+                raise
+            log.warning("out of memory: %s", str(error).splitlines()[0])
+            traceback.clear_frames(error.__traceback__)
+            failed = True
+        if failed and not self._alone:
+            gc.collect()
+            self._sharding.gather_the_rest()
+        if failed if self._alone else all_reduce_max(int(failed)):
+            raise OutOfMemory("a micro-batch's forward pass")
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The backward pass of one micro-batch. OutOfMemory for one rank alone, of several the rank's own error."""
+        failed = False
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error) or not self._sharding.recovers:
+                raise
+            if not self._alone:
+                error.add_note(
+                    "It was the backward pass: the other ranks wait for this one, and nothing can be repeated. Go on "
+                    "from the last checkpoint with a smaller actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or "
+                    "ppo_micro_batch_size_per_gpu; the critic has its own)"
+                )
+                raise
+            traceback.clear_frames(error.__traceback__)
+            failed = True
+        if failed:
+            raise OutOfMemory("a micro-batch's backward pass")
+
+    def metrics(self) -> dict[str, Metric]:
+        """perf/out_of_memory, once it happened: how often in this run; perf/lowered_micro_batch: their size since."""
+        if not self._count:
+            return {}
+        found = {"perf/out_of_memory": Metric(value=float(self._count), reduction="max")}
+        if "update" in self._most:
+            found["perf/lowered_micro_batch"] = Metric(value=float(self._most["update"]), reduction="max")
+        return found
+
+    def model_done(self) -> None:
+        """This forward pass has no collective left."""
+        self._may_join = True
+
+    def _lowered(self, kind: str, rule: MicroBatchRule) -> MicroBatchRule:
+        most = self._most.get(kind)
+        if most is None:
+            return rule
+        if rule.max_tokens is not None:
+            return MicroBatchRule(max_tokens=min(most, rule.max_tokens))
+        return MicroBatchRule(max_sequences=min(most, rule.max_sequences or most))
+
+    def _cut(self, kind: str, rule: MicroBatchRule, batch: Sequences) -> None:
+        """Half as large from now on. torch.OutOfMemoryError where micro-batches are single rows already."""
+        longest = all_reduce_max(int(batch.num_tokens_B().max()) if len(batch) else 0)
+        size = rule.max_tokens if rule.max_tokens is not None else rule.max_sequences
+        assert size is not None
+        if size <= (longest if rule.max_tokens is not None else 1):
+            raise torch.OutOfMemoryError(
+                f"out of memory with one row in a micro-batch (the longest has {longest:,} tokens): shorten "
+                "data.max_response_length, or see `verl-like plan` for what takes the memory"
+            )
+        self._count += 1
+        self._most[kind] = max(size // 2, longest if rule.max_tokens is not None else 1)
+        unit = "tokens" if rule.max_tokens is not None else "sequences"
+        log.warning(
+            "out of memory: the %s begins again with micro-batches of %d %s instead of %d, and keeps them for the rest "
+            "of the run; the gradient is the same",
+            *(kind, self._most[kind], unit, size),
+        )

@@ -1,0 +1,189 @@
+"""Bytes that one rank needs for a model, from its shape: what autograd keeps, weights, gradients, states, the head.
+
+Pure arithmetic. Activations are those that the engine really keeps for a decoder of RMSNorms, rotary attention and
+gated MLPs (Qwen2, Qwen3, Llama; others are close to it); tests compare them with torch's saved tensors, and
+docs/gpu_sizing.md shows measured peaks beside them. Sizes are bytes, `c` is the size of a number in the precision of
+the forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PretrainedConfig
+
+from verl_like.models.cost import ModelCost
+from verl_like.models.families import num_experts
+from verl_like.models.fused_linear import CHUNK_ELEMENTS, KEEP_ELEMENTS
+
+Recompute = Literal["none", "selective", "full"]
+
+_WIDE = 4  # a float32 number: norms, log-probs, the head's logits
+_INDEX = 8  # a token id, a position
+_BLOCK = 64  # [tokens] of queries at a time in models/attention_blocks.py
+_PRODUCTS_LENGTH = 512  # [tokens] of a row up to which a CPU keeps attention weights (models/attention_groups.py)
+_CHUNK_COPIES = 3  # of the head's logits alive at once (models/fused_linear.py)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a decoder's memory depends on. inner: of the MLP, of all experts that one token visits together."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    vocab: int
+    normed_heads: bool  # queries and keys pass norms of their own
+    all_weights: int
+    root_weights: int  # embedding, final norm and head: FSDP's root unit
+    tied: bool
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, cost: ModelCost) -> Shape:
+        """From a Hugging Face config, and the weights counted in its model."""
+        text = config.get_text_config()
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        inner = getattr(text, "intermediate_size", None) or 4 * hidden
+        if num_experts(text):
+            inner = (getattr(text, "moe_intermediate_size", None) or inner) * text.num_experts_per_tok
+            inner += getattr(text, "shared_expert_intermediate_size", None) or 0
+        embedding = text.vocab_size * hidden
+        tied = bool(text.tie_word_embeddings) or not cost.head_weights
+        return cls(
+            hidden=hidden,
+            layers=text.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_size=getattr(text, "head_dim", None) or hidden // heads,
+            inner=inner,
+            vocab=text.vocab_size,
+            normed_heads=text.model_type.startswith(("qwen3", "gemma3", "olmo2")),
+            all_weights=cost.all_weights,
+            root_weights=embedding * (1 if tied else 2) + hidden,
+            tied=tied,
+        )
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_size
+
+    @property
+    def layer_weights(self) -> float:
+        """Of one layer, the unit that FSDP gathers."""
+        return (self.all_weights - self.root_weights) / self.layers
+
+    def lora_weights(self, rank: int) -> int:
+        """Of adapters of this rank on every linear layer (target_modules=all-linear)."""
+        q, k, h, i = self.queries, self.keys, self.hidden, self.inner
+        return self.layers * rank * (2 * (h + q) + 2 * (h + k) + 3 * (h + i))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """How the forward and backward passes are computed."""
+
+    c: int  # bytes of a number
+    recompute: Recompute = "full"
+    on_cpu: bool = False
+    lean_norms: bool = False  # models/lean_ops.py, or Liger's: the input and one number a row are kept
+    fused_head: bool = True
+    lora: bool = False
+
+
+def layer_bytes(shape: Shape, path: Path, row: int) -> float:
+    """What one layer keeps of one token for its backward pass, in rows of `row` tokens."""
+    c, q, k = path.c, shape.queries, shape.keys
+    norms = 2 * _norm_bytes(path, shape.hidden, 1) + 2 * c * shape.hidden  # and what they give, to matrix products
+    if shape.normed_heads:
+        norms += _norm_bytes(path, q + k, shape.heads + shape.kv_heads)
+    rotary = c * shape.head_size if path.on_cpu and path.lean_norms else 0
+    return norms + rotary + _attention_bytes(shape, path, row) + 4 * c * shape.inner
+
+
+def _norm_bytes(path: Path, width: int, rows: int) -> float:
+    """The input (in float32, unless the norm computes its gradient by hand), the normalised value, a number a row."""
+    return _WIDE * rows + (path.c * width if path.lean_norms else (_WIDE + path.c) * width)
+
+
+def _attention_bytes(shape: Shape, path: Path, row: int) -> float:
+    """Queries, keys, values, the result; weights of blocks or the softmax's normaliser."""
+    c, q, k = path.c, shape.queries, shape.keys
+    if not path.on_cpu:
+        return c * (2 * q + 2 * k) + _WIDE * shape.heads
+    if row <= _PRODUCTS_LENGTH:
+        block = row / max(1, round(row / _BLOCK))
+        return c * (2 * q + 2 * k + shape.heads * (row + block) / 2)
+    return _WIDE * (2 * q + 2 * k + shape.heads) + c * q
+
+
+def activation_bytes(shape: Shape, path: Path, tokens: int, row: int, predicted: int | None = None) -> float:
+    """What a micro-batch keeps between forward and backward pass. Without a backward pass nothing of this is kept.
+
+    row: length of its rows. predicted: tokens that pass the head; None: all. With recomputation the layer at work has
+    `recomputed_bytes` besides.
+    """
+    c, predicted = path.c, tokens if predicted is None else predicted
+    kept = {
+        "none": layer_bytes(shape, path, row),
+        "full": c * shape.hidden,
+        "selective": c * shape.hidden + _products_bytes(shape, path, row),
+    }[path.recompute]
+    ends = _norm_bytes(path, shape.hidden, 1) + _INDEX  # the final norm; token ids
+    if path.recompute == "none" and path.on_cpu:
+        ends += 2 * c * shape.head_size  # cos, sin
+    return tokens * (shape.layers * kept + ends) + predicted * _head_bytes(shape, path, predicted)
+
+
+def recomputed_bytes(shape: Shape, path: Path, tokens: int, row: int) -> float:
+    """What the layer at work computes again in the backward pass."""
+    return 0.0 if path.recompute == "none" else tokens * layer_bytes(shape, path, row)
+
+
+def _products_bytes(shape: Shape, path: Path, row: int) -> float:
+    """Results of a layer's matrix products and its attention, which selective recomputation keeps."""
+    c, q, k = path.c, shape.queries, shape.keys
+    weights = 0.0
+    if path.on_cpu and row <= _PRODUCTS_LENGTH:
+        weights = c * shape.heads * (row + _BLOCK) / 2
+    return c * (2 * q + 2 * k + 2 * shape.hidden + 2 * shape.inner) + weights + _WIDE * shape.heads
+
+
+def _head_bytes(shape: Shape, path: Path, tokens: int) -> float:
+    """Of one predicted token: its hidden state and a few numbers; log-probs of the vocabulary where these are kept."""
+    small = path.c * shape.hidden + 2 * _INDEX + 3 * _WIDE
+    if not path.fused_head:
+        return small + shape.vocab * (2 * _WIDE + path.c)
+    return small + (_WIDE * shape.vocab if tokens * shape.vocab <= KEEP_ELEMENTS else 0)
+
+
+def head_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool) -> float:
+    """What the output head needs while it works: chunks of logits, the gradients of its weight and of its input."""
+    logits = tokens * shape.vocab
+    chunk = _WIDE * (_CHUNK_COPIES if backward else 2) * min(CHUNK_ELEMENTS, logits)
+    if not path.fused_head:
+        chunk = _WIDE * (3 if backward else 2) * logits
+    if not backward:
+        return chunk
+    weight = 0 if path.lora else _WIDE * shape.vocab * shape.hidden
+    return chunk + weight + path.c * tokens * shape.hidden
+
+
+def layer_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool) -> float:
+    """Temporaries of one layer: gradients of the MLP's tensors and of the residual; without gradient its tensors."""
+    wide = (_WIDE if not path.lean_norms else path.c) * shape.hidden
+    if backward:
+        return tokens * (path.c * 3 * shape.inner + 2 * path.c * shape.hidden + wide)
+    return tokens * (path.c * (3 * shape.inner + 3 * shape.hidden) + wide)
+
+
+def cache_token_bytes(shape: Shape, number_bytes: int) -> float:
+    """What one token leaves in the key-value cache over all layers."""
+    return 2.0 * number_bytes * shape.keys * shape.layers

@@ -1,0 +1,209 @@
+"""Folders on remote storage (hdfs, s3, gs through pyarrow, all else through fsspec): checkpoints go there and come
+back, models come from there.
+
+A folder is whole when its marker is there, which is written last and holds the size of each file: an upload that was
+cut leaves files, but no marker, and the next one writes over them. Sizes are compared after each copy, both ways; the
+CRC-32 of a checkpoint's files is compared when it is loaded (checkpoint/checksums.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from pyarrow import fs as arrow_fs
+
+log = logging.getLogger(__name__)
+
+MARKER = "verl_like_upload.json"  # {"files": {name: bytes}}
+SHM = Path("/dev/shm/verl_like_models")
+CACHE = Path("~/.cache/verl_like/models")
+_ARROW = ("hdfs", "viewfs", "s3", "gs")
+_STEP = re.compile(r"global_step_(\d+)")
+_TRIES, _PAUSE_S = 3, 2.0
+
+
+def is_remote(name: str | None) -> bool:
+    """Whether the name has a scheme. file:// counts: it is opened like all others."""
+    return name is not None and "://" in name
+
+
+class RemoteFolder:
+    """A folder at a URL. ValueError, naming `key`, where the storage cannot be reached."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.url, self.key = url.rstrip("/"), key
+        with self._told("cannot be opened"):
+            self._fs, self._root = _open(self.url)
+
+    def upload(self, folder: Path) -> None:
+        """Copy a local folder to one of the same name, its marker last."""
+        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+        target = f"{self._root}/{folder.name}"
+        with self._told(f"{folder.name} cannot be written"):
+            if self._fs.exists(f"{target}/{MARKER}"):  # of an older checkpoint of this step
+                self._fs.rm_file(f"{target}/{MARKER}")
+            for name, size in sizes.items():
+                self._fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
+                self._fs.put_file(str(folder / name), f"{target}/{name}")
+                self._check(f"{target}/{name}", size)
+            with self._fs.open(f"{target}/{MARKER}", "wb") as file:
+                file.write(json.dumps({"files": sizes}).encode())
+
+    def steps(self) -> list[int]:
+        """Steps whose whole checkpoints are here, the oldest first."""
+        with self._told("cannot be listed"):
+            if not self._fs.exists(self._root):
+                return []
+            names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+            found = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
+            return sorted(n for n in found if self._fs.exists(f"{self._root}/global_step_{n}/{MARKER}"))
+
+    def download(self, name: str, target: Path) -> Path:
+        """A whole folder of `upload`, at `target` once all of it is there."""
+        with self._told(f"{name} cannot be read"):
+            if not self._fs.exists(f"{self._root}/{name}/{MARKER}"):
+                raise FileNotFoundError(f"it has no {MARKER}: it was not uploaded to its end")
+            sizes: dict[str, int] = json.loads(self._fs.cat_file(f"{self._root}/{name}/{MARKER}"))["files"]
+            return self._fetch(f"{self._root}/{name}", sizes, target)
+
+    def fetch(self, cache: Path) -> Path:
+        """This folder as it is now, in a cache: one copy for all processes of a machine."""
+        with self._told("cannot be read"):
+            infos: dict[str, Any] = self._fs.find(self._root, detail=True)
+            if not infos:
+                raise FileNotFoundError("there is no file in it")
+            sizes = {path[len(self._root) :].lstrip("/"): int(info["size"]) for path, info in sorted(infos.items())}
+            versions = [str(info.get("ETag") or info.get("mtime")) for _, info in sorted(infos.items())]
+            digest = hashlib.blake2b(json.dumps([self.url, sizes, versions]).encode(), digest_size=8).hexdigest()
+            target = cache.expanduser() / digest / self.url.rpartition("/")[2]
+            with one_at_a_time(target):
+                if not target.is_dir():
+                    log.info("%s: fetching %s (%.1f MB) to %s", self.key, self.url, sum(sizes.values()) / 1e6, target)
+                    self._fetch(self._root, sizes, target)
+            return target
+
+    def _fetch(self, source: str, sizes: dict[str, int], target: Path) -> Path:
+        part = target.with_name(target.name + ".fetching")
+        shutil.rmtree(part, ignore_errors=True)
+        for name, size in sizes.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            self._fs.get_file(f"{source}/{name}", str(part / name))
+            if (part / name).stat().st_size != size:
+                raise OSError(f"{name} has {(part / name).stat().st_size} of {size} bytes")
+        part.rename(target)
+        return target
+
+    def _check(self, path: str, size: int) -> None:
+        there = int(self._fs.info(path)["size"])
+        if there != size:
+            raise OSError(f"{path} has {there} bytes after the upload, {size} here")
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ImportError, ValueError, KeyError) as error:
+            raise ValueError(f"{self.key}={self.url}: {what}: {type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def local_folder(path: str, key: str = "model.path") -> str:
+    """Where a model or tokenizer lies on this machine, or its name on the hub; a URL is fetched once a machine. Kept:
+    a process looks at the storage once."""
+    if not is_remote(path):
+        return os.path.expanduser(path)
+    return str(RemoteFolder(path, key).fetch(CACHE))
+
+
+def _open(url: str) -> tuple[Any, str]:
+    if url.partition("://")[0] in _ARROW:
+        from fsspec.implementations.arrow import ArrowFSWrapper
+
+        system, root = arrow_fs.FileSystem.from_uri(url)
+        return ArrowFSWrapper(system), root.rstrip("/")
+    system, root = fsspec.core.url_to_fs(url)
+    return system, root.rstrip("/")
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+class Uploader:
+    """Uploads checkpoints in the background, one after the other; what failed is tried again with the next one."""
+
+    def __init__(self, remote: RemoteFolder) -> None:
+        self.remote = remote
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._pending: dict[Path, Future[None]] = {}
+
+    def start(self, checkpoint: Path) -> None:
+        """Upload this one too, once the ones before are done: a copy that lags does not pile up."""
+        failed = self._ended()
+        for path in (*failed, checkpoint):
+            self._pending[path] = self._thread.submit(self._upload, path)
+
+    def finish(self) -> list[str]:
+        """Wait; what could not be uploaded, after one more try."""
+        for path in self._ended():
+            self._pending[path] = self._thread.submit(self._upload, path)
+        return [str(path) for path in self._ended()]
+
+    def _ended(self) -> list[Path]:
+        """Wait for all; those that failed and are still here."""
+        pending, self._pending = self._pending, {}
+        return [path for path, future in pending.items() if future.exception() is not None and path.is_dir()]
+
+    def _upload(self, path: Path) -> None:
+        for number in range(1, _TRIES + 1):
+            try:
+                self.remote.upload(path)
+            except ValueError as error:
+                log.warning("upload of %s, try %d of %d: %s", path.name, number, _TRIES, error)
+                if number == _TRIES:
+                    raise
+                time.sleep(_PAUSE_S * number)
+            else:
+                log.info("uploaded %s to %s", path.name, self.remote.url)
+                return
+
+
+def to_shared_memory(folder: Path, key: str) -> Path:
+    """A copy of a model's folder in /dev/shm, made once for all processes of a machine; the folder where it does not
+    fit."""
+    stamp = json.dumps([[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in _files(folder)])
+    target = SHM / hashlib.blake2b(stamp.encode(), digest_size=8).hexdigest() / folder.name
+    with one_at_a_time(target):
+        if target.is_dir():
+            return target
+        size, free = sum(path.stat().st_size for path in _files(folder)), shutil.disk_usage(SHM.parent).free
+        if size > free:
+            log.warning("%s has no effect: %s has %.1f MB, %s %.1f MB free", key, folder, size / 1e6, SHM, free / 1e6)
+            return folder
+        part = target.with_name(target.name + ".copying")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(folder, part).rename(target)
+        return target
+
+
+@contextmanager
+def one_at_a_time(target: Path) -> Iterator[None]:
+    """No other process of this machine makes `target` meanwhile."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

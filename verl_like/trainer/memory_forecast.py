@@ -1,0 +1,441 @@
+"""How much memory each phase of a step will take on one device, before anything is started, and which key changes it.
+
+Pure arithmetic from the configuration and the models' shapes (models/memory.py): no device is asked. What is told is
+the largest moment of each phase, with rows at their full lengths. Where a phase does not fit, `remedies` searches
+backwards: the largest token budget that fits, else switches, else more devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from verl_like.config import FSDPConfig, PPOConfig, resolve_dtype
+from verl_like.config.batch_plan import takes_own_log_probs, uses_sampler_log_probs
+from verl_like.config.micro_batches import Cut
+from verl_like.config.placement import pools_of
+from verl_like.config.roles import ACTOR, CRITIC, REF, ROLLOUT, RoleConfig, roles_of
+from verl_like.config.schema import from_dict
+from verl_like.models.loading import load_hf_config
+from verl_like.models.memory import (
+    Path,
+    Shape,
+    activation_bytes,
+    cache_token_bytes,
+    head_work_bytes,
+    layer_work_bytes,
+    recomputed_bytes,
+)
+from verl_like.observe.metrics import memory_gib
+from verl_like.trainer.compose import to_dict
+from verl_like.trainer.speed import ModelCosts
+
+logger = logging.getLogger(__name__)
+
+GIB = 1024**3
+_SIZES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
+_STATES = {"adamw": None, "adamw_bf16": 4.0, "adamw_8bit": 2.0}  # bytes of both AdamW states; None: two master weights
+_KEEPS_FREE = 0.95  # of a device: the rest is the driver's, CUDA's own and fragments
+_ACTOR, _REF, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
+_MOST_DEVICES = 64  # of the search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a run runs on. capacity: bytes of one device, on a CPU of one process; None: not known."""
+
+    on_cpu: bool
+    world: int
+    capacity: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Bytes of each part of each phase, on one device; phases are named as in the step's clock."""
+
+    phases: Mapping[str, Mapping[str, float]]
+    capacity: float | None
+
+    def total(self, phase: str) -> float:
+        return sum(self.phases[phase].values())
+
+    def too_large(self) -> list[str]:
+        """Phases that do not fit."""
+        return [] if self.capacity is None else [p for p in self.phases if self.total(p) > self.capacity * _KEEPS_FREE]
+
+    def metrics(self) -> dict[str, float]:
+        """perf/memory_forecast/<phase> in GiB."""
+        return {f"perf/memory_forecast/{phase}": self.total(phase) / GIB for phase in self.phases}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(phase, what it takes) for people, the largest parts first."""
+        return [(phase, self._text(phase)) for phase in self.phases]
+
+    def _text(self, phase: str) -> str:
+        parts = sorted(self.phases[phase].items(), key=lambda item: -item[1])
+        told = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size >= 0.005 * GIB)
+        over = "  DOES NOT FIT" if phase in self.too_large() else ""
+        return f"{self.total(phase) / GIB:.2f} GiB ({told}){over}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One model on one rank: its shape, how it is computed, how it is spread."""
+
+    name: str
+    shape: Shape
+    path: Path
+    fsdp: FSDPConfig
+    shards: int  # ranks that hold its weights together
+    master: int  # bytes of a trained weight
+    trained: float  # numbers that have a gradient; 0: forward only
+    state: float  # bytes of the optimizer's states of one of them
+    alone: bool  # one rank: gradients are reduced once, and on a CPU gathered weights stay
+
+    def weights(self) -> float:
+        """Of this rank's shards."""
+        if not self.trained:
+            return self.path.c * self.shape.all_weights / self.shards
+        frozen = self.path.c * self.shape.all_weights if self.path.lora else 0.0
+        return (frozen + self.master * self.trained) / self.shards
+
+    def states(self) -> float:
+        return self.state * self.trained / self.shards
+
+    def between(self) -> dict[str, float]:
+        """What stays on the device while others work."""
+        if self.fsdp.offload_policy:
+            return {}
+        weights = {} if self.fsdp.param_offload else {f"{self.name} weights": self.weights()}
+        if not self.trained or self.fsdp.optimizer_offload:
+            return weights
+        return weights | {f"{self.name} optimizer": self.states()}
+
+    def gathered(self, *, backward: bool) -> float:
+        """Whole weights in the compute precision: the root and two layers, or all where they are kept."""
+        keeps = not self.fsdp.reshard_after_forward or (self.alone and self.path.on_cpu)
+        if keeps and (backward or self.alone):
+            return float(self.path.c * self.shape.all_weights)
+        return self.path.c * (self.shape.root_weights + 2 * self.shape.layer_weights)
+
+    def forward(self, tokens: int) -> dict[str, float]:
+        """A pass without gradient."""
+        work = max(
+            layer_work_bytes(self.shape, self.path, tokens, backward=False),
+            head_work_bytes(self.shape, self.path, tokens, backward=False) if self.name != "critic" else 0.0,
+        )
+        return self._own(optimizer=False) | {
+            "gathered weights": self.gathered(backward=False),
+            "work": work + self.path.c * tokens * self.shape.hidden,
+        }
+
+    def update(self, tokens: int, row: int, micro_batches: int) -> dict[str, float]:
+        """Forward and backward pass and the optimizer's step: the largest of three moments of the backward pass."""
+        shape, path = self.shape, self.path
+        layer, root = self.trained_share() * shape.layer_weights, self.trained_share() * shape.root_weights
+        head = 0.0 if self.name == "critic" else head_work_bytes(shape, path, tokens, backward=True)
+        reduced = path.c + 4 * (1 + 1 / self.shards)  # bytes of a unit's weight while its gradient is reduced
+        at_layers = (
+            recomputed_bytes(shape, path, tokens, row)
+            + layer_work_bytes(shape, path, tokens, backward=True)
+            + reduced * layer
+            + path.c * root
+        )
+        activations = activation_bytes(shape, path, tokens, row)
+        peak = max(activations + head, activations + at_layers, (path.c + reduced) * root)
+        return self._own(optimizer=True) | {
+            "gradients": self.gradients(micro_batches),
+            "gathered weights": self.gathered(backward=True),
+            "activations": activations,
+            "work": peak - activations,
+        }
+
+    def trained_share(self) -> float:
+        """Whether units have gradients of their size: adapters' are small."""
+        return 0.0 if self.path.lora else 1.0
+
+    def gradients(self, micro_batches: int) -> float:
+        """Those that stay between micro-batches."""
+        if self.fsdp.offload_policy:
+            return 0.0
+        shard = self.master * self.trained / self.shards
+        once = self.alone or not self.fsdp.sync_every_micro_batch
+        return max(shard, 4.0 * self.trained) if once and micro_batches > 1 else shard
+
+    def _own(self, *, optimizer: bool) -> dict[str, float]:
+        if self.fsdp.offload_policy:
+            return {}
+        found = {f"{self.name} weights": self.weights()}
+        if self.trained and (optimizer or not self.fsdp.optimizer_offload):
+            found[f"{self.name} optimizer"] = self.states()
+        return found
+
+
+def forecast(config: PPOConfig, actor: Shape, critic: Shape | None, machine: Machine) -> Forecast:
+    """Every phase of a step of this configuration, in the pool where it runs. critic: where the run trains one."""
+    roles, row = roles_of(config), config.data.max_prompt_length + config.data.max_response_length
+    pools = {role: pool for pool in pools_of(config, machine.world) for role in pool.roles}
+    shapes = {ACTOR: actor, REF: actor, CRITIC: critic}
+    models = {
+        name: _model(role, shape, machine, pools[name].world_size)
+        for name, role in roles.items()
+        if (shape := shapes.get(name)) is not None and not role.is_base_of_actor
+    }
+    engine, cache = _engine(config, actor, machine, pools[ROLLOUT].world_size, row)
+    stays = (
+        {} if _sleeps(config, machine) else engine | ({} if config.actor_rollout_ref.rollout.name == "hf" else cache)
+    )
+
+    def beside(name: str) -> dict[str, float]:
+        """What else is on the device while a role of its pool works."""
+        found = stays if pools[ROLLOUT] == pools[name] and name != ROLLOUT else {}
+        for model in models.values():
+            if model.name != name and pools[model.name] == pools[name]:
+                found = found | model.between()
+        return found
+
+    def forward(name: str) -> dict[str, float]:
+        model = models.get(name, models[ACTOR])
+        return beside(model.name) | model.forward(
+            _tokens(config, roles[name], "forward", pools[name].world_size, row)[0]
+        )
+
+    def update(name: str) -> dict[str, float]:
+        tokens, count = _tokens(config, roles[name], "update", pools[name].world_size, row)
+        return beside(name) | models[name].update(tokens, row, count)
+
+    whole = config.actor_rollout_ref.rollout.load_format == "dummy_hf"
+    sent = (actor.all_weights if whole else actor.vocab * actor.hidden) * _rollout_bytes(config, machine)
+    phases = {"gen": beside(ROLLOUT) | engine | cache}
+    phases["update_weights"] = beside(ACTOR) | models[ACTOR]._own(optimizer=False) | {"buffers": sent}
+    if pools[ACTOR] == pools[ROLLOUT]:
+        phases["update_weights"] |= engine
+    own = config.actor_rollout_ref.actor
+    if not (takes_own_log_probs(config) or uses_sampler_log_probs(own, config.algorithm.rollout_correction)):
+        phases["old_log_prob"] = forward(ACTOR)
+    if REF in roles:
+        phases["ref"] = forward(REF)
+    if CRITIC in models:
+        phases |= {"values": forward(CRITIC), "update_critic": update(CRITIC)}
+    return Forecast(phases=phases | {"update_actor": update(ACTOR)}, capacity=machine.capacity)
+
+
+def _tokens(config: PPOConfig, role: RoleConfig, name: str, processes: int, row: int) -> tuple[int, int]:
+    """(tokens of a rank's micro-batch, how many of them a mini-batch or step has), at full lengths."""
+    parallel = max(1, processes // role.ranks_per_row)
+    prompts = role.mini_batch_prompts if name == "update" else config.data.train_batch_size
+    rows = max(1, -(-prompts * config.actor_rollout_ref.rollout.n // parallel))
+    rule = role.passes[name].rule([], parallel)
+    budget = max(rule.max_tokens, row) if rule.max_tokens is not None else (rule.max_sequences or 1) * row
+    count = min(budget, rows * row)
+    return -(-count // role.ranks_per_row), -(-rows * row // count)
+
+
+def _model(role: RoleConfig, shape: Shape, machine: Machine, processes: int) -> Model:
+    model, fsdp, optim = role.model, role.fsdp, role.optim
+    lora, master = optim is not None and model.lora_rank > 0, _SIZES[fsdp.model_dtype]
+    recompute: Any = str(model.recompute_granularity) if model.enable_gradient_checkpointing else "none"
+    path = Path(
+        c=_SIZES[resolve_dtype(fsdp.dtype, "cpu" if machine.on_cpu else "cuda")],
+        recompute=recompute,
+        on_cpu=machine.on_cpu,
+        lean_norms=model.use_remove_padding and (model.use_liger or (machine.on_cpu and model.use_lean_ops)),
+        fused_head=model.use_fused_kernels,
+        lora=lora,
+    )
+    trained = 0 if optim is None else shape.lora_weights(model.lora_rank) if lora else shape.all_weights
+    state = 0.0 if optim is None else _STATES[str(optim.optimizer)]
+    return Model(
+        name=role.name,
+        shape=shape,
+        path=path,
+        fsdp=fsdp,
+        shards=processes if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, processes),
+        master=master,
+        trained=trained,
+        state=2.0 * master if state is None else state,
+        alone=processes == 1 and not fsdp.offload_policy,
+    )
+
+
+def _rollout_bytes(config: PPOConfig, machine: Machine) -> int:
+    return _SIZES[resolve_dtype(config.actor_rollout_ref.rollout.dtype, "cpu" if machine.on_cpu else "cuda")]
+
+
+def _sleeps(config: PPOConfig, machine: Machine) -> bool:
+    """Whether the engine leaves the device while the trainer works."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.name == "vllm" and rollout.free_cache_engine and not machine.on_cpu
+
+
+def _engine(
+    config: PPOConfig, shape: Shape, machine: Machine, processes: int, row: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(weights, cache) of the rollout engine: hf's of all rows at once, at their full lengths; vLLM's takes its share
+    of the device, whatever the rows are, on a CPU VLLM_CPU_KVCACHE_SPACE."""
+    rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
+    tensor = rollout.tensor_model_parallel_size
+    weights, one_row = {"rollout weights": c * shape.all_weights / tensor}, row * cache_token_bytes(shape, c) / tensor
+    if rollout.name == "vllm" and machine.on_cpu:
+        return weights, {"KV cache": float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB}
+    if rollout.name == "vllm" and machine.capacity is not None:
+        share = rollout.gpu_memory_utilization * machine.capacity
+        return weights, {"KV cache": max(one_row, share - weights["rollout weights"])}
+    rows = min(-(-config.data.train_batch_size * rollout.n // max(1, processes // tensor)), rollout.max_num_seqs)
+    return weights, {"KV cache": rows * one_row * (1 + 1 / shape.layers), "sampling": 16.0 * rows * shape.vocab}
+
+
+def of_run(
+    config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCosts, machine: Machine
+) -> tuple[Forecast, list[str]]:
+    """The forecast of a run whose model configs are read, and what makes fit what does not."""
+    actor, critic = Shape.of(hf_config, costs.actor), None
+    if costs.critic is not None:
+        critic = Shape.of(load_hf_config(config.critic.model, "critic.model.path"), costs.critic)
+    told = forecast(config, actor, critic, machine)
+    return told, remedies(config, actor, critic, machine) if told.too_large() else []
+
+
+def told_memory(config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCosts, machine: Machine) -> Forecast:
+    """`of_run`, with its table in the log, and a warning for each phase that will not fit."""
+    told, fixes = of_run(config, hf_config, costs, machine)
+    logger.info("memory of one device, by phase\n%s", "\n".join(f"  {name:<14}  {text}" for name, text in told.rows()))
+    for fix in fixes:
+        logger.warning("memory: %s", fix)
+    return told
+
+
+def this_machine(device: str, world: int, ranks_per_node: int) -> Machine:
+    """The devices that the driver sees; where it sees none (a head node without GPUs) their size is not known."""
+    capacity = None
+    if device == "cpu":
+        meminfo = FilePath("/proc/meminfo")
+        if meminfo.exists():
+            used, total = memory_gib(meminfo.read_text())
+            capacity = (total - used) * GIB / ranks_per_node
+    elif torch.cuda.is_available():
+        capacity = float(torch.cuda.get_device_properties(0).total_memory)
+    return Machine(on_cpu=device == "cpu", world=world, capacity=capacity)
+
+
+# --- search backwards ------------------------------------------------------------------------------------------------
+
+_BUDGETS = {
+    "update_actor": (ACTOR, "update"),
+    "old_log_prob": (ACTOR, "forward"),
+    "ref": (REF, "forward"),
+    "update_critic": (CRITIC, "update"),
+    "values": (CRITIC, "forward"),
+}
+_SWITCHES: dict[str, Any] = {  # key -> what saves memory; the cheap ones first
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "critic.model.enable_gradient_checkpointing": True,
+    f"{_ROLLOUT}.free_cache_engine": True,
+    f"{_REF}.fsdp_config.param_offload": True,
+    "critic.model.fsdp_config.optimizer_offload": True,
+    "critic.model.fsdp_config.param_offload": True,
+    f"{_ACTOR}.fsdp_config.optimizer_offload": True,
+    f"{_ACTOR}.fsdp_config.param_offload": True,
+    f"{_ACTOR}.optim.optimizer": "adamw_8bit",
+    f"{_ACTOR}.fsdp_config.offload_policy": True,
+}
+
+
+def remedies(config: PPOConfig, actor: Shape, critic: Shape | None, machine: Machine) -> list[str]:
+    """A line for every phase that does not fit: what makes it fit."""
+    predict = partial(forecast, actor=actor, critic=critic, machine=machine)
+    return [f"{phase}: {', or '.join(_fixes(config, phase, predict))}" for phase in predict(config).too_large()]
+
+
+def _fixes(config: PPOConfig, phase: str, predict: Any) -> list[str]:
+    found = []
+    if phase in _BUDGETS:
+        key = _cut_of(config, phase).budget_key
+        budget = largest_budget(config, phase, predict)
+        found += [] if budget is None else [f"{key}={budget} is the largest that fits"]
+    switches = [(key, value) for key, value in _saving(config) if _fits(changed(config, {key: value}), phase, predict)]
+    if phase == "gen":
+        share = largest_share(config, predict, config.actor_rollout_ref.rollout.gpu_memory_utilization)
+        found += [] if share is None else [f"{_ROLLOUT}.gpu_memory_utilization={share} fits"]
+    found += [f"{key}={value} fits" for key, value in switches[:2]]
+    return found or [_together(config, phase, predict)]
+
+
+def _together(config: PPOConfig, phase: str, predict: Any) -> str:
+    """Switches one after the other, then devices."""
+    kept: dict[str, Any] = {}
+    for key, value in _saving(config):
+        before = predict(changed(config, kept)).total(phase)
+        if predict(changed(config, kept | {key: value})).total(phase) < before:
+            kept[key] = value
+        if kept and _fits(changed(config, kept), phase, predict):
+            return " ".join(f"{key}={value}" for key, value in kept.items()) + " together fit"
+    machine, count = predict.keywords["machine"], predict.keywords["machine"].world
+    while count < _MOST_DEVICES:
+        count *= 2
+        if _fits(config, phase, partial(predict, machine=replace(machine, world=count))):
+            return f"no key alone makes it fit: {count} devices would (trainer.nnodes x trainer.n_gpus_per_node)"
+    return "nothing makes it fit: use a smaller model, model.lora_rank, or shorter responses (data.max_response_length)"
+
+
+def largest_budget(config: PPOConfig, phase: str, predict: Any) -> int | None:
+    """The largest token budget of the phase's micro-batches that fits, in steps of 256; None where not even one row
+    does, or where they are cut by sequences."""
+    cut, row = _cut_of(config, phase), config.data.max_prompt_length + config.data.max_response_length
+    if not cut.by_tokens:
+        return None
+    low, high = -(-row // (256 * cut.ulysses)), max(1, cut.budget // 256)
+    if not _fits(changed(config, {cut.budget_key: 256 * low}), phase, predict):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _fits(changed(config, {cut.budget_key: 256 * middle}), phase, predict):
+            low = middle
+        else:
+            high = middle - 1
+    return 256 * low
+
+
+def _cut_of(config: PPOConfig, phase: str) -> Cut:
+    role, name = _BUDGETS[phase]
+    return roles_of(config)[role].passes[name]
+
+
+def largest_share(config: PPOConfig, predict: Any, start: float) -> float | None:
+    """The largest gpu_memory_utilization up to `start`, in twentieths, with which generation fits."""
+    for twentieths in range(round(start * 20), 0, -1):
+        if _fits(changed(config, {f"{_ROLLOUT}.gpu_memory_utilization": twentieths / 20}), "gen", predict):
+            return twentieths / 20
+    return None
+
+
+def _saving(config: PPOConfig) -> list[tuple[str, Any]]:
+    tree = to_dict(config)
+    return [(key, value) for key, value in _SWITCHES.items() if _at(tree, key) != value]
+
+
+def _fits(config: PPOConfig, phase: str, predict: Any) -> bool:
+    return phase not in predict(config).too_large()
+
+
+def changed(config: PPOConfig, values: Mapping[str, Any]) -> PPOConfig:
+    """The configuration with other values at these keys."""
+    tree = to_dict(config)
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        _at(tree, section)[name] = value
+    return from_dict(tree)
+
+
+def _at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree[part]
+    return tree
