@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -277,7 +278,7 @@ class TensorboardTracker:
         writer.flush()
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [[str(sample[key]).replace("|", "\\|").replace("\n", "<br>") for key in COLUMNS] for sample in samples]
+        rows = [[_verbatim(str(sample[key])) for key in COLUMNS] for sample in samples]
         table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
         text = "\n".join("| " + " | ".join(row) + " |" for row in table)
         self._open(step).add_text("val/generations", text, step)
@@ -291,6 +292,12 @@ class TensorboardTracker:
             first = step if self._resumed_at is None else self._resumed_at + 1  # a validation may come before it
             self._writer = self._writer_class(purge_step=first)
         return self._writer
+
+
+def _verbatim(text: str) -> str:
+    """A cell of a Markdown table that shows the text as it is: 2*3*4 keeps its stars, a | ends no column."""
+    escaped = re.sub(r"[!-/:-@\[-`{-~]", lambda found: f"&#{ord(found[0])};", text)
+    return "<br>".join(escaped.splitlines())
 
 
 class OwnTracker:
