@@ -46,6 +46,7 @@ from verl_like.models.loading import (
 )
 from verl_like.models.location import check_locations
 from verl_like.models.tensor_plan import check_model
+from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.progress import build_progress
 from verl_like.observe.report.writer import ReportWriter
 from verl_like.observe.run_folder import SAMPLES
@@ -268,6 +269,7 @@ def build_reporter(
         speed=speed,
         store=SampleStore(log_dir(config) / SAMPLES, settings.sample_max_mb, resumed_at),
         report=ReportWriter(log_dir(config), settings.report_freq),
+        health=HealthWatch(settings.health, log_dir(config), resumed_at),
         first_step=(resumed_at or 0) + 1,
     )
 

@@ -27,6 +27,7 @@ from verl_like.checkpoint.layout import (
     read_trainer_state,
     rotate,
     step_of,
+    whole_checkpoints,
     write_trainer_state,
 )
 from verl_like.cluster.worker_group import GroupStopped
@@ -60,6 +61,10 @@ class NotFinite(RunStopped):
     """A model or its optimizer holds NaN or infinite numbers: it is not written."""
 
 
+class Unhealthy(RunStopped):
+    """A health rule stops the run: its newest step is saved, and no older one is dropped for that."""
+
+
 class Checkpoints:
     """Saves and restores a run under trainer.default_local_dir.
 
@@ -78,6 +83,7 @@ class Checkpoints:
         self.config, self.tokenizer, self.resume, self.confirm = trainer, tokenizer, resume, confirm
         self.root = Path(trainer.default_local_dir).expanduser()
         self._saved_step: int | None = None
+        self._keep_all = False
         self._incomplete: tuple[Path, dict[str, Any]] | None = None  # written but not declared complete
         self._boundary: dict[str, Any] | None = None  # the loop's state that belongs to the weights; None: in an update
 
@@ -85,6 +91,10 @@ class Checkpoints:
     def resume_step(self) -> int | None:
         """The last finished step of the run that is taken up; None for a fresh start."""
         return None if self.resume is None else step_of(self.resume)
+
+    def newest_before(self, step: int) -> Path | None:
+        """The newest whole checkpoint of an earlier step than this one."""
+        return next((path for path in reversed(whole_checkpoints(self.root)) if step_of(path) < step), None)
 
     def restore(self, run: Run) -> None:
         """Load the checkpoint to start from, if there is one. ConfigError when the run's data do not fit it."""
@@ -124,6 +134,7 @@ class Checkpoints:
             self._attempt(run.report_step)  # what may tell why; there is nothing to save
             raise
         except Exception as error:
+            self._keep_all = isinstance(error, Unhealthy)
             logger.error("the run fails after step %d: %s", run.state.step, (str(error) or repr(error)).splitlines()[0])
             self._save_after_error(run)
             raise
@@ -163,7 +174,8 @@ class Checkpoints:
         collect(written)
         path = commit(written)
         self._incomplete = None
-        rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep)
+        if not self._keep_all:
+            rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep)
         logger.info("saved checkpoint %s", path)
 
     def _save_after_error(self, run: Run) -> None:

@@ -22,6 +22,7 @@ SAMPLES: dict[str, Any] = {
     "trainer.placement": {"values": {"roles": ["critic"], "n_gpus_per_node": 2}},
     "data.chat_template": "chatml",
     "trainer.logger": ["console", "tensorboard"],
+    "trainer.health": {"failed_rewards": "stop"},
     "trainer.logger_kwargs": {"wandb": {"tags": ["a"]}},
     "actor_rollout_ref.actor.optim.betas": [0.8, 0.95],
     "critic.optim.betas": [0.8, 0.95],
