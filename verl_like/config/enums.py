@@ -260,4 +260,5 @@ HEALTH_RULES = (  # those of observe/health.py, in its order
     *("lost_responses", "memory_growth"),
 )
 HEALTH_ACTIONS = ("warn", "stop", "off")
+LOG_FORMATS = ("text", "json")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")

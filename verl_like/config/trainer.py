@@ -4,8 +4,17 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, reference_or_none, require
-from verl_like.config.enums import HEALTH_ACTIONS, HEALTH_RULES, LOGGERS, Device, Launcher, ProfileTool, ResumeMode
+from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, one_of, reference_or_none, require
+from verl_like.config.enums import (
+    HEALTH_ACTIONS,
+    HEALTH_RULES,
+    LOG_FORMATS,
+    LOGGERS,
+    Device,
+    Launcher,
+    ProfileTool,
+    ResumeMode,
+)
 from verl_like.user_code import FORMS, is_reference
 
 _CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
@@ -25,6 +34,9 @@ class TrainerConfig(ConfigNode):
     """Name of the run."""
     seed: int = 1
     """Seed of everything random: initialisation, sampling of tokens, order of prompts."""
+    full_determinism: bool = False
+    """Two runs with the same settings on the same machine have the same metrics to the last digit: torch uses
+    deterministic algorithms only (others warn), and settings whose results depend on time are refused."""
     device: Device = Device.auto
     """auto (CUDA when there is one), cpu or cuda."""
     launcher: Launcher = Launcher.ray
@@ -97,6 +109,12 @@ class TrainerConfig(ConfigNode):
     environment."""
     log_dir: str | None = None
     """Folder of logs and metrics. Null: default_local_dir."""
+    log_format: str = "text"
+    """Form of <log_dir>/verl_like.log. json: an object a line, with time, level, logger, message and the run's id."""
+    prometheus_port: int | None = None
+    """[port] Serve the newest metrics to Prometheus at http://127.0.0.1:<port>/metrics; 0: any free port. Null: not."""
+    prometheus_host: str = "127.0.0.1"
+    """Address at which they are served; 0.0.0.0 is to the whole network, and whoever reads them needs no password."""
     log_val_generations: int = 0
     """[samples] Validation responses shown in the trackers."""
     console_samples: int = 3
@@ -158,6 +176,8 @@ class TrainerConfig(ConfigNode):
             legal = name not in ("console", "jsonl") and isinstance(given, dict)
             require(legal, "logger_kwargs", {name: given}, fix)
         reference_or_none(self, "trainer_class")
+        one_of(self, "log_format", LOG_FORMATS)
+        at_least(self, 0, "prometheus_port")
         wrong = _wrong_placement(self.placement)
         require(wrong is None, "placement", self.placement, wrong or "")
 

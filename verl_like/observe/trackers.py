@@ -20,6 +20,7 @@ from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
 from verl_like.observe.console import StepTable
 from verl_like.observe.metrics import scalar
+from verl_like.observe.prometheus import PrometheusTracker
 from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS
 from verl_like.observe.samples import Sample, samples_text, to_json
@@ -50,6 +51,7 @@ def build_trackers(
     log_dir: str | os.PathLike[str],
     *,
     resumed_at: int | None,
+    run_id: str = "",
 ) -> Trackers:
     """All trackers of a run. `log_dir` gets metrics.jsonl, val_generations.jsonl, tensorboard/, wandb/, swanlog/. They
     get the configuration without secrets.
@@ -73,6 +75,8 @@ def build_trackers(
         elif is_reference(name):
             options = trainer.logger_kwargs.get(name, {})
             trackers.append(OwnTracker(name, options, config=config, folder=folder, resumed_at=resumed_at))
+    if trainer.prometheus_port is not None:
+        trackers.append(PrometheusTracker(trainer, run_id))
     return Trackers(trackers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from verl_like.algorithms.kl import KLController
 from verl_like.batch import Prompt
 from verl_like.checkpoint.layout import recover
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
+from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
@@ -251,7 +253,7 @@ def build_reporter(
     config: PPOConfig, plan: BatchPlan, inputs: Inputs, speed: SpeedReport, resumed_at: int | None
 ) -> Reporter:
     """Trackers, live display and sample files of the run. resumed_at: the step of the checkpoint it starts from."""
-    settings = config.trainer
+    settings, run_id = config.trainer, os.environ.get(RUN_ID_VARIABLE, "")
     progress = build_progress(
         enabled="console" in settings.logger,
         total_steps=plan.total_training_steps,
@@ -259,7 +261,7 @@ def build_reporter(
     )
     return Reporter(
         settings,
-        build_trackers(settings, to_dict(config), log_dir(config), resumed_at=resumed_at),
+        build_trackers(settings, to_dict(config), log_dir(config), resumed_at=resumed_at, run_id=run_id),
         progress,
         inputs.tokenizer,
         max_prompt_length=config.data.max_prompt_length,
