@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.listeners import listening, strangers, with_descendants
 from verl_like.batch import Evaluated
 from verl_like.cluster import ray_group
 from verl_like.cluster.launch import RaySession, connect
@@ -165,6 +166,10 @@ class TestFailuresInBothGroups:
 
 
 class TestProcesses:
+    def test_nothing_of_a_run_on_one_machine_listens_to_the_network(self, start: Callable[..., RayWorkerGroup]) -> None:
+        start()
+        assert listening(with_descendants(os.getpid())) and strangers(os.getpid()) == set()
+
     def test_collective_then_error_while_the_other_waits(self, start: Callable[..., RayWorkerGroup]) -> None:
         group = start({"collective": True})
         assert group.call("all_reduce", [(1.0,), (2.0,)]).wait(30) == [3.0, 3.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support import main_ppo, metrics_of, overrides, write_task
 
+from verl_like.checkpoint.layout import find_latest
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
 
@@ -54,6 +56,38 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, tiny_model: 
     assert whole[0]["critic/running_reward/mean"] != whole[3]["critic/running_reward/mean"]
     expected_weights, actual_weights = weights_of(tmp_path / "whole", 4), weights_of(tmp_path / "parts", 4)
     assert all(torch.equal(actual_weights[name], tensor) for name, tensor in expected_weights.items())
+
+
+def test_a_health_rule_stops_the_run_and_keeps_a_checkpoint_of_before(tmp_path: Path, tiny_model: Path) -> None:
+    task = write_task(tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert solution_str.count('7') < 4, 'the judge cannot read this'\n"
+        "    return solution_str.count('7') / 6\n"
+    )
+    settings = {
+        "trainer.health.failed_rewards": "stop",
+        "trainer.save_freq": 1,
+        "trainer.max_actor_ckpt_to_keep": 1,
+        "trainer.total_training_steps": 20,
+    }
+    command = overrides(task, tiny_model, tmp_path / "out", **settings)
+    with pytest.raises(SystemExit) as ended:
+        train(compose(command))
+    text = str(ended.value)
+    said = (
+        r"error: step (\d+): trainer.health.failed_rewards=stop: failed rewards: more than 1% of the rewards .*"
+        r"reward/failure_fraction=0\.\d+ \(threshold 0.01\), at step\(s\) \1\. Responses: "
+    )
+    step = int(re.findall(said, text)[0])
+    assert 1 < step < 20
+    samples = tmp_path / "out" / "samples" / "train"
+    assert str(samples) in text and (samples / re.findall(r"train/(\d+\.jsonl)", text)[0]).exists()
+    before = tmp_path / "out" / f"global_step_{step - 1}"
+    assert f"trainer.resume_mode=resume_path trainer.resume_from_path={before}" in text and before.is_dir()
+    assert find_latest(tmp_path / "out") == tmp_path / "out" / f"global_step_{step}"
+    train(compose([*command, "trainer.health.failed_rewards=off", f"trainer.total_training_steps={step + 1}"]))
+    assert len(metrics_of(tmp_path / "out")) == step + 1
 
 
 DYNAMIC = {

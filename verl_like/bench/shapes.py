@@ -130,6 +130,3 @@ WORKLOADS = {
     "w2": Workload(num_prompts=64, responses_per_prompt=8, prompt_length=150, mean_response=1500, max_response=4096),
     "w3": Workload(num_prompts=64, responses_per_prompt=8, prompt_length=150, mean_response=4000, max_response=16_384),
 }
-
-# Whose data sheet `bench growth` knows; a test compares with parallel/device_peak.py, which needs torch.
-GPUS = ("B200", "H200", "H100", "H800", "H20", "A100", "A800", "L40S", "L20", "A6000", "4090")

@@ -145,6 +145,11 @@ def forget(path: Path) -> None:
         marker.unlink(missing_ok=True)
 
 
+def whole_checkpoints(root: str | Path) -> list[Path]:
+    """The checkpoints that were written to their end, oldest step first."""
+    return [path for path in _step_dirs(Path(root)) if not _incomplete(path)] if Path(root).is_dir() else []
+
+
 def check_checkpoint(path: str | Path, find_faults: FindFaults = lambda path: []) -> Path:
     """The folder that trainer.resume_from_path names. ValueError unless it is a whole checkpoint."""
     folder = Path(path).expanduser()

@@ -16,9 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
+
+from verl_like.checkpoint.harmless import HarmlessReader
 
 _VERL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _PEFT_PREFIX, _PEFT_PARTS = "base_model.model.", (".base_layer.", ".default.")
@@ -46,7 +47,7 @@ class ShardedFolder:
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self.folder, self.prefix = folder, prefix
-        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+        stored = HarmlessReader(folder).read_metadata().state_dict_metadata
         self._empty = {
             name.removeprefix(prefix): torch.empty(found.size, dtype=found.properties.dtype, device="meta")
             for name, found in stored.items()
@@ -63,7 +64,7 @@ class ShardedFolder:
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that there is no process group is meant
-            dcp.load(tensors, checkpoint_id=str(self.folder), no_dist=True)
+            dcp.load(tensors, storage_reader=HarmlessReader(self.folder), no_dist=True)
         return {name: tensors[self.prefix + name] for name in names}
 
 

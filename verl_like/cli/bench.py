@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_like.bench.shapes import GPUS, MODELS, WORKLOADS, BenchError
+from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("sync", "sync", "FSDP shards to the rollout engine, by stages", shape, phase, engine, channel, files, overrides)
     add("head", "head", "log-prob and entropy from hidden states: seconds and memory", head, kernel, files)
     add("attention", "attention", "packed attention against padded rows", sequences, kernel, files)
-    add("growth", "growth", "cost by model, batch and length: computed, or measured", growth, files)
     add("memory", "memory", "the memory forecast beside measured peaks, ten configurations", memory, files)
-    add("scheduler", "scheduler", "orders of taking groups, simulated: time and length", scheduler, files)
     add("agents", "agents", "conversations with a slow tool, beside the longest alone", agents, files, overrides)
     add("gateway", "gateway", "what a request over the gateway costs the driver", gateway, files)
     add("driver", "driver", "the driver's own work of a step, without models", driver, files)
@@ -144,15 +142,6 @@ def packing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 8])
 
 
-def scheduler(parser: argparse.ArgumentParser) -> None:
-    """The simulated fleet, and what is varied."""
-    parser.add_argument("--prompts", type=positive, default=64, help="of a step")
-    parser.add_argument("--n", type=positive, default=8, help="responses to each")
-    parser.add_argument("--replicas", type=positive, default=8)
-    parser.add_argument("--steps", type=positive, default=20)
-    parser.add_argument("--extra", type=int, nargs="+", default=[0, 8, 16, 32, 64], help="additional prompts")
-
-
 def agents(parser: argparse.ArgumentParser) -> None:
     """The conversations, and what answers them."""
     parser.add_argument("--engine", choices=("fake", "vllm", "hf"), default="fake", help="fake: simulated time")
@@ -181,19 +170,6 @@ def driver(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--threads", type=positive, default=1, help="of torch")
     parser.add_argument("--most-copies", type=float, help="a further bar: the step, in copies of the batch")
-
-
-def growth(parser: argparse.ArgumentParser) -> None:
-    """What the computed tables are of, and the measured one."""
-    small, loads = [name for name in MODELS if name != "cpu"], [name for name in WORKLOADS if name != "cpu"]
-    parser.add_argument("--gpu", choices=GPUS, default="H200", help="whose data sheet")
-    parser.add_argument("--gpus", type=positive, default=1, help="how many; each is a rank and a replica")
-    parser.add_argument("--models", choices=sorted(MODELS), nargs="+", default=small)
-    parser.add_argument("--workloads", choices=sorted(WORKLOADS), nargs="+", default=loads)
-    parser.add_argument("--budget", type=positive, default=16_384, help="tokens of a micro-batch, for the memory")
-    parser.add_argument("--measure", action="store_true", help="measure small shapes here instead")
-    parser.add_argument("--rounds", type=positive, default=3, help="measured rounds, after one that warms up")
-    parser.add_argument("--threads", type=positive, default=None, help="threads (default: all cores)")
 
 
 def memory(parser: argparse.ArgumentParser) -> None:

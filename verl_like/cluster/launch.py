@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import ray
 
+from verl_like.cluster.environment import LOOPBACK, patched_environment
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
 from verl_like.cluster.lifecycle import kill_orphans, sigterm_blocked
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE, new_run_id
@@ -146,11 +147,12 @@ def _start(
     os.environ[RUN_ID_VARIABLE] = run_id  # inherited by Ray's processes and all below them
     janitor = start_janitor(run_id, kill=True, folders=[own_folder] if own_folder else [])
     try:
-        with _signal_handlers_kept(), sigterm_blocked(), _quiet():  # a SIGTERM to all asks this process to stop
+        with _signal_handlers_kept(), sigterm_blocked(), _quiet(), _on_loopback():  # a SIGTERM to all asks us to stop
             context = ray.init(
                 address="local",
                 num_cpus=num_cpus or max(os.cpu_count() or 1, min_cpus),
                 include_dashboard=False,
+                _node_ip_address=LOOPBACK,
                 object_store_memory=object_store_memory or _object_store_bytes(),
                 namespace=run_id,
                 _temp_dir=str(Path(temp_dir).resolve()),
@@ -169,6 +171,19 @@ def _start(
         _temp_dir=own_folder,
         _janitor=janitor,
     )
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray of our own listens to this machine alone: whoever reaches its ports can run code. It does so on systems on
+    which it makes no clusters, by this switch, which its other processes read from the environment."""
+    constants: Any = ray._private.ray_constants  # pyright: ignore[reportAttributeAccessIssue]
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        with patched_environment({constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
 
 
 def _kill_at_shutdown() -> None:

@@ -13,6 +13,7 @@ __all__ = ["Change", "canonical", "renamed", "rest_of"]
 
 # Old key pattern -> new key. Applied in order, the first match wins; \1, \2 carry parts over.
 RENAMED: tuple[tuple[str, str], ...] = (
+    (r"(?!trainer\.).+\.full_determinism", "trainer.full_determinism"),
     (r"(actor_rollout_ref\.actor|critic)\.checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"(actor_rollout_ref\.actor|critic)\.optim\.clip_grad", r"\1.grad_clip"),
     (r"(actor_rollout_ref\.actor|critic)\.optim\.lr_scheduler_type", r"\1.optim.warmup_style"),
@@ -94,7 +95,6 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r"actor_rollout_ref\.rollout\.(data|expert|pipeline_model)_parallel_size": (1,),
     r".+\.optim\.optimizer_impl": ("torch.optim",),
     r".+\.optim\.override_optimizer_config": (None,),
-    r".+\.full_determinism": (False,),
     r"reward\.reward_manager\.source": ("register",),
     r"global_profiler\.tool": (None,),
     r"reward_model\.reward_loop_(source|module_path|class_name)": ("register", None),

@@ -80,6 +80,7 @@ class BatchPlan:
     reference_outputs: frozenset[str]  # what the driver asks of the reference before the update; full_kl of both models
     steps_per_epoch: int | None
     total_training_steps: int | None
+    full_determinism: bool
     warnings: tuple[str, ...]  # what a user would miss at the end of this run
     critic_warmup: int
 
@@ -121,6 +122,7 @@ class BatchPlan:
             reference_outputs=_reference_outputs(config),
             steps_per_epoch=per_epoch,
             total_training_steps=total,
+            full_determinism=config.trainer.full_determinism,
             warnings=(*_missing(config), *idle_placement(config)),
             critic_warmup=config.trainer.critic_warmup,
         )
@@ -173,6 +175,8 @@ class BatchPlan:
             ]
         if REWARD in self.roles:
             rows.append(("reward micro-batch", str(self.roles[REWARD].forward)))
+        if self.full_determinism:
+            rows.append(("determinism", "full: deterministic algorithms, which may be slower and take more memory"))
         return rows + self._length_rows()
 
     def _draw_rows(self) -> list[tuple[str, str]]:

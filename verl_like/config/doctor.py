@@ -10,6 +10,7 @@ from verl_like.config.doctor_correction import (
     risky_correction,
     two_policies,
 )
+from verl_like.config.doctor_determinism import impossible_determinism
 from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
 from verl_like.config.doctor_losses import LOSS_IDLE, aimless_kl, impossible_losses, two_decays, uncorrected_updates
 from verl_like.config.doctor_outcomes import OUTCOME_IDLE, impossible_outcomes
@@ -54,6 +55,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + _tools(config)
         + impossible_outcomes(config)
         + impossible_environments(config)
+        + impossible_determinism(config)
         + _run(config)
         + impossible_rewards(config)
         + impossible_reward_model(config)

@@ -253,4 +253,12 @@ SCHEDULER_MODES = ("request", "batch")
 ABORTED_PROMPTS = ("wait", "drop")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+HEALTH_RULES = (  # those of observe/health.py, in its order
+    *("mismatch_drift", "entropy_collapse", "reward_saturation", "score_fell", "groups_without_signal"),
+    *("length_growth", "truncated_responses", "clip_storm", "policy_jump", "gradient_spikes", "skipped_updates"),
+    *("numbers_not_finite", "stale_weights", "weights_that_do_not_move", "duplicates", "failed_rewards"),
+    *("lost_responses", "memory_growth"),
+)
+HEALTH_ACTIONS = ("warn", "stop", "off")
+LOG_FORMATS = ("text", "json")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")

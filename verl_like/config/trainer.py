@@ -1,10 +1,20 @@
 """`trainer.*`, `ray_init.*`: the run."""
 
+import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, one_of, reference_or_none, require
-from verl_like.config.enums import LOGGERS, Device, Launcher, ProfileTool, ResumeMode
+from verl_like.config.enums import (
+    HEALTH_ACTIONS,
+    HEALTH_RULES,
+    LOG_FORMATS,
+    LOGGERS,
+    Device,
+    Launcher,
+    ProfileTool,
+    ResumeMode,
+)
 from verl_like.user_code import FORMS, is_reference
 
 _CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
@@ -24,6 +34,9 @@ class TrainerConfig(ConfigNode):
     """Name of the run."""
     seed: int = 1
     """Seed of everything random: initialisation, sampling of tokens, order of prompts."""
+    full_determinism: bool = False
+    """Two runs with the same settings on the same machine have the same metrics to the last digit: torch uses
+    deterministic algorithms only (others warn), and settings whose results depend on time are refused."""
     device: Device = Device.auto
     """auto (CUDA when there is one), cpu or cuda."""
     launcher: Launcher = Launcher.ray
@@ -92,6 +105,9 @@ class TrainerConfig(ConfigNode):
     max_skipped_updates: int = 10
     """[optimizer steps] End the run after a step with which so many in a row of one role were skipped, because their
     gradients were not finite; -1: never."""
+    health: dict[str, str] = field(default_factory=dict)
+    """What health rules do while the run goes on, as {failed_rewards: stop}: warn (also where a rule is not named),
+    stop (the run ends, and its last step is saved), off. docs/report.md lists the rules."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, tensorboard, wandb, mlflow, swanlab, trackio, or classes of your own, file.py:Name. Metrics
     always go to a jsonl file as well."""
@@ -101,6 +117,12 @@ class TrainerConfig(ConfigNode):
     environment."""
     log_dir: str | None = None
     """Folder of logs and metrics. Null: default_local_dir."""
+    log_format: str = "text"
+    """Form of <log_dir>/verl_like.log. json: an object a line, with time, level, logger, message and the run's id."""
+    prometheus_port: int | None = None
+    """[port] Serve the newest metrics to Prometheus at http://127.0.0.1:<port>/metrics; 0: any free port. Null: not."""
+    prometheus_host: str = "127.0.0.1"
+    """Address at which they are served; 0.0.0.0 is to the whole network, and whoever reads them needs no password."""
     log_val_generations: int = 0
     """[samples] Validation responses shown in the trackers."""
     console_samples: int = 3
@@ -154,11 +176,19 @@ class TrainerConfig(ConfigNode):
         unknown = sorted(name for name in self.logger if name not in LOGGERS and not is_reference(name))
         fix = f"unknown {unknown}; choose from {', '.join(LOGGERS)}, or name a class of your own: {FORMS}"
         require(not unknown, "logger", self.logger, fix)
+        for rule, action in self.health.items():
+            near = "".join(f", did you mean {name}?" for name in difflib.get_close_matches(rule, HEALTH_RULES, n=1))
+            require(rule in HEALTH_RULES, "health", rule, f"no such rule{near}; the rules: {', '.join(HEALTH_RULES)}")
+            fix = f"choose one of {', '.join(HEALTH_ACTIONS)}"
+            require(action in HEALTH_ACTIONS or action is False, f"health.{rule}", action, fix)
+        self.health = {rule: action or "off" for rule, action in self.health.items()}  # `off` is YAML's false
         for name, given in self.logger_kwargs.items():
             fix = "write {tracker: {argument: value}}, as {wandb: {tags: [a]}}; console and jsonl take none"
             legal = name not in ("console", "jsonl") and isinstance(given, dict)
             require(legal, "logger_kwargs", {name: given}, fix)
         reference_or_none(self, "trainer_class")
+        one_of(self, "log_format", LOG_FORMATS)
+        at_least(self, 0, "prometheus_port")
         wrong = _wrong_placement(self.placement)
         require(wrong is None, "placement", self.placement, wrong or "")
 

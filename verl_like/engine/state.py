@@ -24,9 +24,13 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedModel
 
 from verl_like.checkpoint.checksums import note
+from verl_like.checkpoint.harmless import HarmlessReader
 from verl_like.parallel.sharding import local_tensor
 
 log = logging.getLogger(__name__)
+
+# What the random state of numpy is made of, beside plain data.
+_OF_NUMPY = [np.ndarray, np.dtype, np.dtypes.UInt32DType, np._core.multiarray._reconstruct]  # pyright: ignore
 
 
 def save_sharded(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -45,7 +49,7 @@ def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     _require(folder)
     try:
         with torch.no_grad():
-            dcp.load(tensors, checkpoint_id=str(folder))
+            dcp.load(tensors, storage_reader=HarmlessReader(folder))
     except CheckpointException as error:
         raise RuntimeError(f"reading {folder} failed: {error}") from error
 
@@ -80,7 +84,8 @@ def load_extra(folder: Path, rank: int) -> dict[str, int]:
     """Counters; the random state too where this rank was there when the checkpoint was written."""
     _require(folder)
     own = folder / f"rank_{rank}.pt"
-    stored = torch.load(own if own.exists() else folder / "rank_0.pt", weights_only=False)
+    with torch.serialization.safe_globals(_OF_NUMPY):
+        stored = torch.load(own if own.exists() else folder / "rank_0.pt", weights_only=True)
     if own.exists():
         _set_rng_state(stored["rng"])
     else:

@@ -131,6 +131,7 @@ def _varlen(
         "causal": True,
         "window_size": (-1, -1) if window is None else (left, 0),
         "softcap": softcap or 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),  # of the backward pass
     }
     if version == 3 and not dropout:
         from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]

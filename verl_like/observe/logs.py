@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
+
+from verl_like.observe.redaction import hidden
 
 _PACKAGE = "verl_like"
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -21,14 +24,35 @@ def driver_console() -> Console:
     return Console(stderr=True)
 
 
+class DiscreetFormatter(logging.Formatter):
+    """Lines in which no secret stands (redaction.hidden), whatever an error says; as_json: one object a line."""
+
+    def __init__(self, form: str, *, as_json: bool = False, run_id: str = "") -> None:
+        super().__init__(form)
+        self._as_json, self._run_id = as_json, run_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = hidden(super().format(record))
+        if not self._as_json:
+            return text
+        message, _, rest = text.partition("\nTraceback (most recent call last):\n")
+        facts = {"time": record.created, "level": record.levelname, "logger": record.name, "run_id": self._run_id}
+        return json.dumps({**facts, "message": message, **({"traceback": rest} if rest else {})}, ensure_ascii=False)
+
+
 def setup_driver_logging(
-    log_dir: str | os.PathLike[str] | None, level: int | str = logging.INFO, console: Console | None = None
+    log_dir: str | os.PathLike[str] | None,
+    level: int | str = logging.INFO,
+    console: Console | None = None,
+    *,
+    as_json: bool = False,
+    run_id: str = "",
 ) -> None:
     """Send the package's log to the terminal (stderr, or `console`) and to `<log_dir>/verl_like.log`.
 
     With a terminal, lines go through rich, so that they appear above the live display and never through it. The file
     takes every level down to DEBUG; it is appended to when a run resumes. Calling again replaces the handlers.
-    Loggers of other packages are left alone.
+    Loggers of other packages are left alone. as_json: the file holds an object a line, with run_id.
     """
     handlers: list[logging.Handler] = [_terminal_handler(console or driver_console())]
     handlers[0].setLevel(level)
@@ -36,17 +60,18 @@ def setup_driver_logging(
         path = Path(log_dir).expanduser() / f"{_PACKAGE}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         file_handler = logging.FileHandler(path, encoding="utf-8")
-        file_handler.setFormatter(logging.Formatter(_FILE_FORMAT))
+        form = "%(message)s" if as_json else _FILE_FORMAT
+        file_handler.setFormatter(DiscreetFormatter(form, as_json=as_json, run_id=run_id))
         file_handler.setLevel(logging.DEBUG)
         handlers.append(file_handler)
     _install(handlers, min(handler.level for handler in handlers))
 
 
 def _terminal_handler(console: Console) -> logging.Handler:
+    handler: logging.Handler = logging.StreamHandler(console.file)
     if console.is_terminal:
-        return RichHandler(console=console, show_path=False, markup=False, log_time_format="%H:%M:%S")
-    handler = logging.StreamHandler(console.file)
-    handler.setFormatter(logging.Formatter(_PLAIN_FORMAT))
+        handler = RichHandler(console=console, show_path=False, markup=False, log_time_format="%H:%M:%S")
+    handler.setFormatter(DiscreetFormatter("%(message)s" if console.is_terminal else _PLAIN_FORMAT))
     return handler
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 HIDDEN = "(hidden)"
-_SECRET = re.compile(r"(?i)(^|[._-])(api[_-]?key|\w*token|\w*secret\w*|passw(or)?d|credentials?|access[_-]?key)$")
-_IN_URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_SECRET = re.compile(
+    r"(?i)(^|[._-])(api[_-]?key|\w*token|\w*secret\w*|\w*passw(or)?d|\w*passphrase|credentials?|(access|private|auth)[_-]?key"
+    r"|authorization|cookie)$"
+)
+_TOKEN_OF_TEXT = re.compile(r"(.*\.)?(eos|bos|pad|unk|sep|cls|mask|image|video|audio)_token")
+_SECRET_VARIABLE = re.compile(r".+_(KEY|PASS|PWD|AUTH|PAT)")  # in capitals: keys of ours are called prompt_key
+_IN_URL = re.compile(r"(?<=://)([^/\s:@]+:[^/\s@]+|[^/\s:@]{16,})(?=@)")
+_IN_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password|signature)=)[^&\s]+")
 _INSIDE = re.compile(r"([A-Za-z_][\w.-]*)(['\"]?\s*[:=]\s*['\"]?)([^\s,{}'\"]+)")  # of a mapping on a command line
-_VALUE = re.compile(r"(?i)\b(sk|hf|ghp|glpat|xox[bp])[-_][A-Za-z0-9_-]{16,}")
+_VALUE = re.compile(r"(?i)\b(sk|hf|gh[pousr]|github_pat|glpat|xox[abprs])[-_][a-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}")
 
 
 def redacted(arguments: Sequence[str]) -> list[str]:
@@ -27,23 +33,69 @@ def redacted(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def redacted_tree(value: Any, name: str = "") -> Any:
-    """A copy of settings: texts below keys that are named like secrets are hidden, and what looks like one."""
+def redacted_tree(value: Any, name: str = "", *, exact: bool = False) -> Any:
+    """A copy of settings: texts below keys that are named like secrets are hidden, and what looks like one.
+
+    exact: other texts stay as they are but for passwords in addresses and access tokens, so that the settings can be
+    read again (a template may well say bos_token = ...).
+    """
     if isinstance(value, dict):
-        return {key: redacted_tree(item, str(key)) for key, item in value.items()}
+        return {key: redacted_tree(item, str(key), exact=exact) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted_tree(item, name) for item in value]
+        return [redacted_tree(item, name, exact=exact) for item in value]
     if not isinstance(value, str):
         return value
-    return HIDDEN if value and is_secret(name) else redacted_text(value)
+    return HIDDEN if value and is_secret(name) else _without_values(value) if exact else redacted_text(value)
+
+
+def secrets_of(environment: Mapping[str, str], settings: Mapping[str, Any]) -> set[str]:
+    """The values that `redacted_tree` hides in settings, and those of variables that are named like secrets: what must
+    be in no log. Short ones (under 8 characters) are left out, as they stand in other words."""
+    found: set[str] = set()
+
+    def look(value: Any, name: str) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                look(item, str(key))
+        elif isinstance(value, list | tuple):
+            for item in value:
+                look(item, name)
+        elif isinstance(value, str):
+            found.update([value] if is_secret(name) else [])
+            found.update(address[0].partition(":")[2] or address[0] for address in _IN_URL.finditer(value))
+            found.update(query[0].partition("=")[2] for query in _IN_QUERY.finditer(value))
+
+    look([settings, environment], "")
+    return {value for value in found if len(value) >= 8}
+
+
+_known: list[str] = []
+
+
+def remember(secrets: Collection[str]) -> None:
+    """What `hidden` looks for in this process from now on: the secrets of one run."""
+    _known[:] = sorted(secrets, key=len, reverse=True)
+
+
+def hidden(text: str) -> str:
+    """The text without the secrets that were remembered, whoever wrote it: an error of a library, for instance."""
+    for secret in _known:
+        text = text.replace(secret, HIDDEN)
+    return text
 
 
 def is_secret(name: str) -> bool:
     """Whether a key or a variable is named like one that holds a secret (max_token_len and the like are none)."""
-    return _SECRET.search(name) is not None
+    if _TOKEN_OF_TEXT.fullmatch(name):
+        return False
+    return _SECRET.search(name) is not None or _SECRET_VARIABLE.fullmatch(name) is not None
 
 
 def redacted_text(text: str) -> str:
     """A text without passwords in addresses, values behind names of secrets, and what looks like an access token."""
     named = _INSIDE.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN if is_secret(m[1]) else m[3]}", text)
-    return _VALUE.sub(HIDDEN, _IN_URL.sub(HIDDEN, named))
+    return _without_values(named)
+
+
+def _without_values(text: str) -> str:
+    return _VALUE.sub(HIDDEN, _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _IN_URL.sub(HIDDEN, text)))

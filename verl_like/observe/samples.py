@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
+from verl_like.observe.redaction import hidden
 from verl_like.ragged import bounds
 
 Sample = dict[str, Any]
@@ -73,7 +74,7 @@ def make_samples(
         if row.prompt_id is not None:
             sample["prompt_id"] = row.prompt_id
         if failure is not None:
-            sample["failure"] = f"{failure.kind}: {failure.message}"
+            sample["failure"] = hidden(f"{failure.kind}: {failure.message}")
         # The reward function's own values never hide a field of the record.
         samples.append({**scores.extras[i], **sample})
     return samples

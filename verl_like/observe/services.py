@@ -8,6 +8,7 @@ service's id of the run is kept in `<folder>/<name>_run_id`.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import time
@@ -21,6 +22,8 @@ from verl_like.observe.samples import Sample
 
 COLUMNS = ["input", "output", "gts", "score"]
 TABLE = "val/generations"
+_TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's pages and load_table know tables
+_MOST_TABLES = 75  # in that tag: a server cuts it at 8,000 characters, some at 5,000
 # What a tracker imports, where that is not its name.
 _MODULES = {"tensorboard": "torch.utils.tensorboard"}
 _HINTS = {
@@ -178,7 +181,11 @@ class MlflowTracker(ServiceTracker):
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         # Not log_table: it reads a table again to add rows, and then takes the answer "007" for the number 7.
         table = {"columns": ["step", *COLUMNS], "data": rows_of(step, samples)}
-        self._client.log_dict(self._run_id(), table, f"{TABLE}/{step:06d}.json")
+        entry = {"path": f"{TABLE}/{step:06d}.json", "type": "table"}
+        self._client.log_dict(self._run_id(), table, entry["path"])
+        listed = json.loads(self._client.get_run(self._run_id()).data.tags.get(_TABLES, "[]"))
+        newest = [*(other for other in listed if other != entry), entry][-_MOST_TABLES:]
+        self._client.set_tag(self._run_id(), _TABLES, json.dumps(newest))
 
     def finish(self) -> None:
         self._client.set_terminated(self._run_id())

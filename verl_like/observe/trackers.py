@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
 from verl_like.observe.console import StepTable
 from verl_like.observe.metrics import scalar
+from verl_like.observe.prometheus import PrometheusTracker
 from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS
 from verl_like.observe.samples import Sample, samples_text, to_json
@@ -49,6 +51,7 @@ def build_trackers(
     log_dir: str | os.PathLike[str],
     *,
     resumed_at: int | None,
+    run_id: str = "",
 ) -> Trackers:
     """All trackers of a run. `log_dir` gets metrics.jsonl, val_generations.jsonl, tensorboard/, wandb/, swanlog/. They
     get the configuration without secrets.
@@ -72,6 +75,8 @@ def build_trackers(
         elif is_reference(name):
             options = trainer.logger_kwargs.get(name, {})
             trackers.append(OwnTracker(name, options, config=config, folder=folder, resumed_at=resumed_at))
+    if trainer.prometheus_port is not None:
+        trackers.append(PrometheusTracker(trainer, run_id))
     return Trackers(trackers)
 
 
@@ -277,7 +282,7 @@ class TensorboardTracker:
         writer.flush()
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [[str(sample[key]).replace("|", "\\|").replace("\n", "<br>") for key in COLUMNS] for sample in samples]
+        rows = [[_verbatim(str(sample[key])) for key in COLUMNS] for sample in samples]
         table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
         text = "\n".join("| " + " | ".join(row) + " |" for row in table)
         self._open(step).add_text("val/generations", text, step)
@@ -291,6 +296,12 @@ class TensorboardTracker:
             first = step if self._resumed_at is None else self._resumed_at + 1  # a validation may come before it
             self._writer = self._writer_class(purge_step=first)
         return self._writer
+
+
+def _verbatim(text: str) -> str:
+    """A cell of a Markdown table that shows the text as it is: 2*3*4 keeps its stars, a | ends no column."""
+    escaped = re.sub(r"[!-/:-@\[-`{-~]", lambda found: f"&#{ord(found[0])};", text)
+    return "<br>".join(escaped.splitlines())
 
 
 class OwnTracker:

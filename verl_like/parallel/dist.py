@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
+import socket
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,10 +34,12 @@ def init_distributed(
     master_port: int,
     device: str,
     timeout_s: float = 600.0,
+    deterministic_seed: int | None = None,
 ) -> ProcessInfo:
     """Set the environment torchrun would set and join the process group (a group of one included).
 
-    On a CPU the process also keeps the memory it frees (host_memory.py).
+    On a CPU the process also keeps the memory it frees (host_memory.py). deterministic_seed: for
+    trainer.full_determinism; None leaves torch as it is.
 
     `device` is "cpu" (gloo) or "cuda" (nccl for GPU tensors, gloo for CPU tensors). Raises ValueError for another
     device or a missing GPU, and whatever torch raises when the group does not assemble within `timeout_s` seconds.
@@ -49,19 +54,28 @@ def init_distributed(
         MASTER_ADDR=master_address,
         MASTER_PORT=str(master_port),
     )
+    if deterministic_seed is not None:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        _deterministic_algorithms(True)
+        seed = deterministic_seed + rank
+        random.seed(seed)  # for code of the user's: our own draws have generators
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
     torch_device = torch.device("cpu")
     if device == "cpu":
         keep_freed_memory()
     else:
         torch_device = torch.device("cuda", _cuda_index(local_rank))
         torch.cuda.set_device(torch_device)  # before nccl starts: it uses the current device
+    timeout = datetime.timedelta(seconds=timeout_s)
     # The group is not bound to the device (device_id): torch would then have every rank outside a new group take part
     # in an ncclCommSplit, gloo groups included, whose members never do; vLLM and the step loop make such groups.
     dist.init_process_group(
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timeout,
+        store=_loopback_store(rank, world_size, master_port, timeout) if master_address == "127.0.0.1" else None,
     )
     return ProcessInfo(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device)
 
@@ -70,6 +84,22 @@ def shutdown_distributed() -> None:
     """Leave the process group; shut the rollout engine down before."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    if torch.are_deterministic_algorithms_enabled():  # in the driver's own process another run may follow
+        _deterministic_algorithms(False)
+
+
+def _loopback_store(rank: int, world_size: int, port: int, timeout: datetime.timedelta) -> dist.Store:
+    """What torch.distributed meets at, heard on this machine alone: by itself it listens to the whole network."""
+    listener = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None  # the store's from here on
+    options = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listener}
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, **options)
+    return dist.PrefixStore("default", store)
+
+
+def _deterministic_algorithms(on: bool) -> None:
+    # What has no deterministic form warns: vLLM's operations in this process are torch's too.
+    torch.use_deterministic_algorithms(on, warn_only=on)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = on, False
 
 
 def all_reduce_max(value: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from verl_like.algorithms.kl import KLController
 from verl_like.batch import Prompt
 from verl_like.checkpoint.layout import recover
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
+from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
@@ -47,6 +49,7 @@ from verl_like.models.loading import (
 )
 from verl_like.models.location import check_locations
 from verl_like.models.tensor_plan import check_model
+from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.progress import build_progress
 from verl_like.observe.report.writer import ReportWriter
 from verl_like.observe.run_folder import SAMPLES
@@ -258,7 +261,7 @@ def build_reporter(
     config: PPOConfig, plan: BatchPlan, inputs: Inputs, speed: SpeedReport, resumed_at: int | None
 ) -> Reporter:
     """Trackers, live display and sample files of the run. resumed_at: the step of the checkpoint it starts from."""
-    settings = config.trainer
+    settings, run_id = config.trainer, os.environ.get(RUN_ID_VARIABLE, "")
     progress = build_progress(
         enabled="console" in settings.logger,
         total_steps=plan.total_training_steps,
@@ -266,7 +269,7 @@ def build_reporter(
     )
     return Reporter(
         settings,
-        build_trackers(settings, to_dict(config), log_dir(config), resumed_at=resumed_at),
+        build_trackers(settings, to_dict(config), log_dir(config), resumed_at=resumed_at, run_id=run_id),
         progress,
         inputs.tokenizer,
         max_prompt_length=config.data.max_prompt_length,
@@ -276,6 +279,7 @@ def build_reporter(
         speed=speed,
         store=SampleStore(log_dir(config) / SAMPLES, settings.sample_max_mb, resumed_at),
         report=ReportWriter(log_dir(config), settings.report_freq),
+        health=HealthWatch(settings.health, log_dir(config), resumed_at),
         first_step=(resumed_at or 0) + 1,
     )
 

@@ -28,6 +28,7 @@ from verl_like.checkpoint.layout import (
     read_trainer_state,
     rotate,
     step_of,
+    whole_checkpoints,
     write_trainer_state,
 )
 from verl_like.cluster.worker_group import GroupStopped
@@ -63,6 +64,10 @@ class NotFinite(RunStopped):
     """A model or its optimizer holds NaN or infinite numbers: it is not written."""
 
 
+class Unhealthy(RunStopped):
+    """A health rule stops the run: its newest step is saved, and no older one is dropped for that."""
+
+
 class Checkpoints:
     """Saves and restores a run under trainer.default_local_dir.
 
@@ -85,6 +90,7 @@ class Checkpoints:
         if trainer.default_hdfs_dir is not None:
             self._uploader = Uploader(RemoteFolder(trainer.default_hdfs_dir, "trainer.default_hdfs_dir"))
         self._saved_step: int | None = None
+        self._keep_all = False
         self._incomplete: tuple[Path, dict[str, Any]] | None = None  # written but not declared complete
         self._boundary: dict[str, Any] | None = None  # the loop's state that belongs to the weights; None: in an update
 
@@ -92,6 +98,10 @@ class Checkpoints:
     def resume_step(self) -> int | None:
         """The last finished step of the run that is taken up; None for a fresh start."""
         return None if self.resume is None else step_of(self.resume)
+
+    def newest_before(self, step: int) -> Path | None:
+        """The newest whole checkpoint of an earlier step than this one."""
+        return next((path for path in reversed(whole_checkpoints(self.root)) if step_of(path) < step), None)
 
     def restore(self, run: Run) -> None:
         """Load the checkpoint to start from, if there is one. ConfigError when the run's data do not fit it."""
@@ -134,6 +144,7 @@ class Checkpoints:
             self._attempt(run.report_step)  # what may tell why; there is nothing to save
             raise
         except Exception as error:
+            self._keep_all = isinstance(error, Unhealthy)
             logger.error("the run fails after step %d: %s", run.state.step, (str(error) or repr(error)).splitlines()[0])
             self._save_after_error(run)
             raise
@@ -175,7 +186,8 @@ class Checkpoints:
         self._incomplete = None
         if self._uploader is not None:  # before old ones are deleted: it may still be busy with one of them
             self._uploader.start(path)
-        rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep, self.best.folder)
+        if not self._keep_all:
+            rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep, self.best.folder)
         logger.info("saved checkpoint %s", path)
 
     def validated(self, run: Run, metrics: Mapping[str, float]) -> None:

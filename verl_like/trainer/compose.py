@@ -33,6 +33,8 @@ from verl_like.config.availability import newer_than_here
 from verl_like.config.doctor import check
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.schema import find_key, from_dict, get_value, keys, sections, suggest
+from verl_like.observe.redaction import HIDDEN, redacted_tree
+from verl_like.observe.run_folder import flat
 from verl_like.trainer.helper_sections import inline_all, is_helper, own_data_keys
 from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
 
@@ -89,6 +91,11 @@ def compose_with_warnings(
     """As `compose`, with the warnings returned instead of logged."""
     tree, changes, warnings = compose_tree(overrides, yaml_files)
     config = to_config(tree)
+    hidden = [key for key, value in flat(to_dict(config)).items() if isinstance(value, str) and HIDDEN in value]
+    again = (
+        "it was hidden when this configuration was saved, and has to be given again, on the command line for instance"
+    )
+    raise_if_any([f"{key}={HIDDEN}: {again}" for key in hidden])
     return config, warnings + doctored(config, changes)
 
 
@@ -191,9 +198,10 @@ def to_dict(config: PPOConfig) -> dict[str, Any]:
 
 
 def save_resolved(config: PPOConfig, path: str | Path) -> None:
-    """Write the whole configuration as YAML; the file can be given back with --config-path and --config-name."""
+    """Write the whole configuration as YAML; the file can be given back with --config-path and --config-name, and
+    the secrets, which are hidden in it, again."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(redacted_tree(to_dict(config), exact=True))))
 
 
 def _plain(value: Any) -> Any:

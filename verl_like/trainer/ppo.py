@@ -23,7 +23,7 @@ from verl_like.config.errors import RunStopped
 from verl_like.episodes.collector import Collector
 from verl_like.observe.timing import StepClock
 from verl_like.rewards.manager import RewardManager
-from verl_like.trainer.checkpoints import Checkpoints
+from verl_like.trainer.checkpoints import Checkpoints, Unhealthy
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, UpdateRules
@@ -110,6 +110,7 @@ class PPOTrainer:
                 metrics |= self.validate_if_due()
             reported = self.report_step()
             self.checkpoints.validated(self, reported)
+            self.stop_when_unhealthy()
             self.checkpoints.complete(self, wait=False)
             self.stop_when_nothing_is_learnt()
             return reported
@@ -275,6 +276,22 @@ class PPOTrainer:
             self.checkpoints.save_unless_saved(self)
         self.checkpoints.complete(self, wait=True)
         self.checkpoints.finish()
+
+    def stop_when_unhealthy(self) -> None:
+        """Unhealthy where a rule with trainer.health.<rule>=stop speaks about this step."""
+        verdict = self.report.health.stopping
+        if verdict is None:
+            return
+        first = min(verdict.steps)
+        before = self.checkpoints.newest_before(first)
+        again = "no checkpoint is from before it"
+        if before is not None:
+            again = f"from before it: trainer.resume_mode=resume_path trainer.resume_from_path={before}"
+        key = f"trainer.health.{verdict.rule.name.replace(' ', '_')}"
+        raise Unhealthy(
+            f"step {self.state.step}: {key}=stop: {self.report.health.text(verdict)}. To go on: {again}; or from step "
+            f"{self.state.step}, the newest checkpoint, by the same command with {key}=warn"
+        )
 
     def stop_when_nothing_is_learnt(self) -> None:
         """RunStopped after trainer.max_skipped_updates optimizer steps in a row whose gradient was not finite."""

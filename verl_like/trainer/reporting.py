@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import RunStopped
 from verl_like.config.roles import ACTOR
 from verl_like.observe.domains import domain_metrics
+from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.metrics import (
     perf_metrics,
     rollout_metrics,
@@ -65,9 +67,11 @@ class Reporter:
         speed: SpeedReport,
         store: SampleStore,
         report: ReportWriter,
+        health: HealthWatch,
         first_step: int,
     ) -> None:
         """first_step: the first step that this process makes."""
+        self.health = health
         self.store, self.report, self.first_step, self.newest_version = store, report, first_step, 0
         self.token_texts = TokenTexts(tokenizer)
         self.trainer, self.trackers, self.progress, self.speed = trainer, trackers, progress, speed
@@ -102,7 +106,10 @@ class Reporter:
             **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.plan.world_size),
             **self.speed.metrics(rollouts, clock.seconds, metrics),
         }
+        judged = {name: value for name, value in everything.items() if name.startswith(("actor/", "critic/"))}
+        everything["training/not_finite"] = float(sum(not math.isfinite(value) for value in judged.values()))
         self._log(step, everything)
+        self.health.look(step, everything)
         self.progress.step_finished(step, everything)
         self.speed.log(clock.seconds, everything)
         if self.trainer.rollout_data_dir:

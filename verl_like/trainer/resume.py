@@ -26,6 +26,7 @@ from verl_like.checkpoint.layout import (
 from verl_like.config import CheckpointConfig, ModelConfig, OptimConfig, PPOConfig, TrainerConfig
 from verl_like.config.errors import raise_if_any
 from verl_like.config.schema import keys
+from verl_like.observe.redaction import redacted_tree
 from verl_like.remote import RemoteFolder, is_remote
 from verl_like.trainer.compose import to_dict
 
@@ -137,7 +138,8 @@ def _lora_misfits(path: Path, role: _Role, saved: dict[str, Any]) -> list[str]:
 
 def changed_keys(saved: dict[str, Any], config: PPOConfig) -> list[str]:
     """A line `key: then -> now` for every key that differs; one that was not saved yet had its default."""
-    defaults, now, lines = to_dict(PPOConfig()), to_dict(config), []
+    saved, now = redacted_tree(saved, exact=True), redacted_tree(to_dict(config), exact=True)
+    defaults, lines = to_dict(PPOConfig()), []
     for key in keys():
         before, after = _at(saved, key, _at(defaults, key, None)), _at(now, key, None)
         if before != after and key not in _OF_THE_RESUME:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +17,12 @@ from verl_like.checkpoint.lock import held
 from verl_like.cluster.worker_group import WorkerError, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
-from verl_like.observe.environment import write_environment
+from verl_like.observe.environment import own_files, write_environment
 from verl_like.observe.logs import setup_driver_logging
+from verl_like.observe.redaction import hidden, remember, secrets_of
 from verl_like.observe.run_folder import CONFIG
 from verl_like.trainer.build import Prepared, input_errors, prepared, resolve_world, started
-from verl_like.trainer.compose import save_resolved
+from verl_like.trainer.compose import save_resolved, to_dict
 from verl_like.trainer.folders import check_output_folders, log_dir, profile_dir
 from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.nsight import check_nsight, restart_under_nsight
@@ -39,7 +41,7 @@ def run(config: PPOConfig) -> None:
         fit(config, restart=restart_under_nsight)
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
-        sys.exit(f"error: {error}")
+        sys.exit(hidden(f"error: {error}"))
 
 
 def fit(config: PPOConfig, **own: Any) -> Path:
@@ -83,7 +85,11 @@ class _Run:
     def started(self, *, again: bool) -> Iterator[PPOTrainer]:
         """See `build.started`."""
         with started(self.ready, self.launcher, self.confirm, self.kind, again=again) as trainer:
-            described = {"device": self.ready.device, "processes": trainer.plan.world_size}
+            described = {
+                "device": self.ready.device,
+                "processes": trainer.plan.world_size,
+                "run_id": self.launcher.run_id,
+            }
             trainer.on_start = partial(_describe, trainer.config, log_dir(trainer.config), **described)
             yield trainer
 
@@ -101,6 +107,7 @@ def _prepared(
     process. ConfigError, RunStopped: what is wrong, for people.
     """
     run_id = new_run_id()
+    remember(secrets_of(os.environ, to_dict(config)))
     with input_errors():
         check_given(config, reward, kind)
         check_output_folders(config, make=False)
@@ -115,8 +122,11 @@ def _prepared(
     restart(config, profile_dir(config))
     with ExitStack() as stack:
         lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))
-        setup_driver_logging(folder)  # not before: the log of a run that is going on is not this one's to write
+        # Not before: the log of a run that is going on is not this one's to write.
+        setup_driver_logging(folder, as_json=config.trainer.log_format == "json", run_id=run_id)
         logger.info("this run's files go to %s", folder)
+        for key, file in own_files(to_dict(config)).items():
+            logger.info("code of yours: %s=%s, sha256 %s", key, file["path"], file["sha256"])
         if kind is not None:
             logger.info("the trainer is %s.%s, as given", kind.__module__, kind.__qualname__)
         if reward is not None:
@@ -127,9 +137,9 @@ def _prepared(
         yield _Run(ready=ready, launcher=launcher, confirm=lock.confirm, kind=kind)
 
 
-def _describe(config: PPOConfig, folder: Path, *, device: str, processes: int) -> None:
+def _describe(config: PPOConfig, folder: Path, *, device: str, processes: int, run_id: str) -> None:
     """config.yaml and environment.json: not before all that can be refused was looked at, as a start that failed
     describes no run, and not in place of a training run's where this one only validates."""
     if not (config.trainer.val_only and (folder / CONFIG).exists()):
         save_resolved(config, folder / CONFIG)
-    write_environment(folder, device=device, processes=processes)
+    write_environment(folder, device=device, processes=processes, run_id=run_id, code=own_files(to_dict(config)))

@@ -24,6 +24,8 @@ from verl_like.parallel.device_peak import DevicePeak
 
 logger = logging.getLogger(__name__)
 
+_PAUSE = 50  # steps until an advice is given again: two that take turns would fill the screen
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
@@ -47,7 +49,7 @@ class SpeedReport:
 
     def __init__(self, shape: RunShape, settings: Settings, memory: Mapping[str, float] | None = None) -> None:
         self.shape, self.settings, self.memory = shape, settings, memory or {}
-        self._given = ""  # the last advice, without its numbers
+        self._steps, self._given = 0, dict[str, int]()  # step of each advice, without its numbers
 
     @classmethod
     def of(
@@ -110,13 +112,14 @@ class SpeedReport:
         )
 
     def log(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:
-        """The step's phases against their floors, for the log file; advice where it is another than before."""
+        """The step's phases against their floors, for the log file; advice, the same after a pause only."""
         logger.debug("%s", speed_line(seconds, metrics))
         advice = advise(seconds, metrics, self.settings)
         told = re.sub(r"[\d.,]+", "", advice or "")
-        if advice and told != self._given:
+        self._steps += 1
+        if advice and self._steps - self._given.get(told, -_PAUSE) >= _PAUSE:
             logger.info("advice: %s", advice)
-            self._given = told
+            self._given[told] = self._steps
 
 
 def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
@@ -132,6 +135,8 @@ def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
         async_reward=config.reward_model.launch_reward_fn_async,
         filter_groups=config.algorithm.filter_groups.enable,
         num_ranks=plan.world_size,
+        save_freq=config.trainer.save_freq,
+        test_freq=config.trainer.test_freq,
     )
 
 

@@ -6,6 +6,7 @@ gloo on a CPU, NCCL on CUDA; its store is the sender's.
 from __future__ import annotations
 
 import datetime
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -44,7 +45,10 @@ class BroadcastSender(WiredSender):
         super().__init__(host, receivers, bucket_bytes=bucket_bytes, device=device, name=name, deadline_s=deadline_s)
         self._host = host
         self._group: Any = None
-        self._store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        server = socket.create_server((host, 0))  # by itself the store listens to every network
+        options = {"wait_for_workers": False, "master_listen_fd": server.fileno()}
+        self._store: Any = dist.TCPStore(host, server.getsockname()[1], is_master=True, **options)
+        server.detach()
         self.way = replace(self.way, store=(host, self._store.port))
 
     def _prepare(self, deadline: Deadline) -> None:

@@ -27,6 +27,7 @@ def joined(spec: WorkerSpec, env: RankEnv) -> Iterator[ProcessInfo]:
         master_port=env.master_port,
         device=env.device,
         timeout_s=spec.config.trainer.rpc_timeout,
+        deterministic_seed=spec.config.trainer.seed if spec.config.trainer.full_determinism else None,
     )
     try:
         import_modules(spec.external_modules, EXTERNAL_MODULES)

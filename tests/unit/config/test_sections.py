@@ -90,6 +90,14 @@ def test_strings_become_enums_and_wrong_ones_name_the_choices():
             lambda: TrainerConfig(logger_kwargs={"wandb": "a"}),
             r"logger_kwargs={'wandb': 'a'}: write {tracker: ",
         ),
+        (
+            lambda: TrainerConfig(health={"skiped_updates": "stop"}),
+            r"health='skiped_updates': no such rule, did you mean skipped_updates\?; the rules: mismatch_drift, .*",
+        ),
+        (
+            lambda: TrainerConfig(health={"clip_storm": "halt"}),
+            r"health.clip_storm='halt': choose one of warn, stop, off",
+        ),
         (lambda: TrainerConfig(worker_nsight_options={"trase": "cuda"}), r"unknown \['trase'\]"),
         (lambda: CheckpointConfig(save_contents=["weights"]), r"unknown \['weights'\]"),
     ],

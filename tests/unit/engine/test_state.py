@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +105,26 @@ def test_a_shard_without_checksums_that_cannot_be_read_is_an_error_of_this_rank(
     os.truncate(tmp_path / "model" / "__0_0.distcp", 100)
     with pytest.raises(RuntimeError, match=r"reading .*model failed"):
         engine.load(str(tmp_path), contents=["model"])
+
+
+class Evil:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("file", ["model/.metadata", "optimizer/.metadata", "extra/rank_0.pt"])
+def test_a_strangers_checkpoint_runs_nothing(process: ProcessInfo, path: str, tmp_path: Path, file: str) -> None:
+    engine = stepped(process, path)
+    engine.save(str(tmp_path / "saved"), contents=ALL)
+    engine.load(str(tmp_path / "saved"), contents=ALL)  # as it was written, it can be read
+    (tmp_path / "saved" / file).write_bytes(pickle.dumps(Evil(tmp_path / "made")))
+    with pytest.raises(Exception, match=r"mkdir|weights_only|not loaded"):
+        engine.load(str(tmp_path / "saved"), contents=ALL)
+    assert not (tmp_path / "made").exists()
+    pickle.loads(pickle.dumps(Evil(tmp_path / "made")))
+    assert (tmp_path / "made").exists()  # elsewhere it works

@@ -68,6 +68,8 @@ def healthy(step: int, steps: int = 40) -> dict[str, float]:
         "training/weight_staleness": 0.0,
         "weight_sync/num_changed": 20.0,
         "response_length/mean": 100 + 30 * done,
+        "perf/cpu_memory_used_gb": 20 + 2 * noise,
+        "training/not_finite": 0.0,
         "response_length/clip_ratio": 0.02,
         "response/duplicate_fraction": 0.05,
         "response/aborted_ratio": 0.0,

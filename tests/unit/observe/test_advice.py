@@ -67,6 +67,15 @@ def test_the_costliest_cause_wins():
 
 
 def test_housekeeping_is_named_by_its_key():
-    assert "trainer.save_freq" in advise({**SECONDS, "save_checkpoint": 5.0}, {}, GOOD)
-    assert "trainer.test_freq" in advise({**SECONDS, "testing": 5.0}, {}, GOOD)
+    often = settings(save_freq=2, test_freq=2)
+    assert "takes 20% of the time: raise trainer.save_freq from 2" in advise(
+        {**SECONDS, "step": 15.0, "save_checkpoint": 5.0}, {}, often
+    )
+    assert "trainer.test_freq" in advise({**SECONDS, "step": 15.0, "testing": 5.0}, {}, often)
     assert "weight sync takes 30%" in advise({**SECONDS, "update_weights": 3.0}, {}, GOOD)
+
+
+@pytest.mark.parametrize("changes", [{}, {"test_freq": -1}, {"test_freq": 25}])
+def test_a_validation_of_now_and_then_is_no_cause(changes):
+    """At the end of a run, or every 25 steps, it costs what it is spread over."""
+    assert advise({**SECONDS, "step": 15.0, "testing": 5.0}, {}, settings(**changes)) is None

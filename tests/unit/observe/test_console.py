@@ -58,22 +58,20 @@ def test_a_validation_has_a_line_of_its_own() -> None:
     assert [line.split()[0] for line in table.lines(1, METRICS | validation)] == ["step", "1", "validation"]
 
 
-def test_advice_is_given_again_only_when_it_is_another(
+def test_advice_is_given_again_after_a_pause_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = iter(
-        ["grading takes 20% of the step", "grading takes 35% of the step", None, "raise rollout.n", "grading takes 20%"]
-    )
-    monkeypatch.setattr(speed, "advise", lambda *_: next(said))
+    taking_turns = ["grading takes 20% of the step", "grading takes 35% of the step", None, "raise rollout.n"] * 14
+    monkeypatch.setattr(speed, "advise", lambda *_: taking_turns.pop(0))
     report = speed.SpeedReport(cast(Any, None), cast(Any, None))
     with caplog.at_level(logging.INFO, logger="verl_like"):
-        for _ in range(5):
+        for _ in range(53):
             report.log({"step": 1.0, "gen": 0.5}, {"perf/floor_ratio/gen": 602.5})
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [
         "advice: grading takes 20% of the step",
         "advice: raise rollout.n",
-        "advice: grading takes 20%",
+        "advice: grading takes 20% of the step",
     ]
 
 

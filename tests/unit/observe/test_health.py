@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
 from tests.unit.observe.run_factory import healthy
+from verl_like.config.enums import HEALTH_RULES
 from verl_like.observe.health import RULES, Verdict, check_health
+from verl_like.observe.health_watch import HealthWatch
+from verl_like.observe.trackers import JsonlTracker
 
 STEPS = 60
 Planted = Callable[[int], Mapping[str, float]]
@@ -36,6 +41,8 @@ FAULTS: dict[str, Planted] = {
     "policy jump": late(actor__ppo_kl=0.5),
     "gradient spikes": lambda step: {"actor/grad_norm": 30.0} if step == 55 else {},
     "skipped updates": lambda step: {"actor/skipped_steps": 1.0} if step == 58 else {},
+    "numbers not finite": lambda step: {"training/not_finite": 2.0} if step == 58 else {},
+    "memory growth": late(perf__cpu_memory_used_gb=40.0),
     "stale weights": late(training__weight_staleness=3.0),
     "weights that do not move": late(weight_sync__num_changed=0.0),
     "duplicates": late(response__duplicate_fraction=0.8),
@@ -46,8 +53,9 @@ FAULTS: dict[str, Planted] = {
 }
 
 
-def test_every_rule_has_a_planted_fault() -> None:
+def test_every_rule_has_a_planted_fault_and_a_name_in_the_settings() -> None:
     assert set(FAULTS) == {rule.name for rule in RULES}
+    assert tuple(rule.name.replace(" ", "_") for rule in RULES) == HEALTH_RULES
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -83,3 +91,57 @@ def test_a_metric_that_a_run_lacks_is_said() -> None:
     (first, *_) = check_health({1: {"critic/score/mean": 1.0}})
     assert (first.state, first.value) == ("unknown", None)
     assert all(verdict.state == "unknown" for verdict in check_health({}))
+
+
+def watched(watch: HealthWatch, planted: Planted, steps: range) -> list[int]:
+    """Steps at which the run would be stopped."""
+    stopped = []
+    for step in steps:
+        watch.look(step, {**healthy(step, STEPS), "response_length/mean": 50.0, **planted(step)})
+        stopped += [step] if watch.stopping else []
+        watch.stopping = None
+    return stopped
+
+
+def test_a_rule_warns_once_when_it_begins_and_again_when_it_begins_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(step: int) -> Mapping[str, float]:
+        return {"reward/failure_fraction": 0.1} if step in (20, 21, 50) else {}
+
+    (tmp_path / "samples" / "train").mkdir(parents=True)
+    for step in (15, 20):
+        (tmp_path / "samples" / "train" / f"{step:06d}.jsonl").touch()
+    assert watched(HealthWatch({}, tmp_path, None), failing, range(1, 61)) == []
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 2 and all("health: failed rewards: more than 1%" in text for text in told)
+    assert "reward/failure_fraction=0.1 (threshold 0.01), at step(s) 20. Responses: " in told[0]
+    assert "samples/train/000020.jsonl. What helps: repair the reward function" in told[0]
+    caplog.clear()
+    watched(HealthWatch({"failed_rewards": "off"}, tmp_path, None), failing, range(1, 61))
+    assert not caplog.records
+
+
+def test_a_rule_stops_where_the_newest_step_shows_its_fault(tmp_path: Path) -> None:
+    def storm(step: int) -> Mapping[str, float]:
+        return {"actor/pg_clipfrac": 0.4} if step in (30, 31, 33, 35) else {}
+
+    assert watched(HealthWatch({"clip_storm": "stop"}, tmp_path, None), storm, range(1, 61)) == [33, 35]
+
+
+def test_a_resumed_run_goes_by_how_the_run_began(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path, new_run=True)
+    for step in range(1, 21):
+        tracker.log(step, {"actor/entropy": 2.0})
+    calm: Planted = lambda step: {"actor/entropy": 0.05}  # noqa: E731
+    actions = {"entropy_collapse": "stop"}
+    assert watched(HealthWatch(actions, tmp_path, 20), calm, range(21, 27)) == [25, 26]
+    assert watched(HealthWatch(actions, tmp_path, None), calm, range(21, 47)) == []
+
+
+def test_a_long_run_is_watched_at_a_bounded_cost(tmp_path: Path) -> None:
+    watch = HealthWatch({"entropy_collapse": "stop"}, tmp_path, None)
+    for step in range(1, 1201):
+        watch._add(step, {"actor/entropy": 2.0, "actor/other": 1.0})
+    assert len(watch._history) == 1010 and min(watch._history) == 1 and 11 not in watch._history
+    assert watch._history[1200] == {"actor/entropy": 2.0}

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +60,61 @@ def test_mlflow_with_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sorted(set(scores)) == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert run.data.metrics["val-core/x/reward/mean_at_1"] == 0.5
     assert run.data.params["data.hf_token"] == "(hidden)" and run.data.params["trainer.seed"] == "1"
+    check_tables(client, run)
+
+
+def check_tables(client: Any, run: Any) -> None:
+    """As artifacts, and as what MLflow itself takes for tables."""
     path = client.download_artifacts(run.info.run_id, "val/generations/000002.json")
     row = [2, "1+1=", "02", "2", "1.0"]
     table = {"columns": ["step", "input", "output", "gts", "score"], "data": [row, row]}
     assert json.loads(Path(path).read_text()) == table
+    listed = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert listed == [{"path": f"val/generations/{step:06d}.json", "type": "table"} for step in (1, 2, 3)]
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(client.tracking_uri)  # load_table asks it, whatever the client is of
+    shown = client.load_table(run.info.experiment_id, "val/generations/000003.json", run_ids=[run.info.run_id])
+    assert shown["input"].tolist() == ["1+1=", "1+1="] and shown["step"].tolist() == [3, 3]
+
+
+def test_mlflow_with_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mlflow server` on this machine: a run over HTTP, artifacts through the server."""
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow.server")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += [
+        "--backend-store-uri",
+        f"sqlite:///{tmp_path}/server.db",
+        "--artifacts-destination",
+        f"{tmp_path}/files",
+    ]
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(f"{address}/health", server)
+        log_run("mlflow", tmp_path / "out", tracking_uri=address)
+        client = mlflow.MlflowClient(tracking_uri=address)
+        (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+        assert run.data.metrics["critic/score/mean"] == 0.75 and run.info.artifact_uri.startswith("mlflow-artifacts:")
+        check_tables(client, run)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes], patience_s: float = 90) -> None:
+    deadline = time.monotonic() + patience_s
+    while server.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"no answer at {address}; the server ended with {server.poll()}")
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import html
 import json
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,13 +147,16 @@ def test_tensorboard_event_file_is_read_back(tmp_path: Path) -> None:
     trackers = build_trackers(TrainerConfig(logger=["tensorboard"]), {}, tmp_path, resumed_at=None)
     trackers.log(1, {"critic/score/mean": 0.25})
     trackers.log(2, {"critic/score/mean": 0.5, "actor/grad_norm": float("nan")})
-    trackers.log_samples(2, [{"input": "1|1", "output": "2\n", "gts": "2", "score": 1.0}])
+    answer = "2*3*4 = `24`\n<think>a\\|b</think> [x](y)"
+    trackers.log_samples(2, [{"input": "_1_|1", "output": answer, "gts": "2", "score": 1.0}])
     trackers.finish()
     events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
     text = events.Tensors("val/generations/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "1\\|1" in text and "2<br>" in text
+    page = pytest.importorskip("tensorboard.plugin_util").markdown_to_safe_html(text)  # what its page shows
+    cells = [html.unescape(cell.replace("<br>", "\n")) for cell in re.findall(r"<td>(.*?)</td>", page, re.S)]
+    assert cells == ["_1_|1", answer, "2", "1.0"]
 
 
 class FakeRun:

@@ -42,7 +42,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         run_module, "prepared", lambda config: nullcontext(SimpleNamespace(config=config, device="cpu"))
     )
     monkeypatch.setattr(run_module, "started", build)
-    monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder: None)  # it would stay for other tests
+    monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder, **_: None)  # it would stay for other tests
     return todo
 
 
@@ -135,7 +135,7 @@ def test_a_start_that_fails_leaves_the_saved_configuration(tmp_path: Path, monke
         yield
 
     monkeypatch.setattr(run_module, "prepared", build)
-    monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder: None)
+    monkeypatch.setattr(run_module, "setup_driver_logging", lambda folder, **_: None)
     (metrics_in(tmp_path) / "global_step_2").mkdir()
     (tmp_path / "config.yaml").write_text("of the run")
     with pytest.raises(SystemExit, match="the model is not there"):

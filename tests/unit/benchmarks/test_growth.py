@@ -6,23 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.bench.tiny import MODEL, bench
-from verl_like.bench import growth_measured, shapes
-from verl_like.bench.growth_measured import BASE, SHAPE, sizes, wider
+from benchmarks import growth_measured
+from benchmarks.growth import main
+from benchmarks.growth_measured import BASE, SHAPE, sizes, wider
+from tests.unit.bench.tiny import MODEL
 from verl_like.bench.inputs import model_config
 from verl_like.bench.report import Report
 from verl_like.bench.shapes import WORKLOADS, Workload
 from verl_like.models.cost import ModelCost
-from verl_like.parallel.device_peak import DevicePeak, known_devices
+from verl_like.parallel.device_peak import DevicePeak
 
 
-def test_the_options_name_every_known_gpu() -> None:
-    assert known_devices() == shapes.GPUS
+def growth(out: Path, *options: str) -> Report:
+    return main(["--json", str(out), *options])
 
 
 def test_floors_of_1_5b_on_an_h200_by_hand(tmp_path: Path) -> None:
     options = ["--models", "1.5b", "--workloads", "w1", "--gpu", "H200"]
-    report = bench(tmp_path / "a.json", "growth", *options)
+    report = growth(tmp_path / "a.json", *options)
     figures = report.row("1.5b, w1").figures
     lengths = [100 + n for n in WORKLOADS["w1"].draw_lengths(1)]
     body = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960)
@@ -45,8 +46,8 @@ def test_floors_of_1_5b_on_an_h200_by_hand(tmp_path: Path) -> None:
 
 def test_more_gpus_share_the_shards_and_the_work(tmp_path: Path) -> None:
     options = ["--models", "4b", "--workloads", "w2", "--gpu", "H100"]
-    one = bench(tmp_path / "1.json", "growth", *options).rows[0].figures
-    eight = bench(tmp_path / "8.json", "growth", *options, "--gpus", "8").rows[0].figures
+    one = growth(tmp_path / "1.json", *options).rows[0].figures
+    eight = growth(tmp_path / "8.json", *options, "--gpus", "8").rows[0].figures
     assert eight["update s"] == pytest.approx(one["update s"] / 8)
     assert eight["sync ms"] > one["sync ms"]  # seven eighths come over the links
     of_one, of_eight = (Report.load(tmp_path / f"{n}_memory.json").rows[0].figures for n in (1, 8))
@@ -74,7 +75,7 @@ def test_the_measured_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     peak = DevicePeak(flops=1e9, bandwidth=1e9, source="measured")
     monkeypatch.setattr(growth_measured, "device_peak", lambda *_: peak)
     monkeypatch.setattr(growth_measured, "sizes", lambda: sizes((2,)))
-    report = bench(tmp_path / "a.json", "growth", "--measure", "--rounds", "1")
+    report = growth(tmp_path / "a.json", "--measure", "--rounds", "1")
     assert [row.name for row in report.rows] == [BASE, *(name for name in sizes((2,)) if name != BASE)]
     assert report.row(BASE).figures == {"grew": 1.0, "operations grew": 1.0}
     grown = report.row("rows x 2").figures["operations grew"]

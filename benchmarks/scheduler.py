@@ -1,6 +1,6 @@
 """What the order in which groups are taken costs: steps of a simulated fleet, without a model and without waiting.
 
-    verl-like bench scheduler --extra 0 8 16 32
+    python -m benchmarks.scheduler --extra 0 8 16 32
 
 Responses have lengths as of long reasoning (log-normal, median 200 tokens, one in a hundred above 2,000); decoding
 takes what it takes a model of 1.5B parameters on a large GPU (rollout/fake_time.py). Rows: plain steps; additional
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from verl_like.bench.report import Report, Row, finish
+from verl_like.cli.bench import files, positive
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
 from verl_like.rollout.fake_time import FakeTimeEngine, long_tailed
 from verl_like.rollout.requests import request_seed
@@ -28,8 +29,16 @@ _SAMPLING = SamplingParams(max_tokens=16_384)
 _PROMPT = [1] * 200
 
 
-def main(arguments: argparse.Namespace) -> Report:
+def main(words: list[str] | None = None) -> Report:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=positive, default=64, help="of a step")
+    parser.add_argument("--n", type=positive, default=8, help="responses to each")
+    parser.add_argument("--replicas", type=positive, default=8)
+    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--extra", type=int, nargs="+", default=[0, 8, 16, 32, 64], help="additional prompts")
+    files(parser)
+    arguments = parser.parse_args(words)
     fleet = {"num_prompts": arguments.prompts, "n": arguments.n, "num_replicas": arguments.replicas}
     wanted, steps = arguments.prompts, arguments.steps
     rows = []
@@ -128,3 +137,7 @@ class Fleet:
         """Mean over the group's responses, as they end by themselves."""
         most = _SAMPLING.max_tokens
         return fmean(min(most, long_tailed(self.request(group, sample))) for sample in range(self.n))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """How cost grows with model, batch and sequence length: computed for a GPU's data sheet, or measured on small shapes.
 
-    verl-like bench growth --gpu H200 --gpus 1          # computed: floors and memory, models x workloads
-    verl-like bench growth --measure --threads 1        # measured here: one optimizer step, each size doubled twice
+    python -m benchmarks.growth --gpu H200 --gpus 1      # computed: floors and memory, models x workloads
+    python -m benchmarks.growth --measure --threads 1    # measured here: one optimizer step, each size doubled twice
 
 Formulas: models/cost.py (operations, cache), observe/roofline.py (floors), models/memory.py (bytes).
 """
@@ -12,24 +12,26 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from verl_like.bench.growth_measured import measured
+from benchmarks.growth_measured import measured
 from verl_like.bench.inputs import model_config
 from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.shapes import MODELS, WORKLOADS, ModelShape, Workload
 from verl_like.bench.sync import link_floor
+from verl_like.cli.bench import files, positive
 from verl_like.config import FSDPConfig
 from verl_like.models.cost import ModelCost
 from verl_like.models.memory import Path, Shape
 from verl_like.observe.roofline import RunShape, generation_floor, phase_flops, sync_floor
-from verl_like.parallel.device_peak import DevicePeak, data_sheet, link_bandwidth
+from verl_like.parallel.device_peak import DevicePeak, data_sheet, known_devices, link_bandwidth
 from verl_like.trainer.memory_forecast import Model
 
 _REACHABLE = 0.4  # share of the peak that a good update reaches
 _BYTES = 2  # bfloat16
 
 
-def main(arguments: argparse.Namespace) -> Report:
+def main(words: list[str] | None = None) -> Report:
     """Print the tables."""
+    arguments = _arguments(words)
     if arguments.measure:
         return finish(measured(arguments), arguments.json, arguments.compare)
     times, memory = floors(arguments), memory_of(arguments)
@@ -37,6 +39,21 @@ def main(arguments: argparse.Namespace) -> Report:
     print()
     finish(memory, arguments.json and arguments.json.with_stem(f"{arguments.json.stem}_memory"), None)
     return times
+
+
+def _arguments(words: list[str] | None) -> argparse.Namespace:
+    small, loads = [name for name in MODELS if name != "cpu"], [name for name in WORKLOADS if name != "cpu"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", choices=known_devices(), default="H200", help="whose data sheet")
+    parser.add_argument("--gpus", type=positive, default=1, help="how many; each is a rank and a replica")
+    parser.add_argument("--models", choices=sorted(MODELS), nargs="+", default=small)
+    parser.add_argument("--workloads", choices=sorted(WORKLOADS), nargs="+", default=loads)
+    parser.add_argument("--budget", type=positive, default=16_384, help="tokens of a micro-batch, for the memory")
+    parser.add_argument("--measure", action="store_true", help="measure small shapes here instead")
+    parser.add_argument("--rounds", type=positive, default=3, help="measured rounds, after one that warms up")
+    parser.add_argument("--threads", type=positive, default=None, help="threads (default: all cores)")
+    files(parser)
+    return parser.parse_args(words)
 
 
 def floors(arguments: argparse.Namespace) -> Report:
@@ -135,3 +152,7 @@ def _work(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _of_sheet(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"device": f"the data sheet of {arguments.gpu}", "devices": arguments.gpus}
+
+
+if __name__ == "__main__":
+    main()

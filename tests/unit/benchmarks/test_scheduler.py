@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_like.bench.scheduler import Fleet
+from benchmarks.scheduler import Fleet
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits
 
 

@@ -1,4 +1,4 @@
-"""The measured half of `bench growth`: one optimizer step on a small shape, each size doubled, then doubled again."""
+"""The measured half of growth.py: one optimizer step on a small shape, each size doubled, then doubled again."""
 
 from __future__ import annotations
 

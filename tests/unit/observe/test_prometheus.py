@@ -1,0 +1,41 @@
+"""Metrics over HTTP, as Prometheus's own parser reads them."""
+
+from __future__ import annotations
+
+import math
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.listeners import listening
+from verl_like.config import TrainerConfig
+from verl_like.observe.prometheus import PrometheusTracker
+from verl_like.observe.trackers import build_trackers
+
+
+def test_the_newest_values_are_served_on_this_machine_alone(tmp_path: Path) -> None:
+    import os
+
+    before = listening({os.getpid()})
+    trainer = TrainerConfig(logger=[], prometheus_port=0, experiment_name='a "b"')
+    trackers = build_trackers(trainer, {}, tmp_path, resumed_at=None, run_id="run-1")
+    (prometheus,) = (each for each in trackers._trackers if isinstance(each, PrometheusTracker))
+    try:
+        assert {address for address, _ in listening({os.getpid()}) - before} == {"127.0.0.1"}
+        trackers.log(1, {"actor/pg_loss": 0.5, "val-core/x/acc/mean@1": 0.25})
+        trackers.log(2, {"actor/pg_loss": math.nan})
+        with urllib.request.urlopen(prometheus.address) as answer:
+            families = {each.name: each for each in text_string_to_metric_families(answer.read().decode())}
+        (loss,) = families["verl_like_actor_pg_loss"].samples
+        assert math.isnan(loss.value) and loss.labels["run_id"] == "run-1" and loss.labels["experiment"] == 'a "b"'
+        assert families["verl_like_step"].samples[0].value == 2
+        assert families["verl_like_val_core_x_acc_mean_1"].samples[0].value == 0.25
+        taken = TrainerConfig(prometheus_port=int(prometheus.address.split(":")[2].split("/")[0]))
+        with pytest.raises(ValueError, match=r"trainer.prometheus_port=\d+ at .*choose another port"):
+            PrometheusTracker(taken, "")
+    finally:
+        trackers.finish()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(prometheus.address, timeout=5)

@@ -1,0 +1,63 @@
+"""The newest metrics of a run for Prometheus, as trainer.prometheus_port asks: http://127.0.0.1:<port>/metrics.
+
+A metric `actor/pg_loss` is the gauge verl_like_actor_pg_loss{run_id=..., project=..., experiment=...}; verl_like_step
+is the newest step. What the router and the services of tools count is among the metrics of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from verl_like.config import TrainerConfig
+from verl_like.observe.samples import Sample
+
+logger = logging.getLogger(__name__)
+
+
+class PrometheusTracker(Collector):
+    """A tracker like others. ValueError where the port cannot be had."""
+
+    name = "prometheus"
+
+    def __init__(self, trainer: TrainerConfig, run_id: str) -> None:
+        labels = {"run_id": run_id, "project": trainer.project_name, "experiment": trainer.experiment_name}
+        self._labels, self._newest, self._lock = labels, dict[str, float](), threading.Lock()
+        registry, port = CollectorRegistry(), trainer.prometheus_port
+        registry.register(self)
+        assert port is not None
+        try:
+            self._server, self._thread = start_http_server(port, trainer.prometheus_host, registry)
+        except OSError as error:
+            raise ValueError(
+                f"trainer.prometheus_port={port} at trainer.prometheus_host={trainer.prometheus_host}: {error}; choose "
+                "another port, 0 for any that is free, or null"
+            ) from error
+        self.address = f"http://{trainer.prometheus_host}:{self._server.server_port}/metrics"
+        logger.info("metrics for Prometheus: %s", self.address)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:  # a validation keeps the values of the step before it
+            self._newest |= {**metrics, "step": float(step)}
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Responses are nothing for Prometheus."""
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            newest = dict(self._newest)
+        for name, value in newest.items():
+            gauge = GaugeMetricFamily(f"verl_like_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", name, labels=[*self._labels])
+            gauge.add_metric([*self._labels.values()], value)
+            yield gauge
+
+    def finish(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
