@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.roles import REF, REWARD, ROLLOUT, compares_policies, roles_of
+from verl_like.config.roles import ACTOR, REF, REWARD, ROLLOUT, compares_policies, every_role, roles_of
 from verl_like.config.trainer import MAIN_POOL
 
 _ROLLOUT_KEYS = "actor_rollout_ref.rollout"
@@ -55,8 +55,14 @@ def pools_of(config: PPOConfig, world_size: int) -> tuple[Pool, ...]:
 
 def impossible_placement(config: PPOConfig) -> list[str]:
     """What cannot be placed so: keys, values, fix."""
-    others = _others(config)
+    others, movable = _others(config), [*(role for role in every_role(config) if role != ACTOR), ROLLOUT]
     problems = [
+        f"trainer.placement.{pool.name}.roles={list(pool.roles)}: choose among {', '.join(movable)}; the actor stays in "
+        f"the pool {MAIN_POOL}"
+        for pool in _named(config)
+        if not set(pool.roles) <= set(movable)
+    ]
+    problems += [
         f"{pool.size_text}: the pool of {', '.join(pool.roles)} needs both sizes above 0"
         for pool in others
         if pool.world_size < 1

@@ -195,7 +195,6 @@ class TrainerConfig(ConfigNode):
 
 def _wrong_placement(placement: dict[str, Any]) -> str | None:
     """What is wrong with the form of trainer.placement; None: nothing."""
-    movable = ("ref", "critic", "reward", "rollout")
     form = "write {pool: {roles: [critic], nnodes: 1, n_gpus_per_node: 2}}"
     for name, section in placement.items():
         if name == MAIN_POOL or not isinstance(section, dict):
@@ -205,8 +204,8 @@ def _wrong_placement(placement: dict[str, Any]) -> str | None:
         if unknown or not all(isinstance(size, int) and size >= 1 for size in sizes):
             return f"{name}: {f'unknown {unknown}; ' if unknown else ''}{form}, with sizes of at least 1"
         roles = section.get("roles")
-        if not isinstance(roles, list) or not roles or not set(roles) <= set(movable):
-            return f"{name}.roles: {form}, with roles among {', '.join(movable)} (actor stays in the pool {MAIN_POOL})"
+        if not isinstance(roles, list) or not roles:
+            return f"{name}.roles: {form}"
     return None
 
 

@@ -74,7 +74,8 @@ def test_the_table_shows_every_pool() -> None:
     ("overrides", "line"),
     [
         (["trainer.placement={main:{roles:[critic]}}"], "the pool main is trainer.nnodes x"),
-        (["trainer.placement={a:{roles:[actor]}}"], "actor stays in the pool main"),
+        (["trainer.placement={a:{roles:[actor]}}"], "the actor stays in the pool main"),
+        (["trainer.placement={a:{roles:[critc]}}"], "choose among ref, critic, reward, rollout"),
         (["trainer.placement={a:{roles:[]}}"], "a.roles: write"),
         (["trainer.placement={a:{roles:[critic],gpus:2}}"], "unknown ['gpus']"),
         (["trainer.placement={a:{roles:[critic],nnodes:0}}"], "with sizes of at least 1"),
