@@ -57,8 +57,8 @@ def impossible_placement(config: PPOConfig) -> list[str]:
     """What cannot be placed so: keys, values, fix."""
     others, movable = _others(config), [*(role for role in every_role(config) if role != ACTOR), ROLLOUT]
     problems = [
-        f"trainer.placement.{pool.name}.roles={list(pool.roles)}: choose among {', '.join(movable)}; the actor stays in "
-        f"the pool {MAIN_POOL}"
+        f"trainer.placement.{pool.name}.roles={list(pool.roles)}: choose among {', '.join(movable)}; the actor stays "
+        f"in the pool {MAIN_POOL}"
         for pool in _named(config)
         if not set(pool.roles) <= set(movable)
     ]
