@@ -28,7 +28,8 @@ _ULYSSES = "ulysses_sequence_parallel_size"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleConfig:
-    """One role. optim, grad_clip, checkpoint, mini_batch_prompts, epochs: None and 0 where it is never trained."""
+    """One role. optim, grad_clip, mini_batch_prompts, epochs: None and 0 where it is never trained; then it has no
+    checkpoint either."""
 
     name: str = ACTOR
     kind: Kind = "policy"  # log-probs and entropy, or one number per token
@@ -39,7 +40,7 @@ class RoleConfig:
     compile_blocks: bool = False
     optim: OptimConfig | None = None
     grad_clip: float | None = None
-    checkpoint: CheckpointConfig | None = None
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mini_batch_prompts: int = 0
     epochs: int = 0
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

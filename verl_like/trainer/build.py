@@ -23,7 +23,7 @@ from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
-from verl_like.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, needs_critic, reward_network, roles_of
+from verl_like.config.roles import ACTOR, REWARD, ROLLOUT, needs_critic, reward_network, roles_of
 from verl_like.data.build import build_dataset
 from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder
@@ -200,7 +200,7 @@ def started(
         with input_errors():
             recover(Path(config.trainer.default_local_dir).expanduser())
             fetch_resume(config.trainer)
-            resume = find_resume(config, with_critic=CRITIC in plan.roles, newest=again)
+            resume = find_resume(config, newest=again)
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
             groups = stack.enter_context(workers(ready.spec, ready.device))

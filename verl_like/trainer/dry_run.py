@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from verl_like.config import PPOConfig
-from verl_like.config.roles import CRITIC
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.trainer.build import Inputs, Prepared, input_errors, prepare
 from verl_like.trainer.folders import check_output_folders
@@ -31,7 +30,7 @@ def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
         config = with_free_folder(config)
         ready = prepare(config, stack)
         check_nsight(config, ready.device)
-        resume = find_resume(config, with_critic=CRITIC in ready.plan.roles)
+        resume = find_resume(config)
         rows = list(_rows(config, ready))
         rows.append(("rewards", _graded(config, ready)))
     begin = "a fresh start" if resume is None else f"resumes from {resume}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from verl_like.checkpoint.layout import (
     step_dir,
     step_of,
 )
-from verl_like.config import CheckpointConfig, ModelConfig, OptimConfig, PPOConfig, TrainerConfig
+from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import raise_if_any
+from verl_like.config.roles import RoleConfig, roles_of
 from verl_like.config.schema import keys
 from verl_like.observe.redaction import redacted_tree
 from verl_like.remote import RemoteFolder, is_remote
@@ -65,7 +65,7 @@ def fetched_path(settings: TrainerConfig) -> Path:
     return Path(settings.default_local_dir).expanduser() / "fetched" / path.rstrip("/").rpartition("/")[2]
 
 
-def find_resume(config: PPOConfig, *, with_critic: bool, newest: bool = False) -> Path | None:
+def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
     """The checkpoint that trainer.resume_mode asks for, its files compared with their checksums; None: a fresh start.
 
     newest: rather the newest of this run's folder, if there is one. Says which keys changed since it was saved.
@@ -74,34 +74,34 @@ def find_resume(config: PPOConfig, *, with_critic: bool, newest: bool = False) -
     """
     settings = config.trainer
     root = Path(settings.default_local_dir).expanduser()
-    check = partial(_faults, roles=_roles(config, with_critic=with_critic))
+    check = partial(_faults, roles=_trained(config))
     mode = str(settings.resume_mode)
     path = find_latest(root, check) if newest or mode == "auto" else None
     if path is None and mode == "resume_path" and settings.resume_from_path is not None:
         path = check_checkpoint(fetched_path(settings), check)
     if path is not None:
         saved = saved_config(path)
-        raise_if_any(misfits(path, saved, config, with_critic=with_critic))
-        _report(path, saved, config, with_critic=with_critic)
+        raise_if_any(misfits(path, saved, config))
+        _report(path, saved, config)
     return path
 
 
-def misfits(path: Path, saved: dict[str, Any], config: PPOConfig, *, with_critic: bool) -> list[str]:
+def misfits(path: Path, saved: dict[str, Any], config: PPOConfig) -> list[str]:
     """Why a checkpoint cannot be loaded into the models of this configuration: key, value and fix of each reason."""
     problems = []
-    if with_critic and not (path / CRITIC).is_dir():
+    if CRITIC in roles_of(config) and not (path / CRITIC).is_dir():
         problems.append(
             f"this run trains a critic (critic.enable={config.critic.enable}, algorithm.adv_estimator="
             f"{config.algorithm.adv_estimator}), but {path} holds none: go on with critic.enable=null and "
             f"algorithm.adv_estimator={_at(saved, 'algorithm.adv_estimator', 'grpo')}, {_AFRESH}"
         )
-    for role in _roles(config, with_critic=with_critic):
+    for role in _trained(config):
         if (path / role.name).is_dir():
             problems += _role_misfits(path, role, saved)
     return problems
 
 
-def _role_misfits(path: Path, role: _Role, saved: dict[str, Any]) -> list[str]:
+def _role_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[str]:
     problems, contents = [], role.checkpoint.load_contents
     key = f"{role.section}.checkpoint.load_contents={contents}"
     if "model" not in contents:
@@ -111,6 +111,7 @@ def _role_misfits(path: Path, role: _Role, saved: dict[str, Any]) -> list[str]:
     absent = [part for part in _PARTS if part in contents and not (path / role.name / part).is_dir()]
     if absent:
         problems.append(f"{key}, but {path / role.name} was saved without {', '.join(absent)}: leave that out")
+    assert role.optim is not None
     optimizer = f"{role.section}.optim.optimizer"
     then = _at(saved, optimizer, str(role.optim.optimizer))
     if then != str(role.optim.optimizer) and "optimizer" in contents:
@@ -121,18 +122,20 @@ def _role_misfits(path: Path, role: _Role, saved: dict[str, Any]) -> list[str]:
     return problems if absent else problems + _lora_misfits(path, role, saved)
 
 
-def _lora_misfits(path: Path, role: _Role, saved: dict[str, Any]) -> list[str]:
+def _lora_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[str]:
     """Adapters that were added, removed or are shaped otherwise; their rank is in the adapter's own file."""
     adapter, rank = path / role.name / "adapter" / "adapter_config.json", role.model.lora_rank
     then = json.loads(adapter.read_text())["r"] if adapter.exists() else 0
     if then != rank:
         holds = f"adapters of rank {then}" if then else "no adapters"
-        return [f"{role.model_key}.lora_rank={rank}, but {path} holds {holds}: set lora_rank={then} again, {_AFRESH}"]
+        return [
+            f"{role.model_section}.lora_rank={rank}, but {path} holds {holds}: set lora_rank={then} again, {_AFRESH}"
+        ]
     now = {"target_modules": role.model.target_modules, "exclude_modules": role.model.exclude_modules}
     return [
-        f"{role.model_key}.{name}={value}, but {path} was saved with {before}: set it again, {_AFRESH}"
+        f"{role.model_section}.{name}={value}, but {path} was saved with {before}: set it again, {_AFRESH}"
         for name, value in now.items()
-        if rank and (before := _at(saved, f"{role.model_key}.{name}", value)) != value
+        if rank and (before := _at(saved, f"{role.model_section}.{name}", value)) != value
     ]
 
 
@@ -155,7 +158,7 @@ def saved_config(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in tree.items()}
 
 
-def _report(path: Path, saved: dict[str, Any], config: PPOConfig, *, with_critic: bool) -> None:
+def _report(path: Path, saved: dict[str, Any], config: PPOConfig) -> None:
     logger.info("resuming from %s", path)
     if not saved:
         logger.warning("%s was written without its configuration: which keys changed since is not known", path)
@@ -164,41 +167,16 @@ def _report(path: Path, saved: dict[str, Any], config: PPOConfig, *, with_critic
             "%d key(s) changed since %s was saved; the present values are used:\n  %s",
             *(len(lines), path, "\n  ".join(lines)),
         )
-    if (path / CRITIC).is_dir() and not with_critic:
+    if (path / CRITIC).is_dir() and CRITIC not in roles_of(config):
         logger.warning("the critic in %s is left out: this run trains none (algorithm.adv_estimator)", path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Role:
-    """What is said of one trained model in the configuration."""
-
-    name: str  # its folder in a checkpoint
-    section: str
-    model_key: str
-    model: ModelConfig
-    optim: OptimConfig
-    checkpoint: CheckpointConfig
+def _trained(config: PPOConfig) -> list[RoleConfig]:
+    """The roles that have a folder in a checkpoint, under their names."""
+    return [role for role in roles_of(config).values() if role.optim is not None]
 
 
-def _roles(config: PPOConfig, *, with_critic: bool) -> list[_Role]:
-    policy, critic = config.actor_rollout_ref, config.critic
-    roles = [
-        _Role(
-            name=ACTOR,
-            section="actor_rollout_ref.actor",
-            model_key="actor_rollout_ref.model",
-            model=policy.model,
-            optim=policy.actor.optim,
-            checkpoint=policy.actor.checkpoint,
-        )
-    ]
-    if with_critic:
-        shared = {"name": CRITIC, "section": "critic", "model_key": "critic.model"}
-        roles.append(_Role(**shared, model=critic.model, optim=critic.optim, checkpoint=critic.checkpoint))
-    return roles
-
-
-def _faults(path: Path, roles: Sequence[_Role]) -> list[str]:
+def _faults(path: Path, roles: Sequence[RoleConfig]) -> list[str]:
     """Files that are missing or damaged among those that this run reads."""
     if not (path / ACTOR).is_dir():
         return [f"{path / ACTOR} is missing"]

@@ -28,7 +28,6 @@ class TrainedRole:
     def save(self, path: str) -> list[str]:
         """Write a checkpoint, unless it holds tensors that are not finite: their names (TrainEngine.save)."""
         checkpoint = self.sizes.config.checkpoint
-        assert checkpoint is not None
         return self.engine.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
 
     def saved(self, wait: bool) -> bool:
@@ -37,7 +36,6 @@ class TrainedRole:
 
     def load(self, path: str) -> None:
         """Restore from a checkpoint."""
-        assert self.sizes.config.checkpoint is not None
         self.engine.load(path, contents=self.sizes.config.checkpoint.load_contents)
 
 

@@ -20,6 +20,7 @@ from verl_like.trainer.resume import changed_keys, find_resume
 def config_of(folder: Path, **changes: Any) -> PPOConfig:
     """The defaults with changes by dotted key (`__` for dots)."""
     config = PPOConfig()
+    config.critic.enable = False
     for name, value in {"trainer__default_local_dir": str(folder), **changes}.items():
         *sections, key = name.split("__")
         node: Any = config
@@ -46,34 +47,34 @@ def checkpoint(folder: Path, step: int = 4, *, lora_rank: int = 0, critic: bool 
 
 
 def test_modes(tmp_path: Path) -> None:
-    assert find_resume(config_of(tmp_path), with_critic=False) is None
+    assert find_resume(config_of(tmp_path)) is None
     early, late = checkpoint(tmp_path, 4), checkpoint(tmp_path, 8)
-    assert find_resume(config_of(tmp_path), with_critic=False) == late
-    assert find_resume(config_of(tmp_path, trainer__resume_mode="disable"), with_critic=False) is None
+    assert find_resume(config_of(tmp_path)) == late
+    assert find_resume(config_of(tmp_path, trainer__resume_mode="disable")) is None
     by_path = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(early)}
-    assert find_resume(config_of(tmp_path / "other", **by_path), with_critic=False) == early
+    assert find_resume(config_of(tmp_path / "other", **by_path)) == early
 
 
 def test_home_folders_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     found = checkpoint(tmp_path / "runs")
-    assert find_resume(config_of(Path("~/runs")), with_critic=False) == found
+    assert find_resume(config_of(Path("~/runs"))) == found
     by_path = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": "~/runs/global_step_4"}
-    assert find_resume(config_of(tmp_path, **by_path), with_critic=False) == found
+    assert find_resume(config_of(tmp_path, **by_path)) == found
 
 
 def test_only_what_the_run_loads_must_be_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     early, late = checkpoint(tmp_path, 4, critic=True), checkpoint(tmp_path, 8, critic=True)
     (late / "critic" / "model" / "shard").write_text("critic modem")
     with caplog.at_level(logging.WARNING):
-        assert find_resume(config_of(tmp_path), with_critic=False) == late
+        assert find_resume(config_of(tmp_path)) == late
         assert f"the critic in {late} is left out" in caplog.text
-        assert find_resume(config_of(tmp_path), with_critic=True) == early
+        assert find_resume(config_of(tmp_path, critic__enable=True)) == early
     assert f"{late / 'critic' / 'model' / 'shard'} is damaged" in caplog.text
-    config = config_of(tmp_path)
+    config = config_of(tmp_path, critic__enable=True)
     config.critic.checkpoint.load_contents = ["optimizer"]
     with pytest.raises(ConfigError, match=r"critic.checkpoint.load_contents=\['optimizer'\] leaves out the weights"):
-        find_resume(config, with_critic=True)
+        find_resume(config)
 
 
 def test_a_rotated_away_actor_is_no_checkpoint(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_a_rotated_away_actor_is_no_checkpoint(tmp_path: Path) -> None:
     (path / "checksums.json").unlink()
     (path / "actor").rename(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"no checkpoint .* is whole: .*actor is missing"):
-        find_resume(config_of(tmp_path), with_critic=False)
+        find_resume(config_of(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -117,14 +118,14 @@ def test_models_that_do_not_fit_are_refused_by_key(
 ) -> None:
     checkpoint(tmp_path, **saved)
     with pytest.raises(ConfigError, match=message):
-        find_resume(config_of(tmp_path, **now), with_critic=False)
+        find_resume(config_of(tmp_path, **now))
 
 
 def test_a_critic_that_was_added_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, algorithm__adv_estimator="rloo")
-    config = config_of(tmp_path, algorithm__adv_estimator="gae")
+    config = config_of(tmp_path, algorithm__adv_estimator="gae", critic__enable=None)
     with pytest.raises(ConfigError, match=r"trains a critic .*estimator=gae.* holds none: .*adv_estimator=rloo"):
-        find_resume(config, with_critic=True)
+        find_resume(config)
 
 
 def test_a_part_that_was_not_saved_is_named(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_a_part_that_was_not_saved_is_named(tmp_path: Path) -> None:
     (path / "checksums.json").unlink()
     (path / "actor" / "optimizer").rename(tmp_path / "optimizer")
     with pytest.raises(ConfigError, match=r"load_contents=.*, but .*actor was saved without optimizer: leave that out"):
-        find_resume(config_of(tmp_path), with_critic=False)
+        find_resume(config_of(tmp_path))
 
 
 def test_changed_keys_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,9 +147,9 @@ def test_changed_keys_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         "trainer__resume_mode": "auto",
     }
     with caplog.at_level(logging.INFO):
-        find_resume(config_of(tmp_path), with_critic=False)
+        find_resume(config_of(tmp_path))
         assert "resuming from" in caplog.text and "changed since" not in caplog.text
-        find_resume(config_of(tmp_path, **changes), with_critic=False)
+        find_resume(config_of(tmp_path, **changes))
     assert "5 key(s) changed since" in caplog.text
     for line in (
         "actor_rollout_ref.actor.optim.lr: 1e-06 -> 0.0003",
@@ -174,5 +175,5 @@ def test_a_checkpoint_of_an_older_version_is_taken(tmp_path: Path, caplog: pytes
     (path / "checksums.json").unlink()
     (path / "config.yaml").unlink()
     with caplog.at_level(logging.WARNING):
-        assert find_resume(config_of(tmp_path), with_critic=False) == path
+        assert find_resume(config_of(tmp_path)) == path
     assert "without checksums" in caplog.text and "without its configuration" in caplog.text
