@@ -28,6 +28,9 @@ from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.train_engine import TrainEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutEngine, RolloutError, SamplingParams
+from verl_like.weight_sync.channel import TakesPart
+from verl_like.weight_sync.receiver import WeightReceiver
+from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 REQUEST = GenerationRequest(request_id="r", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4), seed=1)
@@ -200,6 +203,17 @@ def test_without_the_probe_names_are_still_accounted_for(rollout: RolloutEngine,
     engine.spoil = _drop
     with pytest.raises(WeightSyncError, match="missing"):
         sync.sync(2)
+
+
+def test_without_proofs_all_ranks_name_the_weights_alike(rollout: RolloutEngine, process: ProcessInfo) -> None:
+    """The driver compares what each rank of the trainer has sent with what each engine holds."""
+    engine = FakeTrainEngine(tiny_model(seed=3))
+    wanted = WeightReceiver(rollout, RolloutConfig(), process).wanted()
+    ranks = [WeightSource(cast(TrainEngine, engine), process, prove=False) for _ in range(2)]
+    first = [source.send(1, wanted, TakesPart()).mark for source in ranks]
+    engine.changes = engine.changes.after_load()
+    second = [source.send(2, wanted, TakesPart()).mark for source in ranks]
+    assert len({*first}) == len({*second}) == 1 and first != second
 
 
 def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -126,11 +126,6 @@ def connect(
     )
 
 
-def is_alive() -> bool:
-    """Whether the Ray that this process is connected to still has a node."""
-    return ray.is_initialized() and any(node["Alive"] for node in ray.nodes())
-
-
 def _start(
     run_id: str,
     num_cpus: int | None,

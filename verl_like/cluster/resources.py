@@ -61,23 +61,24 @@ def allocate(
     cpus_per_rank: float = 1,
     timeout: float = 300,
     may_grow: bool = True,
+    keys: tuple[str, str] = ("trainer.nnodes", "trainer.n_gpus_per_node"),
 ) -> Allocation:
     """Reserve room for the ranks, waiting up to `timeout` seconds for nodes that are busy or still joining.
 
     device: "cuda" reserves one GPU per rank, "cpu" only cores. may_grow: False when no node can join later (a Ray of
-    our own): then room that can never be there is refused at once. Raises ResourcesError saying what was asked for
-    and what the cluster has.
+    our own): then room that can never be there is refused at once. keys: that say the two sizes. Raises ResourcesError
+    saying what was asked for and what the cluster has.
     """
     if nnodes < 1 or ranks_per_node < 1:
-        raise ValueError(f"trainer.nnodes={nnodes} and trainer.n_gpus_per_node={ranks_per_node} must be 1 or more")
+        raise ValueError(f"{keys[0]}={nnodes} and {keys[1]}={ranks_per_node} must be 1 or more")
     bundle = {"CPU": float(ranks_per_node * cpus_per_rank)}
     if device == "cuda":
         bundle["GPU"] = float(ranks_per_node)
     if not may_grow and not _could_fit(nnodes, bundle):
-        raise ResourcesError(_explain(nnodes, ranks_per_node, device, bundle, waited=0))
+        raise ResourcesError(_explain(nnodes, ranks_per_node, device, bundle, waited=0, keys=keys))
     group = placement_group([bundle] * nnodes, strategy="STRICT_SPREAD")
     if not _wait(group, timeout, nnodes, bundle):
-        message = _explain(nnodes, ranks_per_node, device, bundle, waited=timeout)
+        message = _explain(nnodes, ranks_per_node, device, bundle, waited=timeout, keys=keys)
         remove_placement_group(group)
         raise ResourcesError(message)
     return Allocation(
@@ -141,12 +142,14 @@ def _cluster() -> str:
     return f"{len(nodes)} node(s): {', '.join(nodes)}; free: CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g}"
 
 
-def _explain(nnodes: int, ranks_per_node: int, device: str, bundle: dict[str, float], *, waited: float) -> str:
+def _explain(
+    nnodes: int, ranks_per_node: int, device: str, bundle: dict[str, float], *, waited: float, keys: tuple[str, str]
+) -> str:
     need = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
     patience = f" after waiting {waited:g} s (trainer.ray_wait_register_center_timeout)" if waited else ""
     return (
-        f"not enough resources{patience}: trainer.nnodes={nnodes} x trainer.n_gpus_per_node={ranks_per_node} ranks on "
+        f"not enough resources{patience}: {keys[0]}={nnodes} x {keys[1]}={ranks_per_node} ranks on "
         f"{device} need {nnodes} different node(s) with {need} each; the cluster has {_cluster()}. Lower "
-        "trainer.nnodes or trainer.n_gpus_per_node, raise ray_init.num_cpus when Ray is started by this run, or let "
+        f"{keys[0]} or {keys[1]}, raise ray_init.num_cpus when Ray is started by this run, or let "
         "more nodes join (ray start --address=...)."
     )

@@ -161,6 +161,11 @@ def _run(config: PPOConfig) -> list[str]:
             "trainer.resume_mode=resume_path without trainer.resume_from_path: give the checkpoint's "
             "global_step_N folder, or use resume_mode=auto"
         )
+    if trainer.max_restarts and trainer.del_local_ckpt_after_load and trainer.default_hdfs_dir is None:
+        problems.append(
+            f"trainer.max_restarts={trainer.max_restarts} with trainer.del_local_ckpt_after_load=True: a restart "
+            "before the next checkpoint would begin at step 0; set trainer.default_hdfs_dir, or leave one of the two out"
+        )
     if trainer.val_only and not config.data.val_files:
         problems.append(
             "trainer.val_only=True with data.val_files=[]: there is nothing to validate on; set data.val_files"

@@ -73,11 +73,13 @@ def impossible_placement(config: PPOConfig) -> list[str]:
             "there is one process; set trainer.launcher=ray, or leave trainer.placement, hybrid_engine=false and "
             "reward_model.enable_resource_pool out"
         )
-    if others and str(config.trainer.device) == "cuda" and config.trainer.n_gpus_per_node == "auto":
-        problems.append(
-            "trainer.n_gpus_per_node=auto takes every GPU of a machine, and there are further pools: set it to what is "
-            "left for the main pool"
-        )
+    names = [pool.name for pool in others]
+    problems += [
+        f"trainer.placement.{name}: another pool has this name already (hybrid_engine=false names one rollout, "
+        "reward_model.enable_resource_pool one reward); choose another"
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
+    ]
     counts: dict[str, list[str]] = {}
     for pool in others:
         for role in pool.roles:
@@ -97,6 +99,11 @@ def impossible_placement(config: PPOConfig) -> list[str]:
         if why:
             problems.append(f"trainer.placement puts ref into {counts[REF][0]}, but {why}; leave it in the main pool")
     return problems
+
+
+def has_further_pools(config: PPOConfig) -> bool:
+    """Whether there are pools beside the main one."""
+    return bool(_others(config))
 
 
 def idle_placement(config: PPOConfig) -> list[str]:

@@ -197,14 +197,14 @@ def _wrong_placement(placement: dict[str, Any]) -> str | None:
     """What is wrong with the form of trainer.placement; None: nothing."""
     form = "write {pool: {roles: [critic], nnodes: 1, n_gpus_per_node: 2}}"
     for name, section in placement.items():
-        if name == MAIN_POOL or not isinstance(section, dict):
-            return f"{name}: {form}; the pool {MAIN_POOL} is trainer.nnodes x trainer.n_gpus_per_node"
+        if not name.isidentifier() or name in (MAIN_POOL, "worker") or not isinstance(section, dict):
+            return f"{name}: {form}; letters and digits, but not worker or {MAIN_POOL}, the pool of trainer.nnodes"
         unknown = sorted(set(section) - {"roles", "nnodes", "n_gpus_per_node"})
         sizes = [section.get(key, 1) for key in ("nnodes", "n_gpus_per_node")]
         if unknown or not all(isinstance(size, int) and size >= 1 for size in sizes):
             return f"{name}: {f'unknown {unknown}; ' if unknown else ''}{form}, with sizes of at least 1"
         roles = section.get("roles")
-        if not isinstance(roles, list) or not roles:
+        if not isinstance(roles, list) or not roles or not all(isinstance(role, str) for role in roles):
             return f"{name}.roles: {form}"
     return None
 

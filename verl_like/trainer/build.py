@@ -23,6 +23,7 @@ from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
+from verl_like.config.placement import has_further_pools
 from verl_like.config.roles import ACTOR, REWARD, ROLLOUT, needs_critic, reward_network, roles_of
 from verl_like.data.build import build_dataset
 from verl_like.data.curriculum import CustomSampler
@@ -139,7 +140,9 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     )
     costs = ModelCosts.of(config, plan)
     logger.info("%d process(es) on %s; %s", plan.world_size, device, plan.table())
-    memory = told_memory(config, inputs.hf_config, costs, this_machine(device, plan.world_size, ranks_per_node))
+    memory = told_memory(
+        config, inputs.hf_config, costs, this_machine(device, plan.pools[0].world_size, ranks_per_node)
+    )
     rewards = stack.enter_context(
         RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
     )
@@ -196,6 +199,7 @@ def started(
     run's folder, whatever trainer.resume_mode says, after an earlier start of this run was lost.
     """
     config, inputs, plan, rewards = ready.config, ready.inputs, ready.plan, ready.rewards
+    inputs.tool_usage()  # what tools did in a step that was lost with an earlier start counts for no step
     with ExitStack() as stack:
         with input_errors():
             recover(Path(config.trainer.default_local_dir).expanduser())
@@ -582,6 +586,11 @@ def resolve_world(config: PPOConfig) -> tuple[str, int]:
         raise ValueError("trainer.device=cuda, but torch sees no CUDA device here; set trainer.device=cpu or auto")
     if settings.n_gpus_per_node != "auto":
         return device, int(settings.n_gpus_per_node)
+    if device == "cuda" and has_further_pools(config):
+        raise ValueError(
+            "trainer.n_gpus_per_node=auto takes every GPU of a machine, and there are further pools: set it to what is "
+            "left for the main pool"
+        )
     return device, torch.cuda.device_count() if device == "cuda" else 1
 
 

@@ -28,7 +28,7 @@ def start_phase(what: str) -> Iterator[None]:
 
 
 def worker_start_text(seconds_by_rank: Sequence[Mapping[str, float]]) -> str:
-    """`weights 3.1 s, vllm 12.0 s`: of each part the slowest rank."""
+    """`actor 3.1 s, rollout 12.0 s`: of each role the slowest rank."""
     parts = dict.fromkeys(name for seconds in seconds_by_rank for name in seconds)
     slowest = {name: max(seconds[name] for seconds in seconds_by_rank if name in seconds) for name in parts}
     return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest.items())

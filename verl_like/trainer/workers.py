@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -20,8 +19,6 @@ from verl_like.workers.spec import WorkerSpec
 if TYPE_CHECKING:
     from verl_like.cluster.launch import RaySession
     from verl_like.cluster.ray_group import RayWorkerGroup
-
-logger = logging.getLogger(__name__)
 
 WORKER = "verl_like.workers.host:RoleHost"
 Groups = Mapping[str, WorkerGroup]  # by the pool's name
@@ -72,13 +69,9 @@ class Launcher:
         return groups
 
     def _connected(self, pools: tuple[Pool, ...]) -> RaySession:
-        from verl_like.cluster.launch import connect, is_alive
+        from verl_like.cluster.launch import connect
 
         ray_init = self._config.ray_init
-        if self._session is not None and not is_alive():
-            logger.warning("Ray is gone: starting, or joining, another one")
-            self._session.disconnect()
-            self._session = None
         if self._session is None:
             with start_phase("Ray"):
                 self._session = connect(
@@ -105,6 +98,7 @@ class Launcher:
             device=device,
             timeout=config.trainer.ray_wait_register_center_timeout,
             may_grow=not session.owned,
+            keys=pool.keys,
         )
         stack.callback(allocation.release)
         group = RayWorkerGroup(

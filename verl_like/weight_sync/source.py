@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 
 import torch
 
 from verl_like.engine.train_engine import TrainEngine, WeightForm
+from verl_like.engine.weight_changes import WeightChanges
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import HeldWeights
 from verl_like.weight_sync.channel import ChannelError, SendingEnd
@@ -109,7 +109,7 @@ class WeightSource:
             trainer_dtype=self._trainer_dtype,
             changes=self._engine.changes,
             base=base,
-            mark=f"unproved {secrets.token_hex(8)}" if checksums is None else mark_of(checksums, wanted.dtype, base),
+            mark=_mark(version, self._engine.changes) if checksums is None else mark_of(checksums, wanted.dtype, base),
         )
 
     def _form(self, wanted: Wanted) -> WeightForm:
@@ -138,3 +138,8 @@ class WeightSource:
         message = f"{what}: {type(error).__name__}: {error}"
         channel.fail(message)
         return WeightSyncError.of({self._name: [message]})
+
+
+def _mark(version: int, changes: WeightChanges) -> str:
+    """A name for weights whose numbers were not added up: the same on every rank, another for other weights."""
+    return f"unproved {version}/{changes.loads}/{changes.steps}"

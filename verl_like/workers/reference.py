@@ -21,17 +21,17 @@ class ReferenceRole:
         self.sizes, self.wanted = spec.plan.roles[REF], spec.plan.reference_outputs
         self.temperature = spec.config.actor_rollout_ref.rollout.temperature
         self._actor = actor
-        self._engine = None if self.sizes.config.is_base_of_actor else build_engine(spec, process, REF)
-        if actor is not None and self._engine is not None:
-            actor.engine.attach_reference(self._engine)
+        self.engine = None if self.sizes.config.is_base_of_actor else build_engine(spec, process, REF)
+        if actor is not None and self.engine is not None:
+            actor.engine.attach_reference(self.engine)
 
     def log_probs(self, batch: Sequences) -> Evaluated:
         """What the plan asks of the reference on this rank's rows (may be none): its log-probs, the exact KL to it."""
         log_probs = full_kl = None
         options: dict[str, Any] = {"rule": self.sizes.forward, "temperature": self.temperature}
         if LOG_PROBS in self.wanted:
-            engine = self._engine or self._of_actor().engine
-            with nullcontext() if self._engine is not None else engine.base_model():
+            engine = self.engine or self._of_actor().engine
+            with nullcontext() if self.engine is not None else engine.base_model():
                 log_probs = engine.forward(batch, want=frozenset({LOG_PROBS}), **options)[LOG_PROBS]
         if FULL_KL in self.wanted:
             full_kl = self._of_actor().engine.forward(batch, want=frozenset({FULL_KL}), **options)[FULL_KL]

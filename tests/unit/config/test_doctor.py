@@ -58,6 +58,13 @@ def test_impossible_combinations(overrides, message):
     assert message in str(caught.value)
 
 
+def test_a_restart_keeps_what_it_needs():
+    with pytest.raises(
+        ValueError, match=r"max_restarts=2 with trainer.del_local_ckpt_after_load=True"
+    ):
+        compose_with_warnings(["trainer.max_restarts=2", "trainer.del_local_ckpt_after_load=True"])
+
+
 def test_all_problems_in_one_error():
     with pytest.raises(ValueError) as caught:
         compose_with_warnings(["critic.enable=false", "trainer.resume_mode=resume_path", "reward_model.enable=true"])
@@ -86,7 +93,7 @@ def test_all_problems_in_one_error():
             "with LoRA the reference is the actor's own base model",
         ),
         ([f"{R}.layered_summon=true"], "gathered tensor by tensor"),
-        (["trainer.best_mode=min"], "trainer.best_mode has no effect: trainer.best_metric is not set"),
+        (["trainer.best_mode=min"], "trainer.best_mode has no effect in this run: trainer.best_metric is not set"),
         ([f"{A}.entropy_checkpointing=true"], "recomputes it in the backward pass"),
         (
             [

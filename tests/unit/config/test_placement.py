@@ -73,7 +73,15 @@ def test_the_table_shows_every_pool() -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["trainer.placement={main:{roles:[critic]}}"], "the pool main is trainer.nnodes x"),
+        (["trainer.placement={main:{roles:[critic]}}"], "but not worker or main, the pool of trainer.nnodes"),
+        (["trainer.placement={worker:{roles:[critic]}}"], "but not worker or main"),
+        (["trainer.placement={a: {roles: [[critic]]}}"], "a.roles: write"),
+        (
+            [*OWN_ROLLOUT, "actor_rollout_ref.rollout.n_gpus_per_node=1",
+             "trainer.placement={rollout:{roles:[critic]}}"],
+            "another pool has this name already",
+        ),
+        (["trainer.placement={main:{}}"], "but not worker or main"),
         (["trainer.placement={a:{roles:[actor]}}"], "the actor stays in the pool main"),
         (["trainer.placement={a:{roles:[critc]}}"], "choose among ref, critic, reward, rollout"),
         (["trainer.placement={a:{roles:[]}}"], "a.roles: write"),
@@ -82,7 +90,6 @@ def test_the_table_shows_every_pool() -> None:
         (["trainer.placement={a:{roles:[critic]},b:{roles:[critic]}}"], "critic is in the pools a, b"),
         ([*OWN_REWARD, "trainer.placement={a:{roles:[reward]}}"], "reward is in the pools a, reward"),
         (["trainer.launcher=local", "trainer.placement={a:{roles:[critic]}}"], "set trainer.launcher=ray"),
-        (["trainer.device=cuda", "trainer.placement={a:{roles:[critic]}}"], "takes every GPU of a machine"),
         (list(OWN_ROLLOUT), "n_gpus_per_node = 0: the pool of rollout needs both sizes above 0"),
         (
             ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4",
