@@ -164,7 +164,7 @@ def _run(config: PPOConfig) -> list[str]:
     if trainer.max_restarts and trainer.del_local_ckpt_after_load and trainer.default_hdfs_dir is None:
         problems.append(
             f"trainer.max_restarts={trainer.max_restarts} with trainer.del_local_ckpt_after_load=True: a restart "
-            "before the next checkpoint would begin at step 0; set trainer.default_hdfs_dir, or leave one of the two out"
+            "before the next checkpoint would begin at step 0; set trainer.default_hdfs_dir, or leave out one of them"
         )
     if trainer.val_only and not config.data.val_files:
         problems.append(

@@ -59,9 +59,7 @@ def test_impossible_combinations(overrides, message):
 
 
 def test_a_restart_keeps_what_it_needs():
-    with pytest.raises(
-        ValueError, match=r"max_restarts=2 with trainer.del_local_ckpt_after_load=True"
-    ):
+    with pytest.raises(ValueError, match=r"max_restarts=2 with trainer.del_local_ckpt_after_load=True"):
         compose_with_warnings(["trainer.max_restarts=2", "trainer.del_local_ckpt_after_load=True"])
 
 
