@@ -184,10 +184,12 @@ class Checkpoints:
         collect(written)
         path = commit(written)
         self._incomplete = None
-        if self._uploader is not None:  # before old ones are deleted: it may still be busy with one of them
+        if self._uploader is not None:  # before old ones are deleted: it waits for those it is busy with
             self._uploader.start(path)
         if not self._keep_all:
-            rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep, self.best.folder)
+            uploads = [] if self._uploader is None else self._uploader.pending
+            spared = [*uploads, *filter(None, [self.best.folder])]
+            rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep, spared)
         logger.info("saved checkpoint %s", path)
 
     def validated(self, run: Run, metrics: Mapping[str, float]) -> None:
@@ -205,6 +207,10 @@ class Checkpoints:
                 "whole here: copy them yourself"
             )
 
+    def close(self) -> None:
+        """However the run ends: no upload goes on beside the next start, and what is not there is told."""
+        self._attempt(self.finish)
+
     def _save_after_error(self, run: Run) -> None:
         """As for an interrupt, if the weights are those of a finished step; no error of its own hides the first."""
         if self._boundary is None:
@@ -218,7 +224,7 @@ class Checkpoints:
         try:
             what()
         except (GroupStopped, RunStopped) as second:
-            logger.error("nothing more can be saved: %s", str(second).splitlines()[0])
+            logger.error("not all is saved: %s", str(second).splitlines()[0])
         except Exception:
             logger.exception("saving failed too; the error that ends the run follows")
 

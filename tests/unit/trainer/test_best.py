@@ -48,7 +48,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
         (folder / "actor").mkdir()
         layout.write_trainer_state(folder, {})
         latest = layout.commit(folder)
-    layout.rotate(latest, 2, None, tmp_path / "global_step_2")
+    layout.rotate(latest, 2, None, [tmp_path / "global_step_2"])
     assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [f"global_step_{n}" for n in (2, 4, 5)]
     layout.forget(latest)
     assert layout.find_latest(tmp_path) == tmp_path / "global_step_4"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from verl_like import remote
 from verl_like.algorithms.kl import KLController
 from verl_like.checkpoint.layout import find_latest, read_trainer_state, step_of
 from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
+from verl_like.remote import RemoteFolder
 from verl_like.trainer.checkpoints import Checkpoints, NotFinite
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.state import TrainState
@@ -197,7 +201,7 @@ def test_a_save_that_fails_too_does_not_hide_the_error(
         (tmp_path / "global_step_1.saving").write_text("in the way")
     with pytest.raises(ValueError, match="judge is down"):
         run.step(fails="sampling")
-    assert ("nothing more can be saved" if failure == "workers" else "saving failed too") in caplog.text
+    assert ("not all is saved" if failure == "workers" else "saving failed too") in caplog.text
 
 
 def test_an_abort_saves_nothing(tmp_path: Path) -> None:
@@ -268,3 +272,32 @@ def test_data_that_do_not_fit_are_refused_before_weights_are_loaded(
     monkeypatch.delattr(Group, "load")
     with pytest.raises(ConfigError, match=r"global_step_1: the training data changed"):
         Run(tmp_path, resume=find_latest(tmp_path))
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_checkpoint_whose_upload_failed_is_not_rotated_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recovers: bool
+) -> None:
+    """It is tried again with the next one, after that one's rotation; at the end of the run it is there, or told."""
+    url, real, tries, rotated = f"memory://{uuid.uuid4().hex}", RemoteFolder.upload, [], threading.Event()
+
+    def upload(self: RemoteFolder, folder: Path) -> None:
+        tries.append(folder.name)
+        if len(tries) <= 3 or not recovers:
+            raise ValueError("no network")
+        rotated.wait(10)
+        real(self, folder)
+
+    monkeypatch.setattr(RemoteFolder, "upload", upload)
+    monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
+    run = Run(tmp_path, max_actor_ckpt_to_keep=1, default_hdfs_dir=url)
+    run.step(save=True)
+    run.step(save=True)
+    rotated.set()
+    run.checkpoints.close()
+    if recovers:
+        there = RemoteFolder(url, "k")
+        assert there.steps() == [1, 2] and "not uploaded" not in caplog.text
+        assert (there.download("global_step_1", tmp_path / "back") / "actor" / "model" / "shard").read_text() == "1"
+    else:
+        assert f"not uploaded: {tmp_path}/global_step_1, {tmp_path}/global_step_2" in caplog.text
