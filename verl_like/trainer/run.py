@@ -52,7 +52,7 @@ def fit(config: PPOConfig, **own: Any) -> Path:
         restarts = Restarts(run.ready.config.trainer)
         while True:
             try:
-                with run.started(again=restarts.count > 0) as trainer:
+                with run.started(again=restarts.saved) as trainer:
                     trainer.fit()
                 break
             except WorkerError as error:
