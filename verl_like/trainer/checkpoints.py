@@ -184,6 +184,7 @@ class Checkpoints:
         collect(written)
         path = commit(written)
         self._incomplete = None
+        self.best.committed(step_of(path))
         if self._uploader is not None:  # before old ones are deleted: it waits for those it is busy with
             self._uploader.start(path)
         if not self._keep_all:
@@ -194,8 +195,11 @@ class Checkpoints:
 
     def validated(self, run: Run, metrics: Mapping[str, float]) -> None:
         """The best step so far is saved at once, whatever trainer.save_freq says."""
-        if self.best.judge(run.state.step, metrics) and run.state.step not in (0, self._saved_step):
+        step = run.state.step
+        if self.best.judge(step, metrics) and step not in (0, self._saved_step):
             self.write(run)
+        if step == self._saved_step and self._incomplete is None:  # whole before it was validated: a resumed one
+            self.best.committed(step)
         self.best.keep()
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import uuid
@@ -301,3 +302,20 @@ def test_a_checkpoint_whose_upload_failed_is_not_rotated_away(
         assert (there.download("global_step_1", tmp_path / "back") / "actor" / "model" / "shard").read_text() == "1"
     else:
         assert f"not uploaded: {tmp_path}/global_step_1, {tmp_path}/global_step_2" in caplog.text
+
+
+def test_the_best_goes_only_when_a_better_one_is_whole(tmp_path: Path) -> None:
+    """Step 3 is better, but still being written when the save of step 2 completes."""
+    run: Any = Run(tmp_path, max_actor_ckpt_to_keep=1, best_metric="val-core/a/acc/mean@1")
+    run.step()
+    run.checkpoints.validated(run, {"val-core/a/acc/mean@1": 0.1})
+    run.config.actor_rollout_ref.actor.checkpoint.async_save = run.actor.writing = True
+    run.step(save=True)
+    run.actor.writing = True
+    run.step()
+    run.checkpoints.validated(run, {"val-core/a/acc/mean@1": 0.2})
+    assert {path.name for path in tmp_path.glob("global_step_?")} == {"global_step_1", "global_step_2"}
+    assert json.loads((tmp_path / "best_checkpoint.json").read_text())["step"] == 1
+    run.checkpoints.complete(run, wait=True)
+    assert {path.name for path in tmp_path.glob("global_step_?")} == {"global_step_3"}
+    assert json.loads((tmp_path / "best_checkpoint.json").read_text())["step"] == 3
