@@ -76,6 +76,11 @@ class RemoteFolder:
             found = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
             return sorted(n for n in found if self._fs.exists(f"{self._root}/global_step_{n}/{MARKER}"))
 
+    def read(self, name: str) -> bytes | None:
+        """A small file; None where it is not there."""
+        with self._told(f"{name} cannot be read"):
+            return self._fs.cat_file(f"{self._root}/{name}") if self._fs.exists(f"{self._root}/{name}") else None
+
     def download(self, name: str, target: Path) -> Path:
         """A whole folder of `upload`, at `target` once all of it is there."""
         with self._told(f"{name} cannot be read"):

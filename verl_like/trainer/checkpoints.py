@@ -38,7 +38,7 @@ from verl_like.episodes.collector import Collector
 from verl_like.remote import RemoteFolder, Uploader
 from verl_like.trainer.best import Best
 from verl_like.trainer.compose import save_resolved
-from verl_like.trainer.resume import CONFIG_FILE
+from verl_like.trainer.resume import CONFIG_FILE, run_of
 from verl_like.trainer.roles import ActorGroup, CriticGroup
 from verl_like.trainer.state import TrainState
 
@@ -86,6 +86,7 @@ class Checkpoints:
         self.config, self.tokenizer, self.resume, self.confirm = trainer, tokenizer, resume, confirm
         self.root = Path(trainer.default_local_dir).expanduser()
         self.best = Best(trainer, self.root, resumed_at=self.resume_step)
+        self._run = run_of(resume, trainer)
         self._uploader: Uploader | None = None
         if trainer.default_hdfs_dir is not None:
             self._uploader = Uploader(RemoteFolder(trainer.default_hdfs_dir, "trainer.default_hdfs_dir"))
@@ -180,7 +181,7 @@ class Checkpoints:
             return
         written, state = self._incomplete
         self.confirm()
-        write_trainer_state(written, state)
+        write_trainer_state(written, state | {"run": self._run})
         collect(written)
         path = commit(written)
         self._incomplete = None

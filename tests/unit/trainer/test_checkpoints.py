@@ -167,6 +167,9 @@ def test_an_error_of_the_driver_saves_the_last_finished_step(
     assert "the run fails after step" in caplog.text
     again = Run(tmp_path, resume=find_latest(tmp_path))
     assert (again.state.step, again.source.drawn, again.actor.weight) == (saved,) * 3
+    before = read_trainer_state(tmp_path / f"global_step_{saved}")["run"]
+    again.step(save=True)
+    assert read_trainer_state(tmp_path / f"global_step_{saved + 1}")["run"] == before
 
 
 def test_weights_in_the_middle_of_an_update_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
