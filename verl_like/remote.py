@@ -50,16 +50,20 @@ class RemoteFolder:
             self._fs, self._root = _open(self.url)
 
     def upload(self, folder: Path) -> None:
-        """Copy a local folder to one of the same name, its marker last."""
-        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+        """Copy a local folder to one of the same name, its marker last: not where files were deleted meanwhile."""
+        sizes = _sizes(folder)
         target = f"{self._root}/{folder.name}"
         with self._told(f"{folder.name} cannot be written"):
+            if not sizes:
+                raise FileNotFoundError(f"{folder} holds no file")
             if self._fs.exists(f"{target}/{MARKER}"):  # of an older checkpoint of this step
                 self._fs.rm_file(f"{target}/{MARKER}")
             for name, size in sizes.items():
                 self._fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
                 self._fs.put_file(str(folder / name), f"{target}/{name}")
                 self._check(f"{target}/{name}", size)
+            if _sizes(folder) != sizes:
+                raise OSError(f"the files of {folder} changed during the upload")
             with self._fs.open(f"{target}/{MARKER}", "wb") as file:
                 file.write(json.dumps({"files": sizes}).encode())
 
@@ -71,6 +75,11 @@ class RemoteFolder:
             names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
             found = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
             return sorted(n for n in found if self._fs.exists(f"{self._root}/global_step_{n}/{MARKER}"))
+
+    def read(self, name: str) -> bytes | None:
+        """A small file; None where it is not there."""
+        with self._told(f"{name} cannot be read"):
+            return self._fs.cat_file(f"{self._root}/{name}") if self._fs.exists(f"{self._root}/{name}") else None
 
     def download(self, name: str, target: Path) -> Path:
         """A whole folder of `upload`, at `target` once all of it is there."""
@@ -143,6 +152,10 @@ def _files(folder: Path) -> Iterable[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+
+
 class Uploader:
     """Uploads checkpoints in the background, one after the other; what failed is tried again with the next one."""
 
@@ -162,6 +175,11 @@ class Uploader:
         for path in self._ended():
             self._pending[path] = self._thread.submit(self._upload, path)
         return [str(path) for path in self._ended()]
+
+    @property
+    def pending(self) -> list[Path]:
+        """Those that are not known to be whole there: deleted here, they would be lost."""
+        return list(self._pending)
 
     def _ended(self) -> list[Path]:
         """Wait for all; those that failed and are still here."""

@@ -143,3 +143,21 @@ def test_the_marker_names_every_file(storage: RemoteFolder, tmp_path: Path) -> N
     storage.upload(checkpoint(tmp_path, 4))
     told = json.loads(storage._fs.cat_file(f"{storage._root}/global_step_4/{MARKER}"))
     assert told == {"files": {name: len(content) for name, content in FILES.items()}}
+
+
+def test_files_that_are_deleted_make_no_whole_checkpoint(
+    storage: RemoteFolder, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """All of them before the upload; some during it, as where the actor's folder goes and the critic's stays."""
+    with pytest.raises(ValueError, match=r"global_step_3 holds no file"):
+        storage.upload(tmp_path / "global_step_3")
+    folder, put = checkpoint(tmp_path, 4), storage._fs.put_file
+
+    def put_and_delete(local: str, there: str) -> None:
+        put(local, there)
+        Path(local).unlink()
+
+    monkeypatch.setattr(storage._fs, "put_file", put_and_delete)
+    with pytest.raises(ValueError, match=r"global_step_4 changed during the upload"):
+        storage.upload(folder)
+    assert storage.steps() == []

@@ -20,7 +20,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,15 +170,14 @@ def read_trainer_state(path: str | Path) -> dict[str, Any]:
     return json.loads((Path(path) / STATE_FILE).read_text())
 
 
-def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None, best: Path | None = None) -> list[Path]:
+def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None, spared: Collection[Path] = ()) -> list[Path]:
     """Delete the oldest actor and critic folders beyond the numbers to keep (None keeps all); what was deleted.
 
-    A step's folder goes when neither is left in it. `latest`, the newest complete checkpoint, and `best` are never
-    touched, and the best does not count among those to keep; one
-    that a crash left incomplete does not count among those to keep.
+    A step's folder goes when neither is left in it. `latest`, the newest complete checkpoint, and the spared ones are
+    never touched, and these do not count among those to keep; nor does one that a crash left incomplete.
     """
     done = [path for path in _step_dirs(latest.parent) if step_of(path) <= step_of(latest) and not _incomplete(path)]
-    done = [path for path in done if path != best or path == latest]
+    done = [path for path in done if path not in spared or path == latest]
     kept = {path: {role for role in (ACTOR, CRITIC) if (path / role).is_dir()} for path in done}
     deleted = []
     for role, keep in ((ACTOR, keep_actor), (CRITIC, keep_critic)):

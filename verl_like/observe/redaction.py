@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
+import sys
+import traceback
 from collections.abc import Collection, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 HIDDEN = "(hidden)"
 _SECRET = re.compile(
     r"(?i)(^|[._-])(api[_-]?key|\w*token|\w*secret\w*|\w*passw(or)?d|\w*passphrase|credentials?|(access|private|auth)[_-]?key"
-    r"|authorization|cookie)$"
+    r"|authorization|cookie|(shared)?account[_-]?key|sharedaccess(signature|key))$"
 )
 _TOKEN_OF_TEXT = re.compile(r"(.*\.)?(eos|bos|pad|unk|sep|cls|mask|image|video|audio)_token")
 _SECRET_VARIABLE = re.compile(r".+_(KEY|PASS|PWD|AUTH|PAT)")  # in capitals: keys of ours are called prompt_key
-_IN_URL = re.compile(r"(?<=://)([^/\s:@]+:[^/\s@]+|[^/\s:@]{16,})(?=@)")
-_IN_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password|signature)=)[^&\s]+")
-_INSIDE = re.compile(r"([A-Za-z_][\w.-]*)(['\"]?\s*[:=]\s*['\"]?)([^\s,{}'\"]+)")  # of a mapping on a command line
+_IN_URL = re.compile(r"(?<=://)([^/\s:@]*:[^/\s@]+|[^/\s:@]{16,})(?=@)")
+_IN_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password|signature)=|sig=)[^&\s]+")
+_INSIDE = re.compile(  # of a mapping on a command line, a header, a connection string (a=b;c=d)
+    r"([A-Za-z_][\w.-]*)(['\"]?\s*[:=]\s*['\"]?)((?:(?i:bearer|basic)\s+)?(?:(?!;[A-Za-z_][\w.-]*=)[^\s,{}'\"])+)"
+)
 _VALUE = re.compile(r"(?i)\b(sk|hf|gh[pousr]|github_pat|glpat|xox[abprs])[-_][a-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}")
 
 
@@ -82,6 +87,11 @@ def hidden(text: str) -> str:
     for secret in _known:
         text = text.replace(secret, HIDDEN)
     return text
+
+
+def print_hidden(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """`sys.excepthook`: a traceback without the secrets that were remembered."""
+    sys.stderr.write(hidden("".join(traceback.format_exception(kind, error, trace))))
 
 
 def is_secret(name: str) -> bool:

@@ -15,50 +15,83 @@ from verl_like.config.errors import RunStopped
 
 logger = logging.getLogger(__name__)
 
-BEST_FILE = "best_checkpoint.json"  # {"metric", "step", "value", "since"}: validations without a better value
+# {"metric", "step", "value", "validations": [[step, value], ...]}; step, value: of the best that is a checkpoint
+BEST_FILE = "best_checkpoint.json"
 
 
 class Best:
-    """What trainer.best_metric was at its best, kept beside the checkpoints so that a resume knows it."""
+    """What trainer.best_metric was at each validation, kept beside the checkpoints so that a resume knows it.
+
+    resumed_at: the step that a run is taken up at; later ones are done again, and count then.
+    """
 
     def __init__(self, settings: TrainerConfig, root: Path, *, resumed_at: int | None) -> None:
         self.settings, self._root = settings, root
-        self.step, self.value, self._since = 0, math.nan, 0
+        self._seen: dict[int, float] = {}  # in the order of the steps
         file = root / BEST_FILE
         if settings.best_metric is not None and resumed_at is not None and file.exists():
             kept = json.loads(file.read_text())
-            if kept["metric"] == settings.best_metric and kept["step"] <= resumed_at:
-                self.step, self.value, self._since = kept["step"], kept["value"], kept["since"]
+            if kept["metric"] == settings.best_metric:
+                known = kept.get("validations", [[kept["step"], kept["value"]]])
+                self._seen = {step: value for step, value in known if step <= resumed_at}
+        there = [step for step in self._bests() if step and step_dir(root, step).is_dir()]
+        self._kept = there[-1] if there else None  # the newest best that is a whole checkpoint
+
+    @property
+    def step(self) -> int:
+        """Of the best validation; 0 before the first."""
+        return [0, *self._bests()][-1]
+
+    @property
+    def value(self) -> float:
+        """Of the best validation; NaN before the first."""
+        return self._seen.get(self.step, math.nan)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether this validation is the best so far. RunStopped where there is no such metric among its."""
+        """Whether this validation is the best so far; one of a step that was judged already counts no second time.
+        RunStopped where there is no such metric among its."""
         name = self.settings.best_metric
         if name is None or not any(key.startswith("val-") for key in metrics):
             return False
         if name not in metrics:
             known = ", ".join(sorted(key for key in metrics if key.startswith("val-core/"))) or "none"
             raise RunStopped(f"trainer.best_metric={name}: this validation gave no such number; val-core has {known}")
-        sign = -1.0 if self.settings.best_mode == "min" else 1.0
-        better = math.isnan(self.value) or sign * metrics[name] > sign * self.value
+        if step in self._seen:
+            return False
+        self._seen[step] = metrics[name]
+        better = self._bests()[-1] == step
         if better:
-            self.step, self.value, self._since = step, metrics[name], 0
             logger.info("best so far: %s = %.5g at step %d", name, self.value, step)
-        else:
-            self._since += 1
         return better
+
+    def committed(self, step: int) -> None:
+        """The step is a whole checkpoint now: if it was the best, the one before may be deleted from here on."""
+        if step in self._bests():
+            self._kept = step
+        self.keep()
 
     def keep(self) -> None:
         """Write what is known, for a resume and for people."""
-        if self.settings.best_metric is not None and not math.isnan(self.value):
-            kept = {"metric": self.settings.best_metric, "step": self.step, "value": self.value, "since": self._since}
+        if self._seen:
+            kept = {"metric": self.settings.best_metric, "step": self._kept, "value": self._seen.get(self._kept or -1)}
+            kept["validations"] = list(self._seen.items())
             write_atomically(self._root / BEST_FILE, json.dumps(kept))
 
     @property
     def folder(self) -> Path | None:
         """The best checkpoint, which is not deleted with the old ones."""
-        return step_dir(self._root, self.step) if self.step else None
+        return step_dir(self._root, self._kept) if self._kept else None
 
     def stays_away(self) -> bool:
         """trainer.early_stop_patience validations in a row brought nothing better."""
         patience = self.settings.early_stop_patience
-        return patience is not None and self._since >= patience
+        return patience is not None and sum(step > self.step for step in self._seen) >= patience
+
+    def _bests(self) -> list[int]:
+        """The steps that were the best of those up to them."""
+        sign, found, most = -1.0 if self.settings.best_mode == "min" else 1.0, list[int](), math.nan
+        for step, value in self._seen.items():
+            if math.isnan(most) or sign * value > sign * most:
+                most = value
+                found.append(step)
+        return found

@@ -196,7 +196,7 @@ def started(
 
     workers: see `trainer.workers`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`.
     kind: the trainer's class; None: that of trainer.trainer_class. again: goes on from the newest checkpoint of this
-    run's folder, whatever trainer.resume_mode says, after an earlier start of this run was lost.
+    run's folder, whatever trainer.resume_mode says, after an earlier start of this run that saved one was lost.
     """
     config, inputs, plan, rewards = ready.config, ready.inputs, ready.plan, ready.rewards
     inputs.tool_usage()  # what tools did in a step that was lost with an earlier start counts for no step
@@ -206,6 +206,7 @@ def started(
             fetch_resume(config.trainer)
             resume = find_resume(config, newest=again)
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
+            stack.callback(checkpoints.close)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
             groups = stack.enter_context(workers(ready.spec, ready.device))
         pools = Pools(groups, plan, config.trainer.rpc_timeout)

@@ -38,7 +38,7 @@ from verl_like.episodes.collector import Collector
 from verl_like.remote import RemoteFolder, Uploader
 from verl_like.trainer.best import Best
 from verl_like.trainer.compose import save_resolved
-from verl_like.trainer.resume import CONFIG_FILE
+from verl_like.trainer.resume import CONFIG_FILE, run_of
 from verl_like.trainer.roles import ActorGroup, CriticGroup
 from verl_like.trainer.state import TrainState
 
@@ -86,6 +86,7 @@ class Checkpoints:
         self.config, self.tokenizer, self.resume, self.confirm = trainer, tokenizer, resume, confirm
         self.root = Path(trainer.default_local_dir).expanduser()
         self.best = Best(trainer, self.root, resumed_at=self.resume_step)
+        self._run = run_of(resume, trainer)
         self._uploader: Uploader | None = None
         if trainer.default_hdfs_dir is not None:
             self._uploader = Uploader(RemoteFolder(trainer.default_hdfs_dir, "trainer.default_hdfs_dir"))
@@ -180,20 +181,26 @@ class Checkpoints:
             return
         written, state = self._incomplete
         self.confirm()
-        write_trainer_state(written, state)
+        write_trainer_state(written, state | {"run": self._run})
         collect(written)
         path = commit(written)
         self._incomplete = None
-        if self._uploader is not None:  # before old ones are deleted: it may still be busy with one of them
+        self.best.committed(step_of(path))
+        if self._uploader is not None:  # before old ones are deleted: it waits for those it is busy with
             self._uploader.start(path)
         if not self._keep_all:
-            rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep, self.best.folder)
+            uploads = [] if self._uploader is None else self._uploader.pending
+            spared = [*uploads, *filter(None, [self.best.folder])]
+            rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep, spared)
         logger.info("saved checkpoint %s", path)
 
     def validated(self, run: Run, metrics: Mapping[str, float]) -> None:
         """The best step so far is saved at once, whatever trainer.save_freq says."""
-        if self.best.judge(run.state.step, metrics) and run.state.step not in (0, self._saved_step):
+        step = run.state.step
+        if self.best.judge(step, metrics) and step not in (0, self._saved_step):
             self.write(run)
+        if step == self._saved_step and self._incomplete is None:  # whole before it was validated: a resumed one
+            self.best.committed(step)
         self.best.keep()
 
     def finish(self) -> None:
@@ -204,6 +211,10 @@ class Checkpoints:
                 f"trainer.default_hdfs_dir={self.config.default_hdfs_dir}: not uploaded: {', '.join(left)}. They are "
                 "whole here: copy them yourself"
             )
+
+    def close(self) -> None:
+        """However the run ends: no upload goes on beside the next start, and what is not there is told."""
+        self._attempt(self.finish)
 
     def _save_after_error(self, run: Run) -> None:
         """As for an interrupt, if the weights are those of a finished step; no error of its own hides the first."""
@@ -218,7 +229,7 @@ class Checkpoints:
         try:
             what()
         except (GroupStopped, RunStopped) as second:
-            logger.error("nothing more can be saved: %s", str(second).splitlines()[0])
+            logger.error("not all is saved: %s", str(second).splitlines()[0])
         except Exception:
             logger.exception("saving failed too; the error that ends the run follows")
 

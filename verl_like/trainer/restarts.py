@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_like.checkpoint.layout import find_latest
+from verl_like.checkpoint.layout import STATE_FILE, find_latest, whole_checkpoints
 from verl_like.cluster.worker_group import WorkerDied, WorkerError, WorkerTimeout
 from verl_like.config import TrainerConfig
 
@@ -25,6 +25,14 @@ class Restarts:
         self.count = 0  # of the whole run
         self._in_vain = 0  # since the newest checkpoint
         self._newest = self._checkpoint()
+        root = Path(trainer.default_local_dir).expanduser()
+        self._before = {_written(path) for path in whole_checkpoints(root)}
+
+    @property
+    def saved(self) -> bool:
+        """Whether the newest checkpoint is of this run: not of an earlier one, which the user may have rejected."""
+        newest = self._checkpoint()
+        return newest is not None and newest not in self._before
 
     def wait_before_next(self, error: WorkerError) -> None:
         """Return when it is time to begin again; raise `error` when it is not one that a new start can cure, or when
@@ -38,13 +46,23 @@ class Restarts:
         self.count, self._in_vain = self.count + 1, self._in_vain + 1
         logger.error(
             "%s\nbeginning again in %g s from %s (restart %d of %d: trainer.max_restarts)",
-            *(str(error).splitlines()[0], wait_s, newest or "the start", self._in_vain, self._trainer.max_restarts),
+            *(str(error).splitlines()[0], wait_s, self._beginning(), self._in_vain, self._trainer.max_restarts),
         )
         self._sleep(wait_s)
 
-    def _checkpoint(self) -> Path | None:
-        root = Path(self._trainer.default_local_dir).expanduser()
-        return find_latest(root) if root.is_dir() else None
+    def _beginning(self) -> str:
+        if self.saved and self._newest is not None:
+            return str(self._newest[0])
+        return f"where it began (trainer.resume_mode={self._trainer.resume_mode})"
+
+    def _checkpoint(self) -> tuple[Path, int] | None:
+        newest = find_latest(Path(self._trainer.default_local_dir).expanduser())
+        return None if newest is None else _written(newest)
+
+
+def _written(path: Path) -> tuple[Path, int]:
+    """A checkpoint and when it was written: a step may be saved again."""
+    return path, (path / STATE_FILE).stat().st_mtime_ns
 
 
 def is_loss(error: WorkerError) -> bool:

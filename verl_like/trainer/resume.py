@@ -17,11 +17,15 @@ from verl_like.checkpoint.layout import (
     ACTOR,
     CRITIC,
     LATEST_FILE,
+    STATE_FILE,
     check_checkpoint,
     find_latest,
+    read_trainer_state,
     step_dir,
     step_of,
+    whole_checkpoints,
 )
+from verl_like.cluster.worker_group import new_run_id
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import raise_if_any
 from verl_like.config.roles import RoleConfig, roles_of
@@ -39,7 +43,8 @@ _AFRESH = "or start afresh: trainer.resume_mode=disable, or another trainer.defa
 
 
 def fetch_resume(settings: TrainerConfig) -> None:
-    """Bring what resume_mode asks for here: a newer checkpoint from trainer.default_hdfs_dir, or resume_from_path's."""
+    """Bring what resume_mode asks for here: a newer checkpoint of this run from trainer.default_hdfs_dir, or
+    resume_from_path's. ValueError where nothing is here and several runs' checkpoints are there."""
     root, mode = Path(settings.default_local_dir).expanduser(), str(settings.resume_mode)
     if mode == "resume_path" and is_remote(settings.resume_from_path):
         url, _, name = str(settings.resume_from_path).rstrip("/").rpartition("/")
@@ -51,10 +56,41 @@ def fetch_resume(settings: TrainerConfig) -> None:
     remote = RemoteFolder(settings.default_hdfs_dir, "trainer.default_hdfs_dir")
     here = [step_of(path) for path in root.glob("global_step_*") if path.name.rpartition("_")[2].isdecimal()]
     newer = [step for step in remote.steps() if step > max(here, default=0)]
+    newer = _of_this_run(remote, newer, whole_checkpoints(root)) if newer else []
     if newer:
         logger.info("fetching step %d from %s: it is newer than what is here", newer[-1], settings.default_hdfs_dir)
         remote.download(f"global_step_{newer[-1]}", step_dir(root, newer[-1]))
         write_atomically(root / LATEST_FILE, str(newer[-1]))
+
+
+def _of_this_run(remote: RemoteFolder, steps: list[int], here: list[Path]) -> list[int]:
+    """Those of the remote steps whose checkpoints are of the run that the newest one here is of (`run_of`)."""
+    found = {step: json.loads(remote.read(f"global_step_{step}/{STATE_FILE}") or "{}").get("run") for step in steps}
+    if here:
+        own = read_trainer_state(here[-1]).get("run")
+        if others := [step for step in steps if found[step] != own]:
+            logger.warning(
+                "%s=%s: step(s) %s are of another run than %s, and left there: to go on from one, set "
+                "trainer.resume_mode=resume_path trainer.resume_from_path",
+                *(remote.key, remote.url, ", ".join(map(str, others)), here[-1]),
+            )
+        return [step for step in steps if found[step] == own]
+    if len(set(found.values())) > 1:
+        listed = "; ".join(f"{step} of {run or 'an older version'}" for step, run in found.items())
+        raise ValueError(
+            f"{remote.key}={remote.url} holds checkpoints of several runs (step {listed}), and none is here that says "
+            "which one goes on: set trainer.resume_mode=resume_path and trainer.resume_from_path to the URL of one, or "
+            f"name another folder in {remote.key}"
+        )
+    return steps
+
+
+def run_of(resume: Path | None, settings: TrainerConfig) -> str:
+    """What the checkpoints of one run have in common, kept when it is resumed; a new name for a fresh start, and for
+    one from trainer.resume_from_path, which leaves what came after that step behind."""
+    branches = settings.resume_mode == "resume_path" and resume == fetched_path(settings).expanduser()
+    saved = None if resume is None or branches else read_trainer_state(resume).get("run")
+    return new_run_id() if saved is None else saved
 
 
 def fetched_path(settings: TrainerConfig) -> Path:

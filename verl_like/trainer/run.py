@@ -19,7 +19,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.observe.environment import own_files, write_environment
 from verl_like.observe.logs import setup_driver_logging
-from verl_like.observe.redaction import hidden, remember, secrets_of
+from verl_like.observe.redaction import hidden, print_hidden, remember, secrets_of
 from verl_like.observe.run_folder import CONFIG
 from verl_like.trainer.build import Prepared, input_errors, prepared, resolve_world, started
 from verl_like.trainer.compose import save_resolved, to_dict
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 def run(config: PPOConfig) -> None:
     """The run of a command line: what is wrong with its inputs, or stops it, ends the program with its message."""
+    sys.excepthook = print_hidden
     try:
         fit(config, restart=restart_under_nsight)
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
@@ -52,7 +53,7 @@ def fit(config: PPOConfig, **own: Any) -> Path:
         restarts = Restarts(run.ready.config.trainer)
         while True:
             try:
-                with run.started(again=restarts.count > 0) as trainer:
+                with run.started(again=restarts.saved) as trainer:
                     trainer.fit()
                 break
             except WorkerError as error:

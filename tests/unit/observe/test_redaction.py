@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,11 +40,47 @@ def test_no_key_of_ours_is_taken_for_a_secret() -> None:
         ("http://h/?a=1&api_key=abc&b=2", "http://h/?a=1&api_key=(hidden)&b=2"),
         ("use sk-ant-0123456789abcdef01 now", "use (hidden) now"),
         ("AKIA0123456789ABCDEF", "(hidden)"),
+        ("redis://:hunter2222@host/0", "redis://(hidden)@host/0"),
+        (
+            "https://x.blob.core.windows.net/c?sv=2024&sig=ab%2Bcd%3D",
+            "https://x.blob.core.windows.net/c?sv=2024&sig=(hidden)",
+        ),
     ],
 )
 def test_what_looks_like_a_secret(text: str, left: str) -> None:
     assert redacted_tree({"x": text}, exact=True) == {"x": left}
     assert redacted_text(text).startswith(left.partition("&b")[0])
+
+
+@pytest.mark.parametrize(
+    "text, left",
+    [
+        ("Authorization: Bearer abc.def-1 and more", "Authorization: (hidden) and more"),
+        ("{'authorization': 'Basic dXNlcjpw'}", "{'authorization': '(hidden)'}"),
+        ("AccountName=me;AccountKey=abcd==", "AccountName=me;AccountKey=(hidden)"),
+        ("SharedAccessSignature=sv=1&sig=ab", "SharedAccessSignature=(hidden)"),
+        ("method: basic training", "method: basic training"),
+    ],
+)
+def test_values_behind_names_of_secrets(text: str, left: str) -> None:
+    assert redacted_text(text) == left
+
+
+def test_a_traceback_holds_no_known_secret(tmp_path: Path) -> None:
+    """Of an error that nobody catches, in a program that has called `run`."""
+    code = """if True:
+        from verl_like.config import PPOConfig
+        from verl_like.observe.redaction import remember
+        from verl_like.trainer import run
+        def fit(*args, **keys):
+            remember({"hunter2222"})
+            raise RuntimeError("rank 1: redis://:hunter2222@host: no answer")
+        run.fit = fit
+        run.run(PPOConfig())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "RuntimeError: rank 1: redis://:(hidden)@host" in done.stderr
+    assert "hunter2222@" not in done.stderr
 
 
 def test_settings_that_are_read_again_keep_their_templates() -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from verl_like import remote
 from verl_like.algorithms.kl import KLController
 from verl_like.checkpoint.layout import find_latest, read_trainer_state, step_of
 from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
+from verl_like.remote import RemoteFolder
 from verl_like.trainer.checkpoints import Checkpoints, NotFinite
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.state import TrainState
@@ -162,6 +167,9 @@ def test_an_error_of_the_driver_saves_the_last_finished_step(
     assert "the run fails after step" in caplog.text
     again = Run(tmp_path, resume=find_latest(tmp_path))
     assert (again.state.step, again.source.drawn, again.actor.weight) == (saved,) * 3
+    before = read_trainer_state(tmp_path / f"global_step_{saved}")["run"]
+    again.step(save=True)
+    assert read_trainer_state(tmp_path / f"global_step_{saved + 1}")["run"] == before
 
 
 def test_weights_in_the_middle_of_an_update_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,7 +205,7 @@ def test_a_save_that_fails_too_does_not_hide_the_error(
         (tmp_path / "global_step_1.saving").write_text("in the way")
     with pytest.raises(ValueError, match="judge is down"):
         run.step(fails="sampling")
-    assert ("nothing more can be saved" if failure == "workers" else "saving failed too") in caplog.text
+    assert ("not all is saved" if failure == "workers" else "saving failed too") in caplog.text
 
 
 def test_an_abort_saves_nothing(tmp_path: Path) -> None:
@@ -268,3 +276,49 @@ def test_data_that_do_not_fit_are_refused_before_weights_are_loaded(
     monkeypatch.delattr(Group, "load")
     with pytest.raises(ConfigError, match=r"global_step_1: the training data changed"):
         Run(tmp_path, resume=find_latest(tmp_path))
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_checkpoint_whose_upload_failed_is_not_rotated_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recovers: bool
+) -> None:
+    """It is tried again with the next one, after that one's rotation; at the end of the run it is there, or told."""
+    url, real, tries, rotated = f"memory://{uuid.uuid4().hex}", RemoteFolder.upload, [], threading.Event()
+
+    def upload(self: RemoteFolder, folder: Path) -> None:
+        tries.append(folder.name)
+        if len(tries) <= 3 or not recovers:
+            raise ValueError("no network")
+        rotated.wait(10)
+        real(self, folder)
+
+    monkeypatch.setattr(RemoteFolder, "upload", upload)
+    monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
+    run = Run(tmp_path, max_actor_ckpt_to_keep=1, default_hdfs_dir=url)
+    run.step(save=True)
+    run.step(save=True)
+    rotated.set()
+    run.checkpoints.close()
+    if recovers:
+        there = RemoteFolder(url, "k")
+        assert there.steps() == [1, 2] and "not uploaded" not in caplog.text
+        assert (there.download("global_step_1", tmp_path / "back") / "actor" / "model" / "shard").read_text() == "1"
+    else:
+        assert f"not uploaded: {tmp_path}/global_step_1, {tmp_path}/global_step_2" in caplog.text
+
+
+def test_the_best_goes_only_when_a_better_one_is_whole(tmp_path: Path) -> None:
+    """Step 3 is better, but still being written when the save of step 2 completes."""
+    run: Any = Run(tmp_path, max_actor_ckpt_to_keep=1, best_metric="val-core/a/acc/mean@1")
+    run.step()
+    run.checkpoints.validated(run, {"val-core/a/acc/mean@1": 0.1})
+    run.config.actor_rollout_ref.actor.checkpoint.async_save = run.actor.writing = True
+    run.step(save=True)
+    run.actor.writing = True
+    run.step()
+    run.checkpoints.validated(run, {"val-core/a/acc/mean@1": 0.2})
+    assert {path.name for path in tmp_path.glob("global_step_?")} == {"global_step_1", "global_step_2"}
+    assert json.loads((tmp_path / "best_checkpoint.json").read_text())["step"] == 1
+    run.checkpoints.complete(run, wait=True)
+    assert {path.name for path in tmp_path.glob("global_step_?")} == {"global_step_3"}
+    assert json.loads((tmp_path / "best_checkpoint.json").read_text())["step"] == 3

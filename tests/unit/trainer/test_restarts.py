@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.checkpoint.layout import commit, prepare_step_dir, write_trainer_state
+from verl_like.checkpoint.layout import commit, forget, prepare_step_dir, write_trainer_state
 from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
 from verl_like.config import TrainerConfig
 from verl_like.trainer.restarts import Restarts, is_loss
@@ -66,3 +66,17 @@ def test_without_the_key_the_first_loss_ends_the_run(tmp_path: Path) -> None:
     again, _ = restarts(tmp_path / "not there", 0)
     with pytest.raises(WorkerDied):
         again.wait_before_next(died())
+
+
+def test_only_a_checkpoint_of_this_run_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Step 100 is of a run that the user went back from (resume_from_path); it counts once it is written again."""
+    for step in (50, 100):
+        checkpoint(tmp_path, step)
+    again, _ = restarts(tmp_path, 1)
+    again.wait_before_next(died())
+    assert not again.saved and "from where it began (trainer.resume_mode=auto)" in caplog.text
+    forget(tmp_path / "global_step_50")
+    assert not again.saved
+    checkpoint(tmp_path, 100)
+    again.wait_before_next(died())
+    assert again.saved and f"from {tmp_path}/global_step_100 (restart 1 of 1" in caplog.text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from verl_like.checkpoint import layout
 from verl_like.checkpoint.checksums import collect
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
+from verl_like.remote import RemoteFolder
 from verl_like.trainer.compose import save_resolved, to_dict
-from verl_like.trainer.resume import changed_keys, find_resume
+from verl_like.trainer.resume import changed_keys, fetch_resume, find_resume, run_of
 
 
 def config_of(folder: Path, **changes: Any) -> PPOConfig:
@@ -177,3 +180,39 @@ def test_a_checkpoint_of_an_older_version_is_taken(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         assert find_resume(config_of(tmp_path)) == path
     assert "without checksums" in caplog.text and "without its configuration" in caplog.text
+
+
+def test_only_this_runs_checkpoints_are_fetched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An older run left step 100 on remote storage, this one is at 20 there and at 10 here."""
+    url, here = f"memory://{uuid.uuid4().hex}", tmp_path / "here"
+
+    def saved(root: Path, step: int, run: str) -> Path:
+        folder = layout.prepare_step_dir(root, step)
+        layout.write_trainer_state(folder, {"run": run})
+        return layout.commit(folder)
+
+    for step, run in ((100, "old"), (20, "new")):
+        RemoteFolder(url, "k").upload(saved(tmp_path / "there", step, run))
+    saved(here, 10, "new")
+    settings = config_of(here, trainer__default_hdfs_dir=url).trainer
+    fetch_resume(settings)
+    assert layout.find_latest(here) == here / "global_step_20"
+    fetch_resume(settings)
+    assert layout.find_latest(here) == here / "global_step_20" and "step(s) 100 are of another run" in caplog.text
+    shutil.rmtree(here)
+    here.mkdir()
+    with pytest.raises(ValueError, match=r"trainer.default_hdfs_dir=.*step 20 of new; 100 of old.*resume_from_path"):
+        fetch_resume(settings)
+    there = RemoteFolder(url, "k")
+    there._fs.rm(f"{there._root}/global_step_20", recursive=True)
+    fetch_resume(settings)
+    assert layout.find_latest(here) == here / "global_step_100"
+
+
+def test_a_run_keeps_its_name_when_it_goes_on(tmp_path: Path) -> None:
+    folder = layout.prepare_step_dir(tmp_path, 5)
+    layout.write_trainer_state(folder, {"run": "vl1"})
+    path = layout.commit(folder)
+    by_path = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(path)}
+    assert run_of(path, config_of(tmp_path).trainer) == "vl1"
+    assert run_of(path, config_of(tmp_path, **by_path).trainer) != "vl1" != run_of(None, config_of(tmp_path).trainer)
