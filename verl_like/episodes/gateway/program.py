@@ -15,8 +15,10 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -123,7 +125,7 @@ class ProgramService:
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             given |= more
         try:
-            return await run(**given) if inspect.iscoroutinefunction(run) else await asyncio.to_thread(run, **given)
+            return await (run(**given) if inspect.iscoroutinefunction(run) else _in_thread(run, given))
         except (SystemExit, KeyboardInterrupt) as error:  # they would stop the event loop
             raise RuntimeError(f"the program tried to end the process: {error!r}") from error
 
@@ -166,6 +168,21 @@ class ProgramService:
             task.cancel()
             await asyncio.wait({task}, timeout=_ENDING_S)
         return ProgramReply(ended=True)
+
+
+async def _in_thread(run: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """In a thread of its own: in a pool's, programs would wait for those that hang, and nothing can end these."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled under the thread
+
+    def work() -> None:
+        try:
+            future.set_result(run(**given))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def _result(value: Any) -> tuple[float | None, dict[str, Any]]:

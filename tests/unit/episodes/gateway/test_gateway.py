@@ -259,7 +259,7 @@ def test_only_an_open_session_gets_in_and_what_is_wrong_is_told_without_a_retry(
 
 
 PROGRAM = """
-import asyncio, os, time
+import asyncio, os, threading, time
 from openai import AsyncOpenAI, OpenAI
 
 async def run(data, base_url, api_key, **more):
@@ -281,8 +281,17 @@ def blocking(data, base_url, api_key):
     answer = client.chat.completions.create(model="m", messages=data["messages"])
     return float(answer.choices[0].message.content == "answer 1")
 
-def silent(data, base_url, api_key):
-    return 1.0
+everyone = threading.Barrier(40)
+
+def together(data, base_url, api_key):
+    everyone.wait(20)
+    return blocking(data, base_url, api_key)
+
+async def late(data, base_url, api_key):
+    if data["extra_info"].get("what") == "busy":
+        time.sleep(1.3)  # and with it everything in this process
+    await asyncio.sleep(0.6)
+    return await run(data, base_url, api_key)
 """
 COMMAND = """
 import json, os
@@ -338,6 +347,25 @@ def test_functions_and_command_lines(tmp_path: Path) -> None:
     with gateway(tmp_path, command=f"{sys.executable} -c 'raise SystemExit(4)'") as made:
         (episode,) = play(made, Policy(count_up), None)
     assert episode.failure is not None and "ended with 4" in episode.failure.message
+
+
+def test_each_plain_function_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    with gateway(tmp_path, path=f"{tmp_path / 'program.py'}:together") as made:
+        episodes = play(made, Policy(count_up), *[None] * 40)
+    assert [episode.reward for episode in episodes] == [1.0] * 40, "none began before all had"
+
+
+def test_the_time_before_a_program_begins_is_not_counted(tmp_path: Path) -> None:
+    async def go(made: Gateway) -> Episode:
+        busy = asyncio.ensure_future(made.run(prompt(extra_info={"what": "busy"}), 0, Policy(count_up)))
+        await asyncio.sleep(0.2)
+        queued = await made.run(prompt(extra_info={}), 0, Policy(count_up))
+        await busy
+        return queued
+
+    with gateway(tmp_path, path=f"{tmp_path / 'program.py'}:late") as made:
+        made._timeout = 1.0
+        assert asyncio.run(go(made)).reward == 0.5
 
 
 def test_an_engine_that_is_gone_ends_the_run_and_not_an_episode(tmp_path: Path) -> None:
