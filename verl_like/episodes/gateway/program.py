@@ -8,6 +8,7 @@ or a command line, whose environment has the URL and the key under the names tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
@@ -132,11 +133,11 @@ class ProgramService:
     async def _process(self, request: ProgramRequest) -> Any:
         assert self._command is not None
         url, key = request.url, request.key
-        with tempfile.TemporaryFile() as errors:
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=output,  # no pipe: its end would wait for whatever the command left in the background
                 stderr=errors,
                 start_new_session=True,
                 env={
@@ -147,15 +148,17 @@ class ProgramService:
                 },
             )
             try:
-                out, _ = await process.communicate()
+                await process.wait()
             finally:
-                if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):  # nothing is left of its group
                     os.killpg(process.pid, signal.SIGKILL)
-                    await process.wait()
+                await process.wait()
             if process.returncode != 0:
                 errors.seek(0)
                 said = errors.read()[-_CHARS:].decode(errors="replace")
                 raise RuntimeError(f"the command ended with {process.returncode}: {said}")
+            output.seek(0)
+            out = output.read()
         lines = out.decode(errors="replace").strip().splitlines()
         try:
             return json.loads(lines[-1]) if lines else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
@@ -347,6 +348,17 @@ def test_functions_and_command_lines(tmp_path: Path) -> None:
     with gateway(tmp_path, command=f"{sys.executable} -c 'raise SystemExit(4)'") as made:
         (episode,) = play(made, Policy(count_up), None)
     assert episode.failure is not None and "ended with 4" in episode.failure.message
+
+
+def test_a_command_is_over_when_it_ends_whatever_it_left_in_the_background(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    line = f"{sys.executable} {tmp_path / 'command.py'}; sleep 77 & echo $! > {left}; echo 0.75"
+    with gateway(tmp_path, command=f"sh -c {shlex.quote(line)}") as made:
+        made._timeout = 10.0
+        (episode,) = play(made, Policy(count_up), None)
+    assert episode.reward == 0.75
+    state = Path(f"/proc/{left.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z", "it is killed with the command's group"
 
 
 def test_each_plain_function_has_a_thread_of_its_own(tmp_path: Path) -> None:
