@@ -23,7 +23,7 @@ from verl_like.episodes.episode import Episode, EpisodeAborted
 from verl_like.episodes.gateway.program import ProgramSpec
 from verl_like.episodes.gateway.runner import Gateway
 from verl_like.episodes.gateway.server import GatewayServer
-from verl_like.episodes.gateway.session import Rules, Session
+from verl_like.episodes.gateway.session import Asked, Refused, Rules, Session
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
@@ -257,6 +257,21 @@ def test_only_an_open_session_gets_in_and_what_is_wrong_is_told_without_a_retry(
 
     session, turns = served(policy, talk, requests=2)
     assert len(policy.asked) == 1 and len(turns) == 1 and session.counts["out_of_tokens"] == 1
+
+
+def test_equal_parallel_requests_count_and_all_end_with_the_session() -> None:
+    async def go() -> None:
+        policy = Policy(count_up)
+        policy.gate.clear()
+        session = Session(rules(requests=2), policy)
+        asking = [asyncio.ensure_future(session.answer(Asked(messages=[user("Hi")]))) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert len(policy.asked) == session.waiting == 2 and isinstance(asking[2].exception(), Refused)
+        session.close()
+        await asyncio.sleep(0.05)
+        assert session.waiting == 0 and asking[0].cancelled() and asking[1].cancelled()
+
+    asyncio.run(go())
 
 
 PROGRAM = """
