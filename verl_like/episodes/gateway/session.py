@@ -93,7 +93,8 @@ class Session:
         self.waiting = 0  # requests that have no answer yet
         self.closed = False
         self.failure: BaseException | None = None  # of the engine: no fault of the program's
-        self.touched_s = time.monotonic()  # when it last was asked or answered
+        self.touched_s = time.monotonic()  # when the policy last was asked or answered
+        self._full: set[int | None] = set()  # answers, by number, after which nothing was left; None: first requests
         self._by_history: dict[str, Reply] = {}  # of a conversation that ends with an answer of ours
         self._open: dict[str, tuple[asyncio.Task[Reply], list[bool]]] = {}  # of a request: who still listens
         self._tasks: set[asyncio.Task[Reply]] = set()  # unfinished; of equal requests only the last is in _open
@@ -152,20 +153,25 @@ class Session:
         return [_turn(reply, place, number) for number, row in enumerate(rows) for place, reply in enumerate(row)]
 
     async def _sampled(self, asked: Asked, transcript: Transcript, parent: Reply | None, number: int) -> Reply:
+        context_ids = transcript.context_ids
+        room = min(self.rules.response, self.rules.total - len(context_ids))
+        if room < 1:  # no sign of life: a program may ask for this again and again
+            before = None if parent is None else parent.number
+            if before in self._full:
+                what = f"nothing is left of the maximum context length of {self.rules.total} tokens"
+                raise Refused(f"{what}: the messages have {len(context_ids)}", "context_length_exceeded")
+            self._full.add(before)
+            self.counts["out_of_tokens"] += 1
+            completion = Completion(request_id="", sampled=NOTHING, finish_reason="length")
+            return self._keep(asked, transcript, parent, completion, number)
         self.waiting += 1
         self.touched_s = time.monotonic()
         try:
-            context_ids = transcript.context_ids
-            room = min(self.rules.response, self.rules.total - len(context_ids))
-            if room < 1:  # the program finds out by itself that there is nothing left
-                self.counts["out_of_tokens"] += 1
-                completion = Completion(request_id="", sampled=NOTHING, finish_reason="length")
-            else:
-                sampling = self._ask.sampling
-                if asked.stop:
-                    sampling = dataclasses.replace(sampling, stop=tuple(dict.fromkeys([*sampling.stop, *asked.stop])))
-                most = min(room, asked.max_tokens or room)
-                completion = await self._sample(list(context_ids), sampling, most)
+            sampling = self._ask.sampling
+            if asked.stop:
+                sampling = dataclasses.replace(sampling, stop=tuple(dict.fromkeys([*sampling.stop, *asked.stop])))
+            most = min(room, asked.max_tokens or room)
+            completion = await self._sample(list(context_ids), sampling, most)
             return self._keep(asked, transcript, parent, completion, number)
         finally:
             self.waiting -= 1

@@ -251,11 +251,14 @@ def test_only_an_open_session_gets_in_and_what_is_wrong_is_told_without_a_retry(
         assert broken.status_code == 400 and "should-retry" in str(broken.headers)
         full = await client.chat.completions.create(model="m", messages=[user("y" * 3000)])
         assert full.choices[0].finish_reason == "length" and full.choices[0].message.content == ""
+        with pytest.raises(openai.BadRequestError, match="maximum context length of 2000") as again:
+            await client.chat.completions.create(model="m", messages=[user("y" * 3001)])
+        assert again.value.code == "context_length_exceeded"
         await client.chat.completions.create(model="m", messages=[user("Hi")])
-        with pytest.raises(openai.BadRequestError, match="has had its 2 requests"):
+        with pytest.raises(openai.BadRequestError, match="has had its 3 requests"):
             await client.chat.completions.create(model="m", messages=[user("Ho")])
 
-    session, turns = served(policy, talk, requests=2)
+    session, turns = served(policy, talk, requests=3)
     assert len(policy.asked) == 1 and len(turns) == 1 and session.counts["out_of_tokens"] == 1
 
 
@@ -296,6 +299,16 @@ def blocking(data, base_url, api_key):
     client = OpenAI(base_url=base_url, api_key=api_key)
     answer = client.chat.completions.create(model="m", messages=data["messages"])
     return float(answer.choices[0].message.content == "answer 1")
+
+async def stubborn(data, base_url, api_key):
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    messages = [*data["messages"], {"role": "user", "content": "y" * 3000}]
+    while True:
+        try:
+            await client.chat.completions.create(model="m", messages=messages)
+        except Exception as error:
+            if data["extra_info"].get("what") != "deaf":
+                return {"reward": 0, "code": error.code}
 
 everyone = threading.Barrier(40)
 
@@ -380,6 +393,16 @@ def test_each_plain_function_has_a_thread_of_its_own(tmp_path: Path) -> None:
     with gateway(tmp_path, path=f"{tmp_path / 'program.py'}:together") as made:
         episodes = play(made, Policy(count_up), *[None] * 40)
     assert [episode.reward for episode in episodes] == [1.0] * 40, "none began before all had"
+
+
+def test_a_program_that_asks_for_ever_with_a_full_context_ends(tmp_path: Path) -> None:
+    with gateway(tmp_path, path=f"{tmp_path / 'program.py'}:stubborn") as made:
+        made._timeout = 1.0
+        (told,) = play(made, policy := Policy(count_up), None)
+        (deaf,) = play(made, policy, "deaf")
+    assert told.failure is not None and told.failure.kind == "agent_program_output", "it ended by itself"
+    assert deaf.failure is not None and deaf.failure.kind == "agent_program_timeout"
+    assert policy.asked == []
 
 
 def test_the_time_before_a_program_begins_is_not_counted(tmp_path: Path) -> None:
