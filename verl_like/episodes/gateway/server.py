@@ -79,9 +79,12 @@ class GatewayServer:
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         def read(body: Mapping[str, Any]) -> Asked:
             earlier = body.get("previous_response_id")
-            if earlier is not None and earlier not in self._said:
+            if earlier is None:
+                return Responses.read(body, [])
+            session, before = self._said.get(earlier, (None, []))
+            if session is None or session is not self._session(request):
                 raise Refused(f"previous_response_id={earlier!r} is none of this episode's")
-            return Responses.read(body, self._said[earlier][1] if earlier is not None else [])
+            return Responses.read(body, before)
 
         return await self._serve(request, Responses, read)
 

@@ -277,6 +277,21 @@ def test_equal_parallel_requests_count_and_all_end_with_the_session() -> None:
     asyncio.run(go())
 
 
+def test_a_response_id_of_another_episode_is_refused() -> None:
+    async def go() -> None:
+        with closing(GatewayServer()) as server:
+            await server.start()
+            keys = [server.open(Session(rules(), Policy(count_up))) for _ in range(2)]
+            mine, other = (openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key) for key in keys)
+            first = await mine.responses.create(model="m", input="Hi")
+            with pytest.raises(openai.BadRequestError, match="none of this episode's"):
+                await other.responses.create(model="m", input="Ho", previous_response_id=first.id)
+            answer = await mine.responses.create(model="m", input="Ho", previous_response_id=first.id)
+            assert answer.output_text == "answer 2"
+
+    asyncio.run(go())
+
+
 PROGRAM = """
 import asyncio, os, threading, time
 from openai import AsyncOpenAI, OpenAI
