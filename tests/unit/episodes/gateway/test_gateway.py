@@ -292,6 +292,34 @@ def test_a_response_id_of_another_episode_is_refused() -> None:
     asyncio.run(go())
 
 
+def test_a_late_error_of_a_stream_is_an_event_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_like.episodes.gateway.server._PING_S", 0.05)
+
+    class Late(Policy):
+        async def __call__(self, *arguments: Any, **options: Any) -> Completion:
+            await asyncio.sleep(0.3)
+            raise ValueError("too late")
+
+    async def talk(url: str, key: str, session: Session) -> None:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        chat = await client.chat.completions.create(model="m", messages=[user("Hi")], stream=True)
+        with pytest.raises(openai.APIError, match="too late"):
+            [chunk async for chunk in chat]
+        responses = await client.responses.create(model="m", input="Hi", stream=True)
+        with pytest.raises(openai.APIError, match="too late"):
+            [event async for event in responses]
+        other = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+        with pytest.raises(anthropic.APIStatusError, match="too late"):
+            async with other.messages.stream(model="m", max_tokens=9, messages=[user("Hi")]) as stream:  # type: ignore[list-item]
+                await stream.get_final_message()
+        async with httpx.AsyncClient() as plain:  # one whole HTTP response, and no second one in it
+            body = {"messages": [user("Ho")], "stream": True}
+            answer = await plain.post(f"{url}/v1/chat/completions", json=body, headers={"x-api-key": key})
+        assert answer.status_code == 200 and "HTTP/1.1" not in answer.text and answer.text.count("too late") == 1
+
+    served(Late(count_up), talk)
+
+
 PROGRAM = """
 import asyncio, os, threading, time
 from openai import AsyncOpenAI, OpenAI
