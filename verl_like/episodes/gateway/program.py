@@ -133,7 +133,13 @@ class ProgramService:
     async def _process(self, request: ProgramRequest) -> Any:
         assert self._command is not None
         url, key = request.url, request.key
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        with (
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryFile() as errors,
+            tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as data,
+        ):
+            json.dump(request.data, data, default=str)
+            data.flush()
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -144,7 +150,7 @@ class ProgramService:
                     **os.environ,
                     **{"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key},
                     **{"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key},
-                    "VERL_LIKE_DATA": json.dumps(request.data, ensure_ascii=False, default=str),
+                    "VERL_LIKE_DATA_FILE": data.name,  # a string of an environment has at most 128 KiB
                 },
             )
             try:

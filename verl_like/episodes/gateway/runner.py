@@ -59,7 +59,8 @@ class Gateway:
 
     async def _drive(self, prompt: Prompt, session: Session, name: str, key: str) -> ProgramReply:
         row = fields_of(prompt.row)
-        given: dict[str, Any] = {"data": {**row, "messages": row["prompt"]}, "url": self.server.url, "key": key}
+        row["messages"] = row.pop("prompt")
+        given: dict[str, Any] = {"data": row, "url": self.server.url, "key": key}
         reply = await self._send("start", name, **given)
         session.touched_s = time.monotonic()  # it may have waited for a busy worker before it began
         while reply.kind is None and not reply.ended and session.failure is None:

@@ -368,10 +368,11 @@ async def late(data, base_url, api_key):
 COMMAND = """
 import json, os
 from anthropic import Anthropic
-data = json.loads(os.environ["VERL_LIKE_DATA"])
+data = json.load(open(os.environ["VERL_LIKE_DATA_FILE"], encoding="utf-8"))
 answer = Anthropic().messages.create(model="m", max_tokens=20, messages=data["messages"])
 print("thinking")
-print(json.dumps({"reward": 0.25, "said": answer.content[0].text}))
+more = {"extra": data["extra_info"].get("what"), "prompt": data.get("prompt")}
+print(json.dumps({"reward": 0.25, "said": answer.content[0].text, **more}))
 """
 
 
@@ -414,8 +415,9 @@ def test_functions_and_command_lines(tmp_path: Path) -> None:
         episodes = play(made, Policy(count_up), None, None)
     assert [episode.reward for episode in episodes] == [1.0, 1.0]
     with gateway(tmp_path, command=f"{sys.executable} {tmp_path / 'command.py'}") as made:
-        (episode,) = play(made, Policy(count_up), None)
+        (episode,) = play(made, Policy(count_up), "long é" * 50_000)
     assert episode.reward == 0.25 and episode.info["said"] == "answer 1"
+    assert episode.info["extra"] == "long é" * 50_000 and episode.info["prompt"] is None, "messages has it"
     with gateway(tmp_path, command=f"{sys.executable} -c 'raise SystemExit(4)'") as made:
         (episode,) = play(made, Policy(count_up), None)
     assert episode.failure is not None and "ended with 4" in episode.failure.message
