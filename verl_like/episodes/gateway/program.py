@@ -8,6 +8,7 @@ or a command line, whose environment has the URL and the key under the names tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
@@ -15,8 +16,10 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -123,37 +126,45 @@ class ProgramService:
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             given |= more
         try:
-            return await run(**given) if inspect.iscoroutinefunction(run) else await asyncio.to_thread(run, **given)
+            return await (run(**given) if inspect.iscoroutinefunction(run) else _in_thread(run, given))
         except (SystemExit, KeyboardInterrupt) as error:  # they would stop the event loop
             raise RuntimeError(f"the program tried to end the process: {error!r}") from error
 
     async def _process(self, request: ProgramRequest) -> Any:
         assert self._command is not None
         url, key = request.url, request.key
-        with tempfile.TemporaryFile() as errors:
+        with (
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryFile() as errors,
+            tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as data,
+        ):
+            json.dump(request.data, data, default=str)
+            data.flush()
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=output,  # no pipe: its end would wait for whatever the command left in the background
                 stderr=errors,
                 start_new_session=True,
                 env={
                     **os.environ,
                     **{"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key},
                     **{"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key},
-                    "VERL_LIKE_DATA": json.dumps(request.data, ensure_ascii=False, default=str),
+                    "VERL_LIKE_DATA_FILE": data.name,  # a string of an environment has at most 128 KiB
                 },
             )
             try:
-                out, _ = await process.communicate()
+                await process.wait()
             finally:
-                if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):  # nothing is left of its group
                     os.killpg(process.pid, signal.SIGKILL)
-                    await process.wait()
+                await process.wait()
             if process.returncode != 0:
                 errors.seek(0)
                 said = errors.read()[-_CHARS:].decode(errors="replace")
                 raise RuntimeError(f"the command ended with {process.returncode}: {said}")
+            output.seek(0)
+            out = output.read()
         lines = out.decode(errors="replace").strip().splitlines()
         try:
             return json.loads(lines[-1]) if lines else None
@@ -166,6 +177,21 @@ class ProgramService:
             task.cancel()
             await asyncio.wait({task}, timeout=_ENDING_S)
         return ProgramReply(ended=True)
+
+
+async def _in_thread(run: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """In a thread of its own: in a pool's, programs would wait for those that hang, and nothing can end these."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled under the thread
+
+    def work() -> None:
+        try:
+            future.set_result(run(**given))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def _result(value: Any) -> tuple[float | None, dict[str, Any]]:

@@ -59,8 +59,10 @@ class Gateway:
 
     async def _drive(self, prompt: Prompt, session: Session, name: str, key: str) -> ProgramReply:
         row = fields_of(prompt.row)
-        given: dict[str, Any] = {"data": {**row, "messages": row["prompt"]}, "url": self.server.url, "key": key}
+        row["messages"] = row.pop("prompt")
+        given: dict[str, Any] = {"data": row, "url": self.server.url, "key": key}
         reply = await self._send("start", name, **given)
+        session.touched_s = time.monotonic()  # it may have waited for a busy worker before it began
         while reply.kind is None and not reply.ended and session.failure is None:
             if not session.waiting and time.monotonic() - session.touched_s > self._timeout:
                 what = f"it asked nothing and did not end within multi_turn.tool_timeout={self._timeout:g} s"

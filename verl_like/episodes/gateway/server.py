@@ -79,9 +79,12 @@ class GatewayServer:
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         def read(body: Mapping[str, Any]) -> Asked:
             earlier = body.get("previous_response_id")
-            if earlier is not None and earlier not in self._said:
+            if earlier is None:
+                return Responses.read(body, [])
+            session, before = self._said.get(earlier, (None, []))
+            if session is None or session is not self._session(request):
                 raise Refused(f"previous_response_id={earlier!r} is none of this episode's")
-            return Responses.read(body, self._said[earlier][1] if earlier is not None else [])
+            return Responses.read(body, before)
 
         return await self._serve(request, Responses, read)
 
@@ -110,13 +113,10 @@ class GatewayServer:
                 reply = await answering
             finally:  # the connection may have broken
                 answering.cancel()
-        except (Refused, ValueError, AttributeError, TypeError) as error:
-            code = error.code if isinstance(error, Refused) else "invalid_request_error"
-            return _error(400, str(error) or repr(error), code, is_anthropic=is_anthropic)
         except ConnectionError:  # nobody reads this
             raise
-        except (EpisodeAborted, Exception):  # the session remembers it, and the episode ends with it
-            return _error(400, "the episode is no longer wanted", "session_ended", is_anthropic=is_anthropic)
+        except (EpisodeAborted, Exception) as error:
+            return _error(400, *_told(error), is_anthropic=is_anthropic)
         written = form.write(reply, model, identity)
         self._remember(session, asked, reply, written["id"])
         return web.json_response(written)
@@ -136,11 +136,16 @@ class GatewayServer:
             if not response.prepared:
                 await response.prepare(request)
             await response.write(b": the policy is at work\n\n")
-        reply = answering.result()  # what was refused at once is an HTTP error, as long as nothing was said
+        try:
+            reply = answering.result()
+            self._remember(session, asked, reply, form.write(reply, model, identity)["id"])
+            said = "".join(map(_line, form.stream(reply, model, identity)))
+        except (EpisodeAborted, Exception) as error:
+            if not response.prepared:  # what was refused at once is an HTTP error, as long as nothing was said
+                raise
+            said = _line(("error", {"type": "error", **_error_body(*_told(error))}))
         if not response.prepared:
             await response.prepare(request)
-        self._remember(session, asked, reply, form.write(reply, model, identity)["id"])
-        said = "".join(map(_line, form.stream(reply, model, identity)))
         await response.write((said + ends).encode())
         await response.write_eof()
         return response
@@ -156,8 +161,20 @@ def _line(event: Event) -> str:
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
+def _told(error: BaseException) -> tuple[str, str]:
+    """What the program reads of an error, and its code."""
+    if isinstance(error, Refused):
+        return str(error), error.code
+    if isinstance(error, ValueError | AttributeError | TypeError):
+        return str(error) or repr(error), "invalid_request_error"
+    return "the episode is no longer wanted", "session_ended"  # the session remembers the error, and ends with it
+
+
+def _error_body(message: str, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": code, "code": code, "param": None}}
+
+
 def _error(status: int, message: str, code: str, *, is_anthropic: bool = False) -> web.Response:
-    error: dict[str, Any] = {"message": message, "type": code}
-    body = {"type": "error", "error": error} if is_anthropic else {"error": error | {"code": code, "param": None}}
+    body = ({"type": "error"} if is_anthropic else {}) | _error_body(message, code)
     # The official clients would ask again after 408, 409, 429 and 5xx.
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})

@@ -93,9 +93,11 @@ class Session:
         self.waiting = 0  # requests that have no answer yet
         self.closed = False
         self.failure: BaseException | None = None  # of the engine: no fault of the program's
-        self.touched_s = time.monotonic()  # when it last was asked or answered
+        self.touched_s = time.monotonic()  # when the policy last was asked or answered
+        self._full: set[int | None] = set()  # answers, by number, after which nothing was left; None: first requests
         self._by_history: dict[str, Reply] = {}  # of a conversation that ends with an answer of ours
         self._open: dict[str, tuple[asyncio.Task[Reply], list[bool]]] = {}  # of a request: who still listens
+        self._tasks: set[asyncio.Task[Reply]] = set()  # unfinished; of equal requests only the last is in _open
         self._number = 0
 
     async def answer(self, asked: Asked) -> Reply:
@@ -112,7 +114,11 @@ class Session:
             if self.rules.requests is not None and self._number >= self.rules.requests:
                 self.counts["out_of_turns"] = 1
                 raise Refused(f"the episode has had its {self.rules.requests} requests", "too_many_requests")
-            task, listening = asyncio.ensure_future(self._sampled(asked)), []
+            transcript, parent = self._conversation(asked)
+            number, self._number = self._number, self._number + 1  # at once: parallel requests count too
+            task, listening = asyncio.ensure_future(self._sampled(asked, transcript, parent, number)), []
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no listener left
             self._open[key] = task, listening
         place = len(listening)
@@ -127,7 +133,7 @@ class Session:
     def close(self) -> None:
         """Nothing is asked any more."""
         self.closed = True
-        for task, _ in self._open.values():
+        for task in self._tasks:
             task.cancel()
 
     def turns(self) -> list[Turn]:
@@ -146,23 +152,26 @@ class Session:
         self.counts["new_rows"] = max(0, len(rows) - 1)
         return [_turn(reply, place, number) for number, row in enumerate(rows) for place, reply in enumerate(row)]
 
-    async def _sampled(self, asked: Asked) -> Reply:
+    async def _sampled(self, asked: Asked, transcript: Transcript, parent: Reply | None, number: int) -> Reply:
+        context_ids = transcript.context_ids
+        room = min(self.rules.response, self.rules.total - len(context_ids))
+        if room < 1:  # no sign of life: a program may ask for this again and again
+            before = None if parent is None else parent.number
+            if before in self._full:
+                what = f"nothing is left of the maximum context length of {self.rules.total} tokens"
+                raise Refused(f"{what}: the messages have {len(context_ids)}", "context_length_exceeded")
+            self._full.add(before)
+            self.counts["out_of_tokens"] += 1
+            completion = Completion(request_id="", sampled=NOTHING, finish_reason="length")
+            return self._keep(asked, transcript, parent, completion, number)
         self.waiting += 1
         self.touched_s = time.monotonic()
         try:
-            transcript, parent = self._conversation(asked)
-            number, self._number = self._number, self._number + 1
-            context_ids = transcript.context_ids
-            room = min(self.rules.response, self.rules.total - len(context_ids))
-            if room < 1:  # the program finds out by itself that there is nothing left
-                self.counts["out_of_tokens"] += 1
-                completion = Completion(request_id="", sampled=NOTHING, finish_reason="length")
-            else:
-                sampling = self._ask.sampling
-                if asked.stop:
-                    sampling = dataclasses.replace(sampling, stop=tuple(dict.fromkeys([*sampling.stop, *asked.stop])))
-                most = min(room, asked.max_tokens or room)
-                completion = await self._sample(list(context_ids), sampling, most)
+            sampling = self._ask.sampling
+            if asked.stop:
+                sampling = dataclasses.replace(sampling, stop=tuple(dict.fromkeys([*sampling.stop, *asked.stop])))
+            most = min(room, asked.max_tokens or room)
+            completion = await self._sample(list(context_ids), sampling, most)
             return self._keep(asked, transcript, parent, completion, number)
         finally:
             self.waiting -= 1

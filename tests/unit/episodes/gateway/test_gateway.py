@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
@@ -22,7 +23,7 @@ from verl_like.episodes.episode import Episode, EpisodeAborted
 from verl_like.episodes.gateway.program import ProgramSpec
 from verl_like.episodes.gateway.runner import Gateway
 from verl_like.episodes.gateway.server import GatewayServer
-from verl_like.episodes.gateway.session import Rules, Session
+from verl_like.episodes.gateway.session import Asked, Refused, Rules, Session
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
@@ -250,16 +251,77 @@ def test_only_an_open_session_gets_in_and_what_is_wrong_is_told_without_a_retry(
         assert broken.status_code == 400 and "should-retry" in str(broken.headers)
         full = await client.chat.completions.create(model="m", messages=[user("y" * 3000)])
         assert full.choices[0].finish_reason == "length" and full.choices[0].message.content == ""
+        with pytest.raises(openai.BadRequestError, match="maximum context length of 2000") as again:
+            await client.chat.completions.create(model="m", messages=[user("y" * 3001)])
+        assert again.value.code == "context_length_exceeded"
         await client.chat.completions.create(model="m", messages=[user("Hi")])
-        with pytest.raises(openai.BadRequestError, match="has had its 2 requests"):
+        with pytest.raises(openai.BadRequestError, match="has had its 3 requests"):
             await client.chat.completions.create(model="m", messages=[user("Ho")])
 
-    session, turns = served(policy, talk, requests=2)
+    session, turns = served(policy, talk, requests=3)
     assert len(policy.asked) == 1 and len(turns) == 1 and session.counts["out_of_tokens"] == 1
 
 
+def test_equal_parallel_requests_count_and_all_end_with_the_session() -> None:
+    async def go() -> None:
+        policy = Policy(count_up)
+        policy.gate.clear()
+        session = Session(rules(requests=2), policy)
+        asking = [asyncio.ensure_future(session.answer(Asked(messages=[user("Hi")]))) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert len(policy.asked) == session.waiting == 2 and isinstance(asking[2].exception(), Refused)
+        session.close()
+        await asyncio.sleep(0.05)
+        assert session.waiting == 0 and asking[0].cancelled() and asking[1].cancelled()
+
+    asyncio.run(go())
+
+
+def test_a_response_id_of_another_episode_is_refused() -> None:
+    async def go() -> None:
+        with closing(GatewayServer()) as server:
+            await server.start()
+            keys = [server.open(Session(rules(), Policy(count_up))) for _ in range(2)]
+            mine, other = (openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key) for key in keys)
+            first = await mine.responses.create(model="m", input="Hi")
+            with pytest.raises(openai.BadRequestError, match="none of this episode's"):
+                await other.responses.create(model="m", input="Ho", previous_response_id=first.id)
+            answer = await mine.responses.create(model="m", input="Ho", previous_response_id=first.id)
+            assert answer.output_text == "answer 2"
+
+    asyncio.run(go())
+
+
+def test_a_late_error_of_a_stream_is_an_event_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_like.episodes.gateway.server._PING_S", 0.05)
+
+    class Late(Policy):
+        async def __call__(self, *arguments: Any, **options: Any) -> Completion:
+            await asyncio.sleep(0.3)
+            raise ValueError("too late")
+
+    async def talk(url: str, key: str, session: Session) -> None:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        chat = await client.chat.completions.create(model="m", messages=[user("Hi")], stream=True)
+        with pytest.raises(openai.APIError, match="too late"):
+            [chunk async for chunk in chat]
+        responses = await client.responses.create(model="m", input="Hi", stream=True)
+        with pytest.raises(openai.APIError, match="too late"):
+            [event async for event in responses]
+        other = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+        with pytest.raises(anthropic.APIStatusError, match="too late"):
+            async with other.messages.stream(model="m", max_tokens=9, messages=[user("Hi")]) as stream:  # type: ignore[list-item]
+                await stream.get_final_message()
+        async with httpx.AsyncClient() as plain:  # one whole HTTP response, and no second one in it
+            body = {"messages": [user("Ho")], "stream": True}
+            answer = await plain.post(f"{url}/v1/chat/completions", json=body, headers={"x-api-key": key})
+        assert answer.status_code == 200 and "HTTP/1.1" not in answer.text and answer.text.count("too late") == 1
+
+    served(Late(count_up), talk)
+
+
 PROGRAM = """
-import asyncio, os, time
+import asyncio, os, threading, time
 from openai import AsyncOpenAI, OpenAI
 
 async def run(data, base_url, api_key, **more):
@@ -281,16 +343,36 @@ def blocking(data, base_url, api_key):
     answer = client.chat.completions.create(model="m", messages=data["messages"])
     return float(answer.choices[0].message.content == "answer 1")
 
-def silent(data, base_url, api_key):
-    return 1.0
+async def stubborn(data, base_url, api_key):
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    messages = [*data["messages"], {"role": "user", "content": "y" * 3000}]
+    while True:
+        try:
+            await client.chat.completions.create(model="m", messages=messages)
+        except Exception as error:
+            if data["extra_info"].get("what") != "deaf":
+                return {"reward": 0, "code": error.code}
+
+everyone = threading.Barrier(40)
+
+def together(data, base_url, api_key):
+    everyone.wait(20)
+    return blocking(data, base_url, api_key)
+
+async def late(data, base_url, api_key):
+    if data["extra_info"].get("what") == "busy":
+        time.sleep(1.3)  # and with it everything in this process
+    await asyncio.sleep(0.6)
+    return await run(data, base_url, api_key)
 """
 COMMAND = """
 import json, os
 from anthropic import Anthropic
-data = json.loads(os.environ["VERL_LIKE_DATA"])
+data = json.load(open(os.environ["VERL_LIKE_DATA_FILE"], encoding="utf-8"))
 answer = Anthropic().messages.create(model="m", max_tokens=20, messages=data["messages"])
 print("thinking")
-print(json.dumps({"reward": 0.25, "said": answer.content[0].text}))
+more = {"extra": data["extra_info"].get("what"), "prompt": data.get("prompt")}
+print(json.dumps({"reward": 0.25, "said": answer.content[0].text, **more}))
 """
 
 
@@ -333,11 +415,52 @@ def test_functions_and_command_lines(tmp_path: Path) -> None:
         episodes = play(made, Policy(count_up), None, None)
     assert [episode.reward for episode in episodes] == [1.0, 1.0]
     with gateway(tmp_path, command=f"{sys.executable} {tmp_path / 'command.py'}") as made:
-        (episode,) = play(made, Policy(count_up), None)
+        (episode,) = play(made, Policy(count_up), "long é" * 50_000)
     assert episode.reward == 0.25 and episode.info["said"] == "answer 1"
+    assert episode.info["extra"] == "long é" * 50_000 and episode.info["prompt"] is None, "messages has it"
     with gateway(tmp_path, command=f"{sys.executable} -c 'raise SystemExit(4)'") as made:
         (episode,) = play(made, Policy(count_up), None)
     assert episode.failure is not None and "ended with 4" in episode.failure.message
+
+
+def test_a_command_is_over_when_it_ends_whatever_it_left_in_the_background(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    line = f"{sys.executable} {tmp_path / 'command.py'}; sleep 77 & echo $! > {left}; echo 0.75"
+    with gateway(tmp_path, command=f"sh -c {shlex.quote(line)}") as made:
+        made._timeout = 10.0
+        (episode,) = play(made, Policy(count_up), None)
+    assert episode.reward == 0.75
+    state = Path(f"/proc/{left.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z", "it is killed with the command's group"
+
+
+def test_each_plain_function_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    with gateway(tmp_path, path=f"{tmp_path / 'program.py'}:together") as made:
+        episodes = play(made, Policy(count_up), *[None] * 40)
+    assert [episode.reward for episode in episodes] == [1.0] * 40, "none began before all had"
+
+
+def test_a_program_that_asks_for_ever_with_a_full_context_ends(tmp_path: Path) -> None:
+    with gateway(tmp_path, path=f"{tmp_path / 'program.py'}:stubborn") as made:
+        made._timeout = 1.0
+        (told,) = play(made, policy := Policy(count_up), None)
+        (deaf,) = play(made, policy, "deaf")
+    assert told.failure is not None and told.failure.kind == "agent_program_output", "it ended by itself"
+    assert deaf.failure is not None and deaf.failure.kind == "agent_program_timeout"
+    assert policy.asked == []
+
+
+def test_the_time_before_a_program_begins_is_not_counted(tmp_path: Path) -> None:
+    async def go(made: Gateway) -> Episode:
+        busy = asyncio.ensure_future(made.run(prompt(extra_info={"what": "busy"}), 0, Policy(count_up)))
+        await asyncio.sleep(0.2)
+        queued = await made.run(prompt(extra_info={}), 0, Policy(count_up))
+        await busy
+        return queued
+
+    with gateway(tmp_path, path=f"{tmp_path / 'program.py'}:late") as made:
+        made._timeout = 1.0
+        assert asyncio.run(go(made)).reward == 0.5
 
 
 def test_an_engine_that_is_gone_ends_the_run_and_not_an_episode(tmp_path: Path) -> None:
