@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_like.checkpoint.layout import STATE_FILE, find_latest, whole_checkpoints
+from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerDied, WorkerError, WorkerTimeout
 from verl_like.config import TrainerConfig
 
@@ -15,13 +16,15 @@ logger = logging.getLogger(__name__)
 
 _OUT_OF_MEMORY = frozenset({"OutOfMemoryError", "MemoryError"})
 _LONGEST_S = 600.0
+_LOOK_S = 0.5  # how soon an interrupt ends a wait
+Wait = Callable[[float, StopFlag], None]
 
 
 class Restarts:
     """Of one run: at most trainer.max_restarts from the same checkpoint, each after twice the wait of the last."""
 
-    def __init__(self, trainer: TrainerConfig, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._trainer, self._sleep = trainer, sleep
+    def __init__(self, trainer: TrainerConfig, wait: Wait | None = None) -> None:
+        self._trainer, self._wait = trainer, wait or wait_unless_stopped
         self.count = 0  # of the whole run
         self._in_vain = 0  # since the newest checkpoint
         self._newest = self._checkpoint()
@@ -35,8 +38,8 @@ class Restarts:
         return newest is not None and newest not in self._before
 
     def wait_before_next(self, error: WorkerError) -> None:
-        """Return when it is time to begin again; raise `error` when it is not one that a new start can cure, or when
-        the restarts are used up."""
+        """Return when it is time to begin again; raise `error` when it is not one that a new start can cure, when the
+        restarts are used up, or when the user asks to stop meanwhile."""
         newest = self._checkpoint()
         if newest != self._newest:
             self._newest, self._in_vain = newest, 0
@@ -48,7 +51,10 @@ class Restarts:
             "%s\nbeginning again in %g s from %s (restart %d of %d: trainer.max_restarts)",
             *(str(error).splitlines()[0], wait_s, self._beginning(), self._in_vain, self._trainer.max_restarts),
         )
-        self._sleep(wait_s)
+        with graceful_interrupt() as stop:
+            self._wait(wait_s, stop)
+        if stop.requested:
+            raise error
 
     def _beginning(self) -> str:
         if self.saved and self._newest is not None:
@@ -56,13 +62,24 @@ class Restarts:
         return f"where it began (trainer.resume_mode={self._trainer.resume_mode})"
 
     def _checkpoint(self) -> tuple[Path, int] | None:
-        newest = find_latest(Path(self._trainer.default_local_dir).expanduser())
+        try:
+            newest = find_latest(Path(self._trainer.default_local_dir).expanduser())
+        except ValueError as error:  # a start repairs what can be repaired, and refuses the rest by itself
+            logger.debug("there is no whole checkpoint to count from: %s", error)
+            return None
         return None if newest is None else _written(newest)
 
 
 def _written(path: Path) -> tuple[Path, int]:
     """A checkpoint and when it was written: a step may be saved again."""
     return path, (path / STATE_FILE).stat().st_mtime_ns
+
+
+def wait_unless_stopped(seconds: float, stop: StopFlag) -> None:
+    """Sleep; an interrupt ends it."""
+    end = time.monotonic() + seconds
+    while not stop.requested and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, _LOOK_S))
 
 
 def is_loss(error: WorkerError) -> bool:

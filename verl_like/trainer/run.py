@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.checkpoint.lock import held
+from verl_like.cluster.lifecycle import StopFlag
 from verl_like.cluster.worker_group import WorkerError, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
@@ -50,13 +51,16 @@ def fit(config: PPOConfig, **own: Any) -> Path:
     are lost; the folder of the run's files. Arguments and errors: see `opened`."""
     began = time.perf_counter()
     with _prepared(config, **own) as run:
-        restarts = Restarts(run.ready.config.trainer)
+        restarts, stop = Restarts(run.ready.config.trainer), StopFlag()
         while True:
             try:
                 with run.started(again=restarts.saved) as trainer:
+                    stop = trainer.stop
                     trainer.fit()
                 break
             except WorkerError as error:
+                if stop.requested:
+                    raise
                 restarts.wait_before_next(error)
     config, folder = trainer.config, log_dir(trainer.config)
     if not config.trainer.val_only:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,7 @@ def died(kind: type[WorkerError] = WorkerDied, error_type: str = "") -> WorkerEr
 def restarts(folder: Path, most: int) -> tuple[Restarts, list[float]]:
     waits: list[float] = []
     trainer = TrainerConfig(default_local_dir=str(folder), max_restarts=most, restart_delay=3.0)
-    return Restarts(trainer, waits.append), waits
+    return Restarts(trainer, lambda seconds, stop: waits.append(seconds)), waits
 
 
 def checkpoint(folder: Path, step: int) -> None:
@@ -80,3 +84,13 @@ def test_only_a_checkpoint_of_this_run_is_gone_on_from(tmp_path: Path, caplog: p
     checkpoint(tmp_path, 100)
     again.wait_before_next(died())
     assert again.saved and f"from {tmp_path}/global_step_100 (restart 1 of 1" in caplog.text
+
+
+def test_a_user_who_asks_to_stop_meanwhile_is_heard(tmp_path: Path) -> None:
+    trainer = TrainerConfig(default_local_dir=str(tmp_path), max_restarts=1, restart_delay=600.0)
+    again = Restarts(trainer)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    with pytest.raises(WorkerDied):
+        again.wait_before_next(died())
+    assert time.monotonic() - began < 60

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from verl_like.checkpoint.lock import LOCK_FILE, held
+from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import PPOConfig
 from verl_like.config.errors import RunStopped
 from verl_like.trainer import run as run_module
@@ -28,7 +29,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def build(ready: Any, launcher: Any, confirm: Any, kind: Any, *, again: bool) -> Iterator[Any]:
         config = ready.config
         trainer = SimpleNamespace(config=config, state=SimpleNamespace(step=3), total_steps=3)
-        trainer.plan = SimpleNamespace(world_size=1)
+        trainer.plan, trainer.stop = SimpleNamespace(world_size=1), StopFlag()
 
         def fit() -> None:
             trainer.on_start()
