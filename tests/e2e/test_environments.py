@@ -59,7 +59,7 @@ def train(folder: Path, out: Path, *arguments: str, timeout: float = 200) -> lis
 
 def test_the_main_job_plays(recipe: ModuleType, tmp_path: Path) -> None:
     """Two tags in their shares, GiGPO on the rewards of turns, a GIF of each episode of the validation."""
-    recipe.prepare(tmp_path, recipe.Recipe(steps=2, batch=4, hidden_size=32, num_layers=1))
+    recipe.prepare(tmp_path, recipe.Recipe(steps=(1, 1), batch=4, hidden_size=32, num_layers=1))
     plain = (
         '{type: frozen_lake, instruction: "", max_steps: 3, max_tokens_per_step: 2, config: {action_pattern: "(.*)"}}'
     )
@@ -88,7 +88,7 @@ def test_the_main_job_plays(recipe: ModuleType, tmp_path: Path) -> None:
 
 def test_the_main_job_trains_on_what_a_program_asked(recipe: ModuleType, tmp_path: Path) -> None:
     """The official client, on a laptop's engine."""
-    recipe.prepare(tmp_path, recipe.Recipe(steps=2, batch=4, hidden_size=32, num_layers=1))
+    recipe.prepare(tmp_path, recipe.Recipe(steps=(1, 1), batch=4, hidden_size=32, num_layers=1))
     (tmp_path / "program.py").write_text(PROGRAM)
     out = tmp_path / "out"
     line = overrides(write_task(tmp_path, 8), tmp_path / "model", out, trainer__total_training_steps=1)

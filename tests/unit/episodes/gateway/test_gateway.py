@@ -361,7 +361,7 @@ def together(data, base_url, api_key):
 
 async def late(data, base_url, api_key):
     if data["extra_info"].get("what") == "busy":
-        time.sleep(1.3)  # and with it everything in this process
+        time.sleep(2.3)  # and with it everything in this process
     await asyncio.sleep(0.6)
     return await run(data, base_url, api_key)
 """
@@ -442,8 +442,8 @@ def test_each_plain_function_has_a_thread_of_its_own(tmp_path: Path) -> None:
 
 def test_a_program_that_asks_for_ever_with_a_full_context_ends(tmp_path: Path) -> None:
     with gateway(tmp_path, path=f"{tmp_path / 'program.py'}:stubborn") as made:
-        made._timeout = 1.0
         (told,) = play(made, policy := Policy(count_up), None)
+        made._timeout = 1.0
         (deaf,) = play(made, policy, "deaf")
     assert told.failure is not None and told.failure.kind == "agent_program_output", "it ended by itself"
     assert deaf.failure is not None and deaf.failure.kind == "agent_program_timeout"
@@ -459,7 +459,7 @@ def test_the_time_before_a_program_begins_is_not_counted(tmp_path: Path) -> None
         return queued
 
     with gateway(tmp_path, path=f"{tmp_path / 'program.py'}:late") as made:
-        made._timeout = 1.0
+        made._timeout = 2.0
         assert asyncio.run(go(made)).reward == 0.5
 
 
