@@ -88,7 +88,8 @@ class TrainerConfig(ConfigNode):
     """Folder of checkpoints; follows project_name and experiment_name."""
     default_hdfs_dir: str | None = None
     """URL of a remote folder (hdfs://, s3://, gs://, or any that fsspec knows): each checkpoint is copied there in the
-    background, and resume_mode=auto fetches the newest whole one where it is newer than those of default_local_dir."""
+    background, and resume_mode=auto fetches the newest whole one of this run where it is newer than those of
+    default_local_dir."""
     del_local_ckpt_after_load: bool = False
     """Delete a checkpoint after resuming from it."""
     best_metric: str | None = None

@@ -56,12 +56,14 @@ def plant(engine: FSDPEngine, where: str) -> tiny.PolicyLoss:
     return tiny.PolicyLoss()
 
 
-def step(engine: FSDPEngine, loss: tiny.PolicyLoss, rows: list[int]) -> tuple[dict[str, Tensor], dict[str, float]]:
+def step(
+    engine: FSDPEngine, loss: tiny.PolicyLoss, rows: list[int], rule: MicroBatchRule = RULE
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Two updates and a forward pass between them; weights and metrics."""
     batch = tiny.experience(24, seed=1)
     for _ in range(2):
-        metrics = engine.train_minibatch(batch.select(rows), loss, tiny.denominators(batch), rule=RULE)
-    found = engine.forward(batch.select(rows), want=frozenset({"log_probs"}), rule=RULE)
+        metrics = engine.train_minibatch(batch.select(rows), loss, tiny.denominators(batch), rule=rule)
+    found = engine.forward(batch.select(rows), want=frozenset({"log_probs"}), rule=rule)
     return tiny.weights(engine) | found, {name: metric.value for name, metric in metrics.items()}
 
 
@@ -88,6 +90,27 @@ def test_one_rank(process: ProcessInfo, tmp_path: Path, where: str, checkpointin
     path = tiny.model_folder(tmp_path)
     keys = {"model": {"enable_gradient_checkpointing": checkpointing}}
     check(*both(process, path, where, list(range(24)), True, **keys))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_gradients_of_what_went_before_count_once(process: ProcessInfo, tmp_path: Path, where: str) -> None:
+    """Memory runs out in the third micro-batch: the gradients of two are there, and all is repeated."""
+    path, rule, calls = tiny.model_folder(tmp_path), MicroBatchRule(max_tokens=LIMIT), 0
+
+    def fail_once(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            ask_for_too_much(LIMIT + 1)
+
+    plain = step(tiny.build_engine(process, path), tiny.PolicyLoss(), list(range(24)), rule)
+    engine = tiny.build_engine(process, path)
+    mlp = engine.model.hf.base_model.layers[0].mlp
+    if where == "forward":
+        mlp.register_forward_pre_hook(fail_once)
+    else:
+        mlp.register_full_backward_hook(fail_once)
+    check(plain, step(engine, tiny.PolicyLoss(), list(range(24)), rule))
 
 
 def test_a_single_row_that_does_not_fit_is_told(process: ProcessInfo, tmp_path: Path) -> None:
