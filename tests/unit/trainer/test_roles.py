@@ -196,7 +196,8 @@ def test_replicas_and_order_do_not_depend_on_what_was_sampled_before() -> None:
 
 def test_nothing_is_sampled_from_weights_that_are_not_the_actors() -> None:
     """From an update, or a checkpoint that was read, to the next sync."""
-    weights = Weights(FakeGroup(1, lambda *_: report()), FakeGroup(1, None), timeout_s=1)
+    pool = FakeGroup(1, lambda *_: report())
+    weights = Weights(pool, pool, timeout_s=1)
     actor = ActorGroup(FakeGroup(1, lambda *_: []), plan(1), balance=True, timeout_s=1, on_change=weights.changed)
     rules = UpdateRules(prompts_per_mini_batch=4, epochs=1, shuffle=False, seed=1, max_response_length=4)
     with served(1, has_weights=lambda: weights.version is not None) as (_, rollout):
