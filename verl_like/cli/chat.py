@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Answer line by line. ConfigError, hence exit status 1, for a model that cannot be used."""
     from verl_like.rollout.rollout_engine import SamplingParams
-    from verl_like.trainer.build import end_token_ids
+    from verl_like.trainer.inputs import end_token_ids
     from verl_like.trainer.serving import model_of
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)

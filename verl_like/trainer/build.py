@@ -27,7 +27,7 @@ from verl_like.config.placement import has_further_pools
 from verl_like.config.roles import ACTOR, REWARD, ROLLOUT, needs_critic, reward_network, roles_of
 from verl_like.data.build import build_dataset
 from verl_like.data.curriculum import CustomSampler
-from verl_like.data.dataset import Dataset, PromptDataset, make_encoder
+from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.environments import EnvironmentDataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
@@ -63,6 +63,7 @@ from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.folders import log_dir, profile_dir
+from verl_like.trainer.inputs import end_token_ids, max_model_len, refuse_media, refuse_missing_answers
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
@@ -79,7 +80,7 @@ from verl_like.trainer.tools import check_interactions, open_toolbox, require_to
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 from verl_like.trainer.workers import Workers
-from verl_like.user_code import external_modules, is_reference
+from verl_like.user_code import external_modules
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -488,35 +489,6 @@ def with_system_prompt(config: PPOConfig) -> DataConfig:
     return dataclasses.replace(data, system_prompt=rule)
 
 
-def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> None:
-    """ValueError for rows with images or videos: they are read and carried, but no model is trained on them yet."""
-    if not dataset.num_media():
-        return
-    multimodal = hasattr(hf_config, "vision_config")
-    what = "is a vision-language model, whose training is not available yet" if multimodal else "reads text only"
-    raise ValueError(
-        f"{key}: {dataset.num_media()} rows have images or videos (data.image_key, data.video_key), but the model "
-        f"(model_type {hf_config.model_type}) {what}. Leave such rows out"
-    )
-
-
-def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
-    """ValueError for a file without reference answers where built-in graders compare with them."""
-    reward, key = config.reward_model, config.data.ground_truth_key
-    own = config.custom_reward_function.path is not None or reward.judge.url is not None
-    parts = [name for table in reward.weights.values() for name in table]
-    others = [reward.rule or "", *reward.rule_by_source.values(), reward.reward_manager, *parts]
-    if own or (reward.enable and reward.rule_weight == 0) or any(map(is_reference, others)):
-        return
-    for file in dataset.files if type(dataset) is PromptDataset else ():  # a class of the user's may know answers
-        if not file.has_ground_truth(key):
-            raise ValueError(
-                f"{file.path} has no column 'reward_model' with the reference answers (it has: "
-                f"{', '.join(file.rows.columns)}); set data.ground_truth_key to their column, or grade without them: "
-                "custom_reward_function.path"
-            )
-
-
 def train_loader(config: PPOConfig, dataset: Dataset, plan: BatchPlan) -> PromptLoader:
     """The training prompts from the first one on, in the order of `train_sampler`."""
     size = plan.prompts_per_draw
@@ -544,37 +516,6 @@ def validation_batches(config: PPOConfig, dataset: Dataset | None) -> Iterable[l
         return ()
     data = config.data
     return iterate_all(dataset, data.val_batch_size, shuffle=data.validation_shuffle, seed=config.trainer.seed)
-
-
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> tuple[int, ...]:
-    """Every id that ends a response: the tokenizer's and the model's (chat models often have two)."""
-    ids: list[int] = []
-    for value in (tokenizer.eos_token_id, hf_config.eos_token_id):
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    if not ids:
-        raise ValueError(
-            "neither the tokenizer nor the model's config.json names an end-of-sequence token (eos_token_id)"
-        )
-    return tuple(dict.fromkeys(ids))
-
-
-def max_model_len(config: PPOConfig, hf_config: PretrainedConfig) -> int:
-    """Tokens of prompt plus response that the rollout engine must hold, checked against what the model can."""
-    rollout = config.actor_rollout_ref.rollout
-    needed = config.data.max_prompt_length + config.data.max_response_length
-    length = rollout.max_model_len or needed
-    if length < needed:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.max_model_len={length} is less than data.max_prompt_length + "
-            f"data.max_response_length = {needed}; raise it or leave it null"
-        )
-    if length > hf_config.max_position_embeddings:
-        raise ValueError(
-            f"prompt plus response may have {length} tokens (data.max_prompt_length + data.max_response_length, or "
-            f"rollout.max_model_len), but the model has {hf_config.max_position_embeddings} positions "
-            "(max_position_embeddings); lower the lengths"
-        )
-    return length
 
 
 def resolve_world(config: PPOConfig) -> tuple[str, int]:
