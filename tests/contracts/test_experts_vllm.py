@@ -52,9 +52,9 @@ def fault_is_found(rollout: RolloutEngine, sync: WeightSync, monkeypatch: pytest
     swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     load = rollout.load_weights
 
-    def exchanged(stream: Iterator[tuple[str, Any]], version: int, *, partial: bool) -> None:
+    def exchanged(stream: Iterator[tuple[str, Any]], version: int, **options: Any) -> None:
         parts = ((name, name.split(".")[-2], tensor) for name, tensor in stream)
-        load(((name.replace(part, swap.get(part, part)), t) for name, part, t in parts), version, partial=partial)
+        load(((name.replace(part, swap.get(part, part)), t) for name, part, t in parts), version, **options)
 
     monkeypatch.setattr(rollout, "load_weights", exchanged)
     with pytest.raises(WeightSyncError, match=r"differs in the rollout engine: .*experts\.0\.gate_proj"):
