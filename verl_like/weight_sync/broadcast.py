@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.rollout.wire import address_towards
-from verl_like.weight_sync.channel import DEADLINE_S
 from verl_like.weight_sync.wired import Deadline, WiredReceiver, WiredSender
 
 Result = TypeVar("Result")
@@ -32,24 +30,14 @@ class BroadcastSender(WiredSender):
 
     _whole = True
 
-    def __init__(
-        self,
-        host: str,
-        receivers: list[str],
-        *,
-        bucket_bytes: int,
-        device: torch.device,
-        name: str = "trainer rank 0",
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        super().__init__(host, receivers, bucket_bytes=bucket_bytes, device=device, name=name, deadline_s=deadline_s)
-        self._host = host
-        self._group: Any = None
-        server = socket.create_server((host, 0))  # by itself the store listens to every network
+    _group: Any = None
+
+    def _meeting_place(self) -> tuple[str, int]:
+        server = socket.create_server((self._host, 0))  # by itself the store listens to every network
         options = {"wait_for_workers": False, "master_listen_fd": server.fileno()}
-        self._store: Any = dist.TCPStore(host, server.getsockname()[1], is_master=True, **options)
+        self._store: Any = dist.TCPStore(self._host, server.getsockname()[1], is_master=True, **options)
         server.detach()
-        self.way = replace(self.way, store=(host, self._store.port))
+        return self._host, self._store.port
 
     def _prepare(self, deadline: Deadline) -> None:
         if self._group is None:

@@ -42,11 +42,6 @@ class WeightSync:
         )
         self._receiver = WeightReceiver(rollout, config, process, name="rank {}")
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the rollout engine holds what the training engine has now."""
-        return self._source.is_held(self._rollout.held)
-
     def sync(self, version: int, *, optimizer_moved: bool | None = None) -> SyncReport:
         """Fill the rollout engine with the engine's weights as `version`. Raises WeightSyncError on every rank; the
         engine is unloaded then. optimizer_moved: see WeightSource.send."""

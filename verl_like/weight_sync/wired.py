@@ -122,7 +122,7 @@ class WiredSender:
         name: str = "trainer rank 0",
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self._name, self._device = name, device
+        self._host, self._name, self._device = host, name, device
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
         self._sockets = [Socket(host) for _ in receivers]
         for socket in self._sockets:
@@ -136,6 +136,7 @@ class WiredSender:
             receivers=tuple(receivers),
             wires=tuple((socket.address, socket.authkey) for socket in self._sockets),
             deadline_s=deadline_s,
+            store=self._meeting_place(),
         )
 
     def send(self, header: Header, stream: Stream) -> None:
@@ -235,6 +236,10 @@ class WiredSender:
             with suppress(ChannelError):  # it is gone, or is the one who does not listen
                 peer.say(Deadline(_GRACE_S / 8), "", "failed", reason)
         self.close()
+
+    def _meeting_place(self) -> tuple[str, int] | None:
+        """Where a process group of both sides meets, of a channel that has one."""
+        return None
 
     def _prepare(self, deadline: Deadline) -> None:
         """Before the first bucket of a transfer."""
