@@ -108,7 +108,6 @@ class Prepared:
 
     config: PPOConfig
     device: str
-    ranks_per_node: int
     inputs: Inputs
     plan: BatchPlan
     costs: ModelCosts
@@ -157,7 +156,6 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     return Prepared(
         config=config,
         device=device,
-        ranks_per_node=ranks_per_node,
         inputs=with_own_loops(config, inputs, stack),
         plan=plan,
         costs=costs,
