@@ -71,6 +71,7 @@ class BatchPlan:
     prompts_per_step: int
     prompts_per_draw: int
     draws_until_full: bool
+    asynchronous: str | None  # how old what is trained may be
     responses_per_prompt: int
     sequences_per_step: int
     rollout_replicas: int
@@ -113,6 +114,7 @@ class BatchPlan:
             prompts_per_step=prompts,
             prompts_per_draw=draw,
             draws_until_full=draws_until_full(config),
+            asynchronous=_staleness(config) if config.asynchronous else None,
             responses_per_prompt=rollout.n,
             sequences_per_step=prompts * rollout.n,
             rollout_replicas=replicas,
@@ -182,6 +184,9 @@ class BatchPlan:
     def _draw_rows(self) -> list[tuple[str, str]]:
         if not self.draws_until_full:
             return []
+        if self.asynchronous is not None:
+            text = f"up to {self.prompts_per_draw:,} prompts, of which a step trains {self.prompts_per_step:,} groups"
+            return [("under way", text), ("staleness", self.asynchronous)]
         text = f"up to {self.prompts_per_draw:,} prompts at once, until {self.prompts_per_step:,} groups fill the batch"
         return [("prompts in flight", text)]
 
@@ -309,15 +314,28 @@ def _lengths(problems: list[str], config: PPOConfig, num_train_prompts: int | No
     return per_epoch, per_epoch * config.trainer.total_epochs if total is None else total
 
 
+def _staleness(config: PPOConfig) -> str:
+    settings = config.async_training
+    most = f"at most {settings.max_staleness} versions"
+    beyond = {
+        "wait": f"{most}: a step waits for what would be older",
+        "continue": f"not bounded: what is older than {settings.max_staleness} versions goes on, and is trained",
+        "drop": f"{most}: what is older is aborted, and not trained in this epoch",
+    }
+    return beyond[settings.beyond]
+
+
 def draws_until_full(config: PPOConfig) -> bool:
     """Whether a step goes on drawing prompts until its batch is full: every prompt of an epoch is drawn then."""
     rules, extra = config.algorithm.filter_groups, config.actor_rollout_ref.rollout.scheduler.additional_prompts
-    return extra.enable or (rules.enable and rules.resample)
+    return config.asynchronous or extra.enable or (rules.enable and rules.resample)
 
 
 def prompts_in_flight(config: PPOConfig) -> int:
     """Prompts that a step has at once, at most: data.train_batch_size and the additional ones, or data.gen_batch_size
-    where dynamic sampling draws again and that is more."""
+    where dynamic sampling draws again and that is more; of the asynchronous modes those that are not trained yet."""
+    if config.asynchronous:
+        return config.async_training.groups_under_way(config.data.train_batch_size)
     rules, data = config.algorithm.filter_groups, config.data
     extra = config.actor_rollout_ref.rollout.scheduler.additional_prompts
     draw = (data.gen_batch_size or 0) if rules.enable and rules.resample else 0
@@ -329,7 +347,10 @@ def _draw(problems: list[str], config: PPOConfig, num_train_prompts: int | None)
     data, count = config.data, prompts_in_flight(config)
     if num_train_prompts is not None and data.train_batch_size <= num_train_prompts < count:
         key = f"data.gen_batch_size={data.gen_batch_size}"
-        if count != data.gen_batch_size:
+        if config.asynchronous:
+            rate = f"async_training.over_sample_rate={config.async_training.over_sample_rate:g}"
+            key = f"{rate} with data.train_batch_size={data.train_batch_size}: {count} prompts would be under way"
+        elif count != data.gen_batch_size:
             extra = config.actor_rollout_ref.rollout.scheduler.additional_prompts
             key = f"{_ROLLOUT}.scheduler.additional_prompts.max={extra.max} beside {data.train_batch_size} prompts"
         problems.append(f"{key}: there are only {num_train_prompts} training prompts; lower it, or add data")
@@ -390,6 +411,8 @@ def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
 def _driver_needs(config: PPOConfig) -> str | None:
     """The first setting that needs old log-probs before the update, or None."""
     algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    if config.asynchronous:  # the weights are trainer / sampler, of samplers of several versions
+        return f"trainer.mode={config.trainer.mode}"
     if algorithm.use_kl_in_reward:
         return "algorithm.use_kl_in_reward=True"
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode

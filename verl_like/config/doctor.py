@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from verl_like.config.availability import not_available, without_effect
+from verl_like.config.doctor_async import ASYNC_IDLE, impossible_async
 from verl_like.config.doctor_correction import (
     CORRECTION_IDLE,
     risky_baseline,
@@ -60,6 +61,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + impossible_rewards(config)
         + impossible_reward_model(config)
         + impossible_placement(config)
+        + impossible_async(config)
     )
 
 
@@ -270,6 +272,7 @@ IDLE: tuple[Idle, ...] = (
     *PLACEMENT_IDLE,
     *OUTCOME_IDLE,
     *ENV_IDLE,
+    *ASYNC_IDLE,
     Idle(_VLLM_ONLY, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
     Idle(
         (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.cudagraph_capture_sizes"),

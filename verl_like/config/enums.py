@@ -249,6 +249,7 @@ DEFAULT_AGGREGATION = "token-mean"  # where loss_agg_mode is null and the loss h
 CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_zero")
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 ROLLOUT_MODES = ("sync", "async")
+TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 SCHEDULER_MODES = ("request", "batch")
 ABORTED_PROMPTS = ("wait", "drop")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

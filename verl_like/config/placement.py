@@ -152,7 +152,8 @@ def _rollout_has_own_keys(config: PPOConfig) -> bool:
     return not config.actor_rollout_ref.hybrid_engine and ROLLOUT not in _roles_named(config)
 
 
-def _samples_alone(config: PPOConfig) -> bool:
+def samples_alone(config: PPOConfig) -> bool:
+    """Whether the rollout engine has its processes for itself."""
     return any(pool.roles == (ROLLOUT,) for pool in _others(config))
 
 
@@ -164,7 +165,7 @@ PLACEMENT_IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         (f"{_ROLLOUT_KEYS}.free_cache_engine",),
-        _samples_alone,
+        samples_alone,
         "the rollout engine has its processes for itself",
     ),
     Idle(

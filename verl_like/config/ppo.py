@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from verl_like.config.actor import ActorConfig, RefConfig
 from verl_like.config.algorithm import AlgorithmConfig
+from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.base import ConfigNode
 from verl_like.config.critic import CriticConfig
 from verl_like.config.data import DataConfig
@@ -51,5 +52,12 @@ class PPOConfig(ConfigNode):
     """Environments in place of prompts."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run."""
+    async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
+    """Groups that live through several versions of the weights."""
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
     """Ray."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether groups are under way across steps."""
+        return self.trainer.mode != "sync"

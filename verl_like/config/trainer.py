@@ -10,6 +10,7 @@ from verl_like.config.enums import (
     HEALTH_RULES,
     LOG_FORMATS,
     LOGGERS,
+    TRAINER_MODES,
     Device,
     Launcher,
     ProfileTool,
@@ -39,6 +40,10 @@ class TrainerConfig(ConfigNode):
     deterministic algorithms only (others warn), and settings whose results depend on time are refused."""
     device: Device = Device.auto
     """auto (CUDA when there is one), cpu or cuda."""
+    mode: str = "sync"
+    """sync: a step samples its batch and trains it. colocate_async: a step goes on when it has its groups; what still
+    runs is paused while the policy trains, and continues under the new weights. separate_async: a pool of its own
+    samples all the time (async_training.*)."""
     launcher: Launcher = Launcher.ray
     """ray, or local: one rank in this process, for debugging."""
     nnodes: int = 1
@@ -159,6 +164,7 @@ class TrainerConfig(ConfigNode):
         above(self, 0, "sample_max_mb")
         at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "early_stop_patience")
         one_of(self, "best_mode", ("max", "min"))
+        one_of(self, "mode", TRAINER_MODES)
         alone = self.early_stop_patience is not None and self.best_metric is None
         require(not alone, "early_stop_patience", self.early_stop_patience, "set best_metric, which it watches")
         above(self, 0, "rpc_timeout", "worker_start_timeout")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from verl_like.batch import Prompt, Scores
 from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, EpisodeRunner
+from verl_like.episodes.kept import Kept
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.outcomes import Policies
 from verl_like.rewards.grading import Graded
@@ -22,7 +23,7 @@ from verl_like.rewards.parts import combine
 from verl_like.rewards.reward_call import RewardOutcome
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.requests import request_seed
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
+from verl_like.rollout.rollout_engine import NOTHING, Completion, GenerationRequest, ResumeError, SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -118,6 +119,7 @@ class Collection:
     client: RolloutClient
     rewards: RewardManager
     arrivals: Arrivals
+    kept: dict[int, Kept] = field(default_factory=dict)  # by sample: what a checkpoint has of it
     ended: bool = False
     askers: list[Asker] = field(default_factory=list)
     _to_grade: list[Member] = field(default_factory=list)
@@ -257,16 +259,33 @@ class Asker:
             session=f"{how.purpose}-{group}-{self.sample}" if how.spread else f"{how.purpose}-{group}",
             turn=turn,
         )
-        future = self.of.client.submit(request)
-        self.requests.append((request.request_id, future))
-        try:
-            completion = await self.of.arrivals.wait_for(future)
-        except asyncio.CancelledError:  # the episode has ended, or the runner's patience with this turn
-            self.of.client.abort([request.request_id])
-            raise
+        completion = await self._completed(request)
         if completion.finish_reason == "abort":
             raise EpisodeAborted(f"request {request.request_id} was aborted")
         return completion
+
+    async def _completed(self, request: GenerationRequest) -> Completion:
+        """What is sampled of this request, from what is kept of it on."""
+        name, kept = request.request_id, None
+        if not self.requests and self.attempt == 0:
+            kept = self.of.kept.pop(self.sample, None)
+        if kept is not None and kept.finish_reason is not None:
+            done: Future[Completion] = Future()
+            done.set_result(Completion(request_id=name, sampled=kept.sampled, finish_reason=kept.finish_reason))
+            self.requests.append((name, done))
+            return done.result()
+        if kept is not None:
+            request = dataclasses.replace(request, resume=kept.sampled)
+        future = self.of.client.submit(request)
+        self.requests.append((name, future))
+        try:
+            return await self.of.arrivals.wait_for(future)
+        except asyncio.CancelledError:  # the episode has ended, or the runner's patience with this turn
+            self.of.client.abort([name])
+            raise
+        except ResumeError:  # the engine cannot go on from there
+            self.requests.pop()
+            return await self._completed(dataclasses.replace(request, resume=NOTHING))
 
     def __str__(self) -> str:
         row = self.prompt.row

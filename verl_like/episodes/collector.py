@@ -12,12 +12,14 @@ which groups are used, and what is done to the scores.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
@@ -25,19 +27,23 @@ from verl_like.batch import Episodes, Prompt, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.loader import PromptLoader
+from verl_like.episodes import kept
 from verl_like.episodes.answering import Answering, Collection, Group, Member, all_graded
 from verl_like.episodes.baseline import with_baseline
 from verl_like.episodes.choosing import Choosing
+from verl_like.episodes.flow import Flow
 from verl_like.episodes.loop import EpisodeLoop
 from verl_like.episodes.outcomes import outcome_metrics, trained_too
 from verl_like.episodes.pending import PendingBatch, of_rows
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
+from verl_like.episodes.staleness import staleness_metrics
 from verl_like.episodes.tally import Ledger, conversation_metrics, filter_metrics
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_END_S = 30.0
 
 Collecting = Callable[[Collection, Callable[[], Awaitable[None]]], Coroutine[Any, Any, T]]
 
@@ -53,18 +59,35 @@ class Replicas(Protocol):
 class Collector:
     """Gives each step its rollouts and their scores, and remembers where in the data it is.
 
-    A batch is sampled by one version of the weights, which the replicas hold while they are open.
+    A batch is sampled by one version of the weights, which the replicas hold while they are open; in the asynchronous
+    modes by several, which a correction of the loss is told. total_steps: of the run; None: not known.
     """
 
     def __init__(
-        self, loader: PromptLoader, rewards: RewardManager, replicas: Replicas, how: Answering, config: PPOConfig
+        self,
+        loader: PromptLoader,
+        rewards: RewardManager,
+        replicas: Replicas,
+        how: Answering,
+        config: PPOConfig,
+        total_steps: int | None = None,
     ) -> None:
         self.loader, self.rewards, self.replicas, self.how, self.config = loader, rewards, replicas, how, config
         self._chooses = draws_until_full(config)
         self._masks = config.algorithm.filter_groups.enable and not config.algorithm.filter_groups.resample
         self._loop = EpisodeLoop()
+        self._flow: Flow | None = None
+        if config.asynchronous:
+            if loader.learns:
+                raise ValueError(
+                    f"trainer.mode={config.trainer.mode} with a data.sampler that learns from each batch: prompts are "
+                    "drawn before the batches that it would learn from; set trainer.mode=sync"
+                )
+            options = {"total_steps": total_steps, "never_pauses": config.trainer.mode == "separate_async"}
+            self._flow = Flow(config, loader, rewards, how, self._loop.arrivals, **options)
         self._ledger = Ledger()
         self._version: int | None = None
+        self._client: RolloutClient | None = None  # of the flow
         self._metrics: dict[str, float] = {}
 
     def next_batch(self, step: int) -> tuple[Rollouts, PendingBatch]:
@@ -73,13 +96,18 @@ class Collector:
         Raises RolloutError, RewardError, and ValueError where dynamic sampling finds too few groups.
         """
         self._metrics = {}
-        if self._chooses:
+        if self._flow is not None:
+            groups = self._take(self._flow, step)
+        elif self._chooses:
             groups = self._choose(step)
         else:
             groups = self._answer(self.loader.draw(), self.how)
             self._ledger.used += len(groups)
         rollouts, pending = self._batch(groups, step)
-        self._require_version(rollouts)
+        if self._flow is None:
+            self._require_version(rollouts)
+        elif self._version is not None:
+            self._metrics |= staleness_metrics(rollouts, self._version)
         self._metrics |= conversation_metrics([member.episode for group in groups for member in group.sampled])
         self._metrics |= self.how.tool_usage()
         if self.how.greedy_too:
@@ -99,6 +127,13 @@ class Collector:
     def weights_changed(self, version: int) -> None:
         """The replicas hold these weights from now on."""
         self._version = version
+        if self._flow is not None:
+            self._loop.submit(self._flow.weights_changed(version)).result()
+
+    def trained(self) -> None:
+        """The last batch is in the weights of a finished step."""
+        if self._flow is not None:
+            self._loop.submit(self._flow.trained()).result()
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, complete when its scores are there."""
@@ -106,16 +141,47 @@ class Collector:
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and what became of the prompts before. Plain values."""
+        if self._flow is not None:
+            return self._loop.submit(self._flow.state()).result()
         return {**self.loader.state_dict(), "ledger": self._ledger.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the very next prompt. ValueError if the data set changed."""
+    def save_under_way(self, folder: Path) -> None:
+        """Into a checkpoint's folder: the tokens of groups that are not trained yet."""
+        if self._flow is not None:
+            running = {} if self._client is None else self._client.snapshot()
+            kept.write(folder, self._loop.submit(self._flow.tokens(running)).result())
+
+    def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
+        """Go on with the very next prompt; of those under way, from the tokens in `folder`. ValueError if the data set
+        changed."""
         self.loader.load_state_dict(state)
-        self._ledger = Ledger.of(state.get("ledger"), num_gone=self.loader.draws - self.loader.num_waiting)
+        ledger = Ledger.of(state.get("ledger"), num_gone=self.loader.draws - self.loader.num_waiting)
+        self._ledger = ledger
+        if self._flow is not None:
+            self._flow.ledger, self._flow.kept = ledger, {} if folder is None else kept.read(folder)
+        logger.info("%s", ledger.text(draws=self.loader.draws, waiting=self.loader.num_waiting))
 
     def close(self) -> None:
-        """End the event loop."""
+        """End what is under way, and the event loop."""
+        if self._flow is not None:
+            with contextlib.suppress(Exception):  # the replicas may be gone
+                self._loop.submit(self._flow.end()).result(_END_S)
+            state = self._flow.ledger
+            logger.info("%s", state.text(draws=self.loader.draws, waiting=self.loader.draws - state.total))
         self._loop.close()
+
+    def _take(self, flow: Flow, step: int) -> list[Group]:
+        """The step's groups, of those that are under way across steps."""
+
+        async def take(collection: Collection, begun: Callable[[], Awaitable[None]]) -> list[Group]:
+            self._client = self._client or collection.client
+            taking = asyncio.ensure_future(flow.take(collection.client, step))
+            await begun()
+            return await taking
+
+        groups = self._sample(take, self.how)
+        self._metrics |= self._loop.submit(flow.metrics()).result()
+        return groups
 
     def _answer(self, prompts: Sequence[Prompt], how: Answering) -> list[Group]:
         """The groups of all these prompts."""

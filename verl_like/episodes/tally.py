@@ -26,11 +26,19 @@ class Ledger:
     used: int = 0
     dropped: int = 0  # judged useless (algorithm.filter_groups)
     aborted: int = 0  # others were faster (rollout.scheduler.additional_prompts.aborted=drop)
+    stale: int = 0  # too old to be trained (async_training.beyond=drop)
 
     @property
     def total(self) -> int:
         """Prompts that do not come again."""
-        return self.used + self.dropped + self.aborted
+        return self.used + self.dropped + self.aborted + self.stale
+
+    def text(self, *, draws: int, waiting: int) -> str:
+        """One line for the log. draws: of the run so far; waiting: to be drawn again, or under way."""
+        return (
+            f"prompts: {draws:,} drawn = {self.used:,} trained + {self.dropped:,} without a signal + {self.aborted:,} "
+            f"aborted + {self.stale:,} too old + {waiting:,} not trained yet"
+        )
 
     def state_dict(self) -> dict[str, int]:
         return asdict(self)

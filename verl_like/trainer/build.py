@@ -68,7 +68,7 @@ from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memor
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
-from verl_like.trainer.replicas import RolloutGroup
+from verl_like.trainer.replicas import RolloutGroup, StandingRolloutGroup
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume
 from verl_like.trainer.reward_check import self_check, try_out
@@ -305,13 +305,15 @@ def assemble(
     """Put the driver's parts around the worker groups; `stack` closes those that have to be."""
     settings = config.trainer
     weights = Weights(pools.of(ACTOR), pools.of(ROLLOUT), timeout_s=settings.rpc_timeout)
-    replicas = RolloutGroup(
+    kind_of_group = StandingRolloutGroup if settings.mode == "separate_async" else RolloutGroup
+    replicas = kind_of_group(
         pools.of(ROLLOUT),
         plan,
         timeout_s=settings.rpc_timeout,
         max_running_requests=config.actor_rollout_ref.rollout.scheduler.max_running_requests,
         has_weights=lambda: weights.version is not None,
     )
+    weights.reachable = pools.reachable = replicas.paused
 
     def models(role: type[Group], cost: ModelCost | None, **options: Any) -> Group | None:
         if role.role not in plan.roles:
@@ -322,7 +324,8 @@ def assemble(
 
     actor = models(ActorGroup, costs.actor, on_change=weights.changed)
     assert actor is not None
-    collector = Collector(loader, rewards, replicas, answering(config, inputs, validation=False), config)
+    how = answering(config, inputs, validation=False)
+    collector = Collector(loader, rewards, replicas, how, config, plan.total_training_steps)
     stack.callback(replicas.close)
     stack.callback(collector.close)
     return kind(

@@ -109,7 +109,7 @@ class Checkpoints:
         if self.resume is not None:
             saved = read_trainer_state(self.resume)
             try:
-                run.source.load_state_dict(saved["source"])
+                run.source.load_state_dict(saved["source"], self.resume)
             except ValueError as error:
                 raise ConfigError([f"{self.resume}: {error}"]) from error
             run.state = run.state.load_state_dict(saved["state"])
@@ -134,6 +134,7 @@ class Checkpoints:
 
     def step_ended(self, run: Run) -> None:
         """The weights are those of `run.state.step` until the next update, whatever the loop draws meanwhile."""
+        run.source.trained()
         self._boundary = copy.deepcopy({"state": run.state.state_dict(), "source": run.source.state_dict()})
 
     @contextmanager
@@ -169,6 +170,7 @@ class Checkpoints:
             self._require_finite(run, CRITIC, run.critic.save(str(path / CRITIC)), path)
         self.tokenizer.save_pretrained(path / ACTOR / "huggingface")
         save_resolved(run.config, path / CONFIG_FILE)
+        run.source.save_under_way(path)
         self._saved_step, self._incomplete = step, (path, state)
 
     def complete(self, run: Run, *, wait: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from verl_like.cluster.worker_group import WorkerGroup
@@ -16,6 +16,7 @@ class Pools:
     def __init__(self, groups: Mapping[str, WorkerGroup], plan: BatchPlan, timeout_s: float) -> None:
         """groups: by the pool's name, as in the plan."""
         self.groups, self._plan, self._timeout_s = groups, plan, timeout_s
+        self.reachable: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, every process can be called
 
     def of(self, role: str) -> WorkerGroup:
         """The processes that host a role."""
@@ -23,8 +24,9 @@ class Pools:
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """A method of every process; the answers of all pools."""
-        pending = [group.call_all(method, *arguments) for group in self.groups.values()]
-        return [answer for each in pending for answer in each.wait(timeout=self._timeout_s)]
+        with self.reachable():
+            pending = [group.call_all(method, *arguments) for group in self.groups.values()]
+            return [answer for each in pending for answer in each.wait(timeout=self._timeout_s)]
 
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:

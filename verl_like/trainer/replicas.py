@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from verl_like.cluster.worker_group import WorkerGroup
+from verl_like.cluster.worker_group import PendingResult, WorkerError, WorkerGroup
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.link import SocketLink
@@ -16,6 +20,10 @@ from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Roll
 from verl_like.rollout.router import Router
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+_ECHO_S = 5.0  # a process that is gone is known here first, and by its name a little later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +35,11 @@ class Replicas:
     ranks_each: int
 
     @classmethod
-    def open(cls, ways: Sequence[tuple[tuple[str, int], bytes] | None], ranks_each: int, most: int | None) -> Replicas:
-        """Connect to the first rank of every replica. ways: of each rank, what `open_link` gave. most: requests
-        that run in each (None: all)."""
+    def open(
+        cls, ways: Sequence[tuple[tuple[str, int], bytes] | None], ranks_each: int, most: int | None, by_rounds: bool
+    ) -> Replicas:
+        """Connect to the first rank of every replica. ways: of each rank, what `open_link` gave. most: requests that
+        run in each (None: all). by_rounds: nothing is left over from one call of `sample` to the next."""
         links: list[SocketLink] = []
         try:
             for rank, way in enumerate(ways):
@@ -39,8 +49,10 @@ class Replicas:
             for link in links:
                 link.close()
             raise
-        # Which replica samples what must be the same after a resume: no length that was seen before may tell.
-        router = Router(links, max_running_requests=most, deterministic=True, source_of=lambda request: None)
+        if by_rounds:  # which replica samples what must be the same after a resume: no length seen before may tell
+            router = Router(links, max_running_requests=most, deterministic=True, source_of=lambda request: None)
+        else:
+            router = Router(links, max_running_requests=most)
         router.hold()
         return cls(links=links, router=router, ranks_each=ranks_each)
 
@@ -89,6 +101,7 @@ class RolloutGroup:
         has_weights: Callable[[], bool] = lambda: True,
     ) -> None:
         self.group, self.plan, self.timeout_s, self._has_weights = group, plan, timeout_s, has_weights
+        self._by_rounds = plan.asynchronous is None
         self._max_running_requests = max_running_requests
         self._replicas: Replicas | None = None  # from the first call of `sample` on
 
@@ -101,12 +114,7 @@ class RolloutGroup:
         Raises WorkerError when a rank fails; then the pending futures fail, and there is no next call. RuntimeError
         while the engines hold other weights than the actor.
         """
-        if not self._has_weights():
-            raise RuntimeError("the actor has changed since the last weight sync: sync before sampling")
-        if self._replicas is None:
-            ways = self.group.call_all("rollout.open_link").wait(timeout=self.timeout_s)
-            self._replicas = Replicas.open(ways, self.plan.tensor_parallel_size, self._max_running_requests)
-        replicas = self._replicas
+        replicas = self._connected()
         client = SamplingClient(replicas.router)
         try:
             future = work(client)
@@ -132,8 +140,97 @@ class RolloutGroup:
             raise
         return future.result()
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, the processes can be called: between two calls of `sample` they always can."""
+        return nullcontext()
+
     def close(self) -> None:
         """Cut the links; what is pending fails."""
         replicas, self._replicas = self._replicas, None
         if replicas is not None:
             replicas.router.close()
+
+    def _connected(self) -> Replicas:
+        if not self._has_weights():
+            raise RuntimeError("the actor has changed since the last weight sync: sync before sampling")
+        if self._replicas is None:
+            ways = self.group.call_all("rollout.open_link").wait(timeout=self.timeout_s)
+            each, most = self.plan.tensor_parallel_size, self._max_running_requests
+            self._replicas = Replicas.open(ways, each, most, self._by_rounds)
+        return self._replicas
+
+
+class StandingRolloutGroup(RolloutGroup):
+    """The rollout engines of a pool that does nothing else: open from the first call of `sample` on, but for `paused`.
+
+    What a call leaves pending goes on after it, while the policy trains.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._serving: PendingResult | None = None
+
+    def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
+        """The result of the future that `work` returns; see RolloutGroup."""
+        replicas = self._connected()
+        client = SamplingClient(replicas.router)
+        self._open(replicas)
+        try:
+            return self._result(work(client))
+        except BaseException:
+            client.close()
+            raise
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Between two steps of every engine; what is under way stays there."""
+        was_open, replicas = self._serving is not None, self._replicas
+        self._pause()
+        yield
+        if was_open and replicas is not None:
+            self._open(replicas)
+
+    def close(self) -> None:
+        """Pause, and cut the links; what is pending fails."""
+        try:
+            if self._serving is not None and not self._serving.done():
+                self._pause()
+        except (RolloutError, WorkerError) as error:
+            logger.debug("the rollout pool ends without a pause: %r", error)
+        super().close()
+
+    def _open(self, replicas: Replicas) -> None:
+        if self._serving is None:
+            self._serving = self.group.call("rollout.serve", replicas.release())
+
+    def _pause(self) -> None:
+        serving, replicas = self._serving, self._replicas
+        if serving is None or replicas is None:
+            return
+        replicas.router.hold()
+        paused = [link.pause() for link in replicas.links]
+        serving.wait(timeout=self.timeout_s)
+        for each in paused:
+            each.result(self.timeout_s)
+        self._serving = None
+
+    def _result(self, future: Future[T]) -> T:
+        """When it is there. WorkerError as soon as a rank has failed, RolloutError after `timeout_s`."""
+        end = time.monotonic() + self.timeout_s
+        while time.monotonic() < end:
+            if self._serving is not None and self._serving.done():
+                self._serving.wait()  # it has not been told to pause: a rank has failed
+                raise RolloutError("the rollout engines have paused by themselves")
+            try:
+                return future.result(_LOOK_S)
+            except NotYet:
+                if future.done():  # its own
+                    raise
+            except RolloutError:
+                give_up = time.monotonic() + _ECHO_S  # which process it was says more
+                while self._serving is not None and not self._serving.done() and time.monotonic() < give_up:
+                    time.sleep(_LOOK_S)
+                if self._serving is not None and self._serving.done():
+                    self._serving.wait()
+                raise
+        raise RolloutError(f"no batch within trainer.rpc_timeout={self.timeout_s:g} s")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from verl_like.cluster.worker_group import WorkerGroup
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.verdict import SyncReport, WeightSyncError, verdict
@@ -14,6 +17,7 @@ class Weights:
         """actor, rollout: the pools of the two; one and the same in the hybrid engine."""
         self._actor, self._rollout, self._timeout_s = actor, rollout, timeout_s
         self._connected = False
+        self.reachable: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, the engines are paused
         self.version: int | None = None  # what the engines hold; None: not what the actor holds
 
     def changed(self) -> None:
@@ -27,7 +31,8 @@ class Weights:
         """
         if self.version == version:
             return None
-        report = self._within_processes(version) if self._actor is self._rollout else self._between_pools(version)
+        with self.reachable():
+            report = self._within_processes(version) if self._actor is self._rollout else self._between_pools(version)
         self.version = version
         return report
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from tests.unit.data.factory import CharTokenizer, write_prompts
 from verl_like.batch import Scores
 from verl_like.config import AlgorithmConfig, DataConfig, PPOConfig
+from verl_like.config.asynchronous import AsyncTrainingConfig
+from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
@@ -39,10 +41,10 @@ def teaches(position: int, nth: int) -> float:
 class Fleet:
     """What the collector samples with."""
 
-    def __init__(self, *engines: FakeTimeEngine) -> None:
+    def __init__(self, *engines: FakeTimeEngine, by_rounds: bool = True) -> None:
         self.engines = [FakeTimeRollout(engine) for engine in engines or (FakeTimeEngine(),)]
         links = [LocalLink(f"replica {i}", engine, interval_s=0.001) for i, engine in enumerate(self.engines)]
-        self.router = Router(links, max_running_requests=None, deterministic=True)
+        self.router = Router(links, max_running_requests=None, deterministic=by_rounds)
         self.router.hold()
         self.asked: list[GenerationRequest] = []
         self.left: dict[str, Sampled] = {}  # what was pending when the last call ended
@@ -64,6 +66,11 @@ class Fleet:
             self.left = self.router.snapshot()
             for engine in self.engines:
                 engine.pause()
+
+    def load(self, version: int) -> None:
+        """Other weights, which what is under way goes on with."""
+        for engine in self.engines:
+            engine.load_weights(iter(()), version)
 
     def close(self) -> None:
         self.router.close()
@@ -135,6 +142,8 @@ def collector(
     additional: int = 0,
     aborted: str = "wait",
     algorithm: AlgorithmConfig | None = None,
+    asynchronous: AsyncTrainingConfig | None = None,
+    total_steps: int | None = None,
     **how: Any,
 ) -> Iterator[tuple[Collector, Fleet]]:
     """A collector of N responses to each of `batch` prompts a step."""
@@ -142,15 +151,17 @@ def collector(
     config.algorithm = algorithm or AlgorithmConfig()
     extra = config.actor_rollout_ref.rollout.scheduler.additional_prompts
     extra.enable, extra.max, extra.aborted = additional > 0, max(additional, 1), aborted
-    chooses = additional > 0 or (config.algorithm.filter_groups.enable and config.algorithm.filter_groups.resample)
+    if asynchronous is not None:
+        config.trainer.mode, config.async_training = "colocate_async", asynchronous
+    chooses = draws_until_full(config)
     sampler = ResumableSampler(len(data), shuffle=False, seed=1, identity=data.identity())
     loader = PromptLoader(data, sampler, draw or batch, drop_last=not chooses)
-    fleet = Fleet(*engines)
+    fleet = Fleet(*engines, by_rounds=asynchronous is None)
     answering = Answering(
         **{"n": N, "seed": 1, "purpose": "train", "sampling": SamplingParams(max_tokens=4096), **how},
         runner=runner or SingleTurn(),
     )
-    made = Collector(loader, Rewards(verdict, alone=alone), fleet, answering, config)  # type: ignore[arg-type]
+    made = Collector(loader, Rewards(verdict, alone=alone), fleet, answering, config, total_steps)  # type: ignore[arg-type]
     try:
         yield made, fleet
     finally:

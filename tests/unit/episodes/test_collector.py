@@ -67,7 +67,7 @@ def test_a_plain_batch_holds_n_responses_to_each_prompt_in_the_order_of_draws(da
             assert len({r.session for r in fleet.asked if r.request_id.startswith(f"train-{group}-")}) == 1
         made.next_batch(2)
         assert len(fleet.asked) == 16 and made.state_dict()["draws"] == 8
-        assert made.state_dict()["ledger"] == {"used": 8, "dropped": 0, "aborted": 0}
+        assert made.state_dict()["ledger"] == {"used": 8, "dropped": 0, "aborted": 0, "stale": 0}
 
 
 def test_noise_depends_on_the_draw_and_not_on_the_step(data: PromptDataset) -> None:
@@ -472,7 +472,7 @@ def test_aborted_prompts_are_counted_where_they_are_dropped(data: PromptDataset)
         taken = [group for step in range(6) for group in set(made.next_batch(step)[0].group_B.tolist())]
         state = made.state_dict()
         assert len(taken) == len(set(taken)) == 18 and state["returned"] == []
-        assert state["ledger"] == {"used": 18, "dropped": 0, "aborted": state["draws"] - 18}
+        assert state["ledger"] == {"used": 18, "dropped": 0, "aborted": state["draws"] - 18, "stale": 0}
 
 
 def test_additional_prompts_with_a_filter(data: PromptDataset) -> None:

@@ -1,0 +1,292 @@
+"""Groups that live across steps, over replicas with fake time: what is trained, when, once, and after a resume."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.episodes.fleet import N, collector, dataset, teaches
+from verl_like.batch import Prompt
+from verl_like.config import AlgorithmConfig, FilterGroupsConfig
+from verl_like.config.asynchronous import AsyncTrainingConfig
+from verl_like.data.dataset import PromptDataset
+from verl_like.data.loader import read_prompts
+from verl_like.episodes import kept
+from verl_like.episodes.episode import Ask, Episode, SingleTurn
+from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
+from verl_like.rollout.requests import request_seed
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
+
+ROWS = 24
+LONG = 12  # tokens of the first response to every third prompt; all others have 4
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> PromptDataset:
+    return dataset(tmp_path, ROWS)
+
+
+def length_of(request: GenerationRequest) -> int:
+    _, group, sample, *_ = request.request_id.split("-")
+    return LONG if int(group) % 3 == 0 and sample == "0" else 4
+
+
+class Slow(FakeTimeEngine):
+    """Long responses alone are slow: what ended before them is known everywhere, also on a busy machine."""
+
+    def step(self) -> list[Completion]:
+        if all(length_of(row.request) == LONG for row in self._running.values()):
+            time.sleep(0.05)
+        return super().step()
+
+
+def engine() -> FakeTimeEngine:
+    return Slow(length_of=length_of)
+
+
+def rules(beyond: str = "wait", bound: int = 2, rate: float = 1.0) -> AsyncTrainingConfig:
+    return AsyncTrainingConfig(over_sample_rate=rate, max_staleness=bound, beyond=beyond)
+
+
+class Steps:
+    """The loop around a collector: a batch, a change of the weights, and what was trained."""
+
+    def __init__(self, made: Any, fleet: Any, version: int = 0) -> None:
+        self.made, self.fleet, self.version = made, fleet, version
+        self.groups: list[list[int]] = []
+        self.ages: list[int] = []
+        self.metrics: dict[str, float] = {}
+        self.responses: dict[tuple[int, int], list[int]] = {}
+        if version:
+            fleet.load(version)
+        made.weights_changed(version)
+
+    def make(self, count: int = 1, *, train: bool = True) -> Steps:
+        for _ in range(count):
+            rollouts, pending = self.made.next_batch(self.version + 1)
+            pending.wait()
+            rollouts.check()
+            pending.result()
+            self.groups.append(rollouts.group_B[::N].tolist())
+            versions = rollouts.weight_version_T.split(rollouts.response_length_B.tolist())
+            self.ages += [self.version - int(each.min()) for each in versions]
+            for row, ids in enumerate(rollouts.response_ids_T.split(rollouts.response_length_B.tolist())):
+                self.responses[int(rollouts.group_B[row]), row % N] = ids.tolist()
+            self.metrics = self.made.metrics()
+            if train:
+                self.version += 1
+                self.made.trained()
+                self.fleet.load(self.version)
+                self.made.weights_changed(self.version)
+        return self
+
+    @property
+    def trained(self) -> list[int]:
+        return [group for groups in self.groups for group in groups]
+
+
+def expected(group: int, sample: int) -> list[int]:
+    length = LONG if group % 3 == 0 and sample == 0 else 4
+    return tokens_of(request_seed(1, "train", group, sample, 0), length).tolist()
+
+
+@pytest.mark.parametrize("bound", [1, 2, 4])
+def test_every_group_is_trained_once_in_whole_and_none_too_old(data: PromptDataset, bound: int) -> None:
+    asynchronous = rules(bound=bound)
+    with collector(data, engines=[engine()], asynchronous=asynchronous, total_steps=6) as (made, fleet):
+        run = Steps(made, fleet).make(6)
+        assert sorted(run.trained) == list(range(ROWS))  # also at the end: no step is left for more
+        assert 0 < max(run.ages) <= bound and min(run.ages) == 0
+        assert run.responses == {(g, s): expected(g, s) for g in range(ROWS) for s in range(N)}
+        assert made.state_dict()["ledger"]["used"] == ROWS and made.state_dict()["returned"] == []
+        assert fleet.left == {}
+        assert run.metrics["async/running_groups"] == run.metrics["async/ended_groups"] == 0
+
+
+def test_a_step_does_not_wait_for_the_longest(data: PromptDataset) -> None:
+    """Steps of the engine until the first batch: the long responses go on with the next."""
+    with collector(data, engines=[engine()]) as (made, fleet):
+        Steps(made, fleet).make()
+        synchronous = fleet.engines[0].fake.num_steps
+    with collector(data, engines=[engine()], asynchronous=rules()) as (made, fleet):
+        run = Steps(made, fleet).make()
+        assert synchronous == LONG and fleet.engines[0].fake.num_steps < LONG
+        assert run.groups == [[1, 2, 4, 5]] and run.metrics["async/running_groups"] >= 3
+        mixed = [run.make().metrics["async/mixed_fraction"] for _ in range(2)]
+        assert {0, 3, 6} <= {*run.groups[1], *run.groups[2]} and max(mixed) > 0 and max(run.ages) in (1, 2)
+
+
+def test_continue_trains_what_ends_however_old(data: PromptDataset) -> None:
+    asynchronous = rules("continue", bound=1)
+    with collector(data, engines=[engine()], asynchronous=asynchronous, total_steps=6) as (made, fleet):
+        run = Steps(made, fleet).make(6)
+        assert sorted(run.trained) == list(range(ROWS)) and max(run.ages) > 1
+
+
+def test_drop_aborts_and_counts_what_is_too_old(data: PromptDataset) -> None:
+    asynchronous = rules("drop", bound=1, rate=2)
+    with collector(data, engines=[engine()], asynchronous=asynchronous) as (made, fleet):
+        run = Steps(made, fleet).make(2)
+        told = [run.make().metrics for _ in range(2)]
+        ledger = made.state_dict()["ledger"]
+        assert max(run.ages) == 1
+        assert ledger["stale"] == sum(each["async/dropped_groups"] for each in told) > 0
+        assert sum(each["async/dropped_tokens"] for each in told) > 0
+        gone = set(run.trained) | {group for _, group in made.state_dict()["returned"]}
+        assert ledger["used"] == len(run.trained) == len(set(run.trained))
+        assert len(set(range(made.loader.draws)) - gone) == ledger["stale"]
+
+
+def test_groups_without_a_signal_are_replaced(data: PromptDataset) -> None:
+    algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True))
+    options = {"engines": [engine()], "asynchronous": rules(), "algorithm": algorithm, "verdict": teaches}
+    with collector(data, **options) as (made, fleet):
+        run = Steps(made, fleet).make(3)
+        assert all(group % 3 for group in run.trained) and len(run.trained) == 12
+        ledger = made.state_dict()["ledger"]
+        assert ledger["used"] == 12 and ledger["dropped"] > 0
+        assert run.metrics["filter_groups/num_drawn"] >= 4
+
+
+def test_a_grader_that_finds_no_signal_at_all_ends_the_run_with_the_reason(data: PromptDataset) -> None:
+    algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True, max_num_gen_batches=3))
+    options = {"asynchronous": rules(), "algorithm": algorithm, "verdict": lambda position, nth: 1.0}
+    with collector(data, engines=[engine()], **options) as (made, fleet):
+        with pytest.raises(ValueError, match="0 groups with a signal"):
+            Steps(made, fleet).make()
+
+
+# ---- resume
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(state))
+
+
+def test_a_resumed_run_goes_on_from_the_tokens_of_what_was_under_way(data: PromptDataset, tmp_path: Path) -> None:
+    with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+        first = Steps(made, fleet).make(2)
+        state = through_json(made.state_dict())
+        made.save_under_way(tmp_path)
+        before = fleet.engines[0].fake.num_sampled
+    found = kept.read(tmp_path)
+    number_kept = sum(len(one.sampled) for samples in found.values() for one in samples.values())
+    assert number_kept == before - sum(map(len, first.responses.values())) > 0
+    with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+        made.load_state_dict(state, tmp_path)
+        run = Steps(made, fleet, version=2).make(4)
+        assert sorted(first.trained + run.trained) == list(range(ROWS))
+        assert first.responses | run.responses == {(g, s): expected(g, s) for g in range(ROWS) for s in range(N)}
+        sampled_again = fleet.engines[0].fake.num_sampled
+        assert sampled_again == sum(map(len, run.responses.values())) - number_kept
+        assert made.state_dict()["ledger"]["used"] == ROWS
+        assert max(run.ages) <= 2  # a kept group is as old as its first token
+
+
+def test_without_the_file_of_tokens_groups_begin_anew(data: PromptDataset, tmp_path: Path) -> None:
+    with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+        first = Steps(made, fleet).make(2)
+        state = through_json(made.state_dict())
+    with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+        made.load_state_dict(state, tmp_path)
+        run = Steps(made, fleet, version=2).make(4)
+        assert sorted(first.trained + run.trained) == list(range(ROWS))
+        assert min(run.ages) == 0
+
+
+def test_a_batch_that_was_taken_and_not_trained_comes_again(data: PromptDataset, tmp_path: Path) -> None:
+    with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+        first = Steps(made, fleet).make()
+        taken = Steps(made, fleet, version=1).make(train=False)  # the driver fails before the update
+        state = through_json(made.state_dict())
+        made.save_under_way(tmp_path)
+    assert state["ledger"]["used"] == 4
+    with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+        made.load_state_dict(state, tmp_path)
+        run = Steps(made, fleet, version=1).make(5)
+        assert sorted(first.trained + run.trained) == list(range(ROWS))
+        assert set(taken.trained) <= set(run.trained)
+        assert all(run.responses[name] == ids for name, ids in taken.responses.items())
+
+
+def test_a_synchronous_run_goes_on_from_an_asynchronous_checkpoint(data: PromptDataset, tmp_path: Path) -> None:
+    with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+        first = Steps(made, fleet).make(2)
+        state = through_json(made.state_dict())
+    with collector(data, engines=[engine()], total_steps=6) as (made, fleet):
+        made.load_state_dict(state)
+        run = Steps(made, fleet, version=2).make(4)
+        assert sorted(first.trained + run.trained) == list(range(ROWS))
+
+
+def test_tokens_of_a_checkpoint_come_back_as_they_were(data: PromptDataset, tmp_path: Path) -> None:
+    kept.write(tmp_path, {})
+    assert kept.read(tmp_path) == {} == kept.read(tmp_path / "nothing")
+    with collector(data, engines=[engine()], asynchronous=rules()) as (made, fleet):
+        Steps(made, fleet).make(2)
+        made.save_under_way(tmp_path)
+    for group, samples in kept.read(tmp_path).items():
+        for sample, one in samples.items():
+            want = expected(group, sample)[: len(one.sampled)]
+            assert one.sampled.token_ids.tolist() == want and one.sampled.token_ids.dtype == np.int32
+            assert one.sampled.log_probs.dtype == np.float32 and one.sampled.weight_versions.dtype == np.int32
+            assert (one.finish_reason is not None) == (len(one.sampled) == len(expected(group, sample)))
+
+
+# ---- errors
+
+
+def test_an_error_of_an_episode_that_was_carried_over_is_the_next_steps(data: PromptDataset) -> None:
+    class Broken(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            episode = await super().run(prompt, sample, ask)
+            if prompt.group == 3 and sample == 0:  # a long one
+                raise KeyError("my bug")
+            return episode
+
+    with collector(data, engines=[engine()], runner=Broken(), asynchronous=rules()) as (made, fleet):
+        run = Steps(made, fleet).make()
+        with pytest.raises(KeyError, match="my bug"):
+            run.make(5)
+
+
+def test_a_dead_replica_ends_the_step(data: PromptDataset) -> None:
+    dying = engine()
+    with collector(data, engines=[dying], asynchronous=rules()) as (made, fleet):
+        run = Steps(made, fleet).make()
+        dying.failure = RuntimeError("power cut")
+        with pytest.raises(RolloutError, match="power cut"):
+            run.make()
+
+
+def test_validation_between_two_steps_leaves_what_is_under_way_alone(data: PromptDataset) -> None:
+    with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+        run = Steps(made, fleet).make()
+        how = replace(made.how, purpose="val", sampling=SamplingParams(max_tokens=4))
+        prompts = read_prompts(data, [0, 1], [0, 1])
+        rollouts, pending = made.answer(prompts, how, step=1)
+        assert len(rollouts) == N * len(prompts) and len(pending.result()) == len(rollouts)
+        run.make(5)
+        assert sorted(run.trained) == list(range(ROWS))
+
+
+def test_many_runs_with_tools_that_take_time_lose_nothing(data: PromptDataset) -> None:
+    class WithTool(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            episode = await super().run(prompt, sample, ask)
+            await asyncio.sleep(0.001 * (prompt.group % 4))
+            return episode
+
+    with collector(data, engines=[engine(), engine()], runner=WithTool(), asynchronous=rules(), total_steps=6) as (
+        made,
+        fleet,
+    ):
+        run = Steps(made, fleet).make(6)
+        assert sorted(run.trained) == list(range(ROWS))

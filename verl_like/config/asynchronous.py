@@ -1,0 +1,41 @@
+"""`trainer.mode` and `async_training.*`: groups of responses that live through several versions of the weights.
+
+docs/async.md explains them. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from verl_like.config.base import ConfigNode, above, at_least, one_of
+
+BEYOND = ("wait", "continue", "drop")
+
+
+@dataclass(kw_only=True, slots=True)
+class AsyncTrainingConfig(ConfigNode):
+    """`async_training.*`: of trainer.mode=colocate_async and separate_async."""
+
+    over_sample_rate: float = 1.0
+    """[share of data.train_batch_size] Groups under way beyond those of one batch: 1 keeps two batches under way."""
+    max_staleness: int = 4
+    """[weight versions] How old a group may be when it is trained: the version before the update less the one under
+    which its prompt was begun."""
+    beyond: str = "wait"
+    """What becomes of a group that would be older. wait: the step before waits for it, so none is. continue: it is
+    trained when it ends, however old. drop: it is aborted, and its prompt is not trained in this epoch, which favours
+    short responses."""
+
+    def check(self) -> None:
+        above(self, 0, "over_sample_rate")
+        at_least(self, 1, "max_staleness")
+        one_of(self, "beyond", BEYOND)
+
+    def groups_under_way(self, batch: int) -> int:
+        """[groups] That are begun and not trained, at most. batch: data.train_batch_size.
+
+        Where none may be too old there are at most (max_staleness + 1) batches: a step trains one.
+        """
+        wanted = batch + math.ceil(batch * self.over_sample_rate)
+        return min(wanted, (self.max_staleness + 1) * batch) if self.beyond == "wait" else wanted

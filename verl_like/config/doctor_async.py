@@ -1,0 +1,55 @@
+"""Checks of `trainer.mode` against the rest of the configuration."""
+
+from verl_like.config.batch_plan import two_policies
+from verl_like.config.correction import corrects
+from verl_like.config.idle import Idle
+from verl_like.config.placement import samples_alone
+from verl_like.config.ppo import PPOConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def impossible_async(config: PPOConfig) -> list[str]:
+    """What cannot work with groups that live through several versions: keys, values, fix."""
+    mode, rollout = f"trainer.mode={config.trainer.mode}", config.actor_rollout_ref.rollout
+    if not config.asynchronous:
+        return []
+    problems = []
+    if config.trainer.mode == "separate_async" and not samples_alone(config):
+        problems.append(
+            f"{mode}: the rollout engine needs processes of its own; set actor_rollout_ref.hybrid_engine=false with "
+            f"{_ROLLOUT}.nnodes=1 {_ROLLOUT}.n_gpus_per_node=<processes>, or use trainer.mode=colocate_async"
+        )
+    if config.trainer.mode == "colocate_async" and samples_alone(config):
+        problems.append(
+            f"{mode} with a pool of the rollout engine's own: it would be idle while the actor trains; set "
+            "trainer.mode=separate_async"
+        )
+    correction = config.algorithm.rollout_correction
+    if not (corrects(correction) or two_policies(config.actor_rollout_ref.actor, correction)):
+        problems.append(
+            f"{mode} without a correction: responses are up to async_training.max_staleness="
+            f"{config.async_training.max_staleness} versions older than the policy they train; set "
+            "algorithm.rollout_correction.rollout_is=token (truncated importance weights, one more forward pass), or "
+            "algorithm.rollout_correction.bypass_mode=true (the clipped ratio is taken to the sampler, no further pass)"
+        )
+    if rollout.scheduler.additional_prompts.enable:
+        problems.append(
+            f"{mode} with {_ROLLOUT}.scheduler.additional_prompts.enable=True: async_training.over_sample_rate says "
+            "how many groups are under way; leave additional_prompts out"
+        )
+    rules = config.algorithm.filter_groups
+    if rules.enable and rules.resample and rollout.scheduler.mode == "batch":
+        problems.append(
+            f"{mode} with algorithm.filter_groups.enable=True and {_ROLLOUT}.scheduler.mode=batch: groups are judged "
+            "as they end; set scheduler.mode=request"
+        )
+    if config.trainer.full_determinism:
+        problems.append(
+            f"{mode} with trainer.full_determinism=True: which groups a step trains depends on time; set trainer.mode="
+            "sync"
+        )
+    return problems
+
+
+ASYNC_IDLE: tuple[Idle, ...] = (Idle(("async_training.",), lambda c: not c.asynchronous, "trainer.mode is sync"),)

@@ -1,0 +1,246 @@
+"""Groups that live across steps: where batches come from in the asynchronous modes.
+
+    loader --prompts--> groups under way --as they end, and are of use--> ended --a step's batch--> the trainer
+                              |
+                              +-- stay where they are while replicas are paused, and go on under the next weights
+
+There are always as many under way as async_training.* says. Which of those that have ended a step trains, and when it
+waits for one that would grow too old, is the book's decision (staleness.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_like.batch import Prompt
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import prompts_in_flight
+from verl_like.data.loader import PromptLoader
+from verl_like.episodes.answering import Answering, Collection, Group
+from verl_like.episodes.choosing import PASSES_WITHOUT_BOUND
+from verl_like.episodes.episode import SingleTurn
+from verl_like.episodes.judging import Judge
+from verl_like.episodes.kept import ByGroup, Kept
+from verl_like.episodes.loop import Arrivals
+from verl_like.episodes.staleness import Book
+from verl_like.episodes.tally import Ledger, filter_metrics
+from verl_like.rewards.manager import RewardManager
+from verl_like.rollout.client import RolloutClient
+from verl_like.rollout.rollout_engine import NOTHING, Sampled
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One group under way. group: when it has ended."""
+
+    prompt: Prompt
+    collection: Collection
+    task: asyncio.Task[None] | None = None
+    group: Group | None = None
+
+
+@dataclass(slots=True)
+class _Told:
+    """For the metrics, since the last batch."""
+
+    dropped: list[Group] = field(default_factory=list)  # judged useless
+    stale_groups: int = 0
+    stale_tokens: int = 0
+
+
+class Flow:
+    """Begins groups, keeps them going, and gives each step those that it trains.
+
+    total_steps: of the run: no group is begun that no step is left for; None: not known. never_pauses: the replicas
+    serve while the policy trains, so what a batch leaves free is begun at once, not with the next step. Everything but
+    the constructor runs in the event loop of the episodes.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        loader: PromptLoader,
+        rewards: RewardManager,
+        how: Answering,
+        arrivals: Arrivals,
+        *,
+        total_steps: int | None,
+        never_pauses: bool,
+    ) -> None:
+        self._settings, self._loader, self._rewards, self._how = config.async_training, loader, rewards, how
+        self._arrivals, self._total_steps, self._never_pauses = arrivals, total_steps, never_pauses
+        self._wanted, self._most = config.data.train_batch_size, prompts_in_flight(config)
+        rules = config.algorithm.filter_groups
+        self._judge = Judge(config, rewards, how.policies) if rules.enable and rules.resample else None
+        passes = PASSES_WITHOUT_BOUND * max(loader.steps_per_epoch, 1)
+        self._most_judged = (data := config.data.gen_batch_size or self._wanted) * (rules.max_num_gen_batches or passes)
+        self._per_draw = data
+        self._book = Book(self._wanted, self._settings.max_staleness, waits=self._settings.beyond == "wait")
+        self._flights: dict[int, _Flight] = {}
+        self._taken: list[_Flight] = []  # by a step that is not trained yet
+        self._needed: float = math.inf  # groups that the steps left need
+        self._version = 0
+        self._begins = False
+        self._wake = asyncio.Event()
+        self._error: BaseException | None = None
+        self._told = _Told()
+        self._client: RolloutClient | None = None
+        self.ledger = Ledger()
+        self.kept: ByGroup = {}  # of a checkpoint, not begun again yet
+
+    async def take(self, client: RolloutClient, step: int) -> list[Group]:
+        """The groups that this step trains, in the order of their draws, when they are there.
+
+        Raises what an episode raises, RewardError, and ValueError where dynamic sampling finds too few groups.
+        """
+        if self._client is None:
+            self._client = client
+        if self._judge is not None:
+            self._judge.begin(step)
+        self._told = _Told()
+        if self._total_steps is not None:
+            self._needed = (self._total_steps - step + 1) * self._wanted
+        await self._drop_old()
+        self._begins = True
+        self._begin()
+        while (chosen := self._book.batch(self._version)) is None:
+            self._raise_if_hopeless()
+            self._wake.clear()
+            await self._wake.wait()
+        self._begins = self._never_pauses
+        self._taken = [self._flights.pop(name) for name in chosen]
+        for name in chosen:
+            self._book.forget(name)
+        self._needed -= self._wanted
+        self._begin()
+        groups = [flight.group for flight in self._taken if flight.group is not None]
+        if self._judge is not None:
+            self._judge.report([*groups, *self._told.dropped])
+        return groups
+
+    async def trained(self) -> None:
+        """The last batch is in the weights: it is no longer part of what a resumed run does again."""
+        self.ledger.used += len(self._taken)
+        self._taken = []
+
+    async def weights_changed(self, version: int) -> None:
+        """Groups that begin from now on begin under these."""
+        self._version = version
+
+    async def state(self) -> dict[str, Any]:
+        """The loader's, to which every group that is not trained goes back under its number, and the ledger."""
+        state = self._loader.state_dict()
+        again = [[flight.prompt.position, flight.prompt.group] for flight in self._all()]
+        state["returned"] = sorted([*state["returned"], *again], key=lambda pair: pair[1])
+        return {**state, "ledger": self.ledger.state_dict()}
+
+    async def tokens(self, running: Mapping[str, Sampled]) -> ByGroup:
+        """What is sampled of the groups that are not trained. running: the client's snapshot."""
+        if not isinstance(self._how.runner, SingleTurn):
+            return {}
+        found = {name: dict(samples) for name, samples in self.kept.items()}
+        for flight in self._all():
+            samples: dict[int, Kept] = dict(flight.collection.kept)
+            for asker in flight.collection.askers:
+                if asker.attempt == 0 and asker.requests:
+                    name, future = asker.requests[0]
+                    done = future.result() if future.done() and future.exception() is None else None
+                    if done is not None and done.finish_reason != "abort":
+                        samples[asker.sample] = Kept(sampled=done.sampled, finish_reason=done.finish_reason)
+                    elif len(sampled := running.get(name, NOTHING)):
+                        samples[asker.sample] = Kept(sampled=sampled, finish_reason=None)
+            if samples:
+                found[flight.prompt.group] = samples
+        return found
+
+    async def metrics(self) -> dict[str, float]:
+        """Of the last batch. async/*: groups under way after it, those of them that have ended; groups and tokens that
+        were dropped because they were too old."""
+        told, book = self._told, self._book
+        found = {
+            "async/running_groups": float(len(book.running)),
+            "async/ended_groups": float(len(book.ended)),
+            "async/dropped_groups": float(told.stale_groups),
+            "async/dropped_tokens": float(told.stale_tokens),
+        }
+        if self._judge is not None:
+            seen = self._judge.seen
+            found |= filter_metrics(seen, num_judged=len(seen), num_dropped=len(told.dropped), per_draw=self._per_draw)
+        return found
+
+    async def end(self) -> None:
+        """Nothing more is wanted of what is under way."""
+        self._begins = False
+        await asyncio.gather(*(self._abort(flight) for flight in list(self._flights.values())))
+
+    def _all(self) -> list[_Flight]:
+        return [*self._taken, *self._flights.values()]
+
+    def _begin(self) -> None:
+        """Begin as many groups as there is room for, while that is wanted."""
+        count = int(min(self._most, self._needed)) - len(self._book)
+        if not self._begins or count <= 0 or self._error is not None:
+            return
+        assert self._client is not None
+        for prompt in self._loader.draw(count):
+            kept = self.kept.pop(prompt.group, {})
+            collection = Collection(self._how, self._client, self._rewards, self._arrivals, kept=kept)
+            versions = [int(one.sampled.weight_versions.min()) for one in kept.values() if len(one.sampled)]
+            self._book.begin(prompt.group, min(versions, default=self._version))
+            flight = self._flights[prompt.group] = _Flight(prompt, collection)
+            flight.task = asyncio.ensure_future(self._fly(flight))
+            flight.task.add_done_callback(self._landed)
+
+    async def _fly(self, flight: _Flight) -> None:
+        """One group, from its first request to the verdict on it."""
+        group = await flight.collection.group(flight.prompt)
+        if self._judge is not None:
+            await self._judge.graded(flight.collection, group)
+            if not self._judge.keeps(group):
+                self._told.dropped.append(group)
+                self.ledger.dropped += 1
+                self._forget(flight)
+                return
+        flight.group = group
+        self._book.end(flight.prompt.group)
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+        self._begin()
+        self._wake.set()
+
+    def _forget(self, flight: _Flight) -> None:
+        self._book.forget(flight.prompt.group)
+        self._flights.pop(flight.prompt.group, None)
+
+    async def _drop_old(self) -> None:
+        """async_training.beyond=drop: end the groups that are too old for this step."""
+        if self._settings.beyond != "drop":
+            return
+        old = [self._flights[name] for name in self._book.too_old(self._version)]
+        for flight in old:
+            self._forget(flight)
+        await asyncio.gather(*(self._abort(flight) for flight in old))
+        self._told.stale_groups = len(old)
+        self._told.stale_tokens = sum(sum(flight.collection.sampled_tokens()) for flight in old)
+        self.ledger.stale += len(old)
+
+    async def _abort(self, flight: _Flight) -> None:
+        assert flight.task is not None
+        flight.task.remove_done_callback(self._landed)
+        await flight.collection.end([flight.task])
+
+    def _raise_if_hopeless(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._judge is not None and len(self._judge.seen) >= self._most_judged:
+            self._judge.require_enough()
+            raise ValueError(self._judge.gave_up())
