@@ -152,7 +152,9 @@ def main() -> None:
             if not lines:
                 sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
             found[mode].append(json.loads(lines[0].removeprefix("RESULT ")))
-            print(mode, {k: round(v, 3) for k, v in found[mode][-1].items() if k != "ledger"}, found[mode][-1]["ledger"])
+            print(
+                mode, {k: round(v, 3) for k, v in found[mode][-1].items() if k != "ledger"}, found[mode][-1]["ledger"]
+            )
     base = fmean(each["tokens/s"] for each in found[options.modes[0]])
     for mode, runs in found.items():
         mean = fmean(each["tokens/s"] for each in runs)

@@ -40,6 +40,12 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha)", r"\1.lora_\2"),
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
+    (r"trainer\.v1\.trainer_mode", "trainer.mode"),
+    (r"trainer\.v1\.(?:colocate|separate)_async\.num_warmup_batches", "async_training.over_sample_rate"),
+    (r"trainer\.v1\.sampler\.max_off_policy_threshold", "async_training.max_staleness"),
+    (r"trainer\.v1\.sampler\.max_off_policy_strategy", "async_training.beyond"),
+    (r"async_training\.staleness_threshold", "async_training.over_sample_rate"),
+    (r"async_training\.use_rollout_log_probs", "algorithm.rollout_correction.bypass_mode"),
     (r"trainer\.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     (r"actor_rollout_ref\.profiler\.(.+)", r"actor_rollout_ref.actor.profiler.\1"),
     (r"(.+\.profiler)\.tool_config\.(?:nsys|torch|npu)\.discrete", r"\1.discrete"),
@@ -74,6 +80,10 @@ DROPPED: dict[str, str] = {
     r"critic\.data_loader_seed": "trainer.seed seeds the shuffle of critic.shuffle",
     r"critic\.model\.tokenizer_path": "the critic sees the policy's tokens",
     r"trainer\.use_v1": "there is one trainer",
+    r"trainer\.v1\.separate_async\.parameter_sync_step|async_training\.(trigger_parameter_sync_step|require_batches)": (
+        "a step trains the data.train_batch_size / actor.ppo_mini_batch_size mini-batches of its prompts, and then "
+        "sends the weights"
+    ),
     r"actor_rollout_ref\.actor\.calculate_sum_pi_squared": "it is computed where algorithm.adv_estimator needs it",
     r"actor_rollout_ref\.actor\.calculate_entropy": "the entropy is always computed and reported",
     r"data\.return_multi_modal_inputs": "inputs are not passed through the driver",
@@ -97,6 +107,9 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r".+\.optim\.override_optimizer_config": (None,),
     r"reward\.reward_manager\.source": ("register",),
     r"global_profiler\.tool": (None,),
+    r"async_training\.partial_rollout": (True,),
+    r"trainer\.v1\.separate_async\.hybrid_rollout\.enable_switch": (False,),
+    r"trainer\.v1\.sampler\.(sync_refill_failed_groups|custom_sampler\.(path|name))": (False, None),
     r"reward_model\.reward_loop_(source|module_path|class_name)": ("register", None),
 }
 

@@ -3,8 +3,6 @@
 docs/async.md explains them. Standard library only.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -114,7 +114,7 @@ NEWER: dict[str, str] = {
     "global_profiler": "profiling",
     "skip": "record and replay of rollouts",
     "trainer.npu_profile": "profiling",
-    "trainer.v1": "asynchronous trainers",
+    "trainer.v1": "samplers of your own, and devices that change between training and rollout",
     "transfer_queue": "the transfer queue",
     "critic.model.mtp": "multi-token prediction",
     "critic.model.tiled_mlp": "tiled MLP",

@@ -93,9 +93,23 @@ class ColossalRun(Foreign):
             raise ConfigError([f'--eval-dataset {value}: write {{"task": "path"}}']) from error
 
     def rule_processes(self, name: str, value: int, keys: list[str]) -> dict[str, Any]:
-        count = self("num_trainers") + self("num_inferencer") * self("producer_tensor_parallel_size", 1)
-        nodes = math.ceil(count / _GPUS_PER_NODE)
-        return {keys[0]: nodes, keys[1]: count if nodes == 1 else _GPUS_PER_NODE}
+        return _spread(self("num_trainers") + (0 if self("n_behind") else self._num_sampling), keys)
+
+    def rule_behind(self, name: str, value: int, keys: list[str]) -> Outcome | dict[str, Any]:
+        if not value:
+            return Outcome(NOTHING)
+        pool = ["actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"]
+        return {
+            **carry(keys, value),
+            keys[0]: "separate_async",
+            "actor_rollout_ref.hybrid_engine": False,
+            "algorithm.rollout_correction.rollout_is": "token",
+            **_spread(self._num_sampling, pool),
+        }
+
+    @property
+    def _num_sampling(self) -> int:
+        return self("num_inferencer") * self("producer_tensor_parallel_size", 1)
 
     def rule_step(self, name: str, value: int, keys: list[str]) -> Outcome:
         if self.step % self.update == 0:
@@ -124,6 +138,12 @@ class ColossalRun(Foreign):
 
     def rule_save_dir(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: f"{value.rstrip('/')}/{str(self('project')).replace(' ', '_')}"}
+
+
+def _spread(count: int, keys: list[str]) -> dict[str, Any]:
+    """So many processes as nodes and processes of each."""
+    nodes = math.ceil(count / _GPUS_PER_NODE)
+    return {keys[0]: nodes, keys[1]: count if nodes == 1 else _GPUS_PER_NODE}
 
 
 def _value(text: str) -> Any:

@@ -164,10 +164,41 @@ class RollFile(Foreign):
 
     def rule_devices(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
         used, node = self.devices(*_ROLES), self("num_gpus_per_node", 8)
+        if self.samples_apart:
+            used -= self.devices("actor_infer")
         if not used:
             return Outcome(NOTHING)
         nodes = 1 if max(used) < node else math.ceil((max(used) + 1) / node)
         return {keys[0]: nodes, keys[1]: len(used) if nodes == 1 else node}
+
+    @property
+    def samples_apart(self) -> bool:
+        """Whether the run is asynchronous, and nothing else is on the devices that sample."""
+        others = self.devices(*(role for role in _ROLES if role != "actor_infer"))
+        return bool(self("async_generation_ratio", 0)) and bool(
+            (own := self.devices("actor_infer")) and not own & others
+        )
+
+    def rule_async(self, name: str, value: float, keys: list[str]) -> Outcome | dict[str, Any]:
+        if not value:
+            return Outcome(NOTHING)
+        mode = (
+            {keys[0]: "separate_async"} | self._sampling_pool() if self.samples_apart else {keys[0]: "colocate_async"}
+        )
+        return mode | {keys[1]: math.ceil(value), keys[2]: value} | self._correction()
+
+    def _sampling_pool(self) -> dict[str, Any]:
+        count, node = len(self.devices("actor_infer")), self("num_gpus_per_node", 8)
+        nodes = math.ceil(count / node)
+        return {
+            "actor_rollout_ref.hybrid_engine": False,
+            "actor_rollout_ref.rollout.nnodes": nodes,
+            "actor_rollout_ref.rollout.n_gpus_per_node": count if nodes == 1 else node,
+        }
+
+    def _correction(self) -> dict[str, Any]:
+        """The weights that an asynchronous run needs, where the file has none."""
+        return {} if self.has("train_infer_correction") else {"algorithm.rollout_correction.rollout_is": "token"}
 
     def rule_estimator(self, name: str, value: str, keys: list[str]) -> Outcome | dict[str, Any]:
         if value in _WITH_TURNS:

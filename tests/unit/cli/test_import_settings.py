@@ -36,16 +36,45 @@ def test_the_printed_command_composes(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_was_refused_is_told_with_its_reason_and_status_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "roll.yaml").write_text(FILE + "async_generation_ratio: 1\nrollout_batch_sise: 8\n")
+    (tmp_path / "roll.yaml").write_text(FILE + "model_update_frequency: 2\nrollout_batch_sise: 8\n")
     with pytest.raises(SystemExit) as ended:
         main(["import", "roll", str(tmp_path / "roll.yaml"), "--out", str(tmp_path / "run.sh")])
     assert ended.value.code == 3
     told = capsys.readouterr().out
-    assert "async_generation_ratio=1\n      asynchronous training is not available yet" in told
+    assert "model_update_frequency=2\n      weights are sent after every step" in told
     assert "rollout_batch_sise=8\n      did you mean rollout_batch_size?" in told
     script = tmp_path / "run.sh"
     assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
     assert compose(command_of(script.read_text().replace(' "$@"', ""))).data.max_response_length == 64
+
+
+def test_rolls_asynchronous_ratio_carries_what_it_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "roll.yaml").write_text(FILE + "async_generation_ratio: 1.5\n")
+    main(["import", "roll", str(tmp_path / "roll.yaml")])
+    config = compose(command_of(capsys.readouterr().out))
+    assert config.trainer.mode == "colocate_async"
+    assert (config.async_training.max_staleness, config.async_training.over_sample_rate) == (2, 1.5)
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+
+
+def test_rolls_devices_that_only_sample_become_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = FILE.replace("{training_args", "{device_mapping: 'list(range(0,4))', training_args")
+    sampling = "actor_infer: {device_mapping: 'list(range(4,6))'}\n"
+    (tmp_path / "roll.yaml").write_text(f"{file}async_generation_ratio: 1\n{sampling}")
+    main(["import", "roll", str(tmp_path / "roll.yaml")])
+    config = compose(command_of(capsys.readouterr().out))
+    assert config.trainer.mode == "separate_async" and config.trainer.n_gpus_per_node == 4
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.nnodes, rollout.n_gpus_per_node) == (1, 2)
+
+
+def test_colossals_inferencers_that_run_ahead_become_a_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--dataset train.jsonl --model model -t 4 -i 2 -ptp 2 -b vllm -ibs 8 -tbs 4 -g 4 -nb 2"
+    main(["import", "colossal", *arguments.split()])
+    config = compose(command_of(capsys.readouterr().out))
+    assert config.trainer.mode == "separate_async" and config.trainer.n_gpus_per_node == 4
+    assert config.actor_rollout_ref.rollout.n_gpus_per_node == 4
+    assert (config.async_training.max_staleness, config.async_training.over_sample_rate) == (2, 2)
 
 
 def test_the_example_of_colossals_readme(capsys: pytest.CaptureFixture[str]) -> None:

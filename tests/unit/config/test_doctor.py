@@ -245,7 +245,7 @@ def test_every_row_names_real_keys():
         (f"{R}.agent.custom_async_server.path=x.py", "not available yet; leave it out: a server of your own"),
         (f"{R}.agent.default_agent_loop=mine", f"list it in a file of agent loops: {R}.agent.agent_loop_config_path"),
         ("actor_rollout_ref.hybrid_engine=False", "n_gpus_per_node = 0: the pool of rollout needs both sizes"),
-        ("+trainer.v1.trainer_mode=async", "not available yet (asynchronous trainers)"),
+        ("+trainer.v1.separate_async.hybrid_rollout.enable_switch=True", "that change between training and rollout"),
     ],
 )  # fmt: skip
 def test_what_is_not_built_is_refused_by_name(override, line):

@@ -24,6 +24,8 @@ SAMPLES: dict[str, Any] = {
     "trainer.logger": ["console", "tensorboard"],
     "trainer.full_determinism": True,
     "trainer.log_format": "json",
+    "trainer.mode": "colocate_async",
+    "async_training.beyond": "drop",
     "trainer.prometheus_host": "0.0.0.0",
     "trainer.prometheus_port": 9090,
     "trainer.health": {"failed_rewards": "stop"},

@@ -22,7 +22,11 @@ def sampled_by(*versions: list[int]) -> Rollouts:
         count = len(of_tokens)
         sampled = Sampled.of([7] * count, [-1.0] * count, of_tokens)
         turn = Turn(observation_ids=[1, 2, 3, 4], sampled=sampled, finish_reason="stop")
-        prompts.append(Prompt(ids=[1, 2, 3, 4], row=PromptRow(index=group, data_source="d", messages=[]), group=group, position=group))
+        prompts.append(
+            Prompt(
+                ids=[1, 2, 3, 4], row=PromptRow(index=group, data_source="d", messages=[]), group=group, position=group
+            )
+        )
         episodes.append([Episode(turns=(turn,))])
     return assemble_rollouts(prompts, episodes)
 
@@ -82,12 +86,8 @@ def test_groups_that_a_shorter_bound_made_late_are_no_deadlock() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.integers(1, 4), st.integers(1, 4), st.floats(0.1, 5), st.lists(st.integers(1, 60), min_size=80, max_size=80)
-)
-def test_no_group_is_ever_too_old_and_all_are_trained(
-    wanted: int, bound: int, rate: float, lengths: list[int]
-) -> None:
+@given(st.integers(1, 4), st.integers(1, 4), st.floats(0.1, 5), st.lists(st.integers(1, 60), min_size=80, max_size=80))
+def test_no_group_is_ever_too_old_and_all_are_trained(wanted: int, bound: int, rate: float, lengths: list[int]) -> None:
     """Groups end after any time; a step begins with as many as the keys allow, and each advances the version."""
     most = AsyncTrainingConfig(over_sample_rate=rate, max_staleness=bound).groups_under_way(wanted)
     made, due, drawn, trained, now = Book(wanted, bound, waits=True), dict[int, int](), 0, [], 0

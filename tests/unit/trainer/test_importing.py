@@ -91,7 +91,7 @@ def test_defaults_lists_are_read_as_hydra_reads_them(shared_data: Path, tmp_path
     ("file", "updates", "warmup", "world"),
     [  # what ROLL computes: B x n / (per_device x accumulation x devices / tp / ulysses); its warm-up in such updates
         ("qwen2.5-7B-rlvr_megatron__rlvr_fsdp2_sp2", 64 * 8 / (1 * 32 * 8 / 2), 20 / 4, 8),
-        ("qwen2.5-7B-rlvr_megatron__rlvr_config_async", 64 * 8 / (1 * 64 * 16 / 2), 1, 24),
+        ("qwen2.5-7B-rlvr_megatron__rlvr_config_async", 64 * 8 / (1 * 64 * 16 / 2), 1, 16),
         ("qwen3-30BA3B-rlvr_fsdp2__rlvr_config_ep", 16 * 8 / (1 * 4 * 32 / 4), 20 / 4, 32),
         ("qwen2_5-vl-3B-rlvr_fsdp2__rlvr_fsdp2_offload", 256 * 8 / (2 * 64 * 8), 0, 8),
         ("qwen2.5-0.5B-agentic__agentic_val_sokoban", 1024 / (2 * 64 * 8), 10, 8),
@@ -393,7 +393,8 @@ def test_algorithms_of_colossal() -> None:
     assert files["data.val_files"] == {"a": "a.jsonl"} and rloo.data.val_files == []
     tags, _ = compose_with_warnings(colossal("-b vllm").overrides())
     assert tags.reward_model.rule == "think_answer_tags" and tags.actor_rollout_ref.rollout.stop == ["</answer>"]
-    assert colossal("-nb 2").of(REFUSED)[0].name == "n_behind"
+    assert colossal("-nb 2").settings["async_training.max_staleness"] == 2
+    assert colossal("", "buffer_size=4").of(REFUSED)[0].name == "buffer_size"
     with pytest.raises(ConfigError, match="NAME=VALUE"):
         ColossalRun({}, ["stray"])
 
