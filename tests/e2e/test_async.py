@@ -158,3 +158,32 @@ def test_runs_that_are_killed_again_and_again_lose_no_prompt(tmp_path: Path, tin
 def _newest(out: Path) -> str:
     marker = out / "latest_checkpointed_iteration.txt"
     return marker.read_text() if marker.exists() else ""
+
+
+@pytest.mark.engines
+def test_a_killed_replica_is_replaced_and_the_run_goes_on(tmp_path: Path, tiny_model: Path) -> None:
+    """No restart: the other replica takes over what it had, a third process joins with proved weights."""
+    out, steps = tmp_path / "out", 40
+    own = SEPARATE | {"actor_rollout_ref.rollout.n_gpus_per_node": 2}
+    more = {"trainer.total_training_steps": steps, "data.max_response_length": 64}
+    task_rows = 8 * steps
+    command = line_of(tmp_path, tiny_model, **own, **more)
+    write_task(tmp_path, task_rows)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "verl_like.trainer.main_ppo", *command],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 200
+        while not (out / "groups.txt").exists() or len((out / "groups.txt").read_text().splitlines()) < 3:
+            assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=60)[0][-4000:]
+            time.sleep(0.02)
+        found = re.findall(r"=== rank 0 of 1, run \w+, process (\d+)", (out / "workers/rollout1_rank0.log").read_text())
+        os.kill(int(found[-1]), signal.SIGKILL)
+        text = run.communicate(timeout=300)[0]
+    finally:
+        run.kill()
+    assert run.returncode == 0, text[-4000:]
+    assert "1 of 2 rollout replicas go on" in text and "2 of 2 rollout replicas are there again" in text
+    assert (out / "workers" / "rollout2_rank0.log").exists()
+    assert_each_once(out, steps)

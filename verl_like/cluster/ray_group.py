@@ -155,6 +155,10 @@ class RayWorkerGroup:
         starting, timeout = self._starting
         starting.wait(timeout)
 
+    def started(self) -> bool:
+        """Whether `wait_started` would return or raise at once."""
+        return self._starting[0].done()
+
     @property
     def world_size(self) -> int:
         return len(self._ranks)

@@ -12,7 +12,6 @@ which groups are used, and what is done to the scores.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import threading
@@ -43,7 +42,6 @@ from verl_like.rollout.client import RolloutClient
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_END_S = 30.0
 
 Collecting = Callable[[Collection, Callable[[], Awaitable[None]]], Coroutine[Any, Any, T]]
 
@@ -164,8 +162,7 @@ class Collector:
     def close(self) -> None:
         """End what is under way, and the event loop."""
         if self._flow is not None:
-            with contextlib.suppress(Exception):  # the replicas may be gone
-                self._loop.submit(self._flow.end()).result(_END_S)
+            self._loop.submit(self._flow.end()).result()
             state = self._flow.ledger
             logger.info("%s", state.text(draws=self.loader.draws, waiting=self.loader.draws - state.total))
         self._loop.close()

@@ -176,9 +176,8 @@ class Flow:
         return found
 
     async def end(self) -> None:
-        """Nothing more is wanted of what is under way."""
+        """Begin nothing any more."""
         self._begins = False
-        await asyncio.gather(*(self._abort(flight) for flight in list(self._flights.values())))
 
     def _all(self) -> list[_Flight]:
         return [*self._taken, *self._flights.values()]

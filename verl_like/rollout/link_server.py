@@ -31,12 +31,12 @@ _JOIN_S = 10.0
 class LinkServer:
     """Serves `engine`, on its replica's first rank, to the one driver that connects to `address` with `authkey`."""
 
-    def __init__(self, engine: RolloutEngine, host: str) -> None:
-        """host: the address to listen on."""
+    def __init__(self, engine: RolloutEngine, host: str, *, progress_s: float | None = None) -> None:
+        """host: the address to listen on. progress_s: how often it tells what runs has sampled (None: never)."""
         self._engine = engine
         self._socket = Socket(host)
         self.address, self.authkey = self._socket.address, self._socket.authkey
-        self._local = LocalLink("driver", engine)
+        self._local = LocalLink("driver", engine, progress_s=progress_s)
         self._changed = threading.Condition()  # guards everything below
         self._wire: Wire | None = None
         self._num_orders = 0

@@ -62,6 +62,7 @@ from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
+from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.inputs import end_token_ids, max_model_len, refuse_media, refuse_missing_answers
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
@@ -305,14 +306,14 @@ def assemble(
     """Put the driver's parts around the worker groups; `stack` closes those that have to be."""
     settings = config.trainer
     weights = Weights(pools.of(ACTOR), pools.of(ROLLOUT), timeout_s=settings.rpc_timeout)
-    kind_of_group = StandingRolloutGroup if settings.mode == "separate_async" else RolloutGroup
-    replicas = kind_of_group(
-        pools.of(ROLLOUT),
-        plan,
-        timeout_s=settings.rpc_timeout,
-        max_running_requests=config.actor_rollout_ref.rollout.scheduler.max_running_requests,
-        has_weights=lambda: weights.version is not None,
-    )
+    sampling = {
+        "timeout_s": settings.rpc_timeout,
+        "max_running_requests": config.actor_rollout_ref.rollout.scheduler.max_running_requests,
+        "has_weights": lambda: weights.version is not None,
+    }
+    pool = pools.of(ROLLOUT)
+    standing = isinstance(pool, Fleet)
+    replicas = StandingRolloutGroup(pool, **sampling) if standing else RolloutGroup(pool, plan, **sampling)
     weights.reachable = pools.reachable = replicas.paused
 
     def models(role: type[Group], cost: ModelCost | None, **options: Any) -> Group | None:

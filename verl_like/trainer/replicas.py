@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from verl_like.cluster.worker_group import PendingResult, WorkerError, WorkerGroup
+from verl_like.cluster.worker_group import WorkerError, WorkerGroup
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.link import SocketLink
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError
 from verl_like.rollout.router import Router
+from verl_like.trainer.fleet import Fleet, FleetPending, Replica, ReplicaLost
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -160,21 +161,36 @@ class RolloutGroup:
         return self._replicas
 
 
-class StandingRolloutGroup(RolloutGroup):
+class StandingRolloutGroup:
     """The rollout engines of a pool that does nothing else: open from the first call of `sample` on, but for `paused`.
 
-    What a call leaves pending goes on after it, while the policy trains.
+    What a call leaves pending goes on after it, while the policy trains. A replica that is lost is left out: what it
+    had goes on elsewhere from the tokens that were told last; another joins with the next weights.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._serving: PendingResult | None = None
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        timeout_s: float,
+        max_running_requests: int | None = None,
+        has_weights: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._fleet, self.timeout_s, self._has_weights = fleet, timeout_s, has_weights
+        self._links: dict[Replica, SocketLink] = {}
+        self._router = Router((), max_running_requests=max_running_requests, requeue=True)
+        self._router.hold()
+        self._serving: FleetPending | None = None
 
     def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
-        """The result of the future that `work` returns; see RolloutGroup."""
-        replicas = self._connected()
-        client = SamplingClient(replicas.router)
-        self._open(replicas)
+        """The result of the future that `work` returns; see RolloutGroup.
+
+        WorkerError when the last replica is lost, RolloutError after `timeout_s`.
+        """
+        if not self._has_weights():
+            raise RuntimeError("the actor has changed since the last weight sync: sync before sampling")
+        self._open()
+        client = SamplingClient(self._router)
         try:
             return self._result(work(client))
         except BaseException:
@@ -183,44 +199,58 @@ class StandingRolloutGroup(RolloutGroup):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two steps of every engine; what is under way stays there."""
-        was_open, replicas = self._serving is not None, self._replicas
+        """Between two steps of every engine; what is under way stays there. Replicas that were started in place of lost
+        ones are in the fleet from now on."""
+        was_open = self._serving is not None
         self._pause()
+        self._fleet.newcomers()
+        self._fleet.refill()
         yield
-        if was_open and replicas is not None:
-            self._open(replicas)
+        if was_open:
+            self._open()
 
     def close(self) -> None:
         """Pause, and cut the links; what is pending fails."""
         try:
-            if self._serving is not None and not self._serving.done():
-                self._pause()
+            self._pause()
         except (RolloutError, WorkerError) as error:
             logger.debug("the rollout pool ends without a pause: %r", error)
-        super().close()
+        self._router.close()
 
-    def _open(self, replicas: Replicas) -> None:
-        if self._serving is None:
-            self._serving = self.group.call("rollout.serve", replicas.release())
+    def _open(self) -> None:
+        if self._serving is not None:
+            return
+        new = [replica for replica in self._fleet.replicas if replica not in self._links]
+        for replica in new:
+            try:
+                ways = replica.group.call_all("rollout.open_link").wait(timeout=self.timeout_s)
+            except WorkerError as error:
+                self._fleet.lose(replica, error)
+                continue
+            way = next(way for way in ways if way is not None)
+            self._links[replica] = SocketLink(f"rollout replica {replica.number}", *way)
+            self._router.attach(self._links[replica])
+        self._router.release()
+        orders = [(self._links[r].num_orders,) for r in self._fleet.replicas for _ in range(r.group.world_size)]
+        self._serving = self._fleet.call("rollout.serve", orders)
 
     def _pause(self) -> None:
-        serving, replicas = self._serving, self._replicas
-        if serving is None or replicas is None:
+        serving, self._serving = self._serving, None
+        if serving is None:
             return
-        replicas.router.hold()
-        paused = [link.pause() for link in replicas.links]
-        serving.wait(timeout=self.timeout_s)
-        for each in paused:
-            each.result(self.timeout_s)
-        self._serving = None
+        self._router.hold()
+        pauses = [(replica, self._links[replica].pause()) for replica in self._fleet.replicas]
+        with suppress(ReplicaLost):
+            serving.wait(timeout=self.timeout_s)
+        for replica, paused in pauses:
+            if replica in self._fleet.replicas:
+                paused.result(self.timeout_s)
 
     def _result(self, future: Future[T]) -> T:
-        """When it is there. WorkerError as soon as a rank has failed, RolloutError after `timeout_s`."""
+        """When it is there."""
         end = time.monotonic() + self.timeout_s
         while time.monotonic() < end:
-            if self._serving is not None and self._serving.done():
-                self._serving.wait()  # it has not been told to pause: a rank has failed
-                raise RolloutError("the rollout engines have paused by themselves")
+            self._look()
             try:
                 return future.result(_LOOK_S)
             except NotYet:
@@ -228,9 +258,14 @@ class StandingRolloutGroup(RolloutGroup):
                     raise
             except RolloutError:
                 give_up = time.monotonic() + _ECHO_S  # which process it was says more
-                while self._serving is not None and not self._serving.done() and time.monotonic() < give_up:
+                while time.monotonic() < give_up:
+                    self._look()
                     time.sleep(_LOOK_S)
-                if self._serving is not None and self._serving.done():
-                    self._serving.wait()
                 raise
         raise RolloutError(f"no batch within trainer.rpc_timeout={self.timeout_s:g} s")
+
+    def _look(self) -> None:
+        """Notice replicas that are gone, and have others started. Raises the error of the last one."""
+        if self._serving is not None:
+            self._serving.look()
+            self._fleet.refill()

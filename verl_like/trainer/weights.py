@@ -6,8 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from verl_like.cluster.worker_group import WorkerGroup
+from verl_like.trainer.fleet import Fleet, Replica, ReplicaLost
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.verdict import SyncReport, WeightSyncError, verdict
+
+_PARTING_S = 60.0
 
 
 class Weights:
@@ -16,7 +19,7 @@ class Weights:
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, *, timeout_s: float) -> None:
         """actor, rollout: the pools of the two; one and the same in the hybrid engine."""
         self._actor, self._rollout, self._timeout_s = actor, rollout, timeout_s
-        self._connected = False
+        self._connected_to: list[Replica] | None = None  # the members of a fleet that the channel leads to
         self.reachable: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, the engines are paused
         self.version: int | None = None  # what the engines hold; None: not what the actor holds
 
@@ -41,23 +44,46 @@ class Weights:
         return max(reports, key=lambda report: report.seconds)
 
     def _between_pools(self, version: int) -> SyncReport:
+        """Until a transfer reaches all engines that are there; each that is lost meanwhile costs another one."""
+        while True:
+            lost = self._num_lost
+            try:
+                return self._transfer(version)
+            except ReplicaLost:
+                continue
+            except WeightSyncError:
+                if self._num_lost == lost:
+                    raise
+
+    @property
+    def _num_lost(self) -> int:
+        return self._rollout.num_lost if isinstance(self._rollout, Fleet) else 0
+
+    def _transfer(self, version: int) -> SyncReport:
         """Both pools work at once: one sends, the other receives; here their reports meet."""
         wanted = Wanted.of_all(self._rollout.call_all("weights.wanted").wait(timeout=self._timeout_s))
-        if not self._connected:
+        members = self._rollout.replicas.copy() if isinstance(self._rollout, Fleet) else []
+        if self._connected_to != members:
             self._connect()
-        self._connected = False  # a transfer that breaks off closes its channel
+        self._connected_to = None  # a transfer that breaks off closes its channel
         sending = self._actor.call_all("weights.send", version, wanted)
         receiving = self._rollout.call_all("weights.receive")
-        sent, receipts = (pending.wait(timeout=self._timeout_s) for pending in (sending, receiving))
+        sent = sending.wait(timeout=self._timeout_s)
+        broken = any(report.problems for report in sent)  # then nothing more comes to those who receive
+        receipts = receiving.wait(timeout=min(_PARTING_S, self._timeout_s) if broken else self._timeout_s)
         try:
             report = verdict(sent, receipts)
         except WeightSyncError:
             self._rollout.call_all("weights.unload").wait(timeout=self._timeout_s)
             raise
-        self._connected = True
+        self._connected_to = members
         return report
 
     def _connect(self) -> None:
-        ways = self._actor.call_all("weights.listen", self._rollout.world_size).wait(timeout=self._timeout_s)
-        self._rollout.call_all("weights.join", ways[0]).wait(timeout=self._timeout_s)
-        self._connected = True
+        count = self._rollout.world_size
+        way = self._actor.call_all("weights.listen", count).wait(timeout=self._timeout_s)[0]
+        firsts = [0] * count
+        if isinstance(self._rollout, Fleet):
+            sizes = [replica.group.world_size for replica in self._rollout.replicas]
+            firsts = [sum(sizes[:place]) for place, size in enumerate(sizes) for _ in range(size)]
+        self._rollout.call("weights.join", [(way, first) for first in firsts]).wait(timeout=self._timeout_s)

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
+from verl_like.config.errors import ConfigError
 from verl_like.config.placement import Pool
+from verl_like.config.roles import ROLLOUT
 from verl_like.config.trainer import MAIN_POOL
+from verl_like.trainer.fleet import Fleet, Replica
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.nsight import worker_runtime_env
 from verl_like.trainer.told import start_phase
@@ -24,6 +27,7 @@ WORKER = "verl_like.workers.host:RoleHost"
 Groups = Mapping[str, WorkerGroup]  # by the pool's name
 Workers = Callable[[WorkerSpec, str], AbstractContextManager[Groups]]  # of a spec and a device
 Group = TypeVar("Group", bound=WorkerGroup)
+_ROOM_S = 10.0  # how long the driver waits for devices of a replica in place of a lost one
 
 
 class Launcher:
@@ -63,10 +67,42 @@ class Launcher:
 
     def _on_ray(self, spec: WorkerSpec, device: str, stack: ExitStack) -> Groups:
         session = self._connected(spec.plan.pools)
-        groups = {pool.name: self._on_pool(pool, session, spec, device, stack) for pool in spec.plan.pools}
+        groups: dict[str, RayWorkerGroup | Fleet] = {}
+        for pool in spec.plan.pools:
+            if self._config.trainer.mode == "separate_async" and pool.roles == (ROLLOUT,):
+                groups[pool.name] = self._fleet(pool, session, spec, device, stack)
+            else:
+                patience = self._config.trainer.ray_wait_register_center_timeout
+                groups[pool.name] = self._on_pool(pool, session, spec, device, stack, patience)
         for group in groups.values():  # they build their roles at the same time
             group.wait_started()
         return groups
+
+    def _fleet(self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack) -> Fleet:
+        """A group for each replica of a pool that only samples."""
+        size = spec.plan.tensor_parallel_size
+        if pool.ranks_per_node % size:
+            raise ConfigError(
+                [
+                    f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} with {pool.keys[1]}="
+                    f"{pool.ranks_per_node}: with trainer.mode=separate_async a replica is on one machine; let the "
+                    "first divide the second"
+                ]
+            )
+        one, count = dataclasses.replace(pool, nnodes=1, ranks_per_node=size), pool.world_size // size
+
+        def start(number: int) -> Replica:
+            own, patience = ExitStack(), self._config.trainer.ray_wait_register_center_timeout
+            try:
+                numbered = dataclasses.replace(spec, replica=number)
+                in_place_of_another = min(_ROOM_S, patience) if number >= count else patience
+                group = self._on_pool(one, session, numbered, device, own, in_place_of_another)
+            except BaseException:
+                own.close()
+                raise
+            return Replica(number, group, own.close)
+
+        return _stopped_with(stack, Fleet(start, count))
 
     def _connected(self, pools: tuple[Pool, ...]) -> RaySession:
         from verl_like.cluster.launch import connect
@@ -86,7 +122,7 @@ class Launcher:
         return self._session
 
     def _on_pool(
-        self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack
+        self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack, patience_s: float
     ) -> RayWorkerGroup:
         from verl_like.cluster.ray_group import RayWorkerGroup
         from verl_like.cluster.resources import allocate
@@ -96,11 +132,12 @@ class Launcher:
             pool.nnodes,
             pool.ranks_per_node,
             device=device,
-            timeout=config.trainer.ray_wait_register_center_timeout,
+            timeout=patience_s,
             may_grow=not session.owned,
             keys=pool.keys,
         )
         stack.callback(allocation.release)
+        name = "worker" if pool.name == MAIN_POOL else pool.name
         group = RayWorkerGroup(
             WORKER,
             dataclasses.replace(spec, pool=pool.name),
@@ -109,7 +146,7 @@ class Launcher:
             log_dir=log_dir(config) / "workers",
             start_timeout=config.trainer.worker_start_timeout,
             runtime_env=worker_runtime_env(config, profile_dir(config)),
-            name="worker" if pool.name == MAIN_POOL else pool.name,
+            name=f"{name}{spec.replica}" if spec.replica else name,
             wait=False,
         )
         return _stopped_with(stack, group)

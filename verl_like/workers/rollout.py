@@ -10,6 +10,8 @@ from verl_like.rollout.link_server import LinkServer
 from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.workers.spec import WorkerSpec
 
+_PROGRESS_S = 2.0
+
 
 class RolloutRole:
     """One rank's part of a replica."""
@@ -17,6 +19,8 @@ class RolloutRole:
     def __init__(self, spec: WorkerSpec, process: ProcessInfo, env: RankEnv) -> None:
         self._env, self._leads = env, env.rank % spec.plan.tensor_parallel_size == 0
         self._link: LinkServer | None = None
+        # A replica of a group of its own may be lost alone: its requests then go on elsewhere, from what was told last.
+        self._progress_s = _PROGRESS_S if spec.config.trainer.mode == "separate_async" else None
         self.engine = rollout_engine(spec, process, env.run_id)
 
     def open_link(self) -> tuple[tuple[str, int], bytes] | None:
@@ -25,7 +29,7 @@ class RolloutRole:
             self._link.close()
         if not self._leads:
             return None
-        self._link = LinkServer(self.engine, self._env.address)
+        self._link = LinkServer(self.engine, self._env.address, progress_s=self._progress_s)
         return self._link.address, self._link.authkey
 
     def serve(self, num_orders: int) -> None:
@@ -52,7 +56,7 @@ def rollout_engine(spec: WorkerSpec, process: ProcessInfo, run_id: str) -> Rollo
         hf_config=load_hf_config(policy.model),
         tokenizer_size=spec.tokenizer_size,
         max_model_len=spec.max_model_len,
-        seed=spec.config.trainer.seed,
-        run_id=run_id,
+        seed=spec.config.trainer.seed + spec.replica,
+        run_id=f"{run_id}-{spec.replica}",
         tokenizer=spec.config.data.tokenizer,
     )

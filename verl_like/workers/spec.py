@@ -18,6 +18,7 @@ class WorkerSpec:
     profile_dir: str  # where the traces of trainer.profile_steps go
     external_modules: str = ""  # the driver's VERL_USE_EXTERNAL_MODULES
     pool: str = MAIN_POOL  # whose roles this process hosts
+    replica: int = 0  # of a pool whose replicas are groups of their own
 
     @property
     def roles(self) -> tuple[str, ...]:

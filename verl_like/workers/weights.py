@@ -77,14 +77,15 @@ class WeightsReceiver:
     """Of a process with a rollout engine, whose actor is in another pool."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo, rollout: RolloutRole, residency: Residency) -> None:
-        self._receiver = WeightReceiver(rollout.engine, spec.config.actor_rollout_ref.rollout, process)
+        name = f"rollout replica {spec.replica} rank {{}}" if spec.replica else "rollout rank {}"
+        self._receiver = WeightReceiver(rollout.engine, spec.config.actor_rollout_ref.rollout, process, name=name)
         self._process, self._residency = process, residency
         self._channel: BroadcastReceiver | None = None
 
-    def join(self, way: Way) -> None:
-        """Join the sender's channel."""
+    def join(self, way: Way, first: int = 0) -> None:
+        """Join the sender's channel. first: the receiver's number there of this group's first rank."""
         self.close()
-        self._channel = BroadcastReceiver(way, self._process.rank, self._process.device)
+        self._channel = BroadcastReceiver(way, first + self._process.rank, self._process.device)
 
     def wanted(self) -> Wanted:
         """What the sender has to know of this rank's engine."""
