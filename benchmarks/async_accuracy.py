@@ -74,7 +74,7 @@ def one(options: argparse.Namespace, mode: str, seed: int) -> dict[str, float]:
     if mode != "sync":  # there every step would only wait
         delay(options.carried, seed, options.longest)
     run = verl_like.run(verl_like.compose(arguments(options.out, mode, seed, options.steps)))
-    records = [record for _, record in sorted(run.metrics.items())]
+    records = list(run.steps.values())
     steps = [record for record in records if "staleness/mean" in record]
     (accuracy,) = [value for name, value in records[-1].items() if re.fullmatch(r"val-core/.*/acc/mean@1", name)]
     return {

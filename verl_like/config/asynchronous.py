@@ -16,10 +16,11 @@ class AsyncTrainingConfig(ConfigNode):
     """`async_training.*`: of trainer.mode=colocate_async and separate_async."""
 
     over_sample_rate: float = 1.0
-    """[share of data.train_batch_size] Groups under way beyond those of one batch: 1 keeps two batches under way."""
+    """[share of a batch] Responses that are sampled at once, beyond those of one batch: 1 keeps as many running as two
+    batches have, whatever has ended of their groups."""
     max_staleness: int = 4
     """[weight versions] How old a group may be when it is trained: the version before the update less the one under
-    which its prompt was begun."""
+    which its prompt was begun. At most max_staleness + 1 batches of groups are begun and not trained."""
     beyond: str = "wait"
     """What becomes of a group that would be older. wait: the step before waits for it, so none is. continue: it is
     trained when it ends, however old. drop: it is aborted, and its prompt is not trained in this epoch, which favours
@@ -30,10 +31,10 @@ class AsyncTrainingConfig(ConfigNode):
         at_least(self, 1, "max_staleness")
         one_of(self, "beyond", BEYOND)
 
-    def groups_under_way(self, batch: int) -> int:
-        """[groups] That are begun and not trained, at most. batch: data.train_batch_size.
+    def groups_running(self, batch: int) -> int:
+        """[groups] Whose responses may all be sampled at once. batch: data.train_batch_size."""
+        return batch + math.ceil(batch * self.over_sample_rate)
 
-        Where none may be too old there are at most (max_staleness + 1) batches: a step trains one.
-        """
-        wanted = batch + math.ceil(batch * self.over_sample_rate)
-        return min(wanted, (self.max_staleness + 1) * batch) if self.beyond == "wait" else wanted
+    def groups_under_way(self, batch: int) -> int:
+        """[groups] That are begun and not trained, at most: a step trains one batch, and none may be too old."""
+        return (self.max_staleness + 1) * batch

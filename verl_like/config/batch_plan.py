@@ -185,7 +185,10 @@ class BatchPlan:
         if not self.draws_until_full:
             return []
         if self.asynchronous is not None:
-            text = f"up to {self.prompts_per_draw:,} prompts, of which a step trains {self.prompts_per_step:,} groups"
+            running = self.prompts_per_draw * self.responses_per_prompt
+            text = (
+                f"{running:,} responses at once; a step trains {self.prompts_per_step:,} of the groups that have ended"
+            )
             return [("under way", text), ("staleness", self.asynchronous)]
         text = f"up to {self.prompts_per_draw:,} prompts at once, until {self.prompts_per_step:,} groups fill the batch"
         return [("prompts in flight", text)]
@@ -335,7 +338,7 @@ def prompts_in_flight(config: PPOConfig) -> int:
     """Prompts that a step has at once, at most: data.train_batch_size and the additional ones, or data.gen_batch_size
     where dynamic sampling draws again and that is more; of the asynchronous modes those that are not trained yet."""
     if config.asynchronous:
-        return config.async_training.groups_under_way(config.data.train_batch_size)
+        return config.async_training.groups_running(config.data.train_batch_size)
     rules, data = config.algorithm.filter_groups, config.data
     extra = config.actor_rollout_ref.rollout.scheduler.additional_prompts
     draw = (data.gen_batch_size or 0) if rules.enable and rules.resample else 0

@@ -113,13 +113,14 @@ def all_graded(members: Iterable[Member], rewards: RewardManager) -> list[Graded
 
 @dataclass(slots=True, eq=False)
 class Collection:
-    """The episodes of one call, up to `end`. Its methods run in the event loop."""
+    """The episodes of one call, up to `end`. Its methods run in the event loop. on_end: called as each ends."""
 
     how: Answering
     client: RolloutClient
     rewards: RewardManager
     arrivals: Arrivals
     kept: dict[int, Kept] = field(default_factory=dict)  # by sample: what a checkpoint has of it
+    on_end: Callable[[], None] = lambda: None
     ended: bool = False
     askers: list[Asker] = field(default_factory=list)
     _to_grade: list[Member] = field(default_factory=list)
@@ -165,6 +166,7 @@ class Collection:
             logger.warning("prompt %d is sampled again (%s): %.500s", prompt.group, outcome, why)
         if not self.how.grade_at_end and not self.ended and member.graded is None:
             self._grade_soon(member)
+        self.on_end()
         return member
 
     async def _grader_error(self, member: Member) -> str | None:

@@ -4,8 +4,8 @@
                               |
                               +-- stay where they are while replicas are paused, and go on under the next weights
 
-There are always as many under way as async_training.* says. Which of those that have ended a step trains, and when it
-waits for one that would grow too old, is the book's decision (staleness.py).
+There are always as many responses under way as async_training.* says. Which of the groups that have ended a step
+trains, and when it waits for one that would grow too old, is the book's decision (staleness.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verl_like.batch import Prompt
@@ -38,10 +39,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One group under way. group: when it has ended."""
+    """One group under way. left: its responses that are being sampled. group: when it has ended."""
 
     prompt: Prompt
     collection: Collection
+    left: int
     task: asyncio.Task[None] | None = None
     group: Group | None = None
 
@@ -76,7 +78,12 @@ class Flow:
     ) -> None:
         self._settings, self._loader, self._rewards, self._how = config.async_training, loader, rewards, how
         self._arrivals, self._total_steps, self._never_pauses = arrivals, total_steps, never_pauses
-        self._wanted, self._most = config.data.train_batch_size, prompts_in_flight(config)
+        self._wanted = config.data.train_batch_size
+        self._each = how.n + how.greedy_too  # responses of a group
+        self._most_groups = config.async_training.groups_under_way(self._wanted)
+        self._most_running = prompts_in_flight(config) * self._each
+        self._running = 0  # responses
+        self._being_trained = 0  # groups: their places are free when the version is the next one, and not before
         rules = config.algorithm.filter_groups
         self._judge = Judge(config, rewards, how.policies) if rules.enable and rules.resample else None
         passes = PASSES_WITHOUT_BOUND * max(loader.steps_per_epoch, 1)
@@ -119,6 +126,7 @@ class Flow:
         for name in chosen:
             self._book.forget(name)
         self._needed -= self._wanted
+        self._being_trained = self._wanted
         self._begin()
         groups = [flight.group for flight in self._taken if flight.group is not None]
         if self._judge is not None:
@@ -132,7 +140,8 @@ class Flow:
 
     async def weights_changed(self, version: int) -> None:
         """Groups that begin from now on begin under these."""
-        self._version = version
+        self._version, self._being_trained = version, 0
+        self._begin()
 
     async def state(self) -> dict[str, Any]:
         """The loader's, to which every group that is not trained goes back under its number, and the ledger."""
@@ -184,16 +193,19 @@ class Flow:
 
     def _begin(self) -> None:
         """Begin as many groups as there is room for, while that is wanted."""
-        count = int(min(self._most, self._needed)) - len(self._book)
-        if not self._begins or count <= 0 or self._error is not None:
+        count = int(min(self._most_groups - self._being_trained, self._needed)) - len(self._book)
+        count = min(count, (self._most_running - self._running) // self._each)
+        if not self._begins or count <= 0 or self._error is not None or len(self._book.ended) >= self._wanted:
             return
         assert self._client is not None
         for prompt in self._loader.draw(count):
             kept = self.kept.pop(prompt.group, {})
             collection = Collection(self._how, self._client, self._rewards, self._arrivals, kept=kept)
+            flight = self._flights[prompt.group] = _Flight(prompt, collection, self._each)
+            collection.on_end = partial(self._one_less, flight)
+            self._running += self._each
             versions = [int(one.sampled.weight_versions.min()) for one in kept.values() if len(one.sampled)]
             self._book.begin(prompt.group, min(versions, default=self._version))
-            flight = self._flights[prompt.group] = _Flight(prompt, collection)
             flight.task = asyncio.ensure_future(self._fly(flight))
             flight.task.add_done_callback(self._landed)
 
@@ -216,7 +228,15 @@ class Flow:
         self._begin()
         self._wake.set()
 
+    def _one_less(self, flight: _Flight) -> None:
+        """One response of the group has ended, and is counted no longer, unless the group was given up before."""
+        if flight.left:
+            flight.left -= 1
+            self._running -= 1
+            self._begin()
+
     def _forget(self, flight: _Flight) -> None:
+        self._running, flight.left = self._running - flight.left, 0
         self._book.forget(flight.prompt.group)
         self._flights.pop(flight.prompt.group, None)
 
