@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def test_a_pool_of_its_own_samples_while_the_policy_trains(tmp_path: Path, tiny_
     assert max(record["async/running_groups"] for record in records) > 0
 
 
-@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_killed_rollout_pool_is_begun_again_and_nothing_is_lost(tmp_path: Path, tiny_model: Path) -> None:
     out, steps = tmp_path / "out", 8
     more = {"trainer.total_training_steps": steps, "trainer.save_freq": 1, "trainer.max_restarts": 2}
@@ -161,29 +163,41 @@ def _newest(out: Path) -> str:
 
 
 @pytest.mark.engines
+@pytest.mark.timeout(900)
 def test_a_killed_replica_is_replaced_and_the_run_goes_on(tmp_path: Path, tiny_model: Path) -> None:
     """No restart: the other replica takes over what it had, a third process joins with proved weights."""
-    out, steps = tmp_path / "out", 40
+    out = tmp_path / "out"
     own = SEPARATE | {"actor_rollout_ref.rollout.n_gpus_per_node": 2}
-    more = {"trainer.total_training_steps": steps, "data.max_response_length": 64}
-    task_rows = 8 * steps
+    more = {"trainer.total_training_steps": 10_000, "data.max_response_length": 64}
     command = line_of(tmp_path, tiny_model, **own, **more)
-    write_task(tmp_path, task_rows)
     run = subprocess.Popen(
         [sys.executable, "-m", "verl_like.trainer.main_ppo", *command],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 200
-        while not (out / "groups.txt").exists() or len((out / "groups.txt").read_text().splitlines()) < 3:
-            assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=60)[0][-4000:]
-            time.sleep(0.02)
-        found = re.findall(r"=== rank 0 of 1, run \w+, process (\d+)", (out / "workers/rollout1_rank0.log").read_text())
-        os.kill(int(found[-1]), signal.SIGKILL)
-        text = run.communicate(timeout=300)[0]
+        _wait_for(run, lambda: _num_steps(out) >= 3)
+        log = (out / "workers" / "rollout1_rank0.log").read_text()
+        os.kill(int(re.findall(r"=== rank 0 of 1, run \w+, process (\d+)", log)[-1]), signal.SIGKILL)
+        said = "2 of 2 rollout replicas are there again"
+        _wait_for(run, lambda: said in (out / "verl_like.log").read_text())
+        there = _num_steps(out)
+        _wait_for(run, lambda: _num_steps(out) >= there + 3)
+        run.send_signal(signal.SIGINT)
+        text = run.communicate(timeout=200)[0]
     finally:
         run.kill()
-    assert run.returncode == 0, text[-4000:]
-    assert "1 of 2 rollout replicas go on" in text and "2 of 2 rollout replicas are there again" in text
+    assert "1 of 2 rollout replicas go on" in text and "rollout1 rank 0 of 1: its process died" in text
     assert (out / "workers" / "rollout2_rank0.log").exists()
-    assert_each_once(out, steps)
+    groups = [group for step in trained(out).values() for group in step]
+    assert len(set(groups)) == len(groups) == 8 * len(trained(out))
+
+
+def _num_steps(out: Path) -> int:
+    return len(trained(out)) if (out / "groups.txt").exists() else 0
+
+
+def _wait_for(run: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 400
+    while not reached():
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=60)[0][-4000:]
+        time.sleep(0.05)

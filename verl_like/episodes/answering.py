@@ -39,7 +39,8 @@ class Answering:
     purpose: keeps ids and seeds of training and validation apart. seed: the run's; None: requests have no seed.
     spread: the n requests of a prompt may go to different replicas; otherwise one replica shares their beginning.
     greedy_too: one greedy episode more, for a baseline. grade_at_end: not as episodes end, but when all have.
-    policies: what becomes of lost episodes. tool_usage: metrics of the tools since it was asked last.
+    priority: of its requests; what has less is sampled earlier. policies: what becomes of lost episodes. tool_usage:
+    metrics of the tools since it was asked last.
     """
 
     runner: EpisodeRunner
@@ -50,6 +51,7 @@ class Answering:
     spread: bool = False
     greedy_too: bool = False
     grade_at_end: bool = False
+    priority: int = 0
     policies: Policies = field(default_factory=Policies)
     tool_usage: Callable[[], dict[str, float]] = dict
 
@@ -260,6 +262,7 @@ class Asker:
             seed=None if how.seed is None else request_seed(how.seed, *draw),
             session=f"{how.purpose}-{group}-{self.sample}" if how.spread else f"{how.purpose}-{group}",
             turn=turn,
+            priority=how.priority,
         )
         completion = await self._completed(request)
         if completion.finish_reason == "abort":

@@ -110,8 +110,7 @@ class Flow:
         if self._client is None:
             self._client = client
         if self._judge is not None:
-            self._judge.begin(step)
-        self._told = _Told()
+            self._judge.step = step
         if self._total_steps is not None:
             self._needed = (self._total_steps - step + 1) * self._wanted
         await self._drop_old()
@@ -170,9 +169,9 @@ class Flow:
         return found
 
     async def metrics(self) -> dict[str, float]:
-        """Of the last batch. async/*: groups under way after it, those of them that have ended; groups and tokens that
-        were dropped because they were too old."""
-        told, book = self._told, self._book
+        """Since they were asked for last. async/*: groups under way, those of them that have ended; groups and tokens
+        that were dropped because they were too old."""
+        book, told, self._told = self._book, self._told, _Told()
         found = {
             "async/running_groups": float(len(book.running)),
             "async/ended_groups": float(len(book.ended)),
@@ -181,7 +180,9 @@ class Flow:
         }
         if self._judge is not None:
             seen = self._judge.seen
-            found |= filter_metrics(seen, num_judged=len(seen), num_dropped=len(told.dropped), per_draw=self._per_draw)
+            draw, dropped = self._per_draw, len(told.dropped)
+            found |= filter_metrics(seen, num_judged=len(seen), num_dropped=dropped, per_draw=draw)
+            self._judge.begin(self._judge.step)
         return found
 
     async def end(self) -> None:
@@ -248,8 +249,8 @@ class Flow:
         for flight in old:
             self._forget(flight)
         await asyncio.gather(*(self._abort(flight) for flight in old))
-        self._told.stale_groups = len(old)
-        self._told.stale_tokens = sum(sum(flight.collection.sampled_tokens()) for flight in old)
+        self._told.stale_groups += len(old)
+        self._told.stale_tokens += sum(sum(flight.collection.sampled_tokens()) for flight in old)
         self.ledger.stale += len(old)
 
     async def _abort(self, flight: _Flight) -> None:

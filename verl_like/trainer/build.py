@@ -314,7 +314,7 @@ def assemble(
     pool = pools.of(ROLLOUT)
     standing = isinstance(pool, Fleet)
     replicas = StandingRolloutGroup(pool, **sampling) if standing else RolloutGroup(pool, plan, **sampling)
-    weights.reachable = pools.reachable = replicas.paused
+    pools.reachable, weights.reachable = replicas.paused, replicas.renewed
 
     def models(role: type[Group], cost: ModelCost | None, **options: Any) -> Group | None:
         if role.role not in plan.roles:
@@ -446,6 +446,7 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
         spread=rollout.scheduler.expand_n,
         greedy_too=config.algorithm.adv_estimator == "remax" and not validation,
         grade_at_end=rollout.scheduler.mode == "batch",
+        priority=-1 if validation and config.asynchronous else 0,  # training goes on meanwhile, and can wait
         policies=Policies.from_config(rollout.outcomes, max_failure_fraction=config.reward_model.max_failure_fraction),
         tool_usage=inputs.tool_usage,
     )

@@ -24,6 +24,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_PARTING_S = 30.0  # for the last step of engines that are to end
 _ECHO_S = 5.0  # a process that is gone is known here first, and by its name a little later
 
 
@@ -145,6 +146,8 @@ class RolloutGroup:
         """Inside, the processes can be called: between two calls of `sample` they always can."""
         return nullcontext()
 
+    renewed = paused
+
     def close(self) -> None:
         """Cut the links; what is pending fails."""
         replicas, self._replicas = self._replicas, None
@@ -199,20 +202,26 @@ class StandingRolloutGroup:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two steps of every engine; what is under way stays there. Replicas that were started in place of lost
-        ones are in the fleet from now on."""
+        """Between two steps of every engine; what is under way stays there."""
         was_open = self._serving is not None
-        self._pause()
-        self._fleet.newcomers()
-        self._fleet.refill()
+        self._pause(self.timeout_s)
         yield
         if was_open:
             self._open()
 
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Paused, to be given weights: replicas that were started in place of lost ones are in the fleet from now
+        on."""
+        with self.paused():
+            self._fleet.newcomers()
+            self._fleet.refill()
+            yield
+
     def close(self) -> None:
         """Pause, and cut the links; what is pending fails."""
         try:
-            self._pause()
+            self._pause(min(_PARTING_S, self.timeout_s))
         except (RolloutError, WorkerError) as error:
             logger.debug("the rollout pool ends without a pause: %r", error)
         self._router.close()
@@ -234,17 +243,17 @@ class StandingRolloutGroup:
         orders = [(self._links[r].num_orders,) for r in self._fleet.replicas for _ in range(r.group.world_size)]
         self._serving = self._fleet.call("rollout.serve", orders)
 
-    def _pause(self) -> None:
+    def _pause(self, timeout_s: float) -> None:
         serving, self._serving = self._serving, None
         if serving is None:
             return
         self._router.hold()
         pauses = [(replica, self._links[replica].pause()) for replica in self._fleet.replicas]
         with suppress(ReplicaLost):
-            serving.wait(timeout=self.timeout_s)
+            serving.wait(timeout=timeout_s)
         for replica, paused in pauses:
             if replica in self._fleet.replicas:
-                paused.result(self.timeout_s)
+                paused.result(timeout_s)
 
     def _result(self, future: Future[T]) -> T:
         """When it is there."""
