@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ LORA = "LoRA"
 RANKS = "two ranks"  # gradients of two FSDP2 ranks equal those of one
 HF = "hf rollout"  # weight sync with its proof, and generated tokens scored by the trainer
 VLLM = "vLLM"  # the same with vLLM (its CPU build)
+
+IMAGES = "images"  # padded and packed, shared prompts, trained and frozen tower
 
 _PADDED = frozenset({LORA, RANKS, HF})
 _PACKED = _PADDED | {ULYSSES}
@@ -65,6 +67,10 @@ def _recurrent(layers: str, kind: str = "hybrid") -> Family:
 def _no_segments() -> Family:
     why = "its layers pass no sequence boundaries to attention"
     return Family(kind="dense", packed=False, why_padded=why, tested=_PADDED)
+
+
+def _vision() -> Family:
+    return Family(kind="vision and text", tested=frozenset({IMAGES, LORA, RANKS, HF, VLLM}))
 
 
 FAMILIES: dict[str, Family] = {
@@ -120,7 +126,11 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": _recurrent("mamba"),
     "granitemoehybrid": _recurrent("mamba", "mixture of experts, hybrid"),
     "lfm2": _recurrent("conv"),
+    "qwen2_vl": _vision(),
+    "qwen2_5_vl": _vision(),
+    "qwen3_vl": _vision(),
 }
+VISION = frozenset(name for name, family in FAMILIES.items() if IMAGES in family.tested)
 
 _BIAS = "the bias that corrects its router is a buffer, which is neither trained nor sent to the rollout engine"
 _NO_ATTENTION = "it has no attention, and no rollout engine here keeps its state"
@@ -170,6 +180,25 @@ def check(config: PretrainedConfig, *, packed: bool) -> None:
         _warn_untested(name)
 
 
+def sees(config: PretrainedConfig) -> bool:
+    """Whether it is a vision-language model, as far as these are available."""
+    return config.model_type in VISION
+
+
+def refuse_vision(config: PretrainedConfig, what: str, fix: str) -> None:
+    """ValueError, naming what cannot be done with a vision-language model, and the way out."""
+    if sees(config):
+        raise ValueError(f"{what} is not available for vision-language models ({config.model_type}): {fix}")
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """transformers' Auto class of models with this config."""
+    import transformers
+
+    found: Any = transformers.AutoModelForImageTextToText if sees(config) else transformers.AutoModelForCausalLM
+    return found
+
+
 def why_padded(config: PretrainedConfig) -> str:
     """What in this model forbids packing, as far as its type and its config tell; empty where nothing does."""
     family = FAMILIES.get(config.model_type)
@@ -201,11 +230,13 @@ def _state_in(config: PretrainedConfig) -> str:
 
 def _refuse_nested(config: PretrainedConfig) -> None:
     text = config.get_text_config()
-    if text is config:
+    if text is config or sees(config):
         return
+    also = " Audio is not available for any model." if hasattr(config, "audio_config") else ""
     raise ValueError(
-        f"model type {config.model_type!r} holds its text model ({text.model_type!r}) beside others (images, audio): "
-        "only text models can be trained. Save the text model alone (docs/models.md shows how) and set model.path to it"
+        f"model type {config.model_type!r} holds its text model ({text.model_type!r}) beside others (images, audio): of "
+        f"such models {', '.join(sorted(VISION))} can be trained.{also} Save the text model alone (docs/models.md shows "
+        "how) and set model.path to it"
     )
 
 

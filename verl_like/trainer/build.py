@@ -50,6 +50,7 @@ from verl_like.models.loading import (
 )
 from verl_like.models.location import check_locations
 from verl_like.models.tensor_plan import check_model
+from verl_like.models.vision import processor_of
 from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.progress import build_progress
 from verl_like.observe.report.writer import ReportWriter
@@ -63,7 +64,7 @@ from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.folders import log_dir, profile_dir
-from verl_like.trainer.inputs import end_token_ids, max_model_len, refuse_media, refuse_missing_answers
+from verl_like.trainer.inputs import check_vision, end_token_ids, max_model_len, refuse_media, refuse_missing_answers
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
@@ -365,6 +366,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         if role.kind == "policy":
             check_ulysses(model, hf_config, role.ulysses)
     check_tensor_parallel(config, hf_config)
+    check_vision(config, hf_config)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -373,7 +375,8 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         )
     reward_tokenizers = load_reward_model(config.reward_model) if config.reward_model.enable else None
     seed = config.trainer.seed
-    options = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
+    options: dict[str, Any] = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
+    options |= {"vision": processor_of(model, hf_config), "limit_images": config.actor_rollout_ref.rollout.limit_images}
     if config.env.train.tags:
         train, val = environment_datasets(config, data, tokenizer)
     else:
