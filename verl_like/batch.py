@@ -246,6 +246,11 @@ class MediaHandle:
     grid: tuple[int, int, int] = (0, 0, 0)  # patches: time, height, width
     start: int = -1  # the first of its tokens in the row
 
+    @property
+    def image(self) -> tuple[str, str, int, int, str]:
+        """Equal for the same image, wherever it stands."""
+        return self.path, self.column, self.row, self.number, str(self.source)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:

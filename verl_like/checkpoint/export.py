@@ -104,7 +104,7 @@ def _write_model(folder: Path, written: Path, choices: Choices) -> list[str]:
     stored = _open(folder, choices)
     config = AutoConfig.from_pretrained(stored.config_folder, trust_remote_code=choices.trust_remote_code)
     with torch.device("meta"):
-        meta = AutoModelForCausalLM.from_config(config, trust_remote_code=choices.trust_remote_code)
+        meta = model_class(config).from_config(config, trust_remote_code=choices.trust_remote_code)
     own = {name.removeprefix(HF_PREFIX): parameter for name, parameter in meta.named_parameters()}
     names = CheckpointNames(meta)
     adapters = _adapters_of(stored, folder)
@@ -256,7 +256,7 @@ def _require_all(own: dict[str, Any], names: CheckpointNames, kept: Sequence[str
 
 def _is_tied_copy(name: str, own: dict[str, Any], config: Any) -> bool:
     """A head that is the embedding: it is stored once."""
-    return bool(config.get_text_config().tie_word_embeddings) and name not in own and name.endswith("lm_head.weight")
+    return bool(config.tie_word_embeddings) and name not in own and name.endswith("lm_head.weight")
 
 
 def _write_adapter(folder: Path, written: Path, out: Path) -> list[str]:

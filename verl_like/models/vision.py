@@ -112,8 +112,7 @@ class VisionProcessor:
 
     def key(self, handle: MediaHandle) -> str:
         """The same for the same image under the same settings: names it in caches."""
-        what = (handle.path, handle.column, handle.row, handle.number, handle.source, self._settings)
-        return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((handle.image, self._settings)).encode(), digest_size=16).hexdigest()
 
     def _processed(self, handle: MediaHandle) -> Tensor:
         result = self._images(images=[decoded(handle)], return_tensors="pt")

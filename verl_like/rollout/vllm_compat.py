@@ -10,7 +10,7 @@ import functools
 import gc
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -367,15 +367,18 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
     return found | {"qkv": ["qkv"]} if hasattr(model, "visual") else found
 
 
-def stored_name(model: nn.Module, name: str) -> str:
-    """The checkpoint's name of a parameter's: vLLM holds the language model of a vision-language model in another
-    place. Source: hf_to_vllm_mapper of its Qwen-VL models."""
+def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
+    """The checkpoint's name of a parameter's, or its beginning: vLLM holds the language model of a vision-language model
+    in another place. Files of Qwen2-VL and Qwen2.5-VL have names of their own (transformers saves these too).
+    Source: hf_to_vllm_mapper of vLLM's Qwen-VL models."""
     if not hasattr(model, "visual"):
         return name
-    for ours, stored in (("language_model.lm_head.", "lm_head."), ("language_model.model.", "model.language_model.")):
-        if name.startswith(ours):
-            return stored + name.removeprefix(ours)
-    return f"model.{name}"
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
+    old = "model.embed_tokens.weight" in stored
+    if name.startswith("language_model.model."):
+        return ("model." if old else "model.language_model.") + name.removeprefix("language_model.model.")
+    return name if old else f"model.{name}"
 
 
 def rows_of_parts(module: nn.Module) -> list[int]:

@@ -72,7 +72,7 @@ def test_log_probs_are_those_of_the_padded_forward(case: Case, packed: bool, sha
 
 
 def test_gradients_of_both_towers_are_those_of_the_padded_forward(case: Case) -> None:
-    model, rows = case.ours(), case.rows.select([1, 2, 3])  # the first has the oracle's stand-in for an id
+    model, rows = case.ours(), case.rows.select([1, 2, 3, 4])  # the first has the oracle's stand-in for an id
     weights_T = torch.linspace(-1, 2, len(rows.response_ids_T), dtype=torch.float64)
     (log_probs(model, case.inputs(rows=rows)) * weights_T).sum().backward()
     case.hf.zero_grad()
@@ -144,7 +144,7 @@ def test_parts_of_the_tower_change_nothing(case: Case, monkeypatch: pytest.Monke
         model, expected = case.ours(), case.expected()
         monkeypatch.setattr(case.vision, "max_patches", 1)
         inputs = case.inputs()
-        assert inputs.images is not None and [len(grids) for _, grids in inputs.images.parts] == [1, 1, 1]
+        assert inputs.images is not None and [len(grids) for _, grids in inputs.images.parts] == [1, 1, 1, 1]
         assert (log_probs(model, inputs) - expected).abs().max() < 1e-12
 
 
@@ -161,9 +161,9 @@ def test_pixels_are_read_once_for_all_rows_and_passes(tmp_path: Path, monkeypatc
     monkeypatch.setattr(vision, "_pixels", cache)
     case = Case(tmp_path, "qwen2_vl")
     first, second = case.inputs(), case.inputs(packed=False)
-    assert cache.misses == 3 and first.images is not None and second.images is not None
+    assert cache.misses == 4 and first.images is not None and second.images is not None
     (pixels, grids), *others = first.images.parts
-    assert not others and len(grids) == 3 and len(pixels) == grids.prod(1).sum()
+    assert not others and len(grids) == 4 and len(pixels) == grids.prod(1).sum()
     small = vision._PixelCache(100)
     for key in ("a", "b", "a"):
         small.get(key, lambda: torch.zeros(20))

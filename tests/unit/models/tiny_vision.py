@@ -135,16 +135,18 @@ def write_images(path: Path, cells: Sequence[Sequence[Any]], group: int = 2) -> 
 
 
 def rows_with_images(folder: Path, vision: VisionProcessor) -> tuple[Sequences, list[list[bytes]]]:
-    """Four rows: two answer one prompt with an image, one has two images, one none. One answer holds the placeholder's
-    id, sampled as any other. Beside them the images' files."""
-    files = [[picture(0, 56, 84)], [picture(1, 112, 56), picture(2, 70, 70)], []]
-    handles = write_images(folder / "rows.parquet", [[{"bytes": file} for file in row] for row in files[:2]])
+    """Five rows: two answer one prompt with an image, one has two images, one none, and one the first's tokens with
+    another image. One answer holds the placeholder's id, sampled as any other. Beside them the images' files."""
+    files = [[picture(0, 56, 84)], [picture(1, 112, 56), picture(2, 70, 70)], [], [picture(3, 56, 84)]]
+    handles = write_images(folder / "rows.parquet", [[{"bytes": file} for file in row] for row in files])
     prompts = [
         vision.expand([7, START, IMAGE, STOP, 8, 9], handles[0], 64),
         vision.expand([START, IMAGE, STOP, 10, START, IMAGE, STOP, 11], handles[1], 64),
         vision.expand([12, 13, 14], [], 64),
+        vision.expand([7, START, IMAGE, STOP, 8, 9], handles[3], 64),
     ]
-    chosen, answers = [0, 0, 1, 2], [[20, IMAGE, 21, 22], [23, 24, 25], [26, 27, 28, 29, 30], [31, 32]]
+    chosen = [0, 0, 1, 2, 3]
+    answers = [[20, IMAGE, 21, 22], [23, 24, 25], [26, 27, 28, 29, 30], [31, 32], [33, 34, 35]]
     count = sum(map(len, answers))
     rows = Sequences(
         prompt_ids_T=torch.tensor([i for p in chosen for i in prompts[p][0]], dtype=torch.int32),
@@ -172,7 +174,8 @@ def oracle(model: Any, prompt_ids: list[int], response_ids: list[int], files: Se
         processed = Qwen2VLImageProcessorPil(**settings)(images=images, return_tensors="pt")
         inputs = {"pixel_values": processed["pixel_values"].to(weight.dtype), "image_grid_thw": processed["image_grid_thw"]}
     kept = weight.data[other].clone()
-    weight.data[other] = weight.data[IMAGE]
+    if IMAGE in response_ids:
+        weight.data[other] = weight.data[IMAGE]
     mask = torch.ones_like(ids)
     hidden = model.model(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **inputs).last_hidden_state
     weight.data[other] = kept
