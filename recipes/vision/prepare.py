@@ -1,10 +1,11 @@
-"""Prepare the recipe: pictures of a disc and a square, and a tiny vision-language model that often names the wrong one.
+"""Prepare the recipe: pictures of a disc, and a tiny vision-language model that mostly gives it the wrong name.
 
     python recipes/vision/prepare.py --output-dir outputs/vision --seed 1
 
-writes OUTPUT/data/{train,val}.parquet, the same with the pictures dealt to other questions (shuffled_*.parquet, for the
-control), and OUTPUT/model (a Hugging Face folder). The warm start is supervised: its teacher names the colour of the
-other shape in most lessons, so that the model sees colours and shapes, and is mostly wrong.
+writes OUTPUT/data/{train,val}.parquet, the same with the pictures dealt to other rows (shuffled_*.parquet, for the
+control), and OUTPUT/model (a Hugging Face folder). The warm start is supervised, by a teacher who mixes colours up:
+mostly red is called green, blue yellow, purple white, and the other way round. So the model sees the colours, and
+nearly all of its likeliest answers are wrong: reinforcement learning has to look at the pictures to mend that.
 """
 
 from __future__ import annotations
@@ -15,59 +16,57 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
-from scene import Scene, build_model, build_processor, build_tokenizer, save, scene
+from scene import COLORS, QUESTION, build_model, build_processor, build_tokenizer, picture, save
 from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
 
-NUM_TRAIN, NUM_VAL, NUM_LESSONS = 1500, 300, 3000
-WRONG = 0.6  # of the lessons
-STEPS, BATCH, LEARNING_RATE = 500, 64, 1e-3
+NUM_TRAIN, NUM_VAL, NUM_LESSONS = 1500, 300, 2000
+MIXED_UP = 0.65  # of the lessons
+STEPS, BATCH, LEARNING_RATE = 250, 64, 1e-3
+NAMES = list(COLORS)
 
 
-def rows(scenes: list[Scene], pictures: list[bytes], split: str) -> list[dict]:
+def draw_rows(count: int, split: str, rng: random.Random) -> list[dict[str, Any]]:
     """Rows of verl's schema."""
+    colors = [rng.choice(NAMES) for _ in range(count)]
     return [
         {
-            "data_source": "disc_and_square",
-            "prompt": [{"role": "user", "content": each.question}],
-            "images": [{"bytes": picture}],
+            "data_source": "disc_color",
+            "prompt": [{"role": "user", "content": QUESTION}],
+            "images": [{"bytes": picture(color, rng)}],
             "ability": "vision",
-            "reward_model": {"style": "rule", "ground_truth": each.answer},
+            "reward_model": {"style": "rule", "ground_truth": color},
             "extra_info": {"split": split, "index": index},
         }
-        for index, (each, picture) in enumerate(zip(scenes, pictures, strict=True))
+        for index, color in enumerate(colors)
     ]
 
 
-def write(folder: Path, split: str, scenes: list[Scene], rng: random.Random) -> None:
+def write(folder: Path, split: str, rows: list[dict[str, Any]], rng: random.Random) -> None:
     """Both files of a split, in row groups small enough to be read one at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = [each.picture for each in scenes]
-    dealt = rng.sample(pictures, len(pictures))
-    for name, chosen in ((split, pictures), (f"shuffled_{split}", dealt)):
-        table = pa.Table.from_pylist(rows(scenes, chosen, split))
+    images = [row["images"] for row in rows]
+    for name, chosen in ((split, images), (f"shuffled_{split}", rng.sample(images, len(images)))):
+        table = pa.Table.from_pylist([row | {"images": each} for row, each in zip(rows, chosen, strict=True)])
         pq.write_table(table, folder / f"{name}.parquet", row_group_size=100)
 
 
 class Lessons:
-    """Scenes as tensors: tokens of question and answer [N, S], and patches [N, patches, width]."""
+    """Rows as tensors: tokens of question and answer [N, S], and patches [N, patches, width]."""
 
-    def __init__(self, scenes: list[Scene], answers: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
-        images = [Image.open(io.BytesIO(each.picture)) for each in scenes]
+    def __init__(self, rows: list[dict[str, Any]], answers: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+        images = [Image.open(io.BytesIO(row["images"][0]["bytes"])) for row in rows]
         processed = build_processor()(images=images, return_tensors="pt")
         self.grid = processed["image_grid_thw"][0]
-        self.patches = processed["pixel_values"].view(len(scenes), int(self.grid.prod()), -1)
-        placeholders = "<|image_pad|>" * (int(self.grid.prod()) // 4)
-        image = f"<|vision_start|>{placeholders}<|vision_end|>"
-        texts = [
-            f"{each.question.replace('<image>', image)}{answer}<|im_end|>"
-            for each, answer in zip(scenes, answers, strict=True)
-        ]
-        self.ids = torch.tensor(tokenizer(texts)["input_ids"])
+        self.patches = processed["pixel_values"].view(len(rows), int(self.grid.prod()), -1)
+        image = f"<|vision_start|>{'<|image_pad|>' * (int(self.grid.prod()) // 4)}<|vision_end|>"
+        question = QUESTION.replace("<image>", image)
+        self.ids = torch.tensor(tokenizer([f"{question}{answer}<|im_end|>" for answer in answers])["input_ids"])
         self.image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
     def logits(self, model: Qwen2VLForConditionalGeneration, chosen: torch.Tensor) -> torch.Tensor:
@@ -83,34 +82,35 @@ class Lessons:
 
 
 def warm_start(
-    model: Qwen2VLForConditionalGeneration, scenes: list[Scene], tokenizer: PreTrainedTokenizerFast, seed: int
+    model: Qwen2VLForConditionalGeneration, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> None:
-    """Supervised learning from a teacher who mostly names the other shape's colour."""
+    """Supervised learning from the teacher who mixes colours up: AdamW, 20 steps of warm-up, cosine decay."""
     rng = random.Random(seed)
-    lessons = Lessons(scenes, [each.colors[each.asked ^ (rng.random() < WRONG)] for each in scenes], tokenizer)
+    right = [NAMES.index(row["reward_model"]["ground_truth"]) for row in rows]
+    lessons = Lessons(rows, [NAMES[color ^ int(rng.random() < MIXED_UP)] for color in right], tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     for step in range(1, STEPS + 1):
         cosine = 0.5 * (1 + math.cos(math.pi * step / STEPS))
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / 20) * cosine
-        chosen = torch.randint(len(scenes), (BATCH,), generator=generator)
+        chosen = torch.randint(len(rows), (BATCH,), generator=generator)
         targets = lessons.ids[chosen, -2:].flatten()
         loss = torch.nn.functional.cross_entropy(lessons.logits(model, chosen).flatten(0, 1), targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 0:
+        if step % 50 == 0:
             print(f"  step {step}/{STEPS}  loss {loss.item():.3f}", flush=True)
 
 
 @torch.no_grad()
 def accuracy(
-    model: Qwen2VLForConditionalGeneration, scenes: list[Scene], tokenizer: PreTrainedTokenizerFast
+    model: Qwen2VLForConditionalGeneration, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[float, float]:
     """Share of right answers: (greedy, sampled at temperature 1)."""
-    lessons = Lessons(scenes, [each.answer for each in scenes], tokenizer)
-    probabilities = lessons.logits(model, torch.arange(len(scenes)))[:, 0].softmax(-1)
+    lessons = Lessons(rows, [row["reward_model"]["ground_truth"] for row in rows], tokenizer)
+    probabilities = lessons.logits(model, torch.arange(len(rows)))[:, 0].softmax(-1)
     right = lessons.ids[:, -2]
     greedy = (probabilities.argmax(-1) == right).float().mean()
     return greedy.item(), probabilities.gather(1, right[:, None]).mean().item()
@@ -126,14 +126,14 @@ def main() -> None:
         print(f"Using the data and model prepared earlier in {out} (delete the folder to start over).")
         return
     rng = random.Random(seed)
-    train, val, taught = ([scene(rng) for _ in range(count)] for count in (NUM_TRAIN, NUM_VAL, NUM_LESSONS))
-    for split, scenes in (("train", train), ("val", val)):
-        write(out / "data", split, scenes, rng)
+    train, val = draw_rows(NUM_TRAIN, "train", rng), draw_rows(NUM_VAL, "val", rng)
+    for split, rows in (("train", train), ("val", val)):
+        write(out / "data", split, rows, rng)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
     print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2-VL:")
     started = time.time()
-    warm_start(model, taught, tokenizer, seed)
+    warm_start(model, draw_rows(NUM_LESSONS, "lessons", rng), tokenizer, seed)
     greedy, sampled = accuracy(model, val, tokenizer)
     save(out / "model", model, tokenizer)
     print(f"It took {time.time() - started:.0f} s; right on validation: greedy {greedy:.2f}, sampled {sampled:.2f}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A tiny vision-language model learns to look at the right shape: GRPO in one process. Settings: OUT (folder), SEED,
+# A tiny vision-language model learns what colours are called: GRPO in one process. Settings: OUT (folder), SEED,
 # ROLLOUT (vllm or hf), CONTROL=1 (pictures dealt to other questions). More keys: as arguments.
 set -euo pipefail
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -38,7 +38,7 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     trainer.seed="$SEED" \
     trainer.logger=[console] \
     trainer.project_name=vision \
-    trainer.experiment_name="${PREFIX}disc_and_square" \
+    trainer.experiment_name="${PREFIX}disc_color" \
     trainer.default_local_dir="$OUT/checkpoints" \
     trainer.val_before_train=True \
     trainer.test_freq=20 \

@@ -1,14 +1,13 @@
-"""Pictures of a disc and a square, the questions about them, and a tiny Qwen2-VL that looks at them: all made on the spot.
+"""Pictures of a disc, and a tiny Qwen2-VL that looks at them: all made on the spot.
 
-A picture has 2 x 2 cells of 28 pixels, which the model sees as four tokens. Disc and square stand in two of the cells,
-somewhere inside, in two of six colours, on a grey ground of random brightness. "color of disc?" is answered by one word.
+A picture has 56 x 56 pixels, which the model sees as four tokens. On a grey ground of random brightness, with specks of
+all colours, stands a disc of one of six colours, anywhere, large or small. "color of disc?" is answered by one word.
 """
 
 from __future__ import annotations
 
 import io
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,10 +24,9 @@ COLORS = {
     "purple": (150, 60, 190),
     "white": (250, 250, 250),
 }
-SHAPES = ("disc", "square")
-CELL = 28  # pixels: what becomes one token
+SIDE, PATCH = 56, 14  # pixels; two by two patches become one token
 WORDS = ["<pad>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<unk>"]
-WORDS += ["color of ", "?", *SHAPES, *COLORS]
+WORDS += ["color of disc?", *COLORS]
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
@@ -36,46 +34,30 @@ TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scene:
-    """colors: of disc and square. asked: which of them the question is about."""
-
-    colors: tuple[str, str]
-    asked: int
-    picture: bytes
-
-    @property
-    def question(self) -> str:
-        return f"<image>color of {SHAPES[self.asked]}?"
-
-    @property
-    def answer(self) -> str:
-        return self.colors[self.asked]
+QUESTION = "<image>color of disc?"
 
 
-def scene(rng: random.Random) -> Scene:
-    """A random one."""
-    ground = rng.randint(90, 150)
-    image = Image.new("RGB", (2 * CELL, 2 * CELL), (ground, ground, ground))
+def picture(color: str, rng: random.Random) -> bytes:
+    """A random one, as a PNG file."""
+    ground = rng.randint(70, 170)
+    image = Image.new("RGB", (SIDE, SIDE), (ground, ground, ground))
     pen = ImageDraw.Draw(image)
-    first, second = rng.sample(list(COLORS), 2)
-    for shape, color, cell in zip(SHAPES, (first, second), rng.sample(range(4), 2), strict=True):
-        size = rng.randint(14, 20)
-        left, top = (CELL * place + rng.randint(1, CELL - size - 1) for place in (cell % 2, cell // 2))
-        draw = pen.ellipse if shape == "disc" else pen.rectangle
-        draw((left, top, left + size, top + size), fill=COLORS[color])
+    for _ in range(12):
+        left, top = rng.randrange(SIDE - 3), rng.randrange(SIDE - 3)
+        pen.rectangle((left, top, left + 2, top + 2), fill=rng.choice(list(COLORS.values())))
+    size = rng.randint(14, 30)
+    left, top = rng.randrange(SIDE - size), rng.randrange(SIDE - size)
+    pen.ellipse((left, top, left + size, top + size), fill=COLORS[color])
     file = io.BytesIO()
     image.save(file, "PNG")
-    return Scene(colors=(first, second), asked=rng.randrange(2), picture=file.getvalue())
+    return file.getvalue()
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each of WORDS."""
     whole = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     whole.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=whole, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<unk>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<unk>")
     fast.add_special_tokens({"additional_special_tokens": WORDS[2:6]})
     fast.add_tokens([AddedToken(word, normalized=False) for word in WORDS[7:]])
     fast.chat_template = TEMPLATE
@@ -85,7 +67,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_processor() -> Qwen2VLImageProcessorPil:
     """Of pictures of this size."""
     return Qwen2VLImageProcessorPil(
-        patch_size=CELL // 2, merge_size=2, temporal_patch_size=2, min_pixels=CELL**2, max_pixels=(4 * CELL) ** 2
+        patch_size=PATCH, merge_size=2, temporal_patch_size=2, min_pixels=28 * 28, max_pixels=112 * 112
     )
 
 
@@ -96,7 +78,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2VLForCond
             "vocab_size": len(tokenizer),
             "hidden_size": 128,
             "intermediate_size": 256,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "max_position_embeddings": 256,
@@ -111,7 +93,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2VLForCond
             "hidden_size": 128,
             "num_heads": 2,
             "mlp_ratio": 2,
-            "patch_size": CELL // 2,
+            "patch_size": PATCH,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
             "in_channels": 3,

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from verl_like.checkpoint.checksums import CHECKSUMS_FILE, find_faults
 from verl_like.checkpoint.layout import ACTOR, find_latest
 from verl_like.checkpoint.weights import LoadedModel, SafetensorsFolder, ShardedFolder, StoredWeights, VerlFiles
 from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.families import model_class
 from verl_like.models.heads import HF_PREFIX, dtype_of
 from verl_like.models.lora import Adapters, is_adapter
 
@@ -226,8 +227,10 @@ def _with_base(stored: _Stored, own: dict[str, Any], choices: Choices) -> Stored
     if not base:
         raise ValueError(f"{stored.folder} holds adapters alone, and does not say of which model: give --base MODEL")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            Path(base).expanduser() if Path(base).expanduser().exists() else base,
+        path = Path(base).expanduser() if Path(base).expanduser().exists() else base
+        config = AutoConfig.from_pretrained(path, trust_remote_code=choices.trust_remote_code)
+        model = model_class(config).from_pretrained(
+            path,
             dtype="auto",
             trust_remote_code=choices.trust_remote_code,
         )

@@ -40,6 +40,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha)", r"\1.lora_\2"),
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
+    (r"data\.mm_processor_kwargs(\..+)?", r"actor_rollout_ref.model.mm_processor_kwargs\1"),
     (r"trainer\.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     (r"actor_rollout_ref\.profiler\.(.+)", r"actor_rollout_ref.actor.profiler.\1"),
     (r"(.+\.profiler)\.tool_config\.(?:nsys|torch|npu)\.discrete", r"\1.discrete"),

@@ -150,11 +150,13 @@ class PromptDataset:
             return ids, row.media
         images = [handle for handle in row.media if handle.kind == "image"]
         if len(images) < len(row.media):
-            raise ValueError(f"{place} has videos (data.video_key={self.data.video_key}), which are not available: leave it out")
+            raise ValueError(
+                f"{place} has videos (data.video_key={self.data.video_key}), which are not available: leave it out"
+            )
         if self._limit_images is not None and len(images) > self._limit_images:
             raise ValueError(
-                f"{place} has {len(images)} images, more than actor_rollout_ref.rollout.limit_images={self._limit_images}: "
-                "raise it, or leave the row out"
+                f"{place} has {len(images)} images, more than actor_rollout_ref.rollout.limit_images="
+                f"{self._limit_images}: raise it, or leave the row out"
             )
         try:
             return self._vision.expand(ids, images, self.data.max_image_megapixels)

@@ -30,8 +30,8 @@ from verl_like.models import blocks, families, loading, lora, packing, tensor_pl
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
 from verl_like.models.fused_linear import Head, Reference
-from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.models.heads import HF_PREFIX, HIDDEN, PolicyModel, TokenModel, dtype_of
+from verl_like.models.vision import processor_of
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
@@ -257,9 +257,7 @@ class FSDPEngine:
             _check_vocabulary(rows.response_ids_T[wanted_T], self.model.vocab_size)
         if not self.packed:
             return packing.pad(rows, wanted_T, self.device, vision=self._vision)
-        return packing.pack(
-            rows, wanted_T, self.device, share_prompts=self.shares_prompts, vision=self._vision
-        )
+        return packing.pack(rows, wanted_T, self.device, share_prompts=self.shares_prompts, vision=self._vision)
 
     def _check_want(self, want: frozenset[str]) -> None:
         compares = self.kind == "policy" and (self._reference is not None or self._adapters is not None)
@@ -591,4 +589,3 @@ def _check_vocabulary(token_ids: Tensor, vocab_size: int | None) -> None:
             f"a response holds token id {int(token_ids.max())}, but the tokenizer knows only {vocab_size} ids: "
             "the rollout engine must not sample ids of the padded vocabulary"
         )
-

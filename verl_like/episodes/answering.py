@@ -270,13 +270,13 @@ class Asker:
         return completion
 
     def _media_of(self, context_ids: list[int]) -> list[MediaHandle]:
-        """The prompt's images. ValueError for a context that does not begin with the prompt: where they are in it nobody
-        knows."""
+        """The prompt's images. ValueError for a context that does not begin with the prompt: nobody knows where they
+        are in it."""
         media, ids = self.prompt.row.media, self.prompt.ids
         if media and context_ids[: len(ids)] != ids:
             raise ValueError(
-                f"{self} has images, but was asked to go on behind other tokens than those of its prompt: agent loops and "
-                "templates that write the prompt anew are not available for rows with images"
+                f"{self} has images, but was asked to go on behind other tokens than those of its prompt: agent loops "
+                "and templates that write the prompt anew are not available for rows with images"
             )
         return media
 

@@ -69,10 +69,6 @@ def _no_segments() -> Family:
     return Family(kind="dense", packed=False, why_padded=why, tested=_PADDED)
 
 
-def _vision() -> Family:
-    return Family(kind="vision and text", tested=frozenset({IMAGES, LORA, RANKS, HF, VLLM}))
-
-
 FAMILIES: dict[str, Family] = {
     "qwen2": _windows(_EVERYTHING),
     "qwen3": _dense(),
@@ -126,11 +122,13 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": _recurrent("mamba"),
     "granitemoehybrid": _recurrent("mamba", "mixture of experts, hybrid"),
     "lfm2": _recurrent("conv"),
-    "qwen2_vl": _vision(),
-    "qwen2_5_vl": _vision(),
-    "qwen3_vl": _vision(),
 }
-VISION = frozenset(name for name, family in FAMILIES.items() if IMAGES in family.tested)
+_IMAGES = frozenset({IMAGES, RANKS, HF, VLLM})
+VISION: dict[str, Family] = {
+    "qwen2_vl": Family(kind="images and text", tested=_IMAGES | {LORA}),
+    "qwen2_5_vl": Family(kind="images and text", tested=_IMAGES),
+    "qwen3_vl": Family(kind="images and text", tested=_IMAGES),
+}
 
 _BIAS = "the bias that corrects its router is a buffer, which is neither trained nor sent to the rollout engine"
 _NO_ATTENTION = "it has no attention, and no rollout engine here keeps its state"
@@ -176,7 +174,7 @@ def check(config: PretrainedConfig, *, packed: bool) -> None:
             f"model type {name!r} cannot be run without padding: {why}. "
             "Set actor_rollout_ref.model.use_remove_padding=False (critic.model.* for the critic)"
         )
-    if name not in FAMILIES:
+    if name not in FAMILIES and not sees(config):
         _warn_untested(name)
 
 
@@ -234,9 +232,9 @@ def _refuse_nested(config: PretrainedConfig) -> None:
         return
     also = " Audio is not available for any model." if hasattr(config, "audio_config") else ""
     raise ValueError(
-        f"model type {config.model_type!r} holds its text model ({text.model_type!r}) beside others (images, audio): of "
-        f"such models {', '.join(sorted(VISION))} can be trained.{also} Save the text model alone (docs/models.md shows "
-        "how) and set model.path to it"
+        f"model type {config.model_type!r} holds its text model ({text.model_type!r}) beside others (images, audio): "
+        f"of such models {', '.join(sorted(VISION))} can be trained.{also} Save the text model alone (docs/models.md "
+        "shows how) and set model.path to it"
     )
 
 
@@ -262,7 +260,7 @@ def _warn_untested(name: str) -> None:
 def table() -> str:
     """The rows of docs/models.md, types of equal standing together."""
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for name, family in FAMILIES.items():
+    for name, family in (FAMILIES | VISION).items():
         runs = "packed" if family.packed else f"padded ({family.why_padded})"
         rows.setdefault((family.kind, runs, ", ".join(sorted(family.tested))), []).append(name)
     lines = ["| `model_type` | kind | runs | tested with it |", "| --- | --- | --- | --- |"]

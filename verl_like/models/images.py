@@ -1,8 +1,8 @@
 """Images of dataset rows: handles are opened here, in whichever process needs the pixels, and nowhere else.
 
-A handle (`batch.MediaHandle`) names a cell of a parquet file, a path or a URL. What a cell holds: {"bytes": ...} (Hugging
-Face's form), bytes, a path, a URL of any scheme that fsspec knows, data:image/png;base64,..., or a dictionary with one
-of them under "path", "image", "url" or "image_url". Relative paths begin at the data file's folder.
+A handle (`batch.MediaHandle`) names a cell of a parquet file, a path or a URL. What a cell holds: {"bytes": ...}
+(Hugging Face's form), bytes, a path, a URL of any scheme that fsspec knows, data:image/png;base64,..., or a dictionary
+with one of them under "path", "image", "url" or "image_url". Relative paths begin at the data file's folder.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
         width, height = image.size
     if width * height > max_megapixels * 1e6:
         raise MediaError(
-            f"{place_of(handle)} has {width} x {height} pixels, more than data.max_image_megapixels={max_megapixels:g}: "
-            "make it smaller, or raise the limit"
+            f"{place_of(handle)} has {width} x {height} pixels, more than data.max_image_megapixels="
+            f"{max_megapixels:g}: make it smaller, or raise the limit"
         )
     return width, height
 

@@ -57,15 +57,17 @@ class VisionProcessor:
         unknown = [key for key in model.mm_processor_kwargs if key not in self._images.valid_kwargs.__annotations__]
         if unknown:
             known = ", ".join(sorted(self._images.valid_kwargs.__annotations__))
-            raise ValueError(f"model.mm_processor_kwargs.{unknown[0]} is unknown to the image processor: it has {known}")
+            raise ValueError(
+                f"model.mm_processor_kwargs.{unknown[0]} is unknown to the image processor: it has {known}"
+            )
         self.token_id = int(config.image_token_id)
         self.merge = int(config.vision_config.spatial_merge_size)
         self.max_patches = model.vision_max_patches_per_gpu
         self._patch = int(self._images.patch_size)
         if (self.merge, self._patch) != (self._images.merge_size, config.vision_config.patch_size):
             raise ValueError(
-                f"model.path={model.path}: config.json has patches of {config.vision_config.patch_size} pixels, of which "
-                f"{self.merge} x {self.merge} make a token, preprocessor_config.json {self._patch} and "
+                f"model.path={model.path}: config.json has patches of {config.vision_config.patch_size} pixels, of "
+                f"which {self.merge} x {self.merge} make a token, preprocessor_config.json {self._patch} and "
                 f"{self._images.merge_size}"
             )
         self.patch_width = 3 * int(self._images.temporal_patch_size) * self._patch**2  # numbers in a patch
@@ -83,8 +85,8 @@ class VisionProcessor:
         places = [at for at, token in enumerate(ids) if token == self.token_id]
         if len(places) != len(media):
             raise ValueError(
-                f"the chat template made {len(places)} image placeholders (token {self.token_id}) of {len(media)} images: "
-                "it must write one for each, and the prompt's text none of its own"
+                f"the chat template made {len(places)} image placeholders (token {self.token_id}) of {len(media)} "
+                "images: it must write one for each, and the prompt's text none of its own"
             )
         expanded: list[int] = []
         placed, done = [], 0
@@ -173,7 +175,8 @@ class VisionProcessor:
         return VisionInput(
             feature_ids=feature_ids.to(device),
             parts=tuple(
-                (torch.cat([self.pixels(h) for h in part]).to(device), torch.tensor([h.grid for h in part])) for part in parts
+                (torch.cat([self.pixels(h) for h in part]).to(device), torch.tensor([h.grid for h in part]))
+                for part in parts
             ),
             token_patches=self.merge**2,
             patch_width=self.patch_width,
@@ -269,4 +272,3 @@ def _merged(tower: Any, embeds: Tensor, images: VisionInput, collective: bool) -
 def _blank_grid(token_patches: int) -> Tensor:
     side = round(token_patches**0.5)
     return torch.tensor([[1, side, side]])
-

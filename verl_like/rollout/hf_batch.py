@@ -115,7 +115,9 @@ class Batch:
     cache: DynamicCache
     mask_bS: Tensor  # 1 in a row's own columns
     length_b: Tensor  # how many these are
-    shift_b: Tensor  # what the position of the row's next token is more than that: images have fewer positions than tokens
+    shift_b: (
+        Tensor  # what the position of the row's next token is more than that: images have fewer positions than tokens
+    )
     next_b1: Tensor | None = None  # the token that goes into the next forward pass
     _knobs: _Knobs | None = None
 

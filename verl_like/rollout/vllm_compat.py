@@ -368,8 +368,8 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
 
 
 def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
-    """The checkpoint's name of a parameter's, or its beginning: vLLM holds the language model of a vision-language model
-    in another place. Files of Qwen2-VL and Qwen2.5-VL have names of their own (transformers saves these too).
+    """The checkpoint's name of a parameter's, or its beginning: vLLM holds the language model of a vision-language
+    model in another place. Files of Qwen2-VL and Qwen2.5-VL have names of their own (transformers saves these too).
     Source: hf_to_vllm_mapper of vLLM's Qwen-VL models."""
     if not hasattr(model, "visual"):
         return name

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ class _NoProcessor:
 
 
 class _Hollow(ModuleType):
-    __path__: list[str] = []
+    __path__: Sequence[str] = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -113,7 +114,7 @@ def _torchvision() -> Iterator[None]:
     absent, hollow modules stand in for it meanwhile."""
     names = [] if importlib.util.find_spec("torchvision") else _STAND_INS
     sys.modules.update({name: _Hollow(name) for name in names})
-    for parent, name in zip(names, names[1:], strict=False):
+    for parent, name in itertools.pairwise(names):
         setattr(sys.modules[parent], name.rpartition(".")[2], sys.modules[name])
     try:
         yield

@@ -41,6 +41,7 @@ from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.models.cost import ModelCost
+from verl_like.models.families import refuse_vision
 from verl_like.models.loading import (
     check_score_head,
     check_ulysses,
@@ -361,7 +362,9 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         tokenizer.chat_template = model.custom_chat_template
     hf_config = load_hf_config(model, "actor_rollout_ref.model.path")
     if needs_critic(config.critic, config.algorithm):
-        load_hf_config(config.critic.model, "critic.model.path")
+        refuse_vision(
+            load_hf_config(config.critic.model, "critic.model.path"), "critic.model.path", "name a text model"
+        )
     for role in roles_of(config).values():
         if role.kind == "policy":
             check_ulysses(model, hf_config, role.ulysses)
@@ -415,6 +418,7 @@ def load_reward_model(section: RewardModelConfig) -> tuple[Any, Any] | None:
     """Check the reward model; the two tokenizers of reward_model.model.input_tokenizer, None without it."""
     network, model, key = reward_network(section), section.model, "reward_model.model.path"
     network_hf = load_hf_config(network, key)
+    refuse_vision(network_hf, key, "name a text model")
     if section.worker_class is None:
         check_score_head(network, network_hf, key)
     check_ulysses(network, network_hf, section.ulysses_sequence_parallel_size)

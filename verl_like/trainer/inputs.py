@@ -24,14 +24,18 @@ def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> Non
         )
     if isinstance(dataset, ForeignDataset):
         raise ValueError(
-            f"{key}: the class of data.custom_cls gives pixels (multi_modal_data), which are not available: derive it from "
-            "PromptDataset, whose rows name their images"
+            f"{key}: the class of data.custom_cls gives pixels (multi_modal_data), which are not available: derive it "
+            "from PromptDataset, whose rows name their images"
         )
 
 
 def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
     """ValueError for what cannot be done with a vision-language model, before anything heavy is started."""
-    rollout, model, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    rollout, model, actor = (
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.actor,
+    )
     if not sees(hf_config):
         return
     if rollout.name == "sglang":

@@ -1,4 +1,4 @@
-"""Tiny random vision-language models of three families, with tokenizer and image processor, and parquet files of images."""
+"""Tiny random vision-language models of three families, with tokenizer and image processor, and files of images."""
 
 from __future__ import annotations
 
@@ -172,7 +172,10 @@ def oracle(model: Any, prompt_ids: list[int], response_ids: list[int], files: Se
         images = [Image.open(io.BytesIO(file)) for file in files]
         settings = {"patch_size": 14, "min_pixels": 28 * 28, "max_pixels": 112 * 112}
         processed = Qwen2VLImageProcessorPil(**settings)(images=images, return_tensors="pt")
-        inputs = {"pixel_values": processed["pixel_values"].to(weight.dtype), "image_grid_thw": processed["image_grid_thw"]}
+        inputs = {
+            "pixel_values": processed["pixel_values"].to(weight.dtype),
+            "image_grid_thw": processed["image_grid_thw"],
+        }
     kept = weight.data[other].clone()
     if IMAGE in response_ids:
         weight.data[other] = weight.data[IMAGE]
