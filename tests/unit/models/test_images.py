@@ -16,9 +16,11 @@ import pytest
 from tests.unit.models import tiny_vision as tiny
 from verl_like.config import DataConfig, ModelConfig
 from verl_like.data.dataset import PromptDataset
+from verl_like.data.preprocess import geometry3k
 from verl_like.models.images import MediaError, decoded, header
 from verl_like.models.loading import load_hf_config
 from verl_like.models.vision import VisionProcessor, processor_of
+from verl_like.rewards.graders import compute_score
 
 PICTURE = tiny.picture(0, 56, 84)
 
@@ -162,3 +164,19 @@ def test_the_processor_of_the_folder(model: Path, tmp_path: Path) -> None:
     placed = vision(model).expand([tiny.IMAGE], image, 1)[1][0]
     with pytest.raises(MediaError, match=r"gives \(1, 8, 8\) patches, but its prompt was made for \(1, 2, 2\)"):
         vision(model).pixels(dataclasses.replace(placed, grid=(1, 2, 2), path=placed.path, number=0, source=""))
+
+
+def test_geometry3k(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written with images in row groups of their own size, read as verl's rows, graded by verl's rule."""
+    raw = {"problem": "<image>Find x.", "answer": "3", "images": [{"bytes": PICTURE, "path": "a.png"}]}
+    pq.write_table(pa.Table.from_pylist([raw] * 150), tmp_path / "train-00000-of-00001.parquet")
+    geometry3k.main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
+    assert "bytes>" in capsys.readouterr().out
+    written = tmp_path / "out" / "train.parquet"
+    assert pq.ParquetFile(written).num_row_groups == 2
+    row = dataset(model, written, max_prompt_length=500).row(149)
+    assert row.messages[0]["content"][0] == {"type": "image"} and header(row.media[0], 1) == (56, 84)
+    score = compute_score(row.data_source, r"<think>so</think> \boxed{3}", row.ground_truth, {})
+    assert score["acc"] == 1
+    with pytest.raises(ValueError, match="record 4 of train: 1 <image> tags, but 0 images"):
+        geometry3k.to_row(raw | {"images": None}, 4, "train")
