@@ -1,6 +1,6 @@
 """Geometry3K: parquet files with problem, answer and images to train.parquet and test.parquet.
 
-    python -m verl_like.data.preprocess.geometry3k --local_dataset_path raw/geometry3k --local_save_dir ~/data/geometry3k
+    python -m verl_like.data.preprocess.geometry3k --local_dataset_path raw/geo3k --local_save_dir ~/data/geometry3k
 
 The raw files are those of hiyouga/geometry3k on the hub (`verl-like data prepare geometry3k` downloads them): a problem
 holds one <image> for each of its images. The instruction is verl's, and so is the grader (rewards/geometry3k.py).
