@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,10 @@ class VisionProcessor:
             )
         self.patch_width = 3 * int(self._images.temporal_patch_size) * self._patch**2  # numbers in a patch
         self._settings = repr((path, sorted(self._images.to_dict().items(), key=str)))
+
+    def save(self, folder: Path) -> None:
+        """The image processor with its settings, beside a saved model."""
+        self._images.save_pretrained(folder)
 
     def num_tokens(self, handle: MediaHandle) -> int:
         """Placeholder tokens of a placed image."""

@@ -51,7 +51,7 @@ from verl_like.models.loading import (
 )
 from verl_like.models.location import check_locations
 from verl_like.models.tensor_plan import check_model
-from verl_like.models.vision import processor_of
+from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.progress import build_progress
 from verl_like.observe.report.writer import ReportWriter
@@ -100,6 +100,7 @@ class Inputs:
     eos_ids: tuple[int, ...]
     reward_tokenizers: tuple[Any, Any] | None  # of the policy's texts and of the reward model, where these differ
     runner: EpisodeRunner  # how a prompt becomes an episode, in training and in validation
+    vision: VisionProcessor | None = None  # of a model that looks at images
     tool_usage: Callable[[], dict[str, float]] = dict  # metrics of its tools
 
 
@@ -206,7 +207,9 @@ def started(
             recover(Path(config.trainer.default_local_dir).expanduser())
             fetch_resume(config.trainer)
             resume = find_resume(config, newest=again)
-            checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
+            checkpoints = Checkpoints(
+                config.trainer, inputs.tokenizer, vision=inputs.vision, resume=resume, confirm=confirm_folder
+            )
             stack.callback(checkpoints.close)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
             groups = stack.enter_context(workers(ready.spec, ready.device))
@@ -379,7 +382,8 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     reward_tokenizers = load_reward_model(config.reward_model) if config.reward_model.enable else None
     seed = config.trainer.seed
     options: dict[str, Any] = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
-    options |= {"vision": processor_of(model, hf_config), "limit_images": config.actor_rollout_ref.rollout.limit_images}
+    vision = processor_of(model, hf_config)
+    options |= {"vision": vision, "limit_images": config.actor_rollout_ref.rollout.limit_images}
     if config.env.train.tags:
         train, val = environment_datasets(config, data, tokenizer)
     else:
@@ -399,6 +403,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         val=val,
         eos_ids=eos_ids,
         reward_tokenizers=reward_tokenizers,
+        vision=vision,
         runner=SingleTurn() if toolbox is None else tool_agent(config, tokenizer, eos_ids, toolbox),
         tool_usage=dict if toolbox is None else toolbox.take_usage,
     )
