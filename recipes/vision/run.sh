@@ -44,5 +44,5 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     trainer.test_freq=20 \
     trainer.save_freq=-1 \
     trainer.resume_mode=disable \
-    trainer.total_training_steps=160 \
+    trainer.total_training_steps=120 \
     "$@"
