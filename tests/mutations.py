@@ -128,9 +128,23 @@ MODELS = [
     Mutation(
         "positions that do not restart",
         "models/packing.py",
-        "position_ids=position[kept][None].to(device)",
-        "position_ids=torch.arange(int(kept.sum()))[None].to(device)",
+        "position_ids, images = position[kept][None], None",
+        "position_ids, images = torch.arange(int(kept.sum()))[None], None",
         "models/test_packed_forward.py models/test_packing.py",
+    ),
+    Mutation(
+        "prompts that differ in their images alone are shared",
+        "models/shared_prompts.py",
+        "(prompts[b].tobytes(), media[b])",
+        "(prompts[b].tobytes(), ())",
+        "models/test_vision.py",
+    ),
+    Mutation(
+        "text after an image goes on from its last token",
+        "models/vision.py",
+        "now += text + max(rows, columns) // self.merge",
+        "now += text + self.num_tokens(handle)",
+        "models/test_vision.py",
     ),
     Mutation(
         "the answer of the next token",

@@ -235,13 +235,21 @@ def pad_rows(rows: Iterable[Sequence[float] | Tensor], *, side: Side, dtype: tor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaHandle:
-    """Where an image or video of a row lies; `verl_like.data.media.load` reads it."""
+    """Where an image of a row lies (models/images.py opens it), and in a prompt's tokens."""
 
     kind: str  # "image" or "video"
     path: str  # of the data file
     column: str
     row: int  # in that file
     number: int  # in the cell's list
+    source: str | dict[str, Any] = ""  # the item itself where it is not in a parquet file: a path or URL
+    grid: tuple[int, int, int] = (0, 0, 0)  # patches: time, height, width
+    start: int = -1  # the first of its tokens in the row
+
+    @property
+    def image(self) -> tuple[str, str, int, int, str]:
+        """Equal for the same image, wherever it stands."""
+        return self.path, self.column, self.row, self.number, str(self.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +293,7 @@ class Sequences(TensorStruct):
     response_ids_T: Tensor = tokens()  # int32: all tokens after the prompt, tool text included
     response_length_B: Tensor  # int64
     response_mask_T: Tensor = tokens()  # bool: true only for tokens that the policy sampled
+    media: list[list[MediaHandle]] | None = None  # images of each row, in order; None: no row has any
 
     def num_tokens_B(self) -> Tensor:
         """Prompt plus response tokens of each row, int64 [B]: the cost that balancing and budgets count."""

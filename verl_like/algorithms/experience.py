@@ -133,6 +133,7 @@ def put_together(
         response_ids_T=rollouts.response_ids_T,
         response_length_B=rollouts.response_length_B,
         response_mask_T=trained_T,
+        media=rollouts.media,
         group_B=rollouts.group_B,
         episode_B=rollouts.episode_B,
         advantages_T=masked_fill_zero(advantages_T, trained_T),

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from verl_like.checkpoint.checksums import CHECKSUMS_FILE, find_faults
 from verl_like.checkpoint.layout import ACTOR, find_latest
 from verl_like.checkpoint.weights import LoadedModel, SafetensorsFolder, ShardedFolder, StoredWeights, VerlFiles
 from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.families import model_class
 from verl_like.models.heads import HF_PREFIX, dtype_of
 from verl_like.models.lora import Adapters, is_adapter
 
@@ -104,7 +105,7 @@ def _write_model(folder: Path, written: Path, choices: Choices) -> list[str]:
     stored = _open(folder, choices)
     config = AutoConfig.from_pretrained(stored.config_folder, trust_remote_code=choices.trust_remote_code)
     with torch.device("meta"):
-        meta = AutoModelForCausalLM.from_config(config, trust_remote_code=choices.trust_remote_code)
+        meta = model_class(config).from_config(config, trust_remote_code=choices.trust_remote_code)
     own = {name.removeprefix(HF_PREFIX): parameter for name, parameter in meta.named_parameters()}
     names = CheckpointNames(meta)
     adapters = _adapters_of(stored, folder)
@@ -226,8 +227,10 @@ def _with_base(stored: _Stored, own: dict[str, Any], choices: Choices) -> Stored
     if not base:
         raise ValueError(f"{stored.folder} holds adapters alone, and does not say of which model: give --base MODEL")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            Path(base).expanduser() if Path(base).expanduser().exists() else base,
+        path = Path(base).expanduser() if Path(base).expanduser().exists() else base
+        config = AutoConfig.from_pretrained(path, trust_remote_code=choices.trust_remote_code)
+        model = model_class(config).from_pretrained(
+            path,
             dtype="auto",
             trust_remote_code=choices.trust_remote_code,
         )
@@ -256,7 +259,7 @@ def _require_all(own: dict[str, Any], names: CheckpointNames, kept: Sequence[str
 
 def _is_tied_copy(name: str, own: dict[str, Any], config: Any) -> bool:
     """A head that is the embedding: it is stored once."""
-    return bool(config.get_text_config().tie_word_embeddings) and name not in own and name.endswith("lm_head.weight")
+    return bool(config.tie_word_embeddings) and name not in own and name.endswith("lm_head.weight")
 
 
 def _write_adapter(folder: Path, written: Path, out: Path) -> list[str]:

@@ -46,6 +46,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"trainer\.v1\.sampler\.max_off_policy_strategy", "async_training.beyond"),
     (r"async_training\.staleness_threshold", "async_training.over_sample_rate"),
     (r"async_training\.use_rollout_log_probs", "algorithm.rollout_correction.bypass_mode"),
+    (r"data\.mm_processor_kwargs(\..+)?", r"actor_rollout_ref.model.mm_processor_kwargs\1"),
     (r"trainer\.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     (r"actor_rollout_ref\.profiler\.(.+)", r"actor_rollout_ref.actor.profiler.\1"),
     (r"(.+\.profiler)\.tool_config\.(?:nsys|torch|npu)\.discrete", r"\1.discrete"),

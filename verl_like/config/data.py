@@ -105,6 +105,8 @@ class DataConfig(ConfigNode):
     """Column with images, one for each <image> in the prompt. Null: none, and <image> in a prompt is plain text."""
     video_key: str | None = "videos"
     """Column with videos, one for each <video> in the prompt. Null: none, and <video> in a prompt is plain text."""
+    max_image_megapixels: float = 64.0
+    """[millions of pixels] A larger image is an error (before the processor makes it smaller)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the tokenizer."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
@@ -129,7 +131,7 @@ class DataConfig(ConfigNode):
         at_least(self, 1, "max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size")
         at_least(self, 1, "val_batch_size", "filter_overlong_prompts_workers", "max_prompt_id_length")
         at_least(self, 0, "dataloader_num_workers", "seed", "self_check_rows")
-        above(self, 0, "max_prompt_length")
+        above(self, 0, "max_prompt_length", "max_image_megapixels")
         minus_one_or_positive(self, "train_max_samples", "val_max_samples")
         require(len(self.train_files) > 0, "train_files", self.train_files, "give at least one training file")
         known = isinstance(self.val_files, str | list | dict)

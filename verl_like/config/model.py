@@ -65,6 +65,11 @@ class ModelConfig(ConfigNode):
     experts_implementation: Experts = Experts.auto
     """How a mixture of experts computes them: auto (grouped_mm where the model offers it), eager (one expert after the
     other), grouped_mm or batched_mm (a copy of its experts' weights for every token: few tokens only)."""
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Vision-language models: settings of the folder's image processor, for instance max_pixels (verl's
+    data.mm_processor_kwargs)."""
+    vision_max_patches_per_gpu: int = 16384
+    """[patches] Vision-language models: the tower takes the images of a micro-batch in parts of at most so many."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     lora_rank: int = 0
@@ -80,6 +85,7 @@ class ModelConfig(ConfigNode):
 
     def check(self) -> None:
         at_least(self, 0, "lora_rank", "lora_alpha")
+        at_least(self, 1, "vision_max_patches_per_gpu")
         if self.lora_rank > 0:
             above(self, 0, "lora_alpha")
         for key in ("target_modules", "exclude_modules"):

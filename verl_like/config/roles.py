@@ -38,6 +38,7 @@ class RoleConfig:
     strategy: str = "fsdp2"
     ulysses: int = 1  # [processes] that share one sequence
     compile_blocks: bool = False
+    freeze_vision_tower: bool = False
     optim: OptimConfig | None = None
     grad_clip: float | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -137,6 +138,7 @@ def _actor(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         strategy=actor.strategy,
         ulysses=actor.ulysses_sequence_parallel_size,
         compile_blocks=actor.use_torch_compile,
+        freeze_vision_tower=actor.freeze_vision_tower,
         optim=actor.optim,
         grad_clip=actor.grad_clip,
         checkpoint=actor.checkpoint,

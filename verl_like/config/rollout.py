@@ -249,6 +249,8 @@ class RolloutConfig(ConfigNode):
     """Texts that end a response; it keeps the token that completes one."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Token ids that end a response, besides the end-of-sequence tokens; also with ignore_eos."""
+    limit_images: int | None = None
+    """[images] Most images of one prompt; more are an error. Null: any number."""
     prompt_length: int = 512
     """[tokens] Longest prompt; follows data.max_prompt_length."""
     response_length: int = 512
@@ -329,6 +331,7 @@ class RolloutConfig(ConfigNode):
         above(self, 0, "temperature", "gpu_memory_utilization", "sync_probe_tolerance")
         between(self, 0, 1, "gpu_memory_utilization")
         at_least(self, 1, "prompt_length", "response_length", "tensor_model_parallel_size", "max_num_batched_tokens")
+        at_least(self, 1, "limit_images")
         at_least(self, 1, "max_model_len", "max_num_seqs", "update_weights_bucket_megabytes")
         at_least(self, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
         at_least(self, 1, "log_prob_max_token_len_per_gpu")

@@ -9,6 +9,7 @@ from verl_like.config import DataConfig
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import build_custom
 from verl_like.data.reading import Files
+from verl_like.models.vision import VisionProcessor
 
 
 def build_dataset(
@@ -19,8 +20,11 @@ def build_dataset(
     split: str,
     seed: int = 1,
     tools: Sequence[dict[str, Any]] = (),
+    vision: VisionProcessor | None = None,
+    limit_images: int | None = None,
 ) -> Dataset:
-    """PromptDataset, or the class of data.custom_cls: see `foreign.build_custom`. tools: see PromptDataset."""
+    """PromptDataset, or the class of data.custom_cls: see `foreign.build_custom`. The rest: see PromptDataset."""
     if data.custom_cls.path is None:
-        return PromptDataset(data, files, tokenizer, split=split, seed=seed, tools=tools)
+        options = {"vision": vision, "limit_images": limit_images}
+        return PromptDataset(data, files, tokenizer, split=split, seed=seed, tools=tools, **options)
     return build_custom(data, files, tokenizer, split=split, seed=seed, tools=tools)

@@ -47,6 +47,13 @@ RECIPES = (
         hub="DigitalLearningGmbH/MATH-lighteval",
     ),
     Recipe(
+        name="geometry3k",
+        module="geometry3k",
+        what="geometry problems with pictures",
+        hub="hiyouga/geometry3k",
+        folder="data",
+    ),
+    Recipe(
         name="aime2024",
         module="aime",
         what="30 hard problems, for validation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import heapq
 import itertools
@@ -13,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verl_like.batch import PromptRow
-from verl_like.config import DataConfig
+from verl_like.batch import MediaHandle, PromptRow
+from verl_like.config import DataConfig, Truncation
 from verl_like.data.chat import Conversation, PromptEncoder, encode_all, truncate
 from verl_like.data.media import DEFAULT_MEDIA_KEYS, MediaColumn, handles, insert_media, media_columns, refuse_tags
 from verl_like.data.reading import (
@@ -29,6 +30,8 @@ from verl_like.data.reading import (
     tools_of,
 )
 from verl_like.data.templates import find_system_prompt, find_template
+from verl_like.models.images import MediaError
+from verl_like.models.vision import VisionProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ class PromptDataset:
     files: a path, a list, or a dictionary of named validation sets. split: "train" or "val": whose max_samples counts
     (for each named set), and which key messages name. seed: used where data.seed is null. tools: schemas that the
     prompts of rows without any (data.tools_key) offer; what extra_info.tool_selection names of them, where it does.
+    vision: of the model, which reads images then. limit_images: most of one prompt.
     A class of your own (data.custom_cls) derives from this one and may override `messages` or `row`.
     """
 
@@ -91,10 +95,13 @@ class PromptDataset:
         split: str,
         seed: int = 1,
         tools: Sequence[dict[str, Any]] = (),
+        vision: VisionProcessor | None = None,
+        limit_images: int | None = None,
     ) -> None:
         if split not in _SPLITS:
             raise ValueError(f"split must be one of {_SPLITS}, not {split!r}")
         self.data, self.split, self.tools = data, split, tools
+        self._vision, self._limit_images = vision, limit_images
         self.encoder = make_encoder(data, tokenizer)
         self.system_prompt = find_system_prompt(data.system_prompt)
         self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
@@ -104,6 +111,7 @@ class PromptDataset:
         ]
         self._ends = list(itertools.accumulate(len(file.rows) for file in self.files))
         self._tokens: dict[int, array[int]] = {}  # by position in the files
+        self._placed: dict[int, list[MediaHandle]] = {}  # images of these prompts
         self._sources: dict[int, list[str]] = {}  # by number of the file
         max_samples = data.train_max_samples if split == "train" else data.val_max_samples
         self._kept = self._choose(max_samples, seed if data.seed is None else data.seed)
@@ -125,19 +133,48 @@ class PromptDataset:
                 (ids,) = self.encoder.encode([(row.messages, row.tools)])
             except ValueError as error:
                 raise ValueError(f"{self._place(position)}: {error}") from error
-            self._tokens[position] = array("i", ids)
-        ids = self._tokens[position].tolist()
-        return truncate(ids, self.data.max_prompt_length, self.data.truncation, self._place(position)), row
+            self._keep(position, *self._expanded(ids, row, self._place(position)))
+        ids, media = self._tokens[position].tolist(), self._placed.get(position, [])
+        how = Truncation.error if media else self.data.truncation  # a cut would leave images without their tokens
+        ids = truncate(ids, self.data.max_prompt_length, how, self._place(position))
+        return ids, dataclasses.replace(row, media=media) if media else row
+
+    def _keep(self, position: int, ids: list[int], media: list[MediaHandle]) -> None:
+        self._tokens[position] = array("i", ids)
+        if media:
+            self._placed[position] = media
+
+    def _expanded(self, ids: list[int], row: PromptRow, place: str) -> tuple[list[int], list[MediaHandle]]:
+        """The prompt's tokens with those of its images, and the images with their places."""
+        if self._vision is None:
+            return ids, row.media
+        images = [handle for handle in row.media if handle.kind == "image"]
+        if len(images) < len(row.media):
+            raise ValueError(
+                f"{place} has videos (data.video_key={self.data.video_key}), which are not available: leave it out"
+            )
+        if self._limit_images is not None and len(images) > self._limit_images:
+            raise ValueError(
+                f"{place} has {len(images)} images, more than actor_rollout_ref.rollout.limit_images="
+                f"{self._limit_images}: raise it, or leave the row out"
+            )
+        try:
+            return self._vision.expand(ids, images, self.data.max_image_megapixels)
+        except MediaError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
 
     def row(self, position: int) -> PromptRow:
         """The row at a position of the files, without its tokens."""
         number, offset = self._locate(position)
         file, place = self.files[number], self._place(position)
         row = file.rows.row(offset)
-        media = handles(file.path, self._media[number], offset)
+        media = handles(file.path, self._media[number], row, offset)
         messages = self.messages(row, place)
-        # A name that was given is meant; without the column of the default name <image> is text, as in a program
-        meant = {k: c for k, c in self._media_keys.items() if c != DEFAULT_MEDIA_KEYS[k]}
+        # A name that was given is meant, and so is any by a model that sees; else <image> without a column is text
+        sees = self._vision is not None
+        meant = {k: c for k, c in self._media_keys.items() if sees or c != DEFAULT_MEDIA_KEYS[k]}
         refuse_tags(messages, {k: c for k, c in meant.items() if c not in file.rows.columns}, place)
         messages = insert_media(messages, media, self._media_keys, place) if media else messages
         tools = self._tools(row, place)
@@ -293,9 +330,16 @@ class PromptDataset:
         rows = [self.row(int(position)) for position in positions]
         conversations: list[Conversation] = [(row.messages, row.tools) for row in rows]
         workers = self.data.filter_overlong_prompts_workers
-        encoded = encode_all(self.encoder, conversations, num_workers=workers)
-        fits = np.array([len(ids) <= self.data.max_prompt_length for ids in encoded], dtype=bool)
-        self._tokens = {int(p): array("i", ids) for p, ids, ok in zip(positions, encoded, fits, strict=True) if ok}
+        encoded = [
+            self._expanded(ids, row, self._place(int(position)))
+            for ids, row, position in zip(
+                encode_all(self.encoder, conversations, num_workers=workers), rows, positions, strict=True
+            )
+        ]
+        fits = np.array([len(ids) <= self.data.max_prompt_length for ids, _ in encoded], dtype=bool)
+        for position, kept, ok in zip(positions, encoded, fits, strict=True):
+            if ok:
+                self._keep(int(position), *kept)
         logger.info(
             "data.%s_files: %d of %d prompts are longer than data.max_prompt_length=%d tokens and were dropped",
             *(self.split, int((~fits).sum()), len(positions), self.data.max_prompt_length),

@@ -1,4 +1,4 @@
-"""Images and videos of a row: their places in the text, and handles that read them when somebody needs the pixels.
+"""Images and videos of a row: their places in the text, and handles, by which models/images.py finds the pixels.
 
 A handle travels instead of the pixels: a batch of images would otherwise be copied between processes several times.
 """
@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pyarrow.parquet as pq
 
 from verl_like.batch import MediaHandle
 from verl_like.config import DataConfig
@@ -41,33 +39,26 @@ def media_columns(path: Path, rows: AnyRows, columns: dict[str, str]) -> list[Me
     return found
 
 
-def handles(path: Path, columns: list[MediaColumn], row: int) -> list[MediaHandle]:
-    """Handles of one row's images and videos, each kind in order."""
+def handles(path: Path, columns: list[MediaColumn], row: dict[str, Any], number: int) -> list[MediaHandle]:
+    """Handles of one row's images and videos, each kind in order; `number` is its place in the file. Cells of a parquet
+    file stay there; what a text file holds (a path, a URL) is in the handle."""
+    stored = path.suffix == ".parquet"
     return [
-        MediaHandle(kind=column.kind, path=str(path), column=column.column, row=row, number=number)
+        MediaHandle(
+            kind=column.kind,
+            path=str(path),
+            column=column.column,
+            row=number,
+            number=i,
+            source="" if stored else _item(row[column.column], i),
+        )
         for column in columns
-        for number in range(column.counts[row])
+        for i in range(column.counts[number])
     ]
 
 
-def load(handle: MediaHandle) -> Any:
-    """The stored value: a path, or a dictionary with "bytes" or "path" (Hugging Face's form)."""
-    path = Path(handle.path)
-    if path.suffix == ".parquet":
-        value = _parquet_cell(pq.ParquetFile(path), handle.column, handle.row)
-    else:
-        value = read_rows(path, {handle.column}).row(handle.row)[handle.column]
-    return value[handle.number] if isinstance(value, list) else value
-
-
-def _parquet_cell(file: pq.ParquetFile, column: str, row: int) -> Any:
-    """One cell, reading only the row group that holds it."""
-    for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        if row < rows:
-            return file.read_row_group(group, columns=[column]).column(0)[row].as_py()
-        row -= rows
-    raise IndexError(f"row {row} is beyond the end of the file")
+def _item(cell: Any, number: int) -> Any:
+    return cell[number] if isinstance(cell, list) else cell
 
 
 def insert_media(

@@ -26,11 +26,12 @@ from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.rescue import Rescue
 from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn, WeightForm
 from verl_like.engine.weight_changes import WeightChanges
-from verl_like.models import blocks, loading, lora, packing, tensor_plan
+from verl_like.models import blocks, families, loading, lora, packing, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
 from verl_like.models.fused_linear import Head, Reference
 from verl_like.models.heads import HF_PREFIX, HIDDEN, PolicyModel, TokenModel, dtype_of
+from verl_like.models.vision import processor_of
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
@@ -75,6 +76,7 @@ class FSDPEngine:
         loading.check_backend(model, self.hf_config, self.device)
         loading.check_ulysses(model, self.hf_config, role.ulysses)
         tensor_plan.check_engine(model, self.hf_config, fsdp, strategy=role.strategy, ulysses=role.ulysses)
+        self._vision = processor_of(model, self.hf_config)
         self.compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None
         self.model = self._build_model(tokenizer_size, seed)
@@ -100,7 +102,7 @@ class FSDPEngine:
         self._writer: BackgroundWriter | None = None
         if self.packed:
             checked = (self.sharding.root, self.model, self.hf_config, self.device, self.compute_dtype)
-            packing_check.check_packing(*checked, self.sharding.tensor_group)
+            packing_check.check_packing(*checked, self.sharding.tensor_group, self._vision)
             self.sharding.reshard()
         if fsdp.param_offload:
             self.offload(params=True, optimizer=False)
@@ -123,6 +125,8 @@ class FSDPEngine:
         if training and config.enable_gradient_checkpointing:
             blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
         model.requires_grad_(training)
+        if role.freeze_vision_tower and families.sees(self.hf_config):
+            model.hf.base_model.get_submodule("visual").requires_grad_(False)
         self._head_names = model.head_names()
         self._stored = CheckpointNames(model.hf)
         if with_lora:
@@ -212,7 +216,7 @@ class FSDPEngine:
 
     def _gathers_alone(self, other: Head | None) -> bool:
         """Whether a forward pass talks to other ranks in FSDP's gathers only."""
-        return self._row_group is None and other is None
+        return self._row_group is None and other is None and self._vision is None  # ranks count parts of the tower
 
     def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
         return microbatch.cut(batch, rule, share_prompts=self.shares_prompts)
@@ -238,19 +242,22 @@ class FSDPEngine:
         return answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
 
     def _model_input(self, rows: Sequences | None) -> packing.ModelInput:
-        inputs = packing.placeholder(self.device, packed=self.packed) if rows is None else self._whole_input(rows)
+        inputs = self._whole_input(rows) if rows is not None else self._placeholder()
         if self._row_group is None:
             return inputs
         take_slice = packing.take_slice if self.sharding.tensor_group is None else tensor_plan.take_slice
         return take_slice(inputs, self._row_group)
+
+    def _placeholder(self) -> packing.ModelInput:
+        return packing.placeholder(self.device, packed=self.packed, vision=self._vision)
 
     def _whole_input(self, rows: Sequences) -> packing.ModelInput:
         wanted_T = packing.response_positions(rows, sampled_only=self.kind == "policy")
         if isinstance(self.model, PolicyModel):
             _check_vocabulary(rows.response_ids_T[wanted_T], self.model.vocab_size)
         if not self.packed:
-            return packing.pad(rows, wanted_T, self.device)
-        return packing.pack(rows, wanted_T, self.device, share_prompts=self.shares_prompts)
+            return packing.pad(rows, wanted_T, self.device, vision=self._vision)
+        return packing.pack(rows, wanted_T, self.device, share_prompts=self.shares_prompts, vision=self._vision)
 
     def _check_want(self, want: frozenset[str]) -> None:
         compares = self.kind == "policy" and (self._reference is not None or self._adapters is not None)

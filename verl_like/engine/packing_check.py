@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from verl_like.batch import Sequences, pad_rows
 from verl_like.models import packing, tensor_plan
 from verl_like.models.heads import PolicyModel, TokenModel
+from verl_like.models.vision import VisionProcessor
 from verl_like.parallel.ulysses import SequenceGroup
 
 # maximum difference allowed in log-probs (or values): rounding of other matrix shapes, far below any leak seen
@@ -24,6 +25,7 @@ def check_packing(
     device: torch.device,
     compute_dtype: torch.dtype,
     tensor_group: SequenceGroup | None = None,
+    vision: VisionProcessor | None = None,
 ) -> None:
     """Compare random sequences packed together, two of which share their prompt, with each alone (collective).
 
@@ -33,8 +35,8 @@ def check_packing(
     """
     root.eval()
     rows = _three_rows(hf_config.get_text_config().vocab_size, model)
-    together = _outputs(root, rows, device, tensor_group)
-    alone = [_outputs(root, row, device, tensor_group) for row in rows.split([1, 1, 1])]
+    together = _outputs(root, rows, device, tensor_group, vision)
+    alone = [_outputs(root, row, device, tensor_group, vision) for row in rows.split([1, 1, 1])]
     lengths = rows.response_length_B.tolist()
     gap = max(float((part - other).abs().max()) for part, other in zip(together.split(lengths), alone, strict=True))
     limit = _TOLERANCE.get(compute_dtype, _HALF_TOLERANCE)
@@ -61,8 +63,15 @@ def _three_rows(vocab_size: int, model: TokenModel) -> Sequences:
     )
 
 
-def _outputs(root: nn.Module, rows: Sequences, device: torch.device, group: SequenceGroup | None) -> Tensor:
-    inputs = packing.pack(rows, packing.response_positions(rows, sampled_only=False), device, share_prompts=True)
+def _outputs(
+    root: nn.Module,
+    rows: Sequences,
+    device: torch.device,
+    group: SequenceGroup | None,
+    vision: VisionProcessor | None,
+) -> Tensor:
+    wanted_T = packing.response_positions(rows, sampled_only=False)
+    inputs = packing.pack(rows, wanted_T, device, share_prompts=True, vision=vision)
     if group is not None:
         inputs = tensor_plan.take_slice(inputs, group)
     outputs = root(inputs, frozenset({"log_probs"}), 1.0)

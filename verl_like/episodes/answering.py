@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verl_like.batch import Prompt, Scores
+from verl_like.batch import MediaHandle, Prompt, Scores
 from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, EpisodeRunner
 from verl_like.episodes.kept import Kept
 from verl_like.episodes.loop import Arrivals
@@ -259,6 +259,7 @@ class Asker:
             request_id="-".join(map(str, draw)),
             prompt_ids=context_ids,
             sampling=sampling,
+            media=self._media_of(context_ids),
             seed=None if how.seed is None else request_seed(how.seed, *draw),
             session=f"{how.purpose}-{group}-{self.sample}" if how.spread else f"{how.purpose}-{group}",
             turn=turn,
@@ -291,6 +292,17 @@ class Asker:
         except ResumeError:  # the engine cannot go on from there
             self.requests.pop()
             return await self._completed(dataclasses.replace(request, resume=NOTHING))
+
+    def _media_of(self, context_ids: list[int]) -> list[MediaHandle]:
+        """The prompt's images. ValueError for a context that does not begin with the prompt: nobody knows where they
+        are in it."""
+        media, ids = self.prompt.row.media, self.prompt.ids
+        if media and context_ids[: len(ids)] != ids:
+            raise ValueError(
+                f"{self} has images, but was asked to go on behind other tokens than those of its prompt: agent loops "
+                "and templates that write the prompt anew are not available for rows with images"
+            )
+        return media
 
     def __str__(self) -> str:
         row = self.prompt.row

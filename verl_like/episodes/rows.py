@@ -27,6 +27,7 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
     else:
         mask_T = _column(turns_of, lambda turn: np.ones(len(turn.sampled)), _nothing, torch.bool)
     prompt_ids_T, prompt_length_B = _contexts(turns_of)
+    media = [prompts[place].row.media for place, _, _ in rows]
     return Rollouts(
         prompt_ids_T=prompt_ids_T,
         prompt_length_B=prompt_length_B,
@@ -38,6 +39,7 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
         weight_version_T=_column(turns_of, lambda turn: turn.sampled.weight_versions, _nothing, torch.int32),
         finish_reasons=[turns[-1].finish_reason for turns in turns_of],
         rows=[prompts[place].row for place, _, _ in rows],
+        media=media if any(media) else None,
         **_turn_columns(turns_of, numbers_of),
         episode_B=_episode_numbers(prompts, episodes) if len(rows) > len(flat) else None,
     )

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from verl_like.models.families import num_experts
+from verl_like.models.families import model_class, num_experts
 
 BACKWARD = 2.0  # of a forward pass
 
@@ -34,7 +34,7 @@ class ModelCost:
     def of(cls, config: PretrainedConfig, *, trust_remote_code: bool = False) -> ModelCost:
         """Count the weights of the model that this Hugging Face config describes; no memory is used for them."""
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
         return cls.count(model)
 
     @classmethod

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ LORA = "LoRA"
 RANKS = "two ranks"  # gradients of two FSDP2 ranks equal those of one
 HF = "hf rollout"  # weight sync with its proof, and generated tokens scored by the trainer
 VLLM = "vLLM"  # the same with vLLM (its CPU build)
+
+IMAGES = "images"  # padded and packed, shared prompts, trained and frozen tower
 
 _PADDED = frozenset({LORA, RANKS, HF})
 _PACKED = _PADDED | {ULYSSES}
@@ -121,6 +123,12 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": _recurrent("mamba", "mixture of experts, hybrid"),
     "lfm2": _recurrent("conv"),
 }
+_IMAGES = frozenset({IMAGES, RANKS, HF, VLLM})
+VISION: dict[str, Family] = {
+    "qwen2_vl": Family(kind="images and text", tested=_IMAGES | {LORA}),
+    "qwen2_5_vl": Family(kind="images and text", tested=_IMAGES),
+    "qwen3_vl": Family(kind="images and text", tested=_IMAGES),
+}
 
 _BIAS = "the bias that corrects its router is a buffer, which is neither trained nor sent to the rollout engine"
 _NO_ATTENTION = "it has no attention, and no rollout engine here keeps its state"
@@ -166,8 +174,27 @@ def check(config: PretrainedConfig, *, packed: bool) -> None:
             f"model type {name!r} cannot be run without padding: {why}. "
             "Set actor_rollout_ref.model.use_remove_padding=False (critic.model.* for the critic)"
         )
-    if name not in FAMILIES:
+    if name not in FAMILIES and not sees(config):
         _warn_untested(name)
+
+
+def sees(config: PretrainedConfig) -> bool:
+    """Whether it is a vision-language model, as far as these are available."""
+    return config.model_type in VISION
+
+
+def refuse_vision(config: PretrainedConfig, what: str, fix: str) -> None:
+    """ValueError, naming what cannot be done with a vision-language model, and the way out."""
+    if sees(config):
+        raise ValueError(f"{what} is not available for vision-language models ({config.model_type}): {fix}")
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """transformers' Auto class of models with this config."""
+    import transformers
+
+    found: Any = transformers.AutoModelForImageTextToText if sees(config) else transformers.AutoModelForCausalLM
+    return found
 
 
 def why_padded(config: PretrainedConfig) -> str:
@@ -201,11 +228,13 @@ def _state_in(config: PretrainedConfig) -> str:
 
 def _refuse_nested(config: PretrainedConfig) -> None:
     text = config.get_text_config()
-    if text is config:
+    if text is config or sees(config):
         return
+    also = " Audio is not available for any model." if hasattr(config, "audio_config") else ""
     raise ValueError(
         f"model type {config.model_type!r} holds its text model ({text.model_type!r}) beside others (images, audio): "
-        "only text models can be trained. Save the text model alone (docs/models.md shows how) and set model.path to it"
+        f"of such models {', '.join(sorted(VISION))} can be trained.{also} Save the text model alone (docs/models.md "
+        "shows how) and set model.path to it"
     )
 
 
@@ -231,7 +260,7 @@ def _warn_untested(name: str) -> None:
 def table() -> str:
     """The rows of docs/models.md, types of equal standing together."""
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for name, family in FAMILIES.items():
+    for name, family in (FAMILIES | VISION).items():
         runs = "packed" if family.packed else f"padded ({family.why_padded})"
         rows.setdefault((family.kind, runs, ", ".join(sorted(family.tested))), []).append(name)
     lines = ["| `model_type` | kind | runs | tested with it |", "| --- | --- | --- | --- |"]

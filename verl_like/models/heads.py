@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from verl_like.models import vision
 from verl_like.models.fused_linear import Backend, Head, Reference, full_logits_reductions, fused_reductions
 from verl_like.models.packing import ModelInput
 
@@ -35,7 +36,11 @@ class TokenModel(nn.Module):
 
     def hidden_states(self, inputs: ModelInput) -> Tensor:
         """[N, H] final hidden states of the wanted tokens; all other tokens are dropped here."""
-        output = self.hf.base_model(input_ids=inputs.input_ids, use_cache=False, **inputs.model_kwargs())
+        kwargs = inputs.model_kwargs() | {"use_cache": False}
+        if inputs.images is None:
+            output = self.hf.base_model(input_ids=inputs.input_ids, **kwargs)
+        else:
+            output = vision.run(self.hf, inputs.input_ids, images=inputs.images, **kwargs)
         return output.last_hidden_state.flatten(0, 1)[inputs.select_N]
 
 

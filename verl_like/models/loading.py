@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from verl_like.models import attention, families, liger
@@ -120,7 +120,7 @@ def build_meta_model(model: ModelConfig, hf_config: PretrainedConfig, *, kind: K
 def _meta_hf(model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype: torch.dtype) -> PreTrainedModel:
     attention.register()
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(
+        hf = families.model_class(hf_config).from_config(
             hf_config,
             dtype=dtype,
             **_implementations(model, hf_config),
@@ -131,11 +131,13 @@ def _meta_hf(model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype:
     return hf
 
 
-def _implementations(model: ModelConfig, config: PretrainedConfig) -> dict[str, str]:
+def _implementations(model: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
     """Attention: ours for packed tokens, or transformers' own for padded rows. Experts: what was asked for."""
-    chosen = {"attn_implementation": attention.ATTENTION_NAME}
+    chosen: dict[str, Any] = {"attn_implementation": attention.ATTENTION_NAME}
     if not uses_packing(model):
         chosen = {"attn_implementation": families.padded_attention(config)}
+    elif families.sees(config):  # a tower's attention is not causal, and goes image by image
+        chosen = {"attn_implementation": {"text_config": attention.ATTENTION_NAME, "vision_config": "sdpa"}}
     if model.experts_implementation == "auto":
         return chosen
     if not families.num_experts(config):
@@ -163,6 +165,7 @@ def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> No
     """Raises ValueError where the model cannot be run on slices of its sequences, `size` ranks each."""
     if size == 1:
         return
+    families.refuse_vision(config, f"ulysses_sequence_parallel_size={size}", "set it to 1")
     if not uses_packing(model):
         raise ValueError(
             f"ulysses_sequence_parallel_size={size} needs packed sequences: set model.use_remove_padding=True"
@@ -246,7 +249,7 @@ def _load_weights(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if has_weights(path):
-            hf = AutoModelForCausalLM.from_pretrained(
+            hf = families.model_class(hf_config).from_pretrained(
                 path,
                 config=hf_config,
                 dtype=dtype,
@@ -255,7 +258,7 @@ def _load_weights(
             )
         else:
             log.warning("%s holds no weights: the model starts from random weights (seed %d)", path, seed)
-            hf = AutoModelForCausalLM.from_config(
+            hf = families.model_class(hf_config).from_config(
                 hf_config,
                 dtype=dtype,
                 **implementations,

@@ -52,7 +52,7 @@ class Shape:
             inner = (getattr(text, "moe_intermediate_size", None) or inner) * text.num_experts_per_tok
             inner += getattr(text, "shared_expert_intermediate_size", None) or 0
         embedding = text.vocab_size * hidden
-        tied = bool(text.tie_word_embeddings) or not cost.head_weights
+        tied = bool(config.tie_word_embeddings) or not cost.head_weights
         return cls(
             hidden=hidden,
             layers=text.num_hidden_layers,

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl_like.batch import Sequences
+from verl_like.batch import MediaHandle, Sequences
 from verl_like.models.group_layout import Groups
 from verl_like.models.shared_prompts import first_rows, shared_layout, shared_prefixes
 from verl_like.models.token_layout import TokenLayout
 from verl_like.ragged import on_rows, take_rows
 
 if TYPE_CHECKING:
+    from verl_like.models.vision import VisionInput, VisionProcessor
     from verl_like.parallel.ulysses import SequenceGroup
 
 
@@ -70,13 +71,14 @@ class ModelInput:
     """Tokens of one micro-batch and where its answers belong."""
 
     input_ids: Tensor  # int64 [1, T] packed, [b, L] padded
-    position_ids: Tensor  # same shape
+    position_ids: Tensor  # same shape; of a vision-language model four of them (text, time, height, width)
     attention_mask: Tensor | None  # padded only
     segments: Segments | None  # packed only
     select_N: Tensor  # index into the flattened tokens: hidden states whose output is wanted
     targets_N: Tensor  # the token that follows each of them
     out_N: Tensor  # index into the response tokens of the batch, [T]
     num_out: int  # of these
+    images: VisionInput | None = None
 
     def model_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of the Hugging Face backbone."""
@@ -93,10 +95,17 @@ def response_positions(batch: Sequences, *, sampled_only: bool) -> Tensor:
     return batch.response_mask_T if sampled_only else torch.ones_like(batch.response_mask_T)
 
 
-def pack(batch: Sequences, wanted_T: Tensor, device: torch.device, *, share_prompts: bool = False) -> ModelInput:
+def pack(
+    batch: Sequences,
+    wanted_T: Tensor,
+    device: torch.device,
+    *,
+    share_prompts: bool = False,
+    vision: VisionProcessor | None = None,
+) -> ModelInput:
     """Concatenate the rows. `wanted_T` marks the response tokens whose output is wanted.
 
-    share_prompts: what several rows begin with (`shared_prefixes`) is there once.
+    share_prompts: what several rows begin with (`shared_prefixes`) is there once. vision: of a vision-language model.
     """
     _check_prompts(batch)
     length_B = (batch.num_tokens_B() - 1).clamp(min=1)
@@ -116,16 +125,27 @@ def pack(batch: Sequences, wanted_T: Tensor, device: torch.device, *, share_prom
     position_N = prompt_S[row_N] - 1 + column_N
     holder_N = torch.where(position_N < left_out_S[row_N], first_S[row_N], row_N)
     select_N = start_S[holder_N] + position_N - left_out_S[holder_N]
+    position_ids, images = position[kept][None], None
+    if vision is not None:
+        axes, features, media = vision.together(_with_media(rows))
+        position_ids = torch.cat([position[None], torch.cat(axes, dim=1)])[:, None, kept]
+        images = vision.load(torch.cat(features)[kept][None], media, device)
     return ModelInput(
         input_ids=tokens[kept][None].to(device),
-        position_ids=position[kept][None].to(device),
+        position_ids=position_ids.to(device),
         attention_mask=None,
         segments=_segments(length_S, own_S, shared_S, first_S, start_S, device),
         select_N=select_N.to(device),
         targets_N=rows.response_ids_T[chosen_N].long().to(device),
         out_N=places_T[chosen_N].to(device),
         num_out=len(wanted_T),
+        images=images,
     )
+
+
+def _with_media(rows: Sequences) -> list[tuple[int, Sequence[MediaHandle]]]:
+    """Each row's length and images."""
+    return list(zip(rows.num_tokens_B().tolist(), rows.media or [()] * len(rows), strict=True))
 
 
 def _wanted(wanted_T: Tensor, rows: Sequences) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,39 +166,50 @@ def _segments(
     return Segments(length_S[asks].tolist(), device, own_lengths=own_S[asks].tolist(), layout=layout)
 
 
-def pad(batch: Sequences, wanted_T: Tensor, device: torch.device) -> ModelInput:
+def pad(
+    batch: Sequences, wanted_T: Tensor, device: torch.device, *, vision: VisionProcessor | None = None
+) -> ModelInput:
     """One row each, right padded with token 0."""
     _check_prompts(batch)
     length_B = batch.num_tokens_B()
     tokens, _ = _real_tokens(batch)
     input_ids = torch.nn.utils.rnn.pad_sequence(tokens.split(length_B.tolist()), batch_first=True)
     width = input_ids.shape[1]
-    position_ids = torch.arange(width).expand_as(input_ids)
+    position_ids, images = torch.arange(width).expand_as(input_ids), None
+    attention_mask = (position_ids < length_B[:, None]).long()
+    if vision is not None:
+        axes, features, media = vision.together(_with_media(batch))
+        axes_3BL = torch.stack([torch.nn.functional.pad(axis, (0, width - axis.shape[1])) for axis in axes], dim=1)
+        position_ids = torch.cat([position_ids[None], axes_3BL])
+        feature_ids = torch.nn.utils.rnn.pad_sequence(features, batch_first=True, padding_value=-1)
+        images = vision.load(feature_ids, media, device)
     chosen_N, row_N, column_N = _wanted(wanted_T, batch)
     return ModelInput(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
-        attention_mask=(position_ids < length_B[:, None]).long().to(device),
+        attention_mask=attention_mask.to(device),
         segments=None,
         select_N=(row_N * width + batch.prompt_length_B[row_N] - 1 + column_N).to(device),
         targets_N=batch.response_ids_T[chosen_N].long().to(device),
         out_N=chosen_N.to(device),
         num_out=len(wanted_T),
+        images=images,
     )
 
 
-def placeholder(device: torch.device, *, packed: bool) -> ModelInput:
+def placeholder(device: torch.device, *, packed: bool, vision: VisionProcessor | None = None) -> ModelInput:
     """A micro-batch of one token, for a rank that has no rows left but must take part in the collectives."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     return ModelInput(
         input_ids=zero,
-        position_ids=zero,
+        position_ids=zero if vision is None else zero.expand(4, 1, 1),
         attention_mask=None if packed else torch.ones_like(zero),
         segments=Segments([1], device) if packed else None,
         select_N=zero[0],
         targets_N=zero[0],
         out_N=zero[0],
         num_out=1,
+        images=None if vision is None else vision.load(zero - 1, (), device),
     )
 
 

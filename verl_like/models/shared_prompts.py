@@ -27,14 +27,15 @@ def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:
     """Rows that begin alike: a number for each (0, 1, 2 ... by first appearance), and int64 [B], how many tokens of its
     prompt all rows with its number have in common.
 
-    Rows with equal prompts share all of them. Where episodes have several rows, the rows of a group share what all
-    their prompts begin with, if that is at least half of the shortest; otherwise those with equal prompts do. A row
-    without a response shares with nobody: its last prompt token is never computed.
+    Rows with equal prompts, images included, share all of them. Where episodes have several rows, the rows of a group
+    share what all their prompts begin with, if that is at least half of the shortest; otherwise those with equal
+    prompts do. A row without a response shares with nobody: its last prompt token is never computed.
     """
     lengths, responses = rows.prompt_length_B.tolist(), rows.response_length_B.tolist()
     ids, ends = rows.prompt_ids_T.cpu().int().numpy(), bounds(rows.prompt_length_B)
     prompts = [ids[start:stop] for start, stop in itertools.pairwise(ends)]
-    keys: list[Hashable] = [prompts[b].tobytes() if responses[b] else ("row", b) for b in range(len(rows))]
+    media = [tuple(handle.image for handle in handles) for handles in rows.media or [[]] * len(rows)]
+    keys: list[Hashable] = [(prompts[b].tobytes(), media[b]) if responses[b] else ("row", b) for b in range(len(rows))]
     if isinstance(rows, Rollouts | Experience) and rows.episode_B is not None:
         groups: dict[int, list[int]] = {}
         for b in filter(responses.__getitem__, range(len(rows))):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_like.models import loading, packing
+from verl_like.models import families, loading, packing
 from verl_like.models.heads import TokenModel
 from verl_like.parallel.tensor import Style, TensorPlan
 
@@ -61,6 +61,7 @@ def check_model(model: ModelConfig, config: PretrainedConfig, size: int, key: st
     """
     if size == 1:
         return
+    families.refuse_vision(config, f"{key}={size}", "set it to 1")
     if not loading.uses_packing(model):
         raise ValueError(f"{key}={size} needs packed sequences: set model.use_remove_padding=True")
     _check_heads(config, _styles(config, size, key), size, key)

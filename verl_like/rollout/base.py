@@ -12,6 +12,7 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
+from verl_like.models.vision import VisionProcessor
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, HeldWeights, Sampled, UnloadedError
@@ -35,12 +36,14 @@ class EngineBase:
         seed: int,
         keeps_adapters: bool = False,
         reads_text: bool = False,
+        vision: VisionProcessor | None = None,
     ) -> None:
         self.dtype = dtype
         self.tokenizer_size = tokenizer_size
         self.max_model_len = max_model_len
         self.keeps_adapters = keeps_adapters
         self._reads_text = reads_text  # it has a tokenizer
+        self._vision = vision
         self._seed, self._unseeded = seed, itertools.count()
         self._in_memory: HeldWeights | None = None  # stays when they are unloaded: what runs ends with them
         self._unloaded = True
@@ -80,6 +83,8 @@ class EngineBase:
                 f"{what}: {len(request.resume)} tokens to resume from leave nothing to sample of max_tokens="
                 f"{sampling.max_tokens}"
             )
+        if request.media and self._vision is None:
+            raise ValueError(f"{what} has images, but the model of this engine reads text only")
         if sampling.stop and not self._reads_text:
             raise ValueError(
                 f"{what}: stop={list(sampling.stop)} needs the tokenizer, which the engine loads when rollout.stop is "

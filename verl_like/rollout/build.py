@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.models.vision import processor_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import RolloutEngine
 
@@ -54,6 +55,7 @@ def build_rollout_engine(
             rollout,
             model,
             process=process,
+            vision=processor_of(model, hf_config),
             dtype=dtype,
             tokenizer_size=tokenizer_size,
             vocab_size=vocab_size,

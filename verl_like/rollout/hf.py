@@ -17,15 +17,16 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.models import lora
+from verl_like.models import lora, vision
 from verl_like.models.checkpoint_names import CheckpointNames
-from verl_like.models.families import padded_attention
+from verl_like.models.families import model_class, padded_attention
 from verl_like.models.loading import load_tokenizer
+from verl_like.models.vision import VisionInput, processor_of
 from verl_like.parallel.checksum import checksum, values_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.host_memory import is_out_of_memory
@@ -64,6 +65,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
             seed=seed + process.rank,
             keeps_adapters=lora.adapters_apart(model),
             reads_text=bool(rollout.stop),
+            vision=processor_of(model, hf_config),
         )
         if rollout.tensor_model_parallel_size > 1:
             raise ValueError(
@@ -180,15 +182,37 @@ class HFRolloutEngine(SteppedRolloutEngine):
         width = ids_bS.shape[1]
         mask_bS = (torch.arange(width, device=self._device) >= width - length_b[:, None]).long()
         positions_bS = (mask_bS.cumsum(dim=-1) - 1).clamp(min=0)
-        batch = Batch(rows, DynamicCache(config=self._module.config), mask_bS, length_b)
-        return batch, self._forward(ids_bS, positions_bS, batch)
+        shift_b = torch.zeros_like(length_b)
+        images = None
+        if self._vision is not None:
+            axes, features, media = self._vision.together([(len(row.known_ids), row.request.media) for row in rows])
+            positions_bS = torch.stack([torch.nn.functional.pad(a, (width - a.shape[1], 0)) for a in axes], dim=1)
+            positions_bS = positions_bS.to(self._device)
+            shift_b = torch.stack([axis.max() + 1 - axis.shape[1] for axis in axes]).to(self._device)
+            feature_ids = pad_rows(features, side="left", dtype=torch.int64, fill=-1)
+            images = self._vision.load(feature_ids, media, self._device)
+        batch = Batch(rows, DynamicCache(config=self._module.config), mask_bS, length_b, shift_b)
+        return batch, self._forward(ids_bS, positions_bS, batch, images)
 
     def _decode(self, batch: Batch) -> Tensor:
         assert batch.next_b1 is not None
         return self._forward(batch.next_b1, batch.widen(), batch)
 
-    def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch) -> Tensor:
+    def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None = None) -> Tensor:
         """Logits [b, V] of the token after the last of `ids_bs`."""
+        if self._vision is not None:
+            output = vision.run(
+                self._module,
+                ids_bs,
+                positions_bs.expand(3, *ids_bs.shape),
+                images,
+                collective=False,
+                attention_mask=batch.mask_bS,
+                past_key_values=batch.cache,
+                use_cache=True,
+            )
+            logits_bV = self._module.get_output_embeddings()(output.last_hidden_state[:, -1])
+            return logits_bV[:, : self.tokenizer_size]
         output = self._module(
             input_ids=ids_bs,
             attention_mask=batch.mask_bS,
@@ -284,7 +308,7 @@ def _empty_model(
 ) -> PreTrainedModel:
     """The model with whatever its memory holds; buffers that are not saved (rotary frequencies) are computed."""
     with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(
+        model = model_class(hf_config).from_config(
             hf_config,
             dtype=dtype,
             attn_implementation=padded_attention(hf_config),

@@ -114,7 +114,10 @@ class Batch:
     rows: list[Row]
     cache: DynamicCache
     mask_bS: Tensor  # 1 in a row's own columns
-    length_b: Tensor  # how many these are: the position of the row's next token
+    length_b: Tensor  # how many these are
+    shift_b: (
+        Tensor  # what the position of the row's next token is more than that: images have fewer positions than tokens
+    )
     next_b1: Tensor | None = None  # the token that goes into the next forward pass
     _knobs: _Knobs | None = None
 
@@ -144,7 +147,7 @@ class Batch:
 
     def widen(self) -> Tensor:
         """Positions [b, 1] of the tokens that go into the cache now, whose column is added to the mask."""
-        positions_b1 = self.length_b[:, None]
+        positions_b1 = (self.length_b + self.shift_b)[:, None]
         self.mask_bS = torch.nn.functional.pad(self.mask_bS, (0, 1), value=1)
         self.length_b = self.length_b + 1
         return positions_b1
@@ -161,6 +164,7 @@ class Batch:
         width = max(batch.mask_bS.shape[1] for batch in batches)
         self.mask_bS = torch.cat([_padded(batch.mask_bS, width, -1) for batch in batches])
         self.length_b = torch.cat([batch.length_b for batch in batches])
+        self.shift_b = torch.cat([batch.shift_b for batch in batches])
         self.rows = [row for batch in batches for row in batch.rows]
         self.next_b1 = self._knobs = None
 
@@ -171,6 +175,7 @@ class Batch:
             return
         chosen_b = torch.tensor(index, device=self.mask_bS.device)
         self.mask_bS, self.length_b = self.mask_bS[chosen_b], self.length_b[chosen_b]
+        self.shift_b = self.shift_b[chosen_b]
         if self.next_b1 is not None:
             self.next_b1 = self.next_b1[chosen_b]
         width = int(self.length_b.max())

@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from verl_like.batch import MediaHandle
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -125,6 +127,7 @@ class GenerationRequest:
     session: str | None = None  # requests of one session share their beginnings: the same engine should serve them
     turn: int = 0  # of the session
     priority: int = 0  # what has less is taken up earlier; of equals, what came earlier
+    media: Sequence[MediaHandle] = ()  # images of the prompt, placed in it
     resume: Sampled = NOTHING
 
     @property

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models.lora import adapters_apart, is_adapter
+from verl_like.models.vision import VisionProcessor
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.remote import local_folder
 from verl_like.rollout import vllm_compat as compat
-from verl_like.rollout import vllm_lora
+from verl_like.rollout import vllm_lora, vllm_vision
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.requests import request_seed
@@ -54,6 +55,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         model: ModelConfig,
         *,
         process: ProcessInfo,
+        vision: VisionProcessor | None = None,
         dtype: torch.dtype,
         tokenizer_size: int,
         vocab_size: int,
@@ -70,6 +72,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
             keeps_adapters=adapters_apart(model),
             reads_text=bool(rollout.stop),
+            vision=vision,
         )
         compat.set_environment(process.device)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
@@ -77,6 +80,9 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         kwargs = engine_arguments(
             rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode, tokenizer=tokenizer
         )
+        if vision is not None:
+            kwargs |= vllm_vision.engine_options(rollout.limit_images)
+            vllm_vision.prepare()
         self._lora_request: Any = vllm_lora.request() if self.keeps_adapters else None
         with preserve_rng():
             self._llm: Any = compat.start(kwargs, device=process.device, run_id=run_id)
@@ -112,10 +118,16 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
                 lora_request=self._lora_request,
                 place=next(self._places),
                 priority=request.priority,
+                images=self._images(request),
             )
         except compat.refusals() as error:
             raise ValueError(f"request {request.request_id}: {error}") from error
         self._running[request.request_id] = _Running(request, [(0, self._sampling_version)])
+
+    def _images(self, request: GenerationRequest) -> list[vllm_vision.PlacedImage]:
+        if self._vision is None:
+            return []
+        return [vllm_vision.PlacedImage.of(handle, self._vision) for handle in request.media]
 
     def step(self) -> list[Completion]:
         outputs = [output for output in self._llm.llm_engine.step() if output.finished]

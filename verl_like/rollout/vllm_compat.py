@@ -10,7 +10,7 @@ import functools
 import gc
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl_like.rollout.rollout_engine import SamplingParams
+from verl_like.rollout.vllm_vision import PlacedImage, with_images
 
 _engine_number = itertools.count()
 
@@ -215,6 +216,7 @@ def add_request(
     place: int,
     lora_request: Any = None,
     priority: int = 0,
+    images: Sequence[PlacedImage] = (),
 ) -> None:
     """Queue one request of token ids between two steps; `lora_request` names the adapter it uses.
 
@@ -222,7 +224,9 @@ def add_request(
     """
     from vllm import TokensPrompt  # pyright: ignore[reportAttributeAccessIssue]
 
-    prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+    prompt: Any = TokensPrompt(prompt_token_ids=prompt_ids)
+    if images:
+        prompt = with_images(prompt_ids, images)
     llm.llm_engine.add_request(
         request_id, prompt, params, arrival_time=float(place), lora_request=lora_request, priority=priority
     )
@@ -298,6 +302,7 @@ def drop_caches(llm: Any) -> None:
     if not llm.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     llm.llm_engine.reset_mm_cache()
+    llm.llm_engine.reset_encoder_cache()  # features of images: a reload empties the workers' half alone
 
 
 @contextmanager
@@ -356,7 +361,24 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
     """Modules that hold several Hugging Face modules, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
-    return getattr(model, "packed_modules_mapping", {}) or {}
+    found: dict[str, list[str]] = {}
+    for module in model.modules():  # of a vision-language model, the language model's own
+        found |= getattr(module, "packed_modules_mapping", None) or {}
+    return found | {"qkv": ["qkv"]} if hasattr(model, "visual") else found
+
+
+def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
+    """The checkpoint's name of a parameter's, or its beginning: vLLM holds the language model of a vision-language
+    model in another place. Files of Qwen2-VL and Qwen2.5-VL have names of their own (transformers saves these too).
+    Source: hf_to_vllm_mapper of vLLM's Qwen-VL models."""
+    if not hasattr(model, "visual"):
+        return name
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
+    old = "model.embed_tokens.weight" in stored
+    if name.startswith("language_model.model."):
+        return ("model." if old else "model.language_model.") + name.removeprefix("language_model.model.")
+    return name if old else f"model.{name}"
 
 
 def rows_of_parts(module: nn.Module) -> list[int]:

@@ -59,8 +59,10 @@ class Layout:
 
 def held_by(model: nn.Module, layout: Layout) -> Iterator[Held]:
     """Every part of the tensors of `layout` that can be found in the model; a packed copy beside a plain one counts."""
-    fused, owners = compat.fused_parts(model), {id(p): name for name, p in model.named_parameters()}
-    for path, module in model.named_modules():
+    fused = compat.fused_parts(model)
+    owners = {id(p): compat.stored_name(model, name, layout.shapes) for name, p in model.named_parameters()}
+    for where, module in model.named_modules():
+        path = compat.stored_name(model, f"{where}.", layout.shapes).removesuffix(".")
         if {"w13_weight", "w2_weight"} <= module._parameters.keys():
             yield from _experts(path, module, layout)
             continue

@@ -41,6 +41,7 @@ from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.models.cost import ModelCost
+from verl_like.models.families import refuse_vision
 from verl_like.models.loading import (
     check_score_head,
     check_ulysses,
@@ -50,6 +51,7 @@ from verl_like.models.loading import (
 )
 from verl_like.models.location import check_locations
 from verl_like.models.tensor_plan import check_model
+from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.progress import build_progress
 from verl_like.observe.report.writer import ReportWriter
@@ -64,7 +66,7 @@ from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
-from verl_like.trainer.inputs import end_token_ids, max_model_len, refuse_media, refuse_missing_answers
+from verl_like.trainer.inputs import check_vision, end_token_ids, max_model_len, refuse_media, refuse_missing_answers
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
@@ -99,6 +101,7 @@ class Inputs:
     eos_ids: tuple[int, ...]
     reward_tokenizers: tuple[Any, Any] | None  # of the policy's texts and of the reward model, where these differ
     runner: EpisodeRunner  # how a prompt becomes an episode, in training and in validation
+    vision: VisionProcessor | None = None  # of a model that looks at images
     tool_usage: Callable[[], dict[str, float]] = dict  # metrics of its tools
 
 
@@ -205,7 +208,9 @@ def started(
             recover(Path(config.trainer.default_local_dir).expanduser())
             fetch_resume(config.trainer)
             resume = find_resume(config, newest=again)
-            checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
+            checkpoints = Checkpoints(
+                config.trainer, inputs.tokenizer, vision=inputs.vision, resume=resume, confirm=confirm_folder
+            )
             stack.callback(checkpoints.close)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
             groups = stack.enter_context(workers(ready.spec, ready.device))
@@ -364,11 +369,14 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         tokenizer.chat_template = model.custom_chat_template
     hf_config = load_hf_config(model, "actor_rollout_ref.model.path")
     if needs_critic(config.critic, config.algorithm):
-        load_hf_config(config.critic.model, "critic.model.path")
+        refuse_vision(
+            load_hf_config(config.critic.model, "critic.model.path"), "critic.model.path", "name a text model"
+        )
     for role in roles_of(config).values():
         if role.kind == "policy":
             check_ulysses(model, hf_config, role.ulysses)
     check_tensor_parallel(config, hf_config)
+    check_vision(config, hf_config)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -377,7 +385,9 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         )
     reward_tokenizers = load_reward_model(config.reward_model) if config.reward_model.enable else None
     seed = config.trainer.seed
-    options = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
+    options: dict[str, Any] = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
+    vision = processor_of(model, hf_config)
+    options |= {"vision": vision, "limit_images": config.actor_rollout_ref.rollout.limit_images}
     if config.env.train.tags:
         train, val = environment_datasets(config, data, tokenizer)
     else:
@@ -397,6 +407,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         val=val,
         eos_ids=eos_ids,
         reward_tokenizers=reward_tokenizers,
+        vision=vision,
         runner=SingleTurn() if toolbox is None else tool_agent(config, tokenizer, eos_ids, toolbox),
         tool_usage=dict if toolbox is None else toolbox.take_usage,
     )
@@ -416,6 +427,7 @@ def load_reward_model(section: RewardModelConfig) -> tuple[Any, Any] | None:
     """Check the reward model; the two tokenizers of reward_model.model.input_tokenizer, None without it."""
     network, model, key = reward_network(section), section.model, "reward_model.model.path"
     network_hf = load_hf_config(network, key)
+    refuse_vision(network_hf, key, "name a text model")
     if section.worker_class is None:
         check_score_head(network, network_hf, key)
     check_ulysses(network, network_hf, section.ulysses_sequence_parallel_size)

@@ -35,6 +35,7 @@ from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.episodes.collector import Collector
+from verl_like.models.vision import VisionProcessor
 from verl_like.remote import RemoteFolder, Uploader
 from verl_like.trainer.best import Best
 from verl_like.trainer.compose import save_resolved
@@ -80,10 +81,12 @@ class Checkpoints:
         trainer: TrainerConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        vision: VisionProcessor | None = None,
         resume: Path | None = None,
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.tokenizer, self.resume, self.confirm = trainer, tokenizer, resume, confirm
+        self.vision = vision
         self.root = Path(trainer.default_local_dir).expanduser()
         self.best = Best(trainer, self.root, resumed_at=self.resume_step)
         self._run = run_of(resume, trainer)
@@ -169,6 +172,8 @@ class Checkpoints:
         if run.critic is not None:
             self._require_finite(run, CRITIC, run.critic.save(str(path / CRITIC)), path)
         self.tokenizer.save_pretrained(path / ACTOR / "huggingface")
+        if self.vision is not None:
+            self.vision.save(path / ACTOR / "huggingface")
         save_resolved(run.config, path / CONFIG_FILE)
         run.source.save_under_way(path)
         self._saved_step, self._incomplete = step, (path, state)

@@ -11,7 +11,8 @@ from typing import Any
 from verl_like.config import PPOConfig
 from verl_like.data.build import build_dataset
 from verl_like.data.dataset import PromptDataset
-from verl_like.models.loading import load_tokenizer
+from verl_like.models.loading import load_hf_config, load_tokenizer
+from verl_like.models.vision import processor_of
 from verl_like.trainer.build import input_errors, with_system_prompt
 
 _NO_LIMIT = 1 << 30
@@ -54,6 +55,9 @@ def view(config: PPOConfig, file: str, rows: Sequence[int], measure: int) -> Vie
         if policy.custom_chat_template:
             tokenizer.chat_template = policy.custom_chat_template
         dataset = build_dataset(data, file, tokenizer, split="train")
+        if dataset.num_media():
+            vision = processor_of(policy, load_hf_config(policy, "actor_rollout_ref.model.path"))
+            dataset = build_dataset(data, file, tokenizer, split="train", vision=vision)
         wrong = [row for row in rows if not 0 <= row < len(dataset)]
         if wrong:
             raise ValueError(f"{file} has {len(dataset):,} rows, from 0: there is no row {wrong[0]}")

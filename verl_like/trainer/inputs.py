@@ -5,20 +5,49 @@ from __future__ import annotations
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl_like.config import PPOConfig
+from verl_like.config.roles import needs_critic
 from verl_like.data.dataset import Dataset, PromptDataset
+from verl_like.data.foreign import ForeignDataset
+from verl_like.models.families import refuse_vision, sees
+from verl_like.models.lora import adapters_apart
 from verl_like.user_code import is_reference
 
 
 def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> None:
-    """ValueError for rows with images or videos: they are read and carried, but no model is trained on them yet."""
+    """ValueError for rows with images or videos that the model, or the data set's class, has no use for."""
     if not dataset.num_media():
         return
-    multimodal = hasattr(hf_config, "vision_config")
-    what = "is a vision-language model, whose training is not available yet" if multimodal else "reads text only"
-    raise ValueError(
-        f"{key}: {dataset.num_media()} rows have images or videos (data.image_key, data.video_key), but the model "
-        f"(model_type {hf_config.model_type}) {what}. Leave such rows out"
+    if not sees(hf_config):
+        raise ValueError(
+            f"{key}: {dataset.num_media()} rows have images or videos (data.image_key, data.video_key), but the model "
+            f"(model_type {hf_config.model_type}) reads text only. Leave such rows out"
+        )
+    if isinstance(dataset, ForeignDataset):
+        raise ValueError(
+            f"{key}: the class of data.custom_cls gives pixels (multi_modal_data), which are not available: derive it "
+            "from PromptDataset, whose rows name their images"
+        )
+
+
+def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
+    """ValueError for what cannot be done with a vision-language model, before anything heavy is started."""
+    rollout, model, actor = (
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.actor,
     )
+    if not sees(hf_config):
+        return
+    if rollout.name == "sglang":
+        refuse_vision(hf_config, "rollout.name=sglang", "use vllm or hf")
+    if adapters_apart(model):
+        refuse_vision(hf_config, "model.lora.merge=False", "set it to True")
+    if actor.strategy == "fsdp":
+        refuse_vision(hf_config, "actor_rollout_ref.actor.strategy=fsdp", "use fsdp2")
+    if actor.use_torch_compile:
+        refuse_vision(hf_config, "actor_rollout_ref.actor.use_torch_compile=True", "set it to False")
+    if needs_critic(config.critic, config.algorithm):
+        refuse_vision(hf_config, "a critic", "use an estimator without one, for instance algorithm.adv_estimator=grpo")
 
 
 def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
@@ -41,7 +70,7 @@ def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> tuple[int, ...]:
     """Every id that ends a response: the tokenizer's and the model's (chat models often have two)."""
     ids: list[int] = []
-    for value in (tokenizer.eos_token_id, hf_config.eos_token_id):
+    for value in (tokenizer.eos_token_id, hf_config.get_text_config().eos_token_id):
         ids += value if isinstance(value, list) else [] if value is None else [value]
     if not ids:
         raise ValueError(
@@ -60,10 +89,11 @@ def max_model_len(config: PPOConfig, hf_config: PretrainedConfig) -> int:
             f"actor_rollout_ref.rollout.max_model_len={length} is less than data.max_prompt_length + "
             f"data.max_response_length = {needed}; raise it or leave it null"
         )
-    if length > hf_config.max_position_embeddings:
+    positions = hf_config.get_text_config().max_position_embeddings
+    if length > positions:
         raise ValueError(
             f"prompt plus response may have {length} tokens (data.max_prompt_length + data.max_response_length, or "
-            f"rollout.max_model_len), but the model has {hf_config.max_position_embeddings} positions "
+            f"rollout.max_model_len), but the model has {positions} positions "
             "(max_position_embeddings); lower the lengths"
         )
     return length

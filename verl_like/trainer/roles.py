@@ -220,6 +220,7 @@ def as_sequences(batch: Sequences) -> Sequences:
         response_ids_T=batch.response_ids_T,
         response_length_B=batch.response_length_B,
         response_mask_T=batch.response_mask_T,
+        media=batch.media,
     )
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from verl_like.checkpoint.export import Choices, export
@@ -25,6 +25,7 @@ from verl_like.cluster.worker_group import RankEnv, WorkerError, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.families import model_class
 from verl_like.models.loading import has_weights
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.rollout.build import build_rollout_engine
@@ -152,7 +153,7 @@ def weights_of(
     if not has_weights(folder):
         raise ValueError(f"{path} holds no weights (*.safetensors)")
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
+    model = model_class(hf_config).from_pretrained(
         folder, config=hf_config, dtype=dtype, trust_remote_code=trust_remote_code
     )
     names = CheckpointNames(model)

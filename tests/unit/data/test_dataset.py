@@ -14,7 +14,7 @@ from tests.unit.data.factory import SHARED_DATA, CharTokenizer, text_of, write_p
 from verl_like.config import CustomClassConfig, DataConfig
 from verl_like.data.build import build_dataset
 from verl_like.data.dataset import PromptDataset
-from verl_like.data.media import load
+from verl_like.models import images
 
 PROMPTS = [f"{i}+1=" for i in range(10)]
 
@@ -264,7 +264,7 @@ def test_images_are_carried_as_handles(tmp_path: Path) -> None:
         {"type": "image"},
         {"type": "text", "text": "?"},
     ]
-    assert [load(handle) for handle in got.media] == pixels
+    assert [images._read(handle) for handle in got.media] == [b"\x89PNG", b"GIF"]
     assert [(handle.kind, handle.number) for handle in got.media] == [("image", 0), ("image", 1)]
     wrong = PromptDataset(DataConfig(image_key="pictures"), full, AnyTokenizer(), split="train")
     assert wrong.num_media() == 0
@@ -286,7 +286,7 @@ def test_media_in_json_and_tags_that_do_not_match(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
     dataset = PromptDataset(DataConfig(), str(path), AnyTokenizer(), split="train")
-    assert [load(handle) for handle in dataset[0][1].media] == ["a.mp4"]
+    assert [handle.source for handle in dataset[0][1].media] == ["a.mp4"]
     assert dataset[1][1].messages[0]["content"] == "<image>"  # text about tags, in a row without images
     with pytest.raises(ValueError, match=r"a\.jsonl, row 2: the prompt has 1 <image> tags, but the row has 2 images"):
         dataset[2]

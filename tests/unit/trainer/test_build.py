@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.models import tiny_vision
 from verl_like.config.errors import ConfigError
 from verl_like.trainer.build import prepared, started
 from verl_like.trainer.compose import compose
@@ -82,6 +83,22 @@ def test_a_wrong_image_key(tmp_path: Path, tiny_model: Path) -> None:
     message = refusal(tmp_path, tiny_model, rows, *settings)
     assert "row 21: the prompt has <image>, but the file has no column 'image' (data.image_key)" in message
     assert "have images or videos" in refusal(tmp_path, tiny_model, rows, "data.truncation=left")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "actor_rollout_ref.actor.strategy=fsdp",
+        "actor_rollout_ref.actor.use_torch_compile=True",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
+        "critic.enable=True",
+    ],
+)
+def test_what_vision_language_models_cannot_have(tmp_path: Path, setting: str) -> None:
+    tiny_vision.save(tmp_path / "model")
+    message = refusal(tmp_path, tmp_path / "model", [row("w1")] * 2, setting)
+    assert "not available for vision-language models (qwen2_vl)" in message
 
 
 def test_names_of_agent_loops(tmp_path: Path, tiny_model: Path) -> None:

@@ -16,6 +16,8 @@ from rich.progress import track
 
 from verl_like.data.rows import READERS, file_format, iterate, read_rows
 
+_IMAGE_ROWS = 100  # in a row group: what is read to open one image
+
 
 def make_row(
     *,
@@ -161,10 +163,16 @@ def write_rows(rows: list[dict[str, Any]], path: Path, *, show_sample: bool = Tr
         raise ValueError(
             f"{path}: a column holds values of different types ({error}); write them as JSON text"
         ) from error
-    pq.write_table(table, path)
+    pq.write_table(table, path, row_group_size=_IMAGE_ROWS if "images" in columns else None)
     print(f"{path}: {len(rows):,} rows")
     if show_sample:
-        print("first row:", _shortened(json.dumps(rows[0], indent=2, ensure_ascii=False)), sep="\n")
+        print(
+            "first row:",
+            _shortened(
+                json.dumps(rows[0], indent=2, ensure_ascii=False, default=lambda data: f"<{len(data):,} bytes>")
+            ),
+            sep="\n",
+        )
 
 
 def _shortened(text: str, limit: int = 4000) -> str:

@@ -16,6 +16,7 @@ from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.enums import KLKind
 from verl_like.config.roles import needs_critic
+from verl_like.models.families import refuse_vision
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.trainer.gradient_check.driver import Share, old_log_probs_of, shares_of
 from verl_like.trainer.gradient_check.material import (
@@ -63,7 +64,9 @@ def prepare(config: PPOConfig, *, num_rows: int, ranks: int) -> Work:
     """The yardstick's part and the driver's, which need no engine. `config`: that of `comparable`."""
     model, data, old = config.actor_rollout_ref.model, config.data, old_log_probs_of(config)
     vocab_size = len(load_tokenizer(data.tokenizer or model.path, model.trust_remote_code))
-    longest, about_rows = longest_row(load_hf_config(model))
+    hf_config = load_hf_config(model)
+    refuse_vision(hf_config, "verl-like selfcheck", "check a text model")
+    longest, about_rows = longest_row(hf_config)
     key = config.actor_rollout_ref.actor.sample_weight.difficulty_key
     short = random_rollouts(short_lengths(num_rows), vocab_size, difficulty_key=key)
     long = random_rollouts(long_lengths(longest), vocab_size, difficulty_key=key)

@@ -1,0 +1,65 @@
+"""Images in the main job: small, and (slow) the vision recipe whole, with its control."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT, metrics_of
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+RECIPE = ROOT / "recipes" / "vision"
+
+
+def run(folder: Path, out: Path, *arguments: str, timeout: float, **variables: str) -> list[dict[str, Any]]:
+    """The recipe's script; the metrics."""
+    done = subprocess.run(
+        ["bash", str(RECIPE / "run.sh"), f"trainer.default_local_dir={out}", "trainer.report_freq=-1", *arguments],
+        env=os.environ | {"PYTHON": sys.executable, "OUT": str(folder), "OMP_NUM_THREADS": "1"} | variables,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout
+    return metrics_of(out)
+
+
+def accuracy(metrics: list[dict[str, Any]]) -> list[float]:
+    return [step["val-core/disc_color/acc/mean@1"] for step in metrics if "val-core/disc_color/acc/mean@1" in step]
+
+
+def test_the_main_job_looks_at_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that differ in their pictures alone; what is saved is a whole model folder."""
+    monkeypatch.syspath_prepend(str(RECIPE))
+    for module in ("prepare", "scene"):  # other recipes have files of that name
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    prepare, scene = __import__("prepare"), __import__("scene")
+    rng = random.Random(1)
+    for split in ("train", "val"):
+        prepare.write(tmp_path / "data", split, prepare.draw_rows(16, split, rng), rng)
+    tokenizer = scene.build_tokenizer()
+    scene.save(tmp_path / "model", scene.build_model(tokenizer, 1), tokenizer)
+    settings = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.save_freq=2"]
+    settings += ["actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]", "trainer.total_training_steps=2"]
+    metrics = run(tmp_path, tmp_path / "out", *settings, timeout=200, ROLLOUT="hf")
+    gaps = [step[name] for step in metrics if (name := "training/rollout_probs_diff_max") in step]
+    assert len(gaps) == 2 and max(gaps) < 1e-4
+    saved = tmp_path / "out" / "global_step_2" / "actor" / "huggingface"
+    AutoModelForImageTextToText.from_pretrained(saved)
+    assert AutoImageProcessor.from_pretrained(saved, backend="pil").patch_size == 14
+
+
+@pytest.mark.slow
+def test_a_model_learns_what_it_sees(tmp_path: Path) -> None:
+    """Over 0.9; with the pictures dealt to other rows it stays where guessing is, one in six."""
+    learned = accuracy(run(tmp_path, tmp_path / "out", timeout=900, ROLLOUT="hf"))
+    assert learned[0] < 0.3 < 0.9 < learned[-1]
+    control = accuracy(run(tmp_path, tmp_path / "control", timeout=900, ROLLOUT="hf", CONTROL="1"))
+    assert max(control) < 0.35

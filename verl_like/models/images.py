@@ -1,0 +1,110 @@
+"""Images of dataset rows: handles are opened here, in whichever process needs the pixels, and nowhere else.
+
+A handle (`batch.MediaHandle`) names a cell of a parquet file, a path or a URL. What a cell holds: {"bytes": ...}
+(Hugging Face's form), bytes, a path, a URL of any scheme that fsspec knows, data:image/png;base64,..., or a dictionary
+with one of them under "path", "image", "url" or "image_url". Relative paths begin at the data file's folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from verl_like.batch import MediaHandle
+from verl_like.remote import is_remote
+
+_PLACES = ("bytes", "path", "image", "url", "image_url")  # of what is meant in a dictionary; the first that is set
+_GROUPS = 4  # row groups kept in memory: rows of a batch are often neighbours
+
+
+class MediaError(ValueError):
+    """An image that cannot be used: the message names the row and says what is wrong with it."""
+
+
+def place_of(handle: MediaHandle) -> str:
+    """The image, for messages."""
+    return f"{handle.path}, row {handle.row}: {handle.kind} {handle.number} of column {handle.column!r}"
+
+
+def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
+    """(width, height), without decoding the image. MediaError: missing, no image, or larger than allowed."""
+    with _opened(handle) as image:
+        width, height = image.size
+    if width * height > max_megapixels * 1e6:
+        raise MediaError(
+            f"{place_of(handle)} has {width} x {height} pixels, more than data.max_image_megapixels="
+            f"{max_megapixels:g}: make it smaller, or raise the limit"
+        )
+    return width, height
+
+
+def decoded(handle: MediaHandle) -> Image.Image:
+    """The image in RGB. MediaError where its file is cut off or damaged."""
+    with _opened(handle) as image:
+        try:
+            return image.convert("RGB")
+        except Exception as error:  # of any of PIL's decoders
+            raise MediaError(f"{place_of(handle)} cannot be decoded: {error}") from error
+
+
+def _opened(handle: MediaHandle) -> Image.Image:
+    data = _read(handle)
+    try:
+        return Image.open(io.BytesIO(data))
+    except Exception as error:
+        raise MediaError(f"{place_of(handle)} is no image that PIL can open ({len(data)} bytes): {error}") from error
+
+
+def _read(handle: MediaHandle) -> bytes:
+    """The image's file."""
+    value: Any = handle.source or _cell(handle)
+    while isinstance(value, dict):
+        value = next((value[key] for key in _PLACES if value.get(key)), None)
+    if isinstance(value, bytes) and value:
+        return value
+    if not isinstance(value, str) or not value:
+        raise MediaError(
+            f"{place_of(handle)} holds no image: expected bytes, a path, a URL, or a dictionary with one of "
+            f"{', '.join(_PLACES)}"
+        )
+    try:
+        if value.startswith("data:"):
+            return base64.b64decode(value.partition(",")[2], validate=True)
+        if is_remote(value):
+            with fsspec.open(value, "rb") as file:
+                return file.read()  # pyright: ignore[reportAttributeAccessIssue]
+        return (Path(handle.path).parent / Path(value).expanduser()).read_bytes()
+    except Exception as error:  # of any file system
+        raise MediaError(f"{place_of(handle)}: {value[:200]!r} cannot be read: {error}") from error
+
+
+def _cell(handle: MediaHandle) -> Any:
+    try:
+        row = handle.row
+        for group, rows in enumerate(_group_sizes(handle.path)):
+            if row < rows:
+                value = _group(handle.path, group, handle.column)[row].as_py()
+                return value[handle.number] if isinstance(value, list) else value
+            row -= rows
+    except (OSError, pa.ArrowException, IndexError) as error:
+        raise MediaError(f"{place_of(handle)} cannot be read: {error}") from error
+    raise MediaError(f"{place_of(handle)}: the file has fewer rows; was it changed during the run?")
+
+
+@functools.lru_cache(maxsize=64)
+def _group_sizes(path: str) -> tuple[int, ...]:
+    metadata = pq.ParquetFile(path).metadata
+    return tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+
+
+@functools.lru_cache(maxsize=_GROUPS)
+def _group(path: str, group: int, column: str) -> pa.ChunkedArray:
+    return pq.ParquetFile(path).read_row_group(group, columns=[column]).column(0)

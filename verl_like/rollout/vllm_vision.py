@@ -1,0 +1,149 @@
+"""Images for vLLM: the trainer's own patches, so that vLLM processes no image and needs no processor.
+
+vLLM (0.32) would run the model folder's processor once more for every request; here a request brings prompt tokens that
+hold all placeholders, the patches, and a name under which vLLM keeps the tower's features. So tokens and pixels are the
+trainer's, bit for bit, the n responses of a prompt share one pass of the tower, and torchvision, which transformers'
+processors ask for, may be absent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, tensor
+
+from verl_like.batch import MediaHandle
+from verl_like.models.vision import VisionProcessor
+
+_MODELS = {  # vLLM's module of each architecture
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+}
+_MANY = 64  # images of a prompt, where nobody has set a limit
+_STAND_INS = [
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedImage:
+    """One image of a request: its patches, their grid, its first token, how many it has, and its name in caches."""
+
+    pixels: Tensor
+    grid: tuple[int, int, int]
+    start: int
+    length: int
+    name: str
+
+    @classmethod
+    def of(cls, handle: MediaHandle, vision: VisionProcessor) -> PlacedImage:
+        """The image of a placed handle; its pixels are read here, unless this process has them."""
+        return cls(
+            pixels=vision.pixels(handle),
+            grid=handle.grid,
+            start=handle.start,
+            length=vision.num_tokens(handle),
+            name=vision.key(handle),
+        )
+
+
+def engine_options(limit_images: int | None) -> dict[str, Any]:
+    """Arguments of vllm.LLM: patches come normalised, and are profiled and kept by nobody."""
+    return {
+        "limit_mm_per_prompt": {"image": limit_images or _MANY, "video": 0},
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,
+        "skip_mm_profiling": True,
+    }
+
+
+def prepare() -> None:
+    """Tell vLLM, before it starts, that no image processor is wanted."""
+    import vllm
+    from vllm.multimodal.processing.context import BaseProcessingInfo
+    from vllm.multimodal.registry import _ProcessorFactories
+
+    class NoProcessing(BaseProcessingInfo):
+        def get_supported_mm_limits(self) -> dict[str, int | None]:
+            return {"image": None}
+
+        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
+            return {"image": seq_len}
+
+    registry: Any = getattr(vllm, "ModelRegistry")  # noqa: B009 (exported lazily, which type checkers do not see)
+    with _torchvision():
+        for name, module in _MODELS.items():
+            model = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+            model._processor_factory = _ProcessorFactories(
+                info=NoProcessing, processor=_NoProcessor, dummy_inputs=lambda info: info
+            )
+            registry.register_model(name, model)  # as a class: a name is inspected in another process, without all this
+
+
+class _NoProcessor:
+    """In the place of a multimodal processor, of which vLLM asks `info` alone."""
+
+    def __init__(self, info: Any, dummy_inputs: Any) -> None:
+        self.info, self.dummy_inputs = info, dummy_inputs
+
+
+class _Hollow(ModuleType):
+    __path__: Sequence[str] = ()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+@contextmanager
+def _torchvision() -> Iterator[None]:
+    """vLLM's Qwen-VL modules import image processors that import torchvision, and never run them here: where it is
+    absent, hollow modules stand in for it meanwhile."""
+    names = [] if importlib.util.find_spec("torchvision") else _STAND_INS
+    sys.modules.update({name: _Hollow(name) for name in names})
+    for parent, name in itertools.pairwise(names):
+        setattr(sys.modules[parent], name.rpartition(".")[2], sys.modules[name])
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def with_images(prompt_ids: list[int], images: Sequence[PlacedImage]) -> Any:
+    """vLLM's processed input of a prompt with all placeholders in it."""
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal import inputs as mm
+
+    items = []
+    for image in images:
+        whole = mm.MultiModalFlatField(slices=[slice(0, len(image.pixels))])
+        items.append(
+            mm.MultiModalKwargsItem(
+                {
+                    "pixel_values": mm.MultiModalFieldElem(data=image.pixels, field=whole),
+                    "image_grid_thw": mm.MultiModalFieldElem(
+                        data=tensor(image.grid), field=mm.MultiModalBatchedField(keep_on_cpu=True)
+                    ),
+                }
+            )
+        )
+    return mm_input(
+        prompt_ids,
+        mm.MultiModalKwargsItems({"image": items}),
+        {"image": [image.name for image in images]},
+        {"image": [mm.PlaceholderRange(offset=image.start, length=image.length) for image in images]},
+    )
