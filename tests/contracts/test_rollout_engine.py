@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from tests.unit.rollout.tiny import (
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.remote import RemoteEngine
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
@@ -44,6 +42,7 @@ from verl_like.rollout.rollout_engine import (
     Sampled,
     SamplingParams,
 )
+from verl_like.workers.remote_engine import RemoteEngine
 
 EOS = (3, 5)
 MODEL = tiny_model()
@@ -110,18 +109,17 @@ def build_with_tokenizer(name: str, folder: Path) -> RolloutEngine:
     return build(name, folder, single_process(), stop=["loads the tokenizer"], engine_kwargs=small_blocks)
 
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("hf in a process", marks=pytest.mark.engines), "vllm"])
+SGLANG = pytest.param("sglang", marks=[pytest.mark.engines, pytest.mark.sglang])
+
+
+@pytest.fixture(scope="module", params=["hf", SGLANG, "vllm"])
 def unloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
     if request.param == "vllm":
         pytest.importorskip("vllm")
     shared_memory = set(os.listdir("/dev/shm"))
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
-    if request.param == "hf in a process":
-        single_process()
-        engine: RolloutEngine = RemoteEngine(partial(build_with_tokenizer, "hf", folder), reads_text=True)
-    else:
-        engine = build_with_tokenizer(request.param, folder)
+    engine = build_with_tokenizer(request.param, folder)
     yield engine
     engine.shutdown()
     assert torch.distributed.is_initialized()  # the group is the trainer's
@@ -463,8 +461,8 @@ def test_a_second_turn_takes_the_first_from_the_cache(engine: RolloutEngine) -> 
     answer = [*prompt, *first.token_ids, 7, 8, 9]
     longer = dataclasses.replace(turn, request_id="turn1", turn=1, prompt_ids=answer)
     second = engine.generate([longer])[0]
-    blocks = 64 if type(engine).__name__ == "VLLMRolloutEngine" else 0  # two of 32
-    assert (first.cached_tokens, second.cached_tokens) == (0, blocks)
+    known = {"VLLMRolloutEngine": 64, "RemoteEngine": 79}  # two blocks of 32; all that was computed
+    assert (first.cached_tokens, second.cached_tokens) == (0, known.get(type(engine).__name__, 0))
     assert gap(longer, second) < 1e-5
 
 
@@ -475,7 +473,7 @@ def test_a_request_that_does_not_fit_is_refused(engine: RolloutEngine) -> None:
 
 def test_a_request_that_the_engine_refuses_fails_alone(engine: RolloutEngine) -> None:
     if type(engine).__name__ != "VLLMRolloutEngine":
-        pytest.skip("transformers takes any temperature")
+        pytest.skip("tokens are drawn here, at any temperature")
     bad = dataclasses.replace(requests(1)[0], request_id="bad", sampling=SamplingParams(max_tokens=2, temperature=50.0))
     with opened(engine):
         good = engine.submit(requests(1)[0])
@@ -522,7 +520,7 @@ def test_requests_neither_see_nor_change_the_trainers_random_numbers(engine: Rol
 def set_number_of_unseeded(engine: RolloutEngine, number: int) -> None:
     """As if so many requests without a seed had come."""
     if isinstance(engine, RemoteEngine):
-        pytest.skip("out of reach")
+        pytest.skip("it is in another process")
     engine._unseeded = itertools.count(number)  # type: ignore[attr-defined]
 
 
@@ -566,6 +564,8 @@ def test_interrupted_load_then_recovery(engine: RolloutEngine, after: int) -> No
 
 
 def test_misshapen_weight_then_recovery(engine: RolloutEngine) -> None:
+    if isinstance(engine, RemoteEngine):
+        pytest.skip("SGLang's loader takes it; the ledger of a weight sync refuses it (test_weight_sync.py)")
     name = "model.layers.0.self_attn.k_proj.weight"
     with pytest.raises(Exception, match=r"."):
         engine.load_weights(((n, t[:-1] if n == name else t) for n, t in state(MODEL).items()), 3)

@@ -58,7 +58,6 @@ NOT_YET: list[NotYet] = [
         for name in ("dtype", "model_dtype")
     ],
     # Rollout
-    NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),
     *_off(f"{_ROLLOUT}.use_fire_sampling"),
     *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",

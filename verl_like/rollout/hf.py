@@ -30,14 +30,14 @@ from verl_like.parallel.checksum import checksum, values_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.host_memory import is_out_of_memory
 from verl_like.rollout.base import SteppedRolloutEngine
-from verl_like.rollout.hf_batch import Batch, Row
+from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, WeightLoadError
+from verl_like.rollout.rows import Row
 from verl_like.rollout.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
 
-_SEED_MASK = 2**63 - 1
 _ORDER = attrgetter("order")
 
 
@@ -91,9 +91,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
-        generator = torch.Generator().manual_seed(self._seed_of(request) & _SEED_MASK)
-        uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64).numpy()
-        insort(self._waiting, Row(request, next(self._places), uniform), key=_ORDER)
+        insort(self._waiting, Row(request, self._seed_of(request), next(self._places)), key=_ORDER)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:

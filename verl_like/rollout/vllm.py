@@ -25,6 +25,7 @@ from verl_like.remote import local_folder
 from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora
 from verl_like.rollout.base import SteppedRolloutEngine
+from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
@@ -37,7 +38,6 @@ from verl_like.rollout.rollout_engine import (
     WeightLoadError,
 )
 from verl_like.rollout.step_loop import StepLoop
-from verl_like.rollout.vllm_weights import Layout, checksums, held_by
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
         """See RolloutEngine. Left out: stacked experts on CUDA, whose kernels may have moved numbers about."""
         layout = Layout(dict(shapes), rank=self._rank_in_replica, size=self._tp)
-        parts = held_by(self._model, layout)
+        parts = held_by(self._model, layout, compat)
         if self.keeps_adapters:
             parts = itertools.chain(parts, vllm_lora.held(self._llm, compat.fused_parts(self._model), layout))
         group = None if self._lockstep is None else self._lockstep.group

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from verl_like.cluster.environment import LOOPBACK, free_port
 from verl_like.cluster.worker_group import RankEnv
+from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.link_server import LinkServer
 from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.workers.remote_engine import RemoteEngine
 from verl_like.workers.spec import WorkerSpec
 
 
@@ -45,7 +55,7 @@ class RolloutRole:
 def rollout_engine(spec: WorkerSpec, process: ProcessInfo, run_id: str) -> RolloutEngine:
     """The engine of this run, without weights (collective)."""
     policy = spec.config.actor_rollout_ref
-    return build_rollout_engine(
+    return start_engine(
         policy.rollout,
         policy.model,
         process=process,
@@ -55,4 +65,67 @@ def rollout_engine(spec: WorkerSpec, process: ProcessInfo, run_id: str) -> Rollo
         seed=spec.config.trainer.seed,
         run_id=run_id,
         tokenizer=spec.config.data.tokenizer,
+        timeout_s=spec.config.trainer.rpc_timeout,
+    )
+
+
+def start_engine(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    *,
+    process: ProcessInfo,
+    hf_config: PretrainedConfig,
+    run_id: str,
+    timeout_s: float = 600.0,
+    **more: Any,
+) -> RolloutEngine:
+    """What `build_rollout_engine` makes of these arguments, where `rollout.name` wants it: here, or (SGLang) in a
+    process beside this one. Collective. timeout_s: see RemoteEngine."""
+    if rollout.name != "sglang":
+        return build_rollout_engine(rollout, model, process=process, hf_config=hf_config, run_id=run_id, **more)
+    from verl_like.rollout.sglang import compat
+
+    tp = rollout.tensor_model_parallel_size
+    if process.world_size % tp or int(os.environ["LOCAL_WORLD_SIZE"]) % tp:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={tp} does not divide the {process.world_size} processes of the run, "
+            f"or the {os.environ['LOCAL_WORLD_SIZE']} of this machine: an SGLang replica is on one machine"
+        )
+    compat.require_installed()
+    return RemoteEngine(
+        partial(_build_beside, rollout, model, process, run_id, more),
+        arguments=partial(_meeting_place, process.rank, tp),
+        reads_text=bool(rollout.stop),
+        device=process.device,
+        run_id=run_id,
+        bucket_bytes=rollout.update_weights_bucket_megabytes * 2**20,
+        leads=process.rank % tp == 0,
+        ranks=tp,
+        around_start=partial(compat.starting, process.device, rollout.free_cache_engine),
+        timeout_s=timeout_s,
+    )
+
+
+def _meeting_place(rank: int, tp: int) -> tuple[tuple[str, int]]:
+    """Where the processes of this rank's replica meet: its first rank chooses (collective where there are others)."""
+    chosen = (LOOPBACK, free_port(LOOPBACK))
+    if tp == 1:
+        return (chosen,)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, chosen)
+    return (everyones[rank - rank % tp],)
+
+
+def _build_beside(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    process: ProcessInfo,
+    run_id: str,
+    more: dict[str, Any],
+    address: tuple[str, int],
+) -> RolloutEngine:
+    """In the engine's process. The model's configuration is read again: classes of its own may not travel."""
+    hf_config = load_hf_config(model)
+    return build_rollout_engine(
+        rollout, model, process=process, hf_config=hf_config, run_id=run_id, address=address, **more
     )
