@@ -594,15 +594,15 @@ def test_no_tokens_of_before_a_load_are_cached(engine: RolloutEngine) -> None:
     assert engine.cached_tokens() == 0
 
 
-@pytest.mark.engines  # two starts of vLLM
+@pytest.mark.engines  # two starts of an engine
 def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tmp_path: Path) -> None:
-    if type(engine).__name__ != "VLLMRolloutEngine":
+    if type(engine).__name__ == "HFRolloutEngine":
         with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):
             build("hf", tmp_path, single_rank_of_two(), tensor_model_parallel_size=2)
         return
     expected = [[c.token_ids, c.log_probs] for c in engine.generate(cut_requests())]
     scores = engine.score([[1, 2, 3, 4]])[0]
-    out, other = run_on_two_ranks(__file__, tmp_path)
+    out, other = run_on_two_ranks(__file__, tmp_path, "sglang" if isinstance(engine, RemoteEngine) else "vllm")
     assert out["version"] == other["version"] == 1
     assert [c[0] for c in out["completions"]] == [c[0] for c in expected]
     for got, wanted in zip(out["completions"], expected, strict=True):
@@ -622,11 +622,11 @@ def single_rank_of_two() -> ProcessInfo:
     return ProcessInfo(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"))
 
 
-def rank_main(rank: int, port: int, folder: Path) -> None:
+def rank_main(rank: int, port: int, folder: Path, name: str) -> None:
     """One rank of a replica of two: the first is given the requests, the other follows."""
     process = init_distributed(rank, 2, rank, 2, "127.0.0.1", port, "cpu")
     (folder / f"model{rank}").mkdir()
-    engine = build("vllm", folder / f"model{rank}", process, tensor_model_parallel_size=2)
+    engine = build(name, folder / f"model{rank}", process, tensor_model_parallel_size=2)
     engine.load_weights(iter(state(MODEL).items()), 1)
     leads = rank == 0
     completions = engine.generate(cut_requests() if leads else [])
@@ -663,4 +663,4 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
