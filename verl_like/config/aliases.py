@@ -40,6 +40,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha)", r"\1.lora_\2"),
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
+    (r"actor_rollout_ref\.model\.enable_activation_offloading", "actor_rollout_ref.model.enable_activation_offload"),
     (r"trainer\.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     (r"actor_rollout_ref\.profiler\.(.+)", r"actor_rollout_ref.actor.profiler.\1"),
     (r"(.+\.profiler)\.tool_config\.(?:nsys|torch|npu)\.discrete", r"\1.discrete"),
@@ -78,6 +79,14 @@ DROPPED: dict[str, str] = {
     r"actor_rollout_ref\.actor\.calculate_entropy": "the entropy is always computed and reported",
     r"data\.return_multi_modal_inputs": "inputs are not passed through the driver",
     r"actor_rollout_ref\.rollout\.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
+    r"actor_rollout_ref\.rollout\.(sglang_engine_mode|server(\..+)?)": (
+        "an SGLang engine is a process beside each worker, reached by a pipe: no connections, no attempts"
+    ),
+    r"actor_rollout_ref\.rollout\.over_sample_rate": (
+        "no response is cut to save time; rollout.scheduler.additional_prompts.enable=True waits for fewer of them"
+    ),
+    r"trainer\.tensorboard_dir": "the files are in <trainer.log_dir>/tensorboard",
+    r"trainer\.rl_logging_board_dir": "trainer.rollout_data_dir keeps responses",
     r".+\.fsdp_config\.use_orig_params": "weights always keep their own names and shapes",
     r"(actor_rollout_ref\.ref|reward_model\.model)\.fsdp_config\.forward_only": "this model is never trained",
     r"actor_rollout_ref\.rollout\.skip_tokenizer_init": "the engine loads a tokenizer for rollout.stop, and only then",
@@ -87,7 +96,7 @@ DROPPED: dict[str, str] = {
     r"(reward\.)?reward_model\.rollout(\..+)?": _BY_FORWARD,
     r"actor_rollout_ref\.rollout\.profiler(\..+)?": "generation is in the actor's profile (actor.profiler)",
     r".+\.profiler\.(tool|save_path|tool_config\.(?!\w+\.discrete$).+)": _TRACES,
-    r"global_profiler\.(profile_continuous_steps|save_path)": _TRACES,
+    r"global_profiler\.(profile_continuous_steps|save_path|global_tool_config\.torch_memory(\..+)?)": _TRACES,
 }
 
 # Switches and sizes of verl that are accepted at the values at which they ask for what is done anyway.
@@ -132,7 +141,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
     },  # verl's second implementations
     r"actor_rollout_ref\.actor\.policy_loss\.loss_mode": {"gmpo": "geo_mean"},
     r".+\.optim\.optimizer": {"AdamW": "adamw", "AdamW8bit": "adamw_8bit"},
-    r"trainer\.profile_tool": {"npu": "torch"},
+    r"trainer\.profile_tool": {"npu": "torch", "torch_memory": "torch"},
 }
 _LOGGERS = {"tracking": "wandb", "stdout": "console", "file": "jsonl"}
 

@@ -192,7 +192,7 @@ def _no_critic(config: PPOConfig) -> bool:
     return not needs_critic(config.critic, config.algorithm)
 
 
-_VLLM_ONLY = tuple(
+_SERVING_ENGINES = tuple(
     f"{_ROLLOUT}.{name}"
     for name in (
         "gpu_memory_utilization",
@@ -201,7 +201,6 @@ _VLLM_ONLY = tuple(
         "enable_chunked_prefill",
         "enable_prefix_caching",
         "disable_log_stats",
-        "engine_kwargs.vllm",
     )
 )
 
@@ -270,7 +269,15 @@ IDLE: tuple[Idle, ...] = (
     *PLACEMENT_IDLE,
     *OUTCOME_IDLE,
     *ENV_IDLE,
-    Idle(_VLLM_ONLY, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
+    Idle(_SERVING_ENGINES, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
+    *(
+        Idle(
+            (f"{_ROLLOUT}.engine_kwargs.{engine}",),
+            lambda c, engine=engine: c.actor_rollout_ref.rollout.name != engine,
+            f"{_ROLLOUT}.name is not {engine}",
+        )
+        for engine in ("vllm", "sglang")
+    ),
     Idle(
         (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.cudagraph_capture_sizes"),
         lambda c: c.trainer.device == "cpu" and c.actor_rollout_ref.rollout.name != "hf",

@@ -65,7 +65,7 @@ class EngineKwargsConfig(ConfigNode):
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine."""
     sglang: dict[str, Any] = field(default_factory=dict)
-    """Arguments of SGLang's engine, for instance attention_backend."""
+    """Arguments of SGLang's engine, for instance attention_backend or mem_fraction_static."""
 
 
 @dataclass(kw_only=True, slots=True)
