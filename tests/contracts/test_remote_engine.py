@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled, SamplingParams
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    EngineLostError,
+    GenerationRequest,
+    RolloutError,
+    Sampled,
+    SamplingParams,
+)
 from verl_like.workers.remote_engine import RemoteEngine
 
 REQUEST = GenerationRequest(request_id="r", prompt_ids=[1], sampling=SamplingParams(max_tokens=4))
@@ -48,11 +55,20 @@ class Engine:
     def shutdown(self) -> None: ...
 
 
+class Steps(FakeTimeEngine):
+    """A request of priority -99 breaks it."""
+
+    def add(self, request: GenerationRequest) -> None:
+        if request.priority == -99:
+            raise RuntimeError("a step broke")
+        super().add(request)
+
+
 class Counting(FakeTimeRollout):
     """A whole engine that takes the names a, b, ... and no others."""
 
     def __init__(self) -> None:
-        super().__init__(FakeTimeEngine(length_of=lambda request: 10**9))
+        super().__init__(Steps(length_of=lambda request: 10**9))
 
     def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
         names = [name for name, _ in stream]
@@ -80,6 +96,54 @@ def test_a_killed_process_fails_what_is_pending_and_what_comes() -> None:
         future.result(30)
     with pytest.raises(RolloutError, match="has ended"):
         engine.submit(REQUEST)
+    engine.shutdown()
+
+
+def test_the_next_whole_load_starts_a_lost_process_anew() -> None:
+    engine = RemoteEngine(Counting)
+    engine.load_weights([("a", torch.zeros(2))], 1, mark="one")
+    engine.open()
+    waiting = engine.submit(REQUEST)
+    engine._there._process.kill()
+    with pytest.raises(EngineLostError, match="has ended"):
+        waiting.result(30)
+    assert engine.held is None and engine.lost
+    engine.pause(), engine.sleep(), engine.wake(), engine.unload()  # nothing is there that could
+    with pytest.raises(EngineLostError, match="has ended"):
+        engine.open()
+    with pytest.raises(RuntimeError, match="adapters came without base weights"):
+        engine.load_weights([("a", torch.zeros(2))], 2, partial=True)
+    engine.load_weights([("a", torch.zeros(2)), ("b", torch.zeros(3))], 2)
+    assert (engine.weight_version, engine.num_restarts, engine.lost) == (2, 1, "")
+    short = SamplingParams(max_tokens=2)
+    with engine.opened():
+        request = GenerationRequest(request_id="r", prompt_ids=[1], sampling=short)
+        assert len(engine.submit(request).result(30).sampled) == 2
+    engine.shutdown()
+
+
+def test_an_engine_that_hangs_while_requests_are_pending_is_ended() -> None:
+    engine = opened()
+    engine._there._timeout_s = 0.3  # the reader looks at it when the next message has come
+    with pytest.raises(RolloutError, match="no device"):
+        engine.wake()
+    future = engine.submit(REQUEST)
+    os.kill(engine._there._process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineLostError, match=r"has said nothing for 0\.6 s, with requests pending"):
+        future.result(30)
+    engine.shutdown()
+
+
+def test_an_engine_whose_steps_have_ended_is_lost() -> None:
+    engine = RemoteEngine(Counting)
+    engine.load_weights([], 1)
+    engine.open()
+    with pytest.raises(RolloutError, match="the rollout engine stopped: RuntimeError: a step broke"):
+        broken = GenerationRequest(request_id="x", prompt_ids=[1], sampling=SamplingParams(max_tokens=4), priority=-99)
+        engine.submit(broken).result(30)
+    assert "a step broke" in engine.lost
+    engine.load_weights([], 2)
+    assert engine.num_restarts == 1
     engine.shutdown()
 
 

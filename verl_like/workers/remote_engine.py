@@ -35,6 +35,7 @@ from verl_like.parallel.dist import all_reduce_max
 from verl_like.rollout.base import EngineBase
 from verl_like.rollout.rollout_engine import (
     Completion,
+    EngineLostError,
     GenerationRequest,
     HeldWeights,
     RolloutEngine,
@@ -64,8 +65,8 @@ class RemoteEngine(EngineBase):
     reads_text: whether that engine was given a tokenizer. device: where the weights are when they come, and the engine.
     run_id, bucket_bytes: see IpcSender. leads: whether it is its replica's first rank. ranks: of a replica, which start
     and load together. around_start: what a process must be started in. timeout_s: how long a call, a load or the start
-    may take, and how long the engine may say nothing while requests are pending; then RolloutError, and the process is
-    ended. Callbacks of the futures may submit, abort and look, but not open, pause or shut down.
+    may take, and how long the engine may say nothing while requests are pending; then EngineLostError, and the
+    process is ended. Callbacks of the futures may submit, abort and look, but not open, pause or shut down.
     """
 
     def __init__(
@@ -94,9 +95,14 @@ class RemoteEngine(EngineBase):
         super().__init__(**facts, seed=0, reads_text=reads_text)
 
     @property
+    def lost(self) -> str:
+        """Why its process is of no use any more; "" while it is."""
+        return self._there.error
+
+    @property
     def held(self) -> HeldWeights | None:
         """See RolloutEngine; None also where the process is lost."""
-        return None if self._there.error else super().held
+        return None if self.lost else super().held
 
     def open(self) -> None:
         self._require_weights()
@@ -104,7 +110,7 @@ class RemoteEngine(EngineBase):
         self._open = True
 
     def pause(self) -> None:
-        if not self._there.error:  # what is lost does not run
+        if not self.lost:  # what is lost does not run
             self._there.call("pause", limited=self._leads)  # other ranks wait for their first one, as long as it serves
         self._open = False
 
@@ -124,8 +130,9 @@ class RemoteEngine(EngineBase):
         """See RolloutEngine. A process that was lost is started anew, on all ranks of its replica."""
         self._require_base(partial)
         super().unload()  # the other engine does so itself, if it takes the weights at all
-        lost = bool(self._there.error)
+        lost = bool(self.lost)
         if all_reduce_max(int(lost)) if self._ranks > 1 else lost:
+            logger.warning("the rollout engine's process is started anew: %s", self.lost or "its replica lost one")
             self._there.end()
             self._there, self.num_restarts = self._started(), self.num_restarts + 1
         self._transfer(stream, version, partial)
@@ -186,12 +193,12 @@ class RemoteEngine(EngineBase):
             return _Process(partial(self._build, *self._arguments()), self._timeout_s)
 
     def _call_living(self, method: str) -> None:
-        if not self._there.error:
+        if not self.lost:
             self._there.call(method)
 
     def _require_weights(self) -> None:
-        if self._there.error:
-            raise RolloutError(self._there.error)
+        if self.lost:
+            raise EngineLostError(self.lost)
         super()._require_weights()
 
     def _queue(self, request: GenerationRequest) -> Future[Completion]:
@@ -254,7 +261,7 @@ class _Process:
             return answer.result(self._timeout_s if limited else None)
         except NoAnswer:
             self._give_up(f"did not answer {method}() within {self._timeout_s:g} s")
-            raise RolloutError(self._why) from None
+            raise EngineLostError(self._why) from None
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         future: Future[Completion] = Future()
@@ -274,16 +281,16 @@ class _Process:
     def send(self, message: tuple[Any, ...]) -> None:
         with self._sending:
             if self.error:
-                raise RolloutError(self.error)
+                raise EngineLostError(self.error)
             try:
                 self._pipe.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
             except OSError as error:
-                raise RolloutError(f"the engine's process is gone: {error}") from error
+                raise EngineLostError(f"the engine's process is gone: {error}") from error
 
     def end(self) -> None:
-        with suppress(RolloutError):  # it has ended already
+        with suppress(RolloutError):  # it has ended already, or cannot
             self.send(("stop",))
-        self._process.join(_STOP_S)
+            self._process.join(_STOP_S)
         self._process.kill()
         self._process.join()
         self._reader.join(_STOP_S)
@@ -298,6 +305,8 @@ class _Process:
                 kind, key, value = pickle.loads(self._pipe.recv_bytes())
                 if kind not in ("answer", "completion"):
                     value = heard(value)
+                if kind == "request error" and type(value) is RolloutError:  # its steps have ended: see LocalLink
+                    self.error = self.error or str(value)
                 with self._changed:
                     waiting: dict[Any, Future[Any]] = self._answers if kind.startswith("answer") else self._pending
                     future = waiting.pop(key)
@@ -334,13 +343,13 @@ class _Process:
 
     def _fail(self, text: str) -> None:
         with self._changed:
-            self.error = text
+            self.error = self.error or text
             answers, pending = list(self._answers.values()), list(self._pending.values())
             self._answers, self._pending = {}, {}
         for future in answers:
-            future.set_exception(RolloutError(text))
+            future.set_exception(EngineLostError(text))
         for future in pending:
-            self._known.put((future, RolloutError(text)))
+            self._known.put((future, EngineLostError(text)))
         self._known.put(None)
 
 

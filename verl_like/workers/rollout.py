@@ -16,7 +16,7 @@ from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.link_server import LinkServer
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.rollout_engine import EngineLostError, RolloutEngine, RolloutError
 from verl_like.workers.remote_engine import RemoteEngine
 from verl_like.workers.spec import WorkerSpec
 
@@ -41,7 +41,12 @@ class RolloutRole:
     def serve(self, num_orders: int) -> None:
         """Sample what the driver orders through the links until it says pause. num_orders: see LinkServer.serve."""
         if self._link is not None:
-            self._link.serve(num_orders)
+            try:
+                self._link.serve(num_orders)
+            except RolloutError as error:
+                if isinstance(self.engine, RemoteEngine) and self.engine.lost:
+                    raise EngineLostError(str(error)) from error
+                raise
         else:
             with self.engine.opened():
                 pass  # a replica's other ranks pause when its first one does
