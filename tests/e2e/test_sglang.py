@@ -59,3 +59,22 @@ def test_a_run_has_the_numbers_of_hf_though_its_engine_is_killed(tmp_path: Path,
     assert done.returncode == 0, done.stdout[-4000:]
     for mine, hfs in zip(numbers(out), numbers(other), strict=True):
         assert mine == pytest.approx(hfs, rel=1e-3, abs=1e-5)
+
+
+def test_a_tensor_parallel_pool_of_its_own_with_merged_adapters(tmp_path: Path, tiny_model: Path) -> None:
+    """One rank trains with LoRA, two others are one replica: weights come by broadcast, and go on to two engines."""
+    task, out, other = write_task(tmp_path), tmp_path / "out", tmp_path / "hf"
+    lora = {"actor_rollout_ref.model.lora_rank": 8, "trainer.total_training_steps": 2}
+    pool = {
+        "trainer.launcher": "ray",
+        "actor_rollout_ref.hybrid_engine": False,
+        "actor_rollout_ref.rollout.nnodes": 1,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 2,
+        "actor_rollout_ref.rollout.name": "sglang",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+    }
+    for folder, settings in ((out, lora | pool), (other, lora)):
+        done = main_ppo(overrides(task, tiny_model, folder, **settings), timeout=400)
+        assert done.returncode == 0, done.stdout[-4000:]
+    for mine, hfs in zip(numbers(out), numbers(other), strict=True):
+        assert mine == pytest.approx(hfs, rel=1e-3, abs=1e-5)
