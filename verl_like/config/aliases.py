@@ -90,6 +90,10 @@ DROPPED: dict[str, str] = {
     r".+\.fsdp_config\.use_orig_params": "weights always keep their own names and shapes",
     r"(actor_rollout_ref\.ref|reward_model\.model)\.fsdp_config\.forward_only": "this model is never trained",
     r"actor_rollout_ref\.rollout\.skip_tokenizer_init": "the engine loads a tokenizer for rollout.stop, and only then",
+    r"actor_rollout_ref\.rollout\.seed": "trainer.seed seeds every response (rollout.seed_per_request)",
+    r"actor_rollout_ref\.rollout\.checkpoint_engine\.(backend|engine_kwargs(\..+)?|custom_backend_module)": (
+        "how weights travel follows from where the engines are: in the process, beside it, or in a pool of their own"
+    ),
     r"actor_rollout_ref\.rollout\.trust_remote_code": "the engine follows actor_rollout_ref.model.trust_remote_code",
     r"(.+\.)?_target_": "every section has its class",
     r"reward_model\.use_reward_loop": _GRADED,
@@ -102,6 +106,11 @@ DROPPED: dict[str, str] = {
 # Switches and sizes of verl that are accepted at the values at which they ask for what is done anyway.
 AT_REST: dict[str, tuple[Any, ...]] = {
     r"actor_rollout_ref\.rollout\.(data|expert|pipeline_model)_parallel_size": (1,),
+    r"actor_rollout_ref\.rollout\.logprobs_mode": ("processed_logprobs",),
+    r"actor_rollout_ref\.rollout\.scheduling_policy": ("fcfs", "priority"),
+    r"actor_rollout_ref\.rollout\.engine_kwargs\.trtllm": ({}, None),
+    r"actor_rollout_ref\.rollout\.(multi_turn\.num_repeat_rollouts|limit_images)": (None,),
+    r"actor_rollout_ref\.rollout\.moe_load_balance_metrics_interval": (0,),
     r".+\.optim\.optimizer_impl": ("torch.optim",),
     r".+\.optim\.override_optimizer_config": (None,),
     r"reward\.reward_manager\.source": ("register",),
@@ -180,7 +189,7 @@ VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     (r"custom_reward_function\.name", _null_is(CustomRewardFunctionConfig().name)),
     (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),
     (r"data\.val_files", _null_is([])),
-    (r"actor_rollout_ref\.rollout\.(stop|bad_words)", _as_list),
+    (r"actor_rollout_ref\.rollout\.(val_kwargs\.)?(stop|bad_words)", _as_list),
     (r"data\.(train_files|val_files)|.+\.transformer_layer_cls_to_wrap|.+\.(save|load)_contents", _as_list),
 )
 

@@ -96,7 +96,14 @@ def _roles(config: PPOConfig) -> list[str]:
 
 
 def _validation_sampling(config: PPOConfig) -> list[str]:
-    val = config.actor_rollout_ref.rollout.val_kwargs
+    rollout = config.actor_rollout_ref.rollout
+    val = rollout.val_kwargs
+    longest, least = val.max_tokens or rollout.response_length, val.min_tokens or 0
+    if not least <= longest <= rollout.response_length:
+        return [
+            f"{_ROLLOUT}.val_kwargs.min_tokens={val.min_tokens} and max_tokens={val.max_tokens} with {_ROLLOUT}."
+            f"response_length={rollout.response_length}: each must be the next one's value at most"
+        ]
     if not (val.do_sample and val.temperature == 0):
         return []
     return [

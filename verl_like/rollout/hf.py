@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.rollout import reads_text
 from verl_like.models import lora
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import padded_attention
@@ -63,7 +64,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
             max_model_len=max_model_len,
             seed=seed + process.rank,
             keeps_adapters=lora.adapters_apart(model),
-            reads_text=bool(rollout.stop),
+            reads_text=reads_text(rollout),
         )
         if rollout.tensor_model_parallel_size > 1:
             raise ValueError(
@@ -72,7 +73,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
             )
         self._device = process.device
         self._max_num_seqs, self._max_prefill = rollout.max_num_seqs, rollout.max_num_batched_tokens
-        self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if rollout.stop else None
+        self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if reads_text(rollout) else None
         with preserve_rng():
             self._model: PreTrainedModel | None = _empty_model(
                 hf_config, dtype, process.device, model.trust_remote_code

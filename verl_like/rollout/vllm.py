@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.rollout import reads_text
 from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.remote import local_folder
@@ -69,7 +70,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             max_model_len=max_model_len,
             seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
             keeps_adapters=adapters_apart(model),
-            reads_text=bool(rollout.stop),
+            reads_text=reads_text(rollout),
         )
         compat.set_environment(process.device)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
@@ -325,7 +326,7 @@ def engine_arguments(
     """Arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` goes on top as it is (null values are left out)."""
     kwargs: dict[str, Any] = {
         "model": local_folder(model.path),
-        "skip_tokenizer_init": not rollout.stop,  # texts that end a response are all that is read
+        "skip_tokenizer_init": not reads_text(rollout),  # texts that end a response are all that is read
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",  # sampling defaults and end tokens are ours, not the model folder's
         "load_format": "dummy",
@@ -344,7 +345,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "seed": seed,
     }
-    if rollout.stop:
+    if reads_text(rollout):
         kwargs["tokenizer"] = local_folder(tokenizer)
     if adapters_apart(model):
         kwargs |= vllm_lora.engine_options(model.lora_rank)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from verl_like.cluster.environment import LOOPBACK, free_port
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.rollout import reads_text
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.build import build_rollout_engine
@@ -100,7 +101,7 @@ def start_engine(
     return RemoteEngine(
         partial(_build_beside, rollout, model, process, run_id, more),
         arguments=partial(_meeting_place, process.rank, tp),
-        reads_text=bool(rollout.stop),
+        reads_text=reads_text(rollout),
         device=process.device,
         run_id=run_id,
         bucket_bytes=rollout.update_weights_bucket_megabytes * 2**20,

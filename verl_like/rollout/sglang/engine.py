@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.rollout import reads_text
 from verl_like.models.loading import load_tokenizer
 from verl_like.models.lora import adapters_apart
 from verl_like.parallel.dist import ProcessInfo
@@ -60,13 +61,13 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
             tokenizer_size=tokenizer_size,
             max_model_len=max_model_len,
             seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
-            reads_text=bool(rollout.stop),
+            reads_text=reads_text(rollout),
         )
         if adapters_apart(model):
             raise ValueError("model.lora.merge=False with rollout.name=sglang: set model.lora.merge=True")
         self._tp, self._rank = tp, process.rank % tp
         self._vocab_size = hf_config.get_text_config().vocab_size
-        self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if rollout.stop else None
+        self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if reads_text(rollout) else None
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"
         self._asleep: set[str] = set()
         compat.prepare(process.device)
