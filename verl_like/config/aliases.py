@@ -79,7 +79,7 @@ DROPPED: dict[str, str] = {
     r"actor_rollout_ref\.actor\.calculate_entropy": "the entropy is always computed and reported",
     r"data\.return_multi_modal_inputs": "inputs are not passed through the driver",
     r"actor_rollout_ref\.rollout\.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
-    r"actor_rollout_ref\.rollout\.(sglang_engine_mode|server(\..+)?)": (
+    r"actor_rollout_ref\.rollout\.(sglang_engine_mode|server\..+)": (
         "an SGLang engine is a process beside each worker, reached by a pipe: no connections, no attempts"
     ),
     r"actor_rollout_ref\.rollout\.over_sample_rate": (

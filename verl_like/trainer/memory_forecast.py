@@ -280,12 +280,14 @@ def _engine(
     config: PPOConfig, shape: Shape, machine: Machine, processes: int, row: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(weights, cache) of the rollout engine: hf's of all rows at once, at their full lengths; those of others take
-    their share of the device, whatever the rows are, vLLM's on a CPU VLLM_CPU_KVCACHE_SPACE."""
+    their share of the device, whatever the rows are; on a CPU vLLM's VLLM_CPU_KVCACHE_SPACE, SGLang's 1 GB at most."""
     rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
     tensor = rollout.tensor_model_parallel_size
     weights, one_row = {"rollout weights": c * shape.all_weights / tensor}, row * cache_token_bytes(shape, c) / tensor
     if rollout.name == "vllm" and machine.on_cpu:
         return weights, {"KV cache": float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB}
+    if rollout.name == "sglang" and machine.on_cpu:
+        return weights, {"KV cache": max(one_row, min(rollout.max_num_seqs * one_row, GIB))}
     if rollout.name != "hf" and machine.capacity is not None:
         share = rollout.gpu_memory_utilization * machine.capacity
         return weights, {"KV cache": max(one_row, share - weights["rollout weights"])}

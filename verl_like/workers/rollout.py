@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,11 @@ from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
 from verl_like.models.loading import load_hf_config
-from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.dist import ProcessInfo, init_distributed
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.link_server import LinkServer
 from verl_like.rollout.rollout_engine import EngineLostError, RolloutEngine, RolloutError
+from verl_like.rollout.sglang import compat
 from verl_like.workers.remote_engine import RemoteEngine
 from verl_like.workers.spec import WorkerSpec
 
@@ -85,19 +87,20 @@ def start_engine(
     timeout_s: float = 600.0,
     **more: Any,
 ) -> RolloutEngine:
-    """What `build_rollout_engine` makes of these arguments, where `rollout.name` wants it: here, or (SGLang) in a
-    process beside this one. Collective. timeout_s: see RemoteEngine."""
-    if rollout.name != "sglang":
+    """What `build_rollout_engine` makes of these arguments: here, or (SGLang, and with rollout.server) in a process
+    beside this one. Collective. timeout_s: see RemoteEngine."""
+    if rollout.name != "sglang" and not rollout.server:
         return build_rollout_engine(rollout, model, process=process, hf_config=hf_config, run_id=run_id, **more)
-    from verl_like.rollout.sglang import compat
-
     tp = rollout.tensor_model_parallel_size
     if process.world_size % tp or int(os.environ["LOCAL_WORLD_SIZE"]) % tp:
         raise ValueError(
             f"rollout.tensor_model_parallel_size={tp} does not divide the {process.world_size} processes of the run, "
-            f"or the {os.environ['LOCAL_WORLD_SIZE']} of this machine: an SGLang replica is on one machine"
+            f"or the {os.environ['LOCAL_WORLD_SIZE']} of this machine: a replica in processes of its own is on one machine"
         )
-    compat.require_installed()
+    around_start: Any = nullcontext
+    if rollout.name == "sglang":
+        compat.require_installed()
+        around_start = partial(compat.starting, process.device, rollout.free_cache_engine)
     return RemoteEngine(
         partial(_build_beside, rollout, model, process, run_id, more),
         arguments=partial(_meeting_place, process.rank, tp),
@@ -107,7 +110,7 @@ def start_engine(
         bucket_bytes=rollout.update_weights_bucket_megabytes * 2**20,
         leads=process.rank % tp == 0,
         ranks=tp,
-        around_start=partial(compat.starting, process.device, rollout.free_cache_engine),
+        around_start=around_start,
         timeout_s=timeout_s,
     )
 
@@ -130,8 +133,11 @@ def _build_beside(
     more: dict[str, Any],
     address: tuple[str, int],
 ) -> RolloutEngine:
-    """In the engine's process. The model's configuration is read again: classes of its own may not travel."""
-    hf_config = load_hf_config(model)
-    return build_rollout_engine(
-        rollout, model, process=process, hf_config=hf_config, run_id=run_id, address=address, **more
-    )
+    """In the engine's process. The model's configuration is read again: classes of its own may not travel. SGLang makes
+    the replica's process group itself."""
+    tp, settings = rollout.tensor_model_parallel_size, {"hf_config": load_hf_config(model), "run_id": run_id, **more}
+    if rollout.name == "sglang":
+        return build_rollout_engine(rollout, model, process=process, address=address, **settings)
+    settings["seed"] += process.rank // tp  # of requests without one, which replicas are to draw differently
+    alone = init_distributed(process.rank % tp, tp, process.local_rank, tp, *address, process.device.type)
+    return build_rollout_engine(rollout, model, process=alone, **settings)

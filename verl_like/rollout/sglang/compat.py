@@ -10,9 +10,11 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import sys
 import types
+import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -93,10 +95,13 @@ def starting(device: torch.device, sleeps: bool) -> AbstractContextManager[objec
     return memory_saver.configure_subprocess()
 
 
-def prepare(device: torch.device) -> None:
+def prepare(device: torch.device, *, quiet: bool) -> None:
     """Make SGLang importable here, and import what is used of it. Raises ValueError for another version whose private
-    names are others, or none at all."""
+    names are others, or none at all. quiet: errors alone are logged."""
     version = require_installed()
+    if quiet:  # it tells of every model file that wants a kernel which is not there
+        logging.getLogger("sglang").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module="sglang")
     if importlib.util.find_spec("sglang") is None:
         sys.path.append(str(folder()))  # last: nothing of this environment is replaced
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # for _ROOM

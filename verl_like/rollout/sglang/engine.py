@@ -70,7 +70,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if reads_text(rollout) else None
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"
         self._asleep: set[str] = set()
-        compat.prepare(process.device)
+        compat.prepare(process.device, quiet=rollout.disable_log_stats)
         kwargs = engine_arguments(
             rollout, model, hf_config, dtype, max_model_len, self._seed, process.device, sleep_mode=self._sleep_mode
         )
