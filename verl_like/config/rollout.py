@@ -241,8 +241,8 @@ class RolloutConfig(ConfigNode):
     name: RolloutName = RolloutName.vllm
     """Engine: vllm, hf (transformers) or sglang."""
     server: bool = False
-    """Give the engine a process of its own beside the worker: it shares no interpreter lock with the trainer, and its end
-    is not the worker's. SGLang always has one."""
+    """Give the engine a process of its own beside the worker: it shares no interpreter lock with the trainer, and its
+    end is not the worker's. SGLang always has one."""
     mode: str = "sync"
     """sync or async: both mean the same here, the engine always works request by request."""
     n: int = 1
