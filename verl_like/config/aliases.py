@@ -183,6 +183,10 @@ def _top_k(value: Any) -> Any:
 VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     *((pattern, _mapped(names)) for pattern, names in SPELLINGS.items()),
     (r"actor_rollout_ref\.rollout\.(val_kwargs\.)?top_k", _top_k),
+    (
+        r"actor_rollout_ref\.rollout\.server",
+        lambda value: False if isinstance(value, dict) else value,
+    ),  # verl's section
     (r"trainer\.logger", _loggers),
     (r"trainer\.n_gpus_per_node", _processes),
     (r"trainer\.(save|test)_freq", lambda value: -1 if value in (0, False) else value),

@@ -95,7 +95,7 @@ def start_engine(
     if process.world_size % tp or int(os.environ["LOCAL_WORLD_SIZE"]) % tp:
         raise ValueError(
             f"rollout.tensor_model_parallel_size={tp} does not divide the {process.world_size} processes of the run, "
-            f"or the {os.environ['LOCAL_WORLD_SIZE']} of this machine: replicas in their own processes are on one machine"
+            f"or the {os.environ['LOCAL_WORLD_SIZE']} of this machine: replicas of own processes are on one machine"
         )
     around_start: Any = nullcontext
     if rollout.name == "sglang":
