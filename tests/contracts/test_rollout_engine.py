@@ -126,6 +126,7 @@ def unloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     shutdown_distributed()
     mine = [name for name in set(os.listdir("/dev/shm")) - shared_memory if "verl_like" in name]
     assert not [name for name in mine if str(os.getpid()) in name]
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("sgl")]
 
 
 @pytest.fixture
@@ -649,7 +650,8 @@ def rank_main(rank: int, port: int, folder: Path, name: str) -> None:
     after_abort = [c.token_ids for c in engine.generate(requests(2) if leads else [])]
     version = engine.weight_version
     engine.shutdown()
-    left = [name for name in os.listdir("/dev/shm") if f"test-{os.getpid()}" in name]
+    names = os.listdir("/dev/shm")
+    left = [name for name in names if f"test-{os.getpid()}" in name or name.startswith("sgl_shm")]
     shutdown_distributed()
     out = {
         "version": version,

@@ -37,6 +37,8 @@ _USED = (  # module, name in it: what is looked for at the start
     *((_SCHEDULER, f"Scheduler.{name}") for name in ("flush_cache", "init_req_max_new_tokens")),
     (_SCHEDULER, "Scheduler._add_request_to_queue"),
     (_SCHEDULER, "Scheduler.get_output_streamer_class"),
+    (_SCHEDULER, "Scheduler.init_ipc_channels"),
+    ("sglang.srt.managers.load_snapshot", "shm_path_for"),
     (_SCHEDULER, "SchedulerOutputStreamer.stream_output"),
     *((_BATCH, f"Req.{name}") for name in ("update_finish_state", "finished")),
     *((_BATCH, f"FINISH_{name}") for name in ("LENGTH", "MATCHED_TOKEN")),
@@ -105,6 +107,8 @@ def prepare(device: torch.device, *, quiet: bool) -> None:
     if importlib.util.find_spec("sglang") is None:
         sys.path.append(str(folder()))  # last: nothing of this environment is replaced
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # for _ROOM
+    # Of requests among ranks, which Lockstep sees to; its shared memory would outlive a killed process.
+    os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
     if device.type == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         _declare("torchvision", _TORCHVISION, needed=importlib.util.find_spec("torchvision") is not None)
@@ -131,6 +135,9 @@ def start(kwargs: dict[str, Any], *, device: torch.device, rank: int, port: int,
     args.resolve_once()
     args.check_server_args()
     of_process = ports.init_new(args)
+    for name in vars(of_process).values():
+        if isinstance(name, str) and name.startswith("ipc://"):  # files that nobody connects to
+            Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
     context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=rank, gpu_id=device.index or 0))
     scheduler = _silent_scheduler()(args, of_process)
     scheduler.ipc_channels.send_to_tokenizer.socket = None
@@ -138,7 +145,8 @@ def start(kwargs: dict[str, Any], *, device: torch.device, rank: int, port: int,
 
 
 def _silent_scheduler() -> type[Any]:
-    """A scheduler that tells nobody what is sampled: it is read from the requests."""
+    """A scheduler that tells nobody what is sampled, which is read from the requests, nor how much it has to do: that
+    file in /dev/shm would stay there."""
     scheduler: Any = _of(_SCHEDULER, "Scheduler")
     streamer: Any = _of(_SCHEDULER, "SchedulerOutputStreamer")
 
@@ -146,6 +154,14 @@ def _silent_scheduler() -> type[Any]:
         def stream_output(self, *args: Any, **kwargs: Any) -> None: ...
 
     class SilentScheduler(scheduler):
+        def init_ipc_channels(self, port_args: Any) -> None:
+            super().init_ipc_channels(port_args)
+            writer, self.load_snapshot_writer = self.load_snapshot_writer, None
+            if writer is not None:
+                writer.close()
+                path_of = _of("sglang.srt.managers.load_snapshot", "shm_path_for")
+                Path(path_of(port_args.instance_id)).unlink(missing_ok=True)
+
         def get_output_streamer_class(self) -> type[Any]:
             return Silent
 
