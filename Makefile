@@ -25,7 +25,8 @@ quickstart: setup ## train a tiny model on additions with GRPO, no download: abo
 test: setup ## the test suite: 14 minutes on 2 quiet cores
 	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not engines" $(ARGS)
 
-test-engines: setup ## the tests of second engines, servers, further pools and processes: 9 minutes on 2 cores
+test-engines: ## the tests of second engines (SGLang is installed for them), servers, further pools: 12 minutes on 2 cores
+	@$(if $(NO_SETUP),true,WITH_SGLANG=1 bash scripts/setup_env.sh)
 	$(PYTEST) $(PARALLEL) -m "engines and not slow and not gpu" $(ARGS)
 
 test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart): an hour

@@ -7,6 +7,7 @@
 #   VENV=...               where the environment goes (default: .venv)
 #   WHEELS=...             a folder with wheels to look in first, for example for torch
 #   WITHOUT_VLLM=1         leave vLLM out; rollouts then run on the slower `hf` backend
+#   WITH_SGLANG=1          CPU stack: also SGLang, in the folder $VENV/sglang, which only its own processes read
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -71,6 +72,31 @@ make_venv() {
         mkdir -p "$VENV"
         step "making $VENV with $("$PYTHON_FOUND" --version) ($PYTHON_FOUND)" "$PYTHON_FOUND" -m venv "$VENV"
     fi
+}
+
+# SGLang stands apart, so that nothing of the tested stack changes. A platform without a build goes on without it.
+install_sglang_cpu() {
+    local wanted=constraints/sglang-cpu.txt folder=$VENV/sglang
+    if cmp -s "$wanted" "$folder/installed.txt"; then return; fi
+    if [ "$(uname -sm)" != "Linux x86_64" ]; then
+        say "NOTE: SGLang runs on a CPU under Linux on x86-64 alone, not under $(uname -sm): its tests are skipped."
+        return
+    fi
+    printf '[setup] installing %s into %s ... ' "$(grep '^sglang==' "$wanted")" "$folder"
+    rm -rf "$folder"
+    if pip_install --no-deps --only-binary :all: --target "$folder" -r "$wanted" >"$VENV/sglang.log" 2>&1; then
+        cp "$wanted" "$folder/installed.txt"
+        printf 'done\n'
+        return
+    fi
+    printf 'not possible\n'
+    rm -rf "$folder"
+    cat "$VENV/sglang.log" >>"$LOG"
+    if ! grep -q 'No matching distribution' "$VENV/sglang.log"; then
+        tail -n 15 "$VENV/sglang.log" >&2
+        fail "SGLang could not be installed (see above)" "Run the same command again, or leave WITH_SGLANG out."
+    fi
+    say "NOTE: SGLang or something that it needs has no wheel for $("$VENV/bin/python" --version): its tests are skipped."
 }
 
 has_torch() { "$VENV/bin/python" -c 'import importlib.metadata as m, sys; sys.exit(not m.version("torch").startswith(sys.argv[1]))' "$1" 2>/dev/null; }
@@ -145,17 +171,21 @@ check_imports() {
 main() {
     case $STACK in auto | cpu | cuda) ;; *) fail "STACK must be auto, cpu or cuda, not \"$STACK\"" ;; esac
     STACK=$(choose_stack)
-    if [ "$(cat "$STAMP" 2>/dev/null)" = "$(fingerprint)" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
-        return # everything is in place
+    LOCAL_WHEELS=()
+    [ -z "${WHEELS:-}" ] || LOCAL_WHEELS=(--find-links "$WHEELS")
+    if [ "$(cat "$STAMP" 2>/dev/null)" != "$(fingerprint)" ] || ! "$VENV/bin/python" -c '' 2>/dev/null; then
+        install_all
     fi
+    if [ -n "${WITH_SGLANG:-}" ] && [ "$STACK" = cpu ]; then install_sglang_cpu; fi
+}
+
+install_all() {
     PYTHON_FOUND=$(find_python)
     local free_kb
     free_kb=$(df -Pk . | awk 'NR == 2 {print $4}')
     [ "$free_kb" -ge 6000000 ] || [ -d "$VENV" ] || fail "only $((free_kb / 1000000)) GB of disk space are free here, 6 GB are needed"
     say "setting up $VENV for the $STACK stack: 2 to 5 minutes the first time, depending on the network"
     local started=$SECONDS
-    LOCAL_WHEELS=()
-    [ -z "${WHEELS:-}" ] || LOCAL_WHEELS=(--find-links "$WHEELS")
     make_venv
     "install_$STACK"
     step "installing verl_like itself (editable)" pip_install --no-deps --no-build-isolation -e .

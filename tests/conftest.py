@@ -59,15 +59,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is no CUDA device."""
-    if not any(item.get_closest_marker("gpu") for item in items):
-        return
+    """Tests marked gpu or sglang are skipped where there is no CUDA device, or no SGLang."""
+    for marker, reason in (("gpu", _no_gpu), ("sglang", _no_sglang)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and (why := reason()):
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _no_gpu() -> str:
     import torch
 
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    return "" if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _no_sglang() -> str:
+    from verl_like.rollout.sglang import compat
+
+    return "" if compat.installed() else "needs SGLang: WITH_SGLANG=1 bash scripts/setup_env.sh (Linux on x86-64)"
 
 
 @pytest.fixture(scope="session")

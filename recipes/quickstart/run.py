@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rollout", choices=["auto", "vllm", "hf"], default="auto")
+    parser.add_argument("--rollout", choices=["auto", "vllm", "sglang", "hf"], default="auto")
     parser.add_argument("--reward", type=Path, default=HERE / "reward.py", help="shuffled_reward.py is the control")
     parser.add_argument("overrides", nargs="*", help="further keys of main_ppo, such as actor_rollout_ref.rollout.n=16")
     arguments = parser.parse_args()

@@ -32,6 +32,7 @@ from verl_like.config import ModelConfig
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.rollout import hf_batch
+from verl_like.rollout import rows as token_rows
 from verl_like.rollout.hf import HFRolloutEngine
 from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, SamplingParams
@@ -451,8 +452,8 @@ def test_out_of_memory_halves_the_rows_and_changes_no_token(
     if where == "layer":
         small._module.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: ask(len(args[0])))
     else:
-        draw = hf_batch.draw
-        monkeypatch.setattr(hf_batch, "draw", lambda rows, uniform: (ask(len(uniform)), draw(rows, uniform))[1])
+        draw = token_rows.draw
+        monkeypatch.setattr(token_rows, "draw", lambda rows, uniform: (ask(len(uniform)), draw(rows, uniform))[1])
     for one in asked:
         small.add(one)
     found = steps(small)

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
-from verl_like.rollout.remote import RemoteEngine
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled, SamplingParams
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    EngineLostError,
+    GenerationRequest,
+    RolloutError,
+    Sampled,
+    SamplingParams,
+)
+from verl_like.workers.remote_engine import RemoteEngine
 
 REQUEST = GenerationRequest(request_id="r", prompt_ids=[1], sampling=SamplingParams(max_tokens=4))
 
@@ -48,11 +55,20 @@ class Engine:
     def shutdown(self) -> None: ...
 
 
+class Steps(FakeTimeEngine):
+    """A request of priority -99 breaks it."""
+
+    def add(self, request: GenerationRequest) -> None:
+        if request.priority == -99:
+            raise RuntimeError("a step broke")
+        super().add(request)
+
+
 class Counting(FakeTimeRollout):
     """A whole engine that takes the names a, b, ... and no others."""
 
     def __init__(self) -> None:
-        super().__init__(FakeTimeEngine(length_of=lambda request: 10**9))
+        super().__init__(Steps(length_of=lambda request: 10**9))
 
     def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
         names = [name for name, _ in stream]
@@ -75,11 +91,59 @@ def test_a_killed_process_fails_what_is_pending_and_what_comes() -> None:
     future = engine.submit(REQUEST)
     with pytest.raises(ValueError, match="'r' is already in use"):
         engine.submit(REQUEST)
-    os.kill(engine._process.pid, signal.SIGKILL)
+    os.kill(engine._there._process.pid, signal.SIGKILL)
     with pytest.raises(RolloutError, match=r"has ended \(exit code -9\)"):
         future.result(30)
     with pytest.raises(RolloutError, match="has ended"):
         engine.submit(REQUEST)
+    engine.shutdown()
+
+
+def test_the_next_whole_load_starts_a_lost_process_anew() -> None:
+    engine = RemoteEngine(Counting)
+    engine.load_weights([("a", torch.zeros(2))], 1, mark="one")
+    engine.open()
+    waiting = engine.submit(REQUEST)
+    engine._there._process.kill()
+    with pytest.raises(EngineLostError, match="has ended"):
+        waiting.result(30)
+    assert engine.held is None and engine.lost
+    engine.pause(), engine.sleep(), engine.wake(), engine.unload()  # nothing is there that could
+    with pytest.raises(EngineLostError, match="has ended"):
+        engine.open()
+    with pytest.raises(RuntimeError, match="adapters came without base weights"):
+        engine.load_weights([("a", torch.zeros(2))], 2, partial=True)
+    engine.load_weights([("a", torch.zeros(2)), ("b", torch.zeros(3))], 2)
+    assert (engine.weight_version, engine.num_restarts, engine.lost) == (2, 1, "")
+    short = SamplingParams(max_tokens=2)
+    with engine.opened():
+        request = GenerationRequest(request_id="r", prompt_ids=[1], sampling=short)
+        assert len(engine.submit(request).result(30).sampled) == 2
+    engine.shutdown()
+
+
+def test_an_engine_that_hangs_while_requests_are_pending_is_ended() -> None:
+    engine = opened()
+    engine._there._timeout_s = 0.3  # the reader looks at it when the next message has come
+    with pytest.raises(RolloutError, match="no device"):
+        engine.wake()
+    future = engine.submit(REQUEST)
+    os.kill(engine._there._process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineLostError, match=r"has said nothing for 0\.6 s, with requests pending"):
+        future.result(30)
+    engine.shutdown()
+
+
+def test_an_engine_whose_steps_have_ended_is_lost() -> None:
+    engine = RemoteEngine(Counting)
+    engine.load_weights([], 1)
+    engine.open()
+    with pytest.raises(RolloutError, match="the rollout engine stopped: RuntimeError: a step broke"):
+        broken = GenerationRequest(request_id="x", prompt_ids=[1], sampling=SamplingParams(max_tokens=4), priority=-99)
+        engine.submit(broken).result(30)
+    assert "a step broke" in engine.lost
+    engine.load_weights([], 2)
+    assert engine.num_restarts == 1
     engine.shutdown()
 
 
@@ -90,23 +154,23 @@ def test_errors_come_back_by_name() -> None:
     with pytest.raises(RolloutError, match="OSError: no device"):
         engine.wake()
     engine.shutdown()
-    assert engine._process.exitcode == 0
+    assert engine._there._process.exitcode == 0
 
 
 def test_a_process_that_does_not_answer_is_ended() -> None:
     engine = opened(timeout_s=30.0)
-    engine._timeout_s = 0.2
+    engine._there._timeout_s = 0.2
     with pytest.raises(RolloutError, match=r"did not answer sleep\(\) within 0.2 s"):
         engine.sleep()
     engine.shutdown()
-    assert engine._process.exitcode == -signal.SIGKILL
+    assert engine._there._process.exitcode == -signal.SIGKILL
 
 
 def test_the_process_does_not_outlive_the_one_that_started_it(tmp_path: Path) -> None:
     script = (
         "import os\nfrom tests.contracts.test_remote_engine import opened\n"
         "if __name__ == '__main__':\n"
-        "    engine = opened(); print(engine._process.pid, flush=True); os.kill(os.getpid(), 9)\n"
+        "    engine = opened(); print(engine._there._process.pid, flush=True); os.kill(os.getpid(), 9)\n"
     )
     (tmp_path / "starts.py").write_text(script)
     out = subprocess.run(
@@ -126,7 +190,7 @@ def test_the_process_does_not_outlive_the_one_that_started_it(tmp_path: Path) ->
 def test_what_others_say_in_the_midst_of_weights_is_done_after_them() -> None:
     engine = RemoteEngine(Counting)
     engine.load_weights([], 1)
-    engine._timeout_s = 20.0
+    engine._there._timeout_s = 20.0
     waiting = engine.submit(REQUEST)
     with ThreadPoolExecutor() as threads:
         looking: list[Future[dict[str, Sampled]]] = []
@@ -135,7 +199,7 @@ def test_what_others_say_in_the_midst_of_weights_is_done_after_them() -> None:
             yield "a", torch.zeros(2)
             engine.abort(["r"])
             looking.append(threads.submit(engine.snapshot))
-            while len(engine._answers) < 2:
+            while len(engine._there._answers) < 2:
                 time.sleep(0.01)
             time.sleep(0.1)
             yield "b", torch.zeros(2)
@@ -158,7 +222,7 @@ def test_callbacks_may_submit_abort_and_look() -> None:
     engine = RemoteEngine(Counting)
     engine.load_weights([], 1)
     engine.open()
-    engine._timeout_s = 20.0
+    engine._there._timeout_s = 20.0
     found: Future[tuple[dict[str, Sampled], Future[Completion]]] = Future()
 
     def ended(_: Future[Completion]) -> None:
@@ -183,7 +247,7 @@ def test_what_has_ended_before_a_pause_is_known_after_it() -> None:
         engine.submit(GenerationRequest(request_id=f"{i}", prompt_ids=[1], sampling=SamplingParams(max_tokens=i + 1)))
         time.sleep(0.01)
         engine.pause()
-        assert engine._pending.keys() == engine.snapshot().keys()
+        assert engine._there._pending.keys() == engine.snapshot().keys()
     engine.shutdown()
 
 
@@ -197,15 +261,15 @@ def test_a_request_that_cannot_travel_leaves_its_id_free() -> None:
 
 def test_an_engine_ends_though_its_process_has_just_died() -> None:
     engine, gate = opened(), threading.Event()
-    fail = engine._fail
+    fail = engine._there._fail
 
     def late(text: str) -> None:
         gate.wait(20)
         fail(text)
 
-    engine._fail = late  # type: ignore[method-assign]
-    engine._process.kill()
-    connection.wait([engine._process.sentinel])
+    engine._there._fail = late  # type: ignore[method-assign]
+    engine._there._process.kill()
+    connection.wait([engine._there._process.sentinel])
     threading.Timer(0.5, gate.set).start()
     engine.shutdown()
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from tests.unit.rollout.tiny import (
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.remote import RemoteEngine
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
@@ -44,6 +42,7 @@ from verl_like.rollout.rollout_engine import (
     Sampled,
     SamplingParams,
 )
+from verl_like.workers.remote_engine import RemoteEngine
 
 EOS = (3, 5)
 MODEL = tiny_model()
@@ -110,24 +109,24 @@ def build_with_tokenizer(name: str, folder: Path) -> RolloutEngine:
     return build(name, folder, single_process(), stop=["loads the tokenizer"], engine_kwargs=small_blocks)
 
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("hf in a process", marks=pytest.mark.engines), "vllm"])
+SGLANG = pytest.param("sglang", marks=[pytest.mark.engines, pytest.mark.sglang])
+
+
+@pytest.fixture(scope="module", params=["hf", SGLANG, "vllm"])
 def unloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
     if request.param == "vllm":
         pytest.importorskip("vllm")
     shared_memory = set(os.listdir("/dev/shm"))
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
-    if request.param == "hf in a process":
-        single_process()
-        engine: RolloutEngine = RemoteEngine(partial(build_with_tokenizer, "hf", folder), reads_text=True)
-    else:
-        engine = build_with_tokenizer(request.param, folder)
+    engine = build_with_tokenizer(request.param, folder)
     yield engine
     engine.shutdown()
     assert torch.distributed.is_initialized()  # the group is the trainer's
     shutdown_distributed()
     mine = [name for name in set(os.listdir("/dev/shm")) - shared_memory if "verl_like" in name]
     assert not [name for name in mine if str(os.getpid()) in name]
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("sgl")]
 
 
 @pytest.fixture
@@ -463,8 +462,8 @@ def test_a_second_turn_takes_the_first_from_the_cache(engine: RolloutEngine) -> 
     answer = [*prompt, *first.token_ids, 7, 8, 9]
     longer = dataclasses.replace(turn, request_id="turn1", turn=1, prompt_ids=answer)
     second = engine.generate([longer])[0]
-    blocks = 64 if type(engine).__name__ == "VLLMRolloutEngine" else 0  # two of 32
-    assert (first.cached_tokens, second.cached_tokens) == (0, blocks)
+    known = {"VLLMRolloutEngine": 64, "RemoteEngine": 79}  # two blocks of 32; all that was computed
+    assert (first.cached_tokens, second.cached_tokens) == (0, known.get(type(engine).__name__, 0))
     assert gap(longer, second) < 1e-5
 
 
@@ -475,7 +474,7 @@ def test_a_request_that_does_not_fit_is_refused(engine: RolloutEngine) -> None:
 
 def test_a_request_that_the_engine_refuses_fails_alone(engine: RolloutEngine) -> None:
     if type(engine).__name__ != "VLLMRolloutEngine":
-        pytest.skip("transformers takes any temperature")
+        pytest.skip("tokens are drawn here, at any temperature")
     bad = dataclasses.replace(requests(1)[0], request_id="bad", sampling=SamplingParams(max_tokens=2, temperature=50.0))
     with opened(engine):
         good = engine.submit(requests(1)[0])
@@ -522,7 +521,7 @@ def test_requests_neither_see_nor_change_the_trainers_random_numbers(engine: Rol
 def set_number_of_unseeded(engine: RolloutEngine, number: int) -> None:
     """As if so many requests without a seed had come."""
     if isinstance(engine, RemoteEngine):
-        pytest.skip("out of reach")
+        pytest.skip("it is in another process")
     engine._unseeded = itertools.count(number)  # type: ignore[attr-defined]
 
 
@@ -566,6 +565,8 @@ def test_interrupted_load_then_recovery(engine: RolloutEngine, after: int) -> No
 
 
 def test_misshapen_weight_then_recovery(engine: RolloutEngine) -> None:
+    if isinstance(engine, RemoteEngine):
+        pytest.skip("SGLang's loader takes it; the ledger of a weight sync refuses it (test_weight_sync.py)")
     name = "model.layers.0.self_attn.k_proj.weight"
     with pytest.raises(Exception, match=r"."):
         engine.load_weights(((n, t[:-1] if n == name else t) for n, t in state(MODEL).items()), 3)
@@ -594,15 +595,15 @@ def test_no_tokens_of_before_a_load_are_cached(engine: RolloutEngine) -> None:
     assert engine.cached_tokens() == 0
 
 
-@pytest.mark.engines  # two starts of vLLM
+@pytest.mark.engines  # two starts of an engine
 def test_tensor_parallel_replica_gives_the_same_tokens(engine: RolloutEngine, tmp_path: Path) -> None:
-    if type(engine).__name__ != "VLLMRolloutEngine":
+    if type(engine).__name__ == "HFRolloutEngine":
         with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):
             build("hf", tmp_path, single_rank_of_two(), tensor_model_parallel_size=2)
         return
     expected = [[c.token_ids, c.log_probs] for c in engine.generate(cut_requests())]
     scores = engine.score([[1, 2, 3, 4]])[0]
-    out, other = run_on_two_ranks(__file__, tmp_path)
+    out, other = run_on_two_ranks(__file__, tmp_path, "sglang" if isinstance(engine, RemoteEngine) else "vllm")
     assert out["version"] == other["version"] == 1
     assert [c[0] for c in out["completions"]] == [c[0] for c in expected]
     for got, wanted in zip(out["completions"], expected, strict=True):
@@ -622,11 +623,11 @@ def single_rank_of_two() -> ProcessInfo:
     return ProcessInfo(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"))
 
 
-def rank_main(rank: int, port: int, folder: Path) -> None:
+def rank_main(rank: int, port: int, folder: Path, name: str) -> None:
     """One rank of a replica of two: the first is given the requests, the other follows."""
     process = init_distributed(rank, 2, rank, 2, "127.0.0.1", port, "cpu")
     (folder / f"model{rank}").mkdir()
-    engine = build("vllm", folder / f"model{rank}", process, tensor_model_parallel_size=2)
+    engine = build(name, folder / f"model{rank}", process, tensor_model_parallel_size=2)
     engine.load_weights(iter(state(MODEL).items()), 1)
     leads = rank == 0
     completions = engine.generate(cut_requests() if leads else [])
@@ -649,7 +650,8 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
     after_abort = [c.token_ids for c in engine.generate(requests(2) if leads else [])]
     version = engine.weight_version
     engine.shutdown()
-    left = [name for name in os.listdir("/dev/shm") if f"test-{os.getpid()}" in name]
+    names = os.listdir("/dev/shm")
+    left = [name for name in names if f"test-{os.getpid()}" in name or name.startswith("sgl_shm")]
     shutdown_distributed()
     out = {
         "version": version,
@@ -663,4 +665,4 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -43,7 +43,10 @@ def process() -> Iterator[ProcessInfo]:
     shutdown_distributed()
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+SGLANG = pytest.param("sglang", marks=[pytest.mark.engines, pytest.mark.sglang])
+
+
+@pytest.fixture(scope="module", params=["hf", SGLANG, "vllm"])
 def rollout(
     request: pytest.FixtureRequest, process: ProcessInfo, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RolloutEngine]:

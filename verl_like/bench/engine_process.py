@@ -17,7 +17,6 @@ from verl_like.cluster.lifecycle import die_with_parent
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
 from verl_like.weight_sync.channel import ReceivingEnd, SendingEnd
@@ -26,6 +25,7 @@ from verl_like.weight_sync.ipc import IpcReceiver, IpcSender
 from verl_like.weight_sync.receiver import WeightReceiver
 from verl_like.weight_sync.verdict import Receipt
 from verl_like.weight_sync.wired import Way, WiredSender
+from verl_like.workers.rollout import start_engine
 
 Result = TypeVar("Result")
 
@@ -80,7 +80,7 @@ class EngineProcess:
 
 def hosted(settings: EngineSettings, process: ProcessInfo) -> Hosted:
     """Build the engine here."""
-    rollout = build_rollout_engine(
+    rollout = start_engine(
         settings.rollout,
         settings.model,
         process=process,

@@ -78,7 +78,7 @@ def phase(parser: argparse.ArgumentParser) -> None:
 
 
 def engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm", help="rollout engine")
+    parser.add_argument("--engine", choices=("vllm", "sglang", "hf"), default="vllm", help="rollout engine")
 
 
 def channel(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", "-p", action="append", metavar="TEXT", help="say this instead of asking; repeatable"
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    parser.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="what generates (hf)")
+    parser.add_argument("--engine", choices=["hf", "vllm", "sglang"], default="hf", help="what generates (hf)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: always the most likely token (0.7)")
     parser.add_argument("--top-p", type=float, default=1.0, help="share of the probability that is sampled from (1.0)")
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer, at most (512)")

@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of the recipe's own script."""
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"), help="(outputs/quickstart)")
     parser.add_argument("--seed", type=int, default=1, help="of data, model and run (1)")
-    parser.add_argument("--rollout", choices=["auto", "vllm", "hf"], default="auto", help="auto: vllm if installed")
+    parser.add_argument(
+        "--rollout", choices=["auto", "vllm", "sglang", "hf"], default="auto", help="auto: vllm if installed"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of train")
     parser.set_defaults(run=run)
 

@@ -47,6 +47,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"async_training\.staleness_threshold", "async_training.over_sample_rate"),
     (r"async_training\.use_rollout_log_probs", "algorithm.rollout_correction.bypass_mode"),
     (r"data\.mm_processor_kwargs(\..+)?", r"actor_rollout_ref.model.mm_processor_kwargs\1"),
+    (r"actor_rollout_ref\.model\.enable_activation_offloading", "actor_rollout_ref.model.enable_activation_offload"),
     (r"trainer\.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     (r"actor_rollout_ref\.profiler\.(.+)", r"actor_rollout_ref.actor.profiler.\1"),
     (r"(.+\.profiler)\.tool_config\.(?:nsys|torch|npu)\.discrete", r"\1.discrete"),
@@ -89,21 +90,38 @@ DROPPED: dict[str, str] = {
     r"actor_rollout_ref\.actor\.calculate_entropy": "the entropy is always computed and reported",
     r"data\.return_multi_modal_inputs": "inputs are not passed through the driver",
     r"actor_rollout_ref\.rollout\.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
+    r"actor_rollout_ref\.rollout\.(sglang_engine_mode|server\..+)": (
+        "an SGLang engine is a process beside each worker, reached by a pipe: no connections, no attempts"
+    ),
+    r"actor_rollout_ref\.rollout\.over_sample_rate": (
+        "no response is cut to save time; rollout.scheduler.additional_prompts.enable=True waits for fewer of them"
+    ),
+    r"trainer\.tensorboard_dir": "the files are in <trainer.log_dir>/tensorboard",
+    r"trainer\.rl_logging_board_dir": "trainer.rollout_data_dir keeps responses",
     r".+\.fsdp_config\.use_orig_params": "weights always keep their own names and shapes",
     r"(actor_rollout_ref\.ref|reward_model\.model)\.fsdp_config\.forward_only": "this model is never trained",
     r"actor_rollout_ref\.rollout\.skip_tokenizer_init": "the engine loads a tokenizer for rollout.stop, and only then",
+    r"actor_rollout_ref\.rollout\.seed": "trainer.seed seeds every response (rollout.seed_per_request)",
+    r"actor_rollout_ref\.rollout\.checkpoint_engine\.(backend|engine_kwargs(\..+)?|custom_backend_module)": (
+        "how weights travel follows from where the engines are: in the process, beside it, or in a pool of their own"
+    ),
     r"actor_rollout_ref\.rollout\.trust_remote_code": "the engine follows actor_rollout_ref.model.trust_remote_code",
     r"(.+\.)?_target_": "every section has its class",
     r"reward_model\.use_reward_loop": _GRADED,
     r"(reward\.)?reward_model\.rollout(\..+)?": _BY_FORWARD,
     r"actor_rollout_ref\.rollout\.profiler(\..+)?": "generation is in the actor's profile (actor.profiler)",
     r".+\.profiler\.(tool|save_path|tool_config\.(?!\w+\.discrete$).+)": _TRACES,
-    r"global_profiler\.(profile_continuous_steps|save_path)": _TRACES,
+    r"global_profiler\.(profile_continuous_steps|save_path|global_tool_config\.torch_memory(\..+)?)": _TRACES,
 }
 
 # Switches and sizes of verl that are accepted at the values at which they ask for what is done anyway.
 AT_REST: dict[str, tuple[Any, ...]] = {
     r"actor_rollout_ref\.rollout\.(data|expert|pipeline_model)_parallel_size": (1,),
+    r"actor_rollout_ref\.rollout\.logprobs_mode": ("processed_logprobs",),
+    r"actor_rollout_ref\.rollout\.scheduling_policy": ("fcfs", "priority"),
+    r"actor_rollout_ref\.rollout\.engine_kwargs\.trtllm": ({}, None),
+    r"actor_rollout_ref\.rollout\.(multi_turn\.num_repeat_rollouts|limit_images)": (None,),
+    r"actor_rollout_ref\.rollout\.moe_load_balance_metrics_interval": (0,),
     r".+\.optim\.optimizer_impl": ("torch.optim",),
     r".+\.optim\.override_optimizer_config": (None,),
     r"reward\.reward_manager\.source": ("register",),
@@ -146,7 +164,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
     },  # verl's second implementations
     r"actor_rollout_ref\.actor\.policy_loss\.loss_mode": {"gmpo": "geo_mean"},
     r".+\.optim\.optimizer": {"AdamW": "adamw", "AdamW8bit": "adamw_8bit"},
-    r"trainer\.profile_tool": {"npu": "torch"},
+    r"trainer\.profile_tool": {"npu": "torch", "torch_memory": "torch"},
 }
 _LOGGERS = {"tracking": "wandb", "stdout": "console", "file": "jsonl"}
 
@@ -179,13 +197,17 @@ def _top_k(value: Any) -> Any:
 VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     *((pattern, _mapped(names)) for pattern, names in SPELLINGS.items()),
     (r"actor_rollout_ref\.rollout\.(val_kwargs\.)?top_k", _top_k),
+    (
+        r"actor_rollout_ref\.rollout\.server",
+        lambda value: False if isinstance(value, dict) else value,
+    ),  # verl's section
     (r"trainer\.logger", _loggers),
     (r"trainer\.n_gpus_per_node", _processes),
     (r"trainer\.(save|test)_freq", lambda value: -1 if value in (0, False) else value),
     (r"custom_reward_function\.name", _null_is(CustomRewardFunctionConfig().name)),
     (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),
     (r"data\.val_files", _null_is([])),
-    (r"actor_rollout_ref\.rollout\.(stop|bad_words)", _as_list),
+    (r"actor_rollout_ref\.rollout\.(val_kwargs\.)?(stop|bad_words)", _as_list),
     (r"data\.(train_files|val_files)|.+\.transformer_layer_cls_to_wrap|.+\.(save|load)_contents", _as_list),
 )
 

@@ -58,7 +58,6 @@ NOT_YET: list[NotYet] = [
         for name in ("dtype", "model_dtype")
     ],
     # Rollout
-    NotYet(f"{_ROLLOUT}.name", _is("sglang"), "use vllm or hf", (f"{_ROLLOUT}.engine_kwargs.sglang",)),
     *_off(f"{_ROLLOUT}.use_fire_sampling"),
     *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
@@ -107,6 +106,10 @@ NEWER: dict[str, str] = {
     "actor_rollout_ref.rollout.prometheus": "Prometheus metrics",
     "actor_rollout_ref.rollout.disaggregation": "separate prefill and decode",
     "actor_rollout_ref.rollout.quantization": "quantised rollout",
+    "actor_rollout_ref.rollout.quantization_config_file": "quantised rollout",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": "router replay of mixture-of-experts models",
+    "actor_rollout_ref.rollout.mtp": "multi-token prediction",
+    "actor_rollout_ref.rollout.qat": "quantisation-aware training",
     "critic.megatron": "Megatron training",
     "data.datagen": "generated datasets",
     "distillation": "on-policy distillation",

@@ -98,7 +98,14 @@ def _roles(config: PPOConfig) -> list[str]:
 
 
 def _validation_sampling(config: PPOConfig) -> list[str]:
-    val = config.actor_rollout_ref.rollout.val_kwargs
+    rollout = config.actor_rollout_ref.rollout
+    val = rollout.val_kwargs
+    longest, least = val.max_tokens or rollout.response_length, val.min_tokens or 0
+    if not least <= longest <= rollout.response_length:
+        return [
+            f"{_ROLLOUT}.val_kwargs.min_tokens={val.min_tokens} and max_tokens={val.max_tokens} with {_ROLLOUT}."
+            f"response_length={rollout.response_length}: each must be the next one's value at most"
+        ]
     if not (val.do_sample and val.temperature == 0):
         return []
     return [
@@ -194,7 +201,7 @@ def _no_critic(config: PPOConfig) -> bool:
     return not needs_critic(config.critic, config.algorithm)
 
 
-_VLLM_ONLY = tuple(
+_SERVING_ENGINES = tuple(
     f"{_ROLLOUT}.{name}"
     for name in (
         "gpu_memory_utilization",
@@ -203,7 +210,6 @@ _VLLM_ONLY = tuple(
         "enable_chunked_prefill",
         "enable_prefix_caching",
         "disable_log_stats",
-        "engine_kwargs.vllm",
     )
 )
 
@@ -273,7 +279,15 @@ IDLE: tuple[Idle, ...] = (
     *OUTCOME_IDLE,
     *ENV_IDLE,
     *ASYNC_IDLE,
-    Idle(_VLLM_ONLY, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
+    Idle(_SERVING_ENGINES, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
+    *(
+        Idle(
+            (f"{_ROLLOUT}.engine_kwargs.{engine}",),
+            lambda c, engine=engine: c.actor_rollout_ref.rollout.name != engine,
+            f"{_ROLLOUT}.name is not {engine}",
+        )
+        for engine in ("vllm", "sglang")
+    ),
     Idle(
         (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.cudagraph_capture_sizes"),
         lambda c: c.trainer.device == "cpu" and c.actor_rollout_ref.rollout.name != "hf",

@@ -30,6 +30,6 @@ def impossible_determinism(config: PPOConfig) -> list[str]:
             f"{beside} take, and so do its last digits; set {_ROLLOUT}.max_num_seqs=1 (one request at a time; it is "
             f"{rollout.max_num_seqs})"
         )
-    if turns and str(rollout.name) == "vllm" and rollout.enable_prefix_caching:
+    if turns and str(rollout.name) != "hf" and rollout.enable_prefix_caching:
         problems.append(f"{beside} take, and so does what the cache holds; set {_ROLLOUT}.enable_prefix_caching=False")
     return problems

@@ -49,6 +49,11 @@ def impossible_sharding(config: PPOConfig) -> list[str]:
             f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank} with actor_rollout_ref.model.lora.merge=False "
             f"and rollout.name=vllm: vLLM keeps adapters up to rank {_VLLM_RANKS}; set model.lora.merge=True"
         )
+    if policy.rollout.name == "sglang" and policy.model.lora_rank and not policy.model.lora.merge:
+        problems.append(
+            "actor_rollout_ref.model.lora.merge=False with rollout.name=sglang: SGLang is sent whole weights; set "
+            "model.lora.merge=True, or rollout.name=vllm"
+        )
     return list(dict.fromkeys(problems))  # with LoRA the reference has the actor's
 
 

@@ -37,6 +37,18 @@ class ValKwargsConfig(ConfigNode):
     """[logit] Taken off tokens of the response. Null: as in training."""
     frequency_penalty: float | None = None
     """[logit] Taken off tokens of the response for each occurrence. Null: as in training."""
+    bad_words: list[str] | None = None
+    """Texts that are never completed. Null: as in training."""
+    ignore_eos: bool | None = None
+    """Go on after the end-of-sequence token. Null: as in training."""
+    max_tokens: int | None = None
+    """[tokens] Longest response, response_length at most. Null: response_length."""
+    min_tokens: int | None = None
+    """[tokens] Nothing ends a shorter response. Null: as in training."""
+    stop: list[str] | None = None
+    """Texts that end a response. Null: as in training."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end a response, besides the end-of-sequence tokens. Null: as in training."""
     n: int = 1
     """[responses] Responses per validation prompt."""
     do_sample: bool = False
@@ -44,6 +56,17 @@ class ValKwargsConfig(ConfigNode):
 
     def check(self) -> None:
         check_sampling(self)
+        at_least(self, 1, "max_tokens")
+        at_least(self, 0, "min_tokens")
+        check_ends(self)
+
+
+def check_ends(node: "ValKwargsConfig | RolloutConfig") -> None:
+    """Ranges of what ends a response, or never stands in one."""
+    require(all(node.stop or ()), "stop", node.stop, "an empty text would end every response; leave it out")
+    require(all(node.bad_words or ()), "bad_words", node.bad_words, "an empty text rules out everything; leave it out")
+    ids = node.stop_token_ids or ()
+    require(all(i >= 0 for i in ids), "stop_token_ids", node.stop_token_ids, "ids are 0 or more")
 
 
 def check_sampling(node: ConfigNode) -> None:
@@ -65,7 +88,7 @@ class EngineKwargsConfig(ConfigNode):
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine."""
     sglang: dict[str, Any] = field(default_factory=dict)
-    """Arguments of SGLang's engine, for instance attention_backend."""
+    """Arguments of SGLang's engine, for instance attention_backend or mem_fraction_static."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -217,6 +240,9 @@ class RolloutConfig(ConfigNode):
 
     name: RolloutName = RolloutName.vllm
     """Engine: vllm, hf (transformers) or sglang."""
+    server: bool = False
+    """Give the engine a process of its own beside the worker: it shares no interpreter lock with the trainer, and its
+    end is not the worker's. SGLang always has one."""
     mode: str = "sync"
     """sync or async: both mean the same here, the engine always works request by request."""
     n: int = 1
@@ -327,7 +353,8 @@ class RolloutConfig(ConfigNode):
 
     def check(self) -> None:
         check_sampling(self)
-        self._check_ends()
+        between(self, 0, self.response_length, "min_tokens")
+        check_ends(self)
         above(self, 0, "temperature", "gpu_memory_utilization", "sync_probe_tolerance")
         between(self, 0, 1, "gpu_memory_utilization")
         at_least(self, 1, "prompt_length", "response_length", "tensor_model_parallel_size", "max_num_batched_tokens")
@@ -344,11 +371,10 @@ class RolloutConfig(ConfigNode):
         fix = f"must hold prompt_length + response_length = {needed}, or be null"
         require(fits, "max_model_len", self.max_model_len, fix)
 
-    def _check_ends(self) -> None:
-        between(self, 0, self.response_length, "min_tokens")
-        require(all(self.stop), "stop", self.stop, "an empty text would end every response; leave it out")
-        require(all(self.bad_words), "bad_words", self.bad_words, "an empty text rules out everything; leave it out")
-        require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids are 0 or more")
+
+def reads_text(rollout: RolloutConfig) -> bool:
+    """Whether texts may end a response, which an engine needs the tokenizer for."""
+    return bool(rollout.stop or rollout.val_kwargs.stop)
 
 
 def runs_agent_loops(rollout: RolloutConfig) -> bool:

@@ -33,12 +33,14 @@ def build_rollout_engine(
     seed: int,
     run_id: str,
     tokenizer: str | None = None,
+    address: tuple[str, int] | None = None,
 ) -> RolloutEngine:
-    """The engine that `rollout.name` asks for, unloaded. Collective: every rank of the worker group calls it.
+    """The engine that `rollout.name` asks for, in this process, unloaded. Collective: every rank of the worker group
+    calls it. SGLang's is not for the trainer's own process (workers/rollout.py, start_engine).
 
     max_model_len: most tokens of prompt + response. tokenizer_size: ids from here on are never sampled. run_id: names
     shared memory, different for every run on this machine. tokenizer: folder or name, for the texts of rollout.stop
-    (None: the model's).
+    (None: the model's). address: host and port where the ranks of an SGLang replica meet.
     Raises ValueError for an engine or a combination that is not there.
     """
     tp = rollout.tensor_model_parallel_size
@@ -78,4 +80,19 @@ def build_rollout_engine(
             seed=seed,
             tokenizer=tokenizer or model.path,
         )
-    raise ValueError(f"rollout.name={rollout.name!r} is not available yet: use 'vllm' or 'hf'")
+    if rollout.name == "sglang" and address is not None:
+        from verl_like.rollout.sglang.engine import SGLangRolloutEngine
+
+        return SGLangRolloutEngine(
+            rollout,
+            model,
+            process=process,
+            hf_config=hf_config,
+            dtype=dtype,
+            tokenizer_size=tokenizer_size,
+            max_model_len=max_model_len,
+            seed=seed,
+            tokenizer=tokenizer or model.path,
+            address=address,
+        )
+    raise ValueError(f"rollout.name={rollout.name!r} is no engine for this process")

@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.rollout import reads_text
 from verl_like.models import lora, vision
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class, padded_attention
@@ -31,14 +32,14 @@ from verl_like.parallel.checksum import checksum, values_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.host_memory import is_out_of_memory
 from verl_like.rollout.base import SteppedRolloutEngine
-from verl_like.rollout.hf_batch import Batch, Row
+from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, WeightLoadError
+from verl_like.rollout.rows import Row
 from verl_like.rollout.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
 
-_SEED_MASK = 2**63 - 1
 _ORDER = attrgetter("order")
 
 
@@ -64,7 +65,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
             max_model_len=max_model_len,
             seed=seed + process.rank,
             keeps_adapters=lora.adapters_apart(model),
-            reads_text=bool(rollout.stop),
+            reads_text=reads_text(rollout),
             vision=processor_of(model, hf_config),
         )
         if rollout.tensor_model_parallel_size > 1:
@@ -74,7 +75,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
             )
         self._device = process.device
         self._max_num_seqs, self._max_prefill = rollout.max_num_seqs, rollout.max_num_batched_tokens
-        self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if rollout.stop else None
+        self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if reads_text(rollout) else None
         with preserve_rng():
             self._model: PreTrainedModel | None = _empty_model(
                 hf_config, dtype, process.device, model.trust_remote_code
@@ -93,9 +94,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
-        generator = torch.Generator().manual_seed(self._seed_of(request) & _SEED_MASK)
-        uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64).numpy()
-        insort(self._waiting, Row(request, next(self._places), uniform), key=_ORDER)
+        insort(self._waiting, Row(request, self._seed_of(request), next(self._places)), key=_ORDER)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:

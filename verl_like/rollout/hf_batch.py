@@ -7,18 +7,15 @@ caches join when the narrower one is padded on the left, and once the longest ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from verl_like.rollout.rollout_engine import Completion, FinishReason, GenerationRequest, Sampled, SamplingParams
-from verl_like.rollout.sampling import completes_stop, draw, filtered_log_probs, shape_logits
+from verl_like.rollout.rows import Knobs, Row, draw_tokens
 
 # Layers of a cache that can be joined, by exact type: what another keeps besides (an index of its keys, numbers in few
 # bits) we would lose. States that are carried from token to token have no columns at all.
@@ -34,80 +31,6 @@ JOINABLE = frozenset(
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """One response under way, or waiting to be."""
-
-    request: GenerationRequest
-    place: int  # in the order of arrival
-    uniform: NDArray[np.float64]  # [max_tokens]: token i is drawn with number i, wherever a response is resumed
-    token_ids: list[int] = field(init=False)
-    log_probs: list[float] = field(init=False)
-    versions: list[int] = field(init=False)
-    begun: bool = False  # taken up before: it lost its cache to other weights, and goes on before all that wait
-
-    def __post_init__(self) -> None:
-        resume = self.request.resume
-        self.token_ids, self.log_probs = resume.token_ids.tolist(), resume.log_probs.tolist()
-        self.versions = resume.weight_versions.tolist()
-
-    @property
-    def order(self) -> tuple[bool, int, int]:
-        """What is less is taken up earlier."""
-        return not self.begun, self.request.priority, self.place
-
-    @property
-    def known_ids(self) -> list[int]:
-        """Prompt and response so far."""
-        return self.request.prompt_ids + self.token_ids
-
-    @property
-    def sampled(self) -> Sampled:
-        return Sampled.of(self.token_ids, self.log_probs, self.versions)
-
-    def end(self, tokenizer: PreTrainedTokenizerBase | None) -> FinishReason | None:
-        """Why the response is over after its last token, or None."""
-        sampling = self.request.sampling
-        if self.token_ids[-1] in sampling.stop_token_ids:
-            return "stop"
-        may_stop = tokenizer is not None and sampling.stop and len(self.token_ids) > sampling.min_tokens
-        if may_stop and completes_stop(tokenizer, self.token_ids, sampling.stop):
-            return "stop"
-        return "length" if len(self.token_ids) >= sampling.max_tokens else None
-
-    def completion(self, reason: FinishReason) -> Completion:
-        return Completion(request_id=self.request.request_id, sampled=self.sampled, finish_reason=reason)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Knobs:
-    """How each row is sampled: made when rows come or go, not at every token."""
-
-    greedy_b: Tensor
-    temperature_b: Tensor
-    top_k_b: Tensor
-    top_p_b: Tensor
-    min_p_b: Tensor
-    some_greedy: bool
-    all_greedy: bool
-    shaped: list[int]  # rows whose logits are changed before the temperature
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> _Knobs:
-        greedy = [p.greedy for p in params]
-        top_k = [vocab if p.greedy or p.top_k < 1 else p.top_k for p in params]
-        return cls(
-            greedy_b=torch.tensor(greedy, device=device),
-            temperature_b=torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device),
-            top_k_b=torch.tensor(top_k, device=device),
-            top_p_b=torch.tensor([1.0 if p.greedy else p.top_p for p in params], device=device),
-            min_p_b=torch.tensor([0.0 if p.greedy else p.min_p for p in params], device=device),
-            some_greedy=any(greedy),
-            all_greedy=all(greedy),
-            shaped=[i for i, p in enumerate(params) if p.shapes_logits],
-        )
-
-
-@dataclass(slots=True, eq=False)
 class Batch:
     """Rows that are decoded together: b rows, S columns in the cache, as many as the longest row has of its own."""
 
@@ -119,31 +42,17 @@ class Batch:
         Tensor  # what the position of the row's next token is more than that: images have fewer positions than tokens
     )
     next_b1: Tensor | None = None  # the token that goes into the next forward pass
-    _knobs: _Knobs | None = None
+    _knobs: Knobs | None = None
 
     def sample(self, logits_bV: Tensor, version: int) -> None:
         """One more token for each row; the log-prob is that of the distribution it was drawn from."""
-        rows, logits_bV = self.rows, logits_bV.float()
         if self._knobs is None:
-            params = [row.request.sampling for row in rows]
-            self._knobs = _Knobs.of(params, logits_bV.shape[1], logits_bV.device)
-        knobs = self._knobs
-        for i in knobs.shaped:
-            shape_logits(logits_bV[i], rows[i].request.sampling, rows[i].request.prompt_ids, rows[i].token_ids)
-        log_probs_bV = filtered_log_probs(logits_bV, knobs.temperature_b, knobs.top_k_b, knobs.top_p_b, knobs.min_p_b)
-        if knobs.all_greedy:
-            token_b = log_probs_bV.argmax(dim=-1)
-        else:
-            uniform = [row.uniform[len(row.token_ids)] for row in rows]
-            token_b = draw(log_probs_bV, torch.tensor(uniform, dtype=torch.float64, device=logits_bV.device))
-            if knobs.some_greedy:
-                token_b = torch.where(knobs.greedy_b, log_probs_bV.argmax(dim=-1), token_b)
+            params = [row.request.sampling for row in self.rows]
+            self._knobs = Knobs.of(params, logits_bV.shape[1], logits_bV.device)
+        token_b, log_prob_b = draw_tokens(self.rows, self._knobs, logits_bV.float())
         self.next_b1 = token_b[:, None]
-        chosen_b = log_probs_bV.gather(1, self.next_b1)[:, 0]
-        for row, token, log_prob in zip(rows, token_b.tolist(), chosen_b.tolist(), strict=True):
-            row.token_ids.append(token)
-            row.log_probs.append(log_prob)
-            row.versions.append(version)
+        for row, token, log_prob in zip(self.rows, token_b.tolist(), log_prob_b.tolist(), strict=True):
+            row.take(token, log_prob, version)
 
     def widen(self) -> Tensor:
         """Positions [b, 1] of the tokens that go into the cache now, whose column is added to the mask."""

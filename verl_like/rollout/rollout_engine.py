@@ -32,6 +32,10 @@ class UnloadedError(RolloutError):
     """The engine holds no weights: it serves again after the next weight sync."""
 
 
+class EngineLostError(RolloutError):
+    """The engine's own process has died, hangs or cannot go on: the next whole weight sync starts another."""
+
+
 class ResumeError(ValueError):
     """The engine cannot go on with this response: it must be sampled anew, without `resume`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,18 +40,25 @@ def validation_sampling(
 ) -> SamplingParams:
     """How validation responses are drawn: `rollout.val_kwargs`, else as in training."""
     val = rollout.val_kwargs
-    given = {
+    given: dict[str, Any] = {
         "min_p": val.min_p,
         "repetition_penalty": val.repetition_penalty,
         "presence_penalty": val.presence_penalty,
         "frequency_penalty": val.frequency_penalty,
+        "bad_words": None if val.bad_words is None else bad_word_tokens(val.bad_words, tokenizer),
+        "max_tokens": val.max_tokens,
+        "min_tokens": val.min_tokens,
+        "stop": None if val.stop is None else tuple(val.stop),
     }
+    ignore_eos = rollout.ignore_eos if val.ignore_eos is None else val.ignore_eos
+    ids = rollout.stop_token_ids if val.stop_token_ids is None else val.stop_token_ids
     return dataclasses.replace(
         train_sampling(rollout, eos_ids, tokenizer),
         temperature=val.temperature,
         top_p=val.top_p,
         top_k=val.top_k,
         do_sample=val.do_sample,
+        stop_token_ids=(*(() if ignore_eos else eos_ids), *ids),
         **{name: value for name, value in given.items() if value is not None},
     )
 

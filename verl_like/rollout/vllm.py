@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.rollout import reads_text
 from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.models.vision import VisionProcessor
 from verl_like.parallel.dist import ProcessInfo
@@ -26,6 +27,7 @@ from verl_like.remote import local_folder
 from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora, vllm_vision
 from verl_like.rollout.base import SteppedRolloutEngine
+from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
@@ -38,7 +40,6 @@ from verl_like.rollout.rollout_engine import (
     WeightLoadError,
 )
 from verl_like.rollout.step_loop import StepLoop
-from verl_like.rollout.vllm_weights import Layout, checksums, held_by
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             max_model_len=max_model_len,
             seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
             keeps_adapters=adapters_apart(model),
-            reads_text=bool(rollout.stop),
+            reads_text=reads_text(rollout),
             vision=vision,
         )
         compat.set_environment(process.device)
@@ -186,7 +187,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
         """See RolloutEngine. Left out: stacked experts on CUDA, whose kernels may have moved numbers about."""
         layout = Layout(dict(shapes), rank=self._rank_in_replica, size=self._tp)
-        parts = held_by(self._model, layout)
+        parts = held_by(self._model, layout, compat)
         if self.keeps_adapters:
             parts = itertools.chain(parts, vllm_lora.held(self._llm, compat.fused_parts(self._model), layout))
         group = None if self._lockstep is None else self._lockstep.group
@@ -337,7 +338,7 @@ def engine_arguments(
     """Arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` goes on top as it is (null values are left out)."""
     kwargs: dict[str, Any] = {
         "model": local_folder(model.path),
-        "skip_tokenizer_init": not rollout.stop,  # texts that end a response are all that is read
+        "skip_tokenizer_init": not reads_text(rollout),  # texts that end a response are all that is read
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",  # sampling defaults and end tokens are ours, not the model folder's
         "load_format": "dummy",
@@ -356,7 +357,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "seed": seed,
     }
-    if rollout.stop:
+    if reads_text(rollout):
         kwargs["tokenizer"] = local_folder(tokenizer)
     if adapters_apart(model):
         kwargs |= vllm_lora.engine_options(model.lora_rank)

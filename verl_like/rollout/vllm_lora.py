@@ -13,8 +13,8 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from verl_like.models.lora import is_adapter
+from verl_like.rollout.held_weights import Held, Layout
 from verl_like.rollout.rollout_engine import WeightLoadError
-from verl_like.rollout.vllm_weights import Held, Layout
 
 _ID, _NAME = 1, "policy"
 _A, _B = ".lora_A.weight", ".lora_B.weight"

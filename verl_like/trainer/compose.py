@@ -373,7 +373,9 @@ def _unknown(change: Change) -> str | None:
     if newer is not None:
         return f"{change.key}: not available yet ({newer})"
     if rest_of(change.key):
-        return f"{change.key}={change.value}: not available yet; set it to {rest_of(change.key)[0]}, or leave it out"
+        rest = rest_of(change.key)[0]
+        rest = "null" if rest is None else rest
+        return f"{change.key}={change.value}: not available yet; set it to {rest}, or leave it out"
     return f"unknown key {change.key}{suggest(change.key)}"
 
 

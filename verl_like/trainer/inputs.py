@@ -40,6 +40,8 @@ def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
         return
     if rollout.name == "sglang":
         refuse_vision(hf_config, "rollout.name=sglang", "use vllm or hf")
+    if rollout.server:
+        refuse_vision(hf_config, "rollout.server=True", "set it to False")
     if adapters_apart(model):
         refuse_vision(hf_config, "model.lora.merge=False", "set it to True")
     if actor.strategy == "fsdp":

@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from verl_like.parallel.device_peak import data_sheet
 from verl_like.rewards.sandbox.probe import assess
 from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
+from verl_like.rollout.sglang import compat
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +100,10 @@ def _engines() -> Iterator[Finding]:
         elif engine == "vllm":
             fix = "pip install 'verl_like[vllm]', or on a CPU scripts/setup_env.sh"
             yield Finding(section, engine, "not installed: rollout.name=hf is left, and slower", "warn", fix)
+        elif (apart := compat.installed()) is not None:
+            yield Finding(section, engine, f"sglang {apart}, in {compat.folder()}")
         else:
-            yield Finding(section, engine, "not installed", "info")
+            yield Finding(section, engine, "not installed", "info", "WITH_SGLANG=1 bash scripts/setup_env.sh")
     for name in _EXTRAS:
         yield Finding("optional", name, installed(name) or "not installed", "ok" if installed(name) else "info")
 

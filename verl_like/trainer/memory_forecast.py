@@ -273,20 +273,22 @@ def _rollout_bytes(config: PPOConfig, machine: Machine) -> int:
 def _sleeps(config: PPOConfig, machine: Machine) -> bool:
     """Whether the engine leaves the device while the trainer works."""
     rollout = config.actor_rollout_ref.rollout
-    return rollout.name == "vllm" and rollout.free_cache_engine and not machine.on_cpu
+    return rollout.name != "hf" and rollout.free_cache_engine and not machine.on_cpu
 
 
 def _engine(
     config: PPOConfig, shape: Shape, machine: Machine, processes: int, row: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(weights, cache) of the rollout engine: hf's of all rows at once, at their full lengths; vLLM's takes its share
-    of the device, whatever the rows are, on a CPU VLLM_CPU_KVCACHE_SPACE."""
+    """(weights, cache) of the rollout engine: hf's of all rows at once, at their full lengths; those of others take
+    their share of the device, whatever the rows are; on a CPU vLLM's VLLM_CPU_KVCACHE_SPACE, SGLang's 1 GB at most."""
     rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
     tensor = rollout.tensor_model_parallel_size
     weights, one_row = {"rollout weights": c * shape.all_weights / tensor}, row * cache_token_bytes(shape, c) / tensor
     if rollout.name == "vllm" and machine.on_cpu:
         return weights, {"KV cache": float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB}
-    if rollout.name == "vllm" and machine.capacity is not None:
+    if rollout.name == "sglang" and machine.on_cpu:
+        return weights, {"KV cache": max(one_row, min(rollout.max_num_seqs * one_row, GIB))}
+    if rollout.name != "hf" and machine.capacity is not None:
         share = rollout.gpu_memory_utilization * machine.capacity
         return weights, {"KV cache": max(one_row, share - weights["rollout weights"])}
     rows = min(-(-config.data.train_batch_size * rollout.n // max(1, processes // tensor)), rollout.max_num_seqs)

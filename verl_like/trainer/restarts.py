@@ -14,7 +14,7 @@ from verl_like.config import TrainerConfig
 
 logger = logging.getLogger(__name__)
 
-_OUT_OF_MEMORY = frozenset({"OutOfMemoryError", "MemoryError"})
+_LOST = frozenset({"OutOfMemoryError", "MemoryError", "EngineLostError"})
 _LONGEST_S = 600.0
 _LOOK_S = 0.5  # how soon an interrupt ends a wait
 Wait = Callable[[float, StopFlag], None]
@@ -83,5 +83,6 @@ def wait_unless_stopped(seconds: float, stop: StopFlag) -> None:
 
 
 def is_loss(error: WorkerError) -> bool:
-    """Whether processes, a node or their memory were lost, or answered no more: not an exception of a program's own."""
-    return isinstance(error, (WorkerDied, WorkerTimeout)) or error.error_type in _OUT_OF_MEMORY
+    """Whether processes (an engine's own too), a node or their memory were lost, or answered no more: not an exception
+    of a program's own."""
+    return isinstance(error, (WorkerDied, WorkerTimeout)) or error.error_type in _LOST

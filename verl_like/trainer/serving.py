@@ -28,12 +28,12 @@ from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class
 from verl_like.models.loading import has_weights
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
-from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.client import LocalLink, RolloutClient
 from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.rollout.router import Router
 from verl_like.trainer.replicas import SamplingClient
 from verl_like.trainer.resume import CONFIG_FILE
+from verl_like.workers.rollout import start_engine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class _Server:
         process = init_distributed(env.rank, env.world_size, env.local_rank, env.local_world_size, *address, env.device)
         with ExitStack() as stack:
             stack.callback(shutdown_distributed)
-            self.engine = build_rollout_engine(
+            self.engine = start_engine(
                 policy.rollout,
                 policy.model,
                 process=process,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -24,6 +26,12 @@ def test_config_to_sampling() -> None:
     assert train_sampling(RolloutConfig(ignore_eos=True, stop_token_ids=[7]), (1, 2)).stop_token_ids == (7,)
     assert not sampling.greedy
     assert validation_sampling(config, ()).greedy
+    own = ValKwargsConfig(stop=["z"], stop_token_ids=[], ignore_eos=True, max_tokens=5, min_tokens=2, bad_words=[])
+    ends = validation_sampling(
+        dataclasses.replace(config, val_kwargs=own, bad_words=["never"]), (1, 2), LetterTokenizer()
+    )
+    assert (ends.stop, ends.stop_token_ids, ends.max_tokens, ends.min_tokens) == (("z",), (), 5, 2)
+    assert ends.bad_words == () and validation_sampling(config, (1, 2)).stop_token_ids == (1, 2, 7)
     sampled = RolloutConfig(val_kwargs=ValKwargsConfig(temperature=0.5, do_sample=True, top_k=-1))
     assert not validation_sampling(sampled, ()).greedy
     assert validation_sampling(sampled, ()).temperature == 0.5

@@ -19,8 +19,8 @@ from verl_like.engine.weight_changes import WeightChanges
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed
-from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.workers.rollout import start_engine
 
 VOCAB, TOKENIZER_SIZE, MAX_LEN = 80, 70, 128
 
@@ -117,7 +117,7 @@ def build_for(
     **rollout: Any,
 ) -> RolloutEngine:
     """An engine over a model's folder."""
-    return build_rollout_engine(
+    return start_engine(
         RolloutConfig(
             **{"name": name, "enforce_eager": True, "max_num_seqs": 8, "max_num_batched_tokens": 64, **rollout}
         ),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from verl_like.parallel.checksum import checksum, checksum_of, total
 from verl_like.rollout import vllm_compat
-from verl_like.rollout.vllm_weights import Layout, checksums, held_by
+from verl_like.rollout.held_weights import Layout, checksums, held_by
 
 HEADS, KV, WIDTH, HIDDEN, VOCAB = 4, 2, 6, 8, 11  # rows of q: HEADS x 2, of k and v: KV x 2
 SHAPES = {
@@ -72,7 +72,7 @@ def told(models: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> list[list[
             into[:] = everyones or [mine] * size
 
         monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-        found = checksums(held_by(models[rank], layout), layout, torch.float32, "group")
+        found = checksums(held_by(models[rank], layout, vllm_compat), layout, torch.float32, "group")
         return found if everyones else sent[0]
 
     everyones = [ask(rank, None) for rank in range(size)]
@@ -123,7 +123,7 @@ def test_a_fused_tensor_of_the_hub_counts_where_its_rows_keep_their_order(listed
     model.a = nn.Module()
     model.a.qkv = Part({"output_partition_sizes": [4 // size] * 3}, weight=torch.ones(12 // size, 4))
     vars(model)["packed_modules_mapping"] = {"qkv": ["qkv"]} if listed else {}
-    assert len(list(held_by(model, layout))) == told
+    assert len(list(held_by(model, layout, vllm_compat))) == told
 
 
 def test_a_tensor_held_in_another_precision_must_lose_nothing() -> None:
@@ -131,9 +131,11 @@ def test_a_tensor_held_in_another_precision_must_lose_nothing() -> None:
     sent = torch.randn(8, generator=torch.Generator().manual_seed(0)).bfloat16()
     model = nn.Module()
     model.b = Part(bias=sent.float())
-    assert checksums(held_by(model, layout), layout, torch.bfloat16, None) == [("b.bias", int(checksum(sent)))]
+    assert checksums(held_by(model, layout, vllm_compat), layout, torch.bfloat16, None) == [
+        ("b.bias", int(checksum(sent)))
+    ]
     model.b.bias.data[0] *= 1 + 1e-5
-    ((_, number),) = checksums(held_by(model, layout), layout, torch.bfloat16, None)
+    ((_, number),) = checksums(held_by(model, layout, vllm_compat), layout, torch.bfloat16, None)
     assert number != int(checksum(sent))
 
 
@@ -162,7 +164,7 @@ def test_a_tied_head_is_told_by_the_name_of_the_embedding() -> None:
     model.head = Part({"cpu_linear": lambda x, _, bias: x @ old.t()})
     model.head.register_parameter("weight", model.embed.weight)
     layout = Layout({"embed.weight": weight.shape}, rank=0, size=1)
-    parts = list(held_by(model, layout))
+    parts = list(held_by(model, layout, vllm_compat))
     assert {part.name for part in parts} == {"embed.weight"}
     assert {int(checksum_of(part.part)) for part in parts} == {int(checksum(weight)), int(checksum(old))}
     assert len(checksums(iter(parts), layout, torch.float32, None)) == len(parts)

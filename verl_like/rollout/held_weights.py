@@ -1,24 +1,39 @@
-"""What one rank of vLLM holds, by Hugging Face name: fused modules taken apart, packed weights unpacked, and the rank's
-part of each tensor put in its place in the whole.
+"""What one rank of vLLM or SGLang holds, by Hugging Face name: fused modules taken apart, packed weights unpacked, and
+the rank's part of each tensor put in its place in the whole.
 
 The checksums of the parts of all ranks add up to those of whole tensors (parallel/checksum.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl_like.parallel.checksum import Slice, as_matrix, checksum_of, total, values_of
-from verl_like.rollout import vllm_compat as compat
 
 Box = tuple[int, int, int, int]  # row, column, rows, columns
 _EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of checkpoints: gate, up, down
+
+
+class Reader(Protocol):
+    """What is asked of an engine's modules: vllm_compat.py and sglang/compat.py have these functions."""
+
+    def fused_parts(self, model: nn.Module) -> dict[str, list[str]]: ...
+
+    def stored_name(self, model: nn.Module, name: str, stored: Container[str], /) -> str: ...
+
+    def rows_of_parts(self, module: nn.Module) -> list[int]: ...
+
+    def vocabulary_range(self, module: nn.Module) -> tuple[int, int] | None: ...
+
+    def unpacked_linear(self, module: nn.Module) -> Tensor | None: ...
+
+    def unpacked_experts(self, module: nn.Module) -> tuple[Tensor, Tensor] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +72,25 @@ class Layout:
         return self.rank * parts // self.size * mine
 
 
-def held_by(model: nn.Module, layout: Layout) -> Iterator[Held]:
+def held_by(model: nn.Module, layout: Layout, reader: Reader) -> Iterator[Held]:
     """Every part of the tensors of `layout` that can be found in the model; a packed copy beside a plain one counts."""
-    fused = compat.fused_parts(model)
-    owners = {id(p): compat.stored_name(model, name, layout.shapes) for name, p in model.named_parameters()}
+    fused = reader.fused_parts(model)
+    owners = {id(p): reader.stored_name(model, name, layout.shapes) for name, p in model.named_parameters()}
     for where, module in model.named_modules():
-        path = compat.stored_name(model, f"{where}.", layout.shapes).removesuffix(".")
+        path = reader.stored_name(model, f"{where}.", layout.shapes).removesuffix(".")
         if {"w13_weight", "w2_weight"} <= module._parameters.keys():
-            yield from _experts(path, module, layout)
+            yield from _experts(path, module, layout, reader)
             continue
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
             names = _names(f"{path}.{leaf}", fused, layout) or _names(owners.get(id(parameter), ""), fused, layout)
-            if len(names) == 1 and len(compat.rows_of_parts(module)) > 1 and not _as_it_came(path, fused, layout):
+            if len(names) == 1 and len(reader.rows_of_parts(module)) > 1 and not _as_it_came(path, fused, layout):
                 continue
-            packed = compat.unpacked_linear(module) if names and leaf == "weight" else None
+            packed = reader.unpacked_linear(module) if names and leaf == "weight" else None
             for place, local in ((f"{path}.{leaf}", parameter.detach()), (f"{path}.packed", packed)):
                 if names and local is not None and local.numel():
-                    yield from _of_module(module, names, place, local, layout)
+                    yield from _of_module(module, names, place, local, layout, reader)
 
 
 def _as_it_came(path: str, fused: dict[str, list[str]], layout: Layout) -> bool:
@@ -129,15 +144,17 @@ def _names(parameter: str, fused: dict[str, list[str]], layout: Layout) -> list[
     return names if all(name in layout.shapes for name in names) else []
 
 
-def _of_module(module: nn.Module, names: list[str], place: str, local: Tensor, layout: Layout) -> Iterator[Held]:
+def _of_module(
+    module: nn.Module, names: list[str], place: str, local: Tensor, layout: Layout, reader: Reader
+) -> Iterator[Held]:
     """Of a linear layer, embedding or norm: one tensor, or several one below the other."""
-    vocabulary = compat.vocabulary_range(module)
+    vocabulary = reader.vocabulary_range(module)
     if vocabulary is not None:  # padded to a multiple of 64 rows on every rank
         start, end = vocabulary
         rows = as_matrix(local[: end - start])
         yield Held(names[0], place, Slice(rows, 0, start) if local.ndim < 2 else Slice(rows, start, 0))
         return
-    sizes = [local.shape[0]] if len(names) == 1 else compat.rows_of_parts(module)
+    sizes = [local.shape[0]] if len(names) == 1 else reader.rows_of_parts(module)
     if len(sizes) != len(names) or sum(sizes) != local.shape[0]:
         return
     for name, piece in zip(names, local.split(sizes), strict=True):
@@ -146,11 +163,11 @@ def _of_module(module: nn.Module, names: list[str], place: str, local: Tensor, l
             yield held
 
 
-def _experts(path: str, module: nn.Module, layout: Layout) -> Iterator[Held]:
+def _experts(path: str, module: nn.Module, layout: Layout, reader: Reader) -> Iterator[Held]:
     """Of a stack of experts, where every rank has its part of each: gate above up, and down."""
     base = path.split(".experts")[0] + ".experts"
     parts = next((p for p in _EXPERT_PARTS if f"{base}.0.{p[0]}.weight" in layout.shapes), None)
-    unpacked = compat.unpacked_experts(module)
+    unpacked = reader.unpacked_experts(module)
     if parts is None or unpacked is None:
         return
     gate_up, down = unpacked  # [E, 2 x padded width, hidden], [E, hidden, padded width]

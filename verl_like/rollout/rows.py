@@ -1,0 +1,125 @@
+"""Responses under way in an engine whose tokens we draw ourselves (hf, SGLang).
+
+One uniform number decides one token, so tokens depend neither on the batch nor on where a response was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl_like.rollout.rollout_engine import Completion, FinishReason, GenerationRequest, Sampled, SamplingParams
+from verl_like.rollout.sampling import completes_stop, draw, filtered_log_probs, shape_logits
+
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One response under way, or waiting to be."""
+
+    request: GenerationRequest
+    seed: int
+    place: int = 0  # in the order of arrival
+    uniform: NDArray[np.float64] = field(init=False)  # [max_tokens]: token i is drawn with number i
+    token_ids: list[int] = field(init=False)
+    log_probs: list[float] = field(init=False)
+    versions: list[int] = field(init=False)
+    begun: bool = False  # taken up before: it lost its cache to other weights, and goes on before all that wait
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed & _SEED_MASK)
+        count = self.request.sampling.max_tokens
+        self.uniform = torch.rand(count, generator=generator, dtype=torch.float64).numpy()
+        resume = self.request.resume
+        self.token_ids, self.log_probs = resume.token_ids.tolist(), resume.log_probs.tolist()
+        self.versions = resume.weight_versions.tolist()
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """What is less is taken up earlier."""
+        return not self.begun, self.request.priority, self.place
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Prompt and response so far."""
+        return self.request.prompt_ids + self.token_ids
+
+    @property
+    def sampled(self) -> Sampled:
+        return Sampled.of(self.token_ids, self.log_probs, self.versions)
+
+    def take(self, token: int, log_prob: float, version: int) -> None:
+        """One more token, drawn from weights of this version."""
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        self.versions.append(version)
+
+    def end(self, tokenizer: PreTrainedTokenizerBase | None) -> FinishReason | None:
+        """Why the response is over after its last token, or None."""
+        sampling = self.request.sampling
+        if self.token_ids[-1] in sampling.stop_token_ids:
+            return "stop"
+        may_stop = tokenizer is not None and sampling.stop and len(self.token_ids) > sampling.min_tokens
+        if may_stop and completes_stop(tokenizer, self.token_ids, sampling.stop):
+            return "stop"
+        return "length" if len(self.token_ids) >= sampling.max_tokens else None
+
+    def completion(self, reason: FinishReason, cached_tokens: int = 0) -> Completion:
+        return Completion(
+            request_id=self.request.request_id,
+            sampled=self.sampled,
+            finish_reason=reason,
+            cached_tokens=cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Knobs:
+    """How each row is sampled: made when rows come or go, not at every token."""
+
+    greedy_b: Tensor
+    temperature_b: Tensor
+    top_k_b: Tensor
+    top_p_b: Tensor
+    min_p_b: Tensor
+    some_greedy: bool
+    all_greedy: bool
+    shaped: list[int]  # rows whose logits are changed before the temperature
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Knobs:
+        greedy = [p.greedy for p in params]
+        top_k = [vocab if p.greedy or p.top_k < 1 else p.top_k for p in params]
+        return cls(
+            greedy_b=torch.tensor(greedy, device=device),
+            temperature_b=torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device),
+            top_k_b=torch.tensor(top_k, device=device),
+            top_p_b=torch.tensor([1.0 if p.greedy else p.top_p for p in params], device=device),
+            min_p_b=torch.tensor([0.0 if p.greedy else p.min_p for p in params], device=device),
+            some_greedy=any(greedy),
+            all_greedy=all(greedy),
+            shaped=[i for i, p in enumerate(params) if p.shapes_logits],
+        )
+
+
+def draw_tokens(rows: Sequence[Row], knobs: Knobs, logits_bV: Tensor) -> tuple[Tensor, Tensor]:
+    """The next token [b] of each row, and its log-prob in the distribution that it was drawn from. Logits of the
+    tokenizer's ids alone, float32; they are changed in place."""
+    for i in knobs.shaped:
+        shape_logits(logits_bV[i], rows[i].request.sampling, rows[i].request.prompt_ids, rows[i].token_ids)
+    log_probs_bV = filtered_log_probs(logits_bV, knobs.temperature_b, knobs.top_k_b, knobs.top_p_b, knobs.min_p_b)
+    if knobs.all_greedy:
+        token_b = log_probs_bV.argmax(dim=-1)
+    else:
+        uniform = [row.uniform[len(row.token_ids)] for row in rows]
+        token_b = draw(log_probs_bV, torch.tensor(uniform, dtype=torch.float64, device=logits_bV.device))
+        if knobs.some_greedy:
+            token_b = torch.where(knobs.greedy_b, log_probs_bV.argmax(dim=-1), token_b)
+    return token_b, log_probs_bV.gather(1, token_b[:, None])[:, 0]
