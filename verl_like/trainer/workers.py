@@ -19,6 +19,7 @@ from verl_like.workers.spec import WorkerSpec
 if TYPE_CHECKING:
     from verl_like.cluster.launch import RaySession
     from verl_like.cluster.ray_group import RayWorkerGroup
+    from verl_like.cluster.watchdog import Watchdog
 
 WORKER = "verl_like.workers.host:RoleHost"
 Groups = Mapping[str, WorkerGroup]  # by the pool's name
@@ -62,8 +63,11 @@ class Launcher:
         return {pool.name: _stopped_with(stack, group)}
 
     def _on_ray(self, spec: WorkerSpec, device: str, stack: ExitStack) -> Groups:
+        from verl_like.cluster.watchdog import Watchdog
+
         session = self._connected(spec.plan.pools)
-        groups = {pool.name: self._on_pool(pool, session, spec, device, stack) for pool in spec.plan.pools}
+        watchdog = Watchdog(self._config.trainer.stall_timeout, session.run_id)
+        groups = {pool.name: self._on_pool(pool, session, spec, device, stack, watchdog) for pool in spec.plan.pools}
         for group in groups.values():  # they build their roles at the same time
             group.wait_started()
         return groups
@@ -86,7 +90,7 @@ class Launcher:
         return self._session
 
     def _on_pool(
-        self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack
+        self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack, watchdog: Watchdog
     ) -> RayWorkerGroup:
         from verl_like.cluster.ray_group import RayWorkerGroup
         from verl_like.cluster.resources import allocate
@@ -111,6 +115,7 @@ class Launcher:
             runtime_env=worker_runtime_env(config, profile_dir(config)),
             name="worker" if pool.name == MAIN_POOL else pool.name,
             wait=False,
+            watchdog=watchdog,
         )
         return _stopped_with(stack, group)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.progress import DRIVER, span
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.link_server import LinkServer
 from verl_like.rollout.rollout_engine import RolloutEngine
@@ -33,7 +34,7 @@ class RolloutRole:
         if self._link is not None:
             self._link.serve(num_orders)
         else:
-            with self.engine.opened():
+            with self.engine.opened(), span("serving", whom=DRIVER):
                 pass  # a replica's other ranks pause when its first one does
 
     def shutdown(self) -> None:
