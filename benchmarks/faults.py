@@ -90,27 +90,27 @@ def main() -> None:
     for fault in FAULTS:
         if fault.name in arguments.rows if arguments.rows else fault.name not in results:
             print(fault.name, "...", flush=True)
-            results[fault.name] = asdict(measure(fault))
+            results[fault.name] = asdict(measure(fault, undisturbed(arguments.results.with_suffix(".reference"))))
             arguments.results.write_text(json.dumps(results, indent=1))
             print(json.dumps(results[fault.name], indent=1), flush=True)
 
 
-def measure(fault: Fault) -> Result:
-    """One row."""
+def measure(fault: Fault, reference: dict[str, Any]) -> Result:
+    """One row. reference: of `undisturbed`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out = folder / "out"
         out.mkdir()
         if fault.what == "disk full":
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={disk_size()}", "tmpfs", str(out)], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={reference['disk']}", "tmpfs", str(out)], check=True)
         try:
-            return _measure(fault, folder, out)
+            return _measure(fault, folder, out, reference["facts"])
         finally:
             if fault.what == "disk full":
                 subprocess.run(["umount", "-l", str(out)], check=True)
 
 
-def _measure(fault: Fault, folder: Path, out: Path) -> Result:
+def _measure(fault: Fault, folder: Path, out: Path, expected: list[dict[str, Any]]) -> Result:
     command = command_of(folder, out)
     began = time.time()
     plant = {"phase": fault.phase, "what": fault.what, "whom": fault.whom, "folder": str(folder)}
@@ -124,7 +124,7 @@ def _measure(fault: Fault, folder: Path, out: Path) -> Result:
         planted = next((when for when, _ in after), ended)
         subprocess.run(["mount", "-o", "remount,size=1g", str(out)], check=True)
     again, more = run(command, {})
-    same = again == 0 and facts(out) == facts(undisturbed())
+    same = again == 0 and facts(out) == expected
     done = f"{len(metrics_of(out))} steps, " + ("the same numbers" if same else "OTHER NUMBERS")
     return Result(
         fault=asdict(fault),
@@ -194,23 +194,16 @@ def command_of(folder: Path, out: Path) -> list[str]:
     return [sys.executable, "-m", "verl_like.trainer.main_ppo", *overrides(task, folder / "model", out, **settings)]
 
 
-_UNDISTURBED: list[Path] = []
-
-
-def undisturbed() -> Path:
-    """The folder of the run that nothing happens to, made once."""
-    if not _UNDISTURBED:
-        folder = Path(tempfile.mkdtemp())
-        status, lines = run(command_of(folder, folder / "out"), {})
-        assert status == 0, lines[-20:]
-        _UNDISTURBED.append(folder / "out")
-    return _UNDISTURBED[0]
-
-
-def disk_size() -> int:
-    """[bytes] Room for two and a half checkpoints."""
-    sizes = [path.stat().st_size for path in undisturbed().glob("global_step_1/**/*") if path.is_file()]
-    return int(2.5 * sum(sizes))
+def undisturbed(file: Path) -> dict[str, Any]:
+    """Metrics of the run that nothing happens to, and the bytes of 2.5 of its checkpoints. Kept in `file`."""
+    if not file.exists():
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name) / "out"
+            status, lines = run(command_of(Path(name), out), {})
+            assert status == 0, lines[-20:]
+            sizes = [path.stat().st_size for path in out.glob("global_step_1/**/*") if path.is_file()]
+            file.write_text(json.dumps({"facts": facts(out), "disk": int(2.5 * sum(sizes))}))
+    return json.loads(file.read_text())
 
 
 def facts(out: Path) -> list[dict[str, Any]]:

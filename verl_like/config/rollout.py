@@ -216,7 +216,12 @@ class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout.*`."""
 
     name: RolloutName = RolloutName.vllm
-    """Engine: vllm, hf (transformers) or sglang."""
+    """Engine: vllm, hf (transformers) or sglang; recorded: none, all steps come from skip_dump_dir."""
+    skip_rollout: bool = False
+    """Take the responses and scores of each step that skip_dump_dir has from there; sample the others, and record them
+    there."""
+    skip_dump_dir: str | None = None
+    """Folder of recorded steps, as trainer.record_freq writes them. Null: <log_dir>/recorded."""
     mode: str = "sync"
     """sync or async: both mean the same here, the engine always works request by request."""
     n: int = 1

@@ -141,6 +141,9 @@ class TrainerConfig(ConfigNode):
     """[MB] Size of <log_dir>/samples; beyond it every second older step is removed."""
     report_freq: int = 20
     """[steps] Write <log_dir>/report.html every so many steps, in a process of its own, and at the end; -1: never."""
+    record_freq: int = -1
+    """[steps] Write what each so many-th step consists of (tokens, log-probs, rewards, advantages, checksums of the
+    weights) into <log_dir>/recorded, about 30 bytes a token, for verl-like replay and bisect. -1: never."""
     rollout_data_dir: str | None = None
     """Folder for all training responses as jsonl. Null: not kept."""
     validation_data_dir: str | None = None
@@ -168,6 +171,7 @@ class TrainerConfig(ConfigNode):
         above(self, 0, "rpc_timeout", "worker_start_timeout", "stall_timeout")
         at_least(self, 0, "max_restarts", "restart_delay")
         minus_one_or_positive(self, "save_freq", "test_freq", "max_skipped_updates", "sample_freq", "report_freq")
+        minus_one_or_positive(self, "record_freq")
         per_node = self.n_gpus_per_node
         legal = per_node == "auto" if isinstance(per_node, str) else per_node >= 1
         require(legal, "n_gpus_per_node", per_node, "must be auto or at least 1")

@@ -68,6 +68,7 @@ from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memor
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
+from verl_like.trainer.recording import RecordedSource, Recorder
 from verl_like.trainer.replicas import RolloutGroup
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume
@@ -304,7 +305,9 @@ def assemble(
 ) -> PPOTrainer:
     """Put the driver's parts around the worker groups; `stack` closes those that have to be."""
     settings = config.trainer
-    weights = Weights(pools.of(ACTOR), pools.of(ROLLOUT), timeout_s=settings.rpc_timeout)
+    skips, recorded = config.actor_rollout_ref.rollout.skip_rollout, config.actor_rollout_ref.rollout.name == "recorded"
+    pair = pools.of(ACTOR), pools.of(ROLLOUT)
+    weights = Weights(*pair, timeout_s=settings.rpc_timeout, nobody_samples=recorded)
     replicas = RolloutGroup(
         pools.of(ROLLOUT),
         plan,
@@ -321,8 +324,10 @@ def assemble(
         return role(pools.of(role.role), plan, **sharing, **shared, **options)
 
     actor = models(ActorGroup, costs.actor, on_change=weights.changed)
+    critic = models(CriticGroup, costs.critic)
     assert actor is not None
-    collector = Collector(loader, rewards, replicas, answering(config, inputs, validation=False), config)
+    source = RecordedSource if skips or recorded else Collector
+    collector = source(loader, rewards, replicas, answering(config, inputs, validation=False), config)
     stack.callback(replicas.close)
     stack.callback(collector.close)
     return kind(
@@ -334,7 +339,8 @@ def assemble(
         pools=pools,
         actor=actor,
         reference=models(ReferenceGroup, costs.actor),
-        critic=models(CriticGroup, costs.critic),
+        critic=critic,
+        recorder=Recorder(config, [role for role in (actor, critic) if role is not None]),
         weights=weights,
         rewards=rewards,
         validator=Validator(
