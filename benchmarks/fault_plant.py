@@ -62,7 +62,7 @@ class Planted(PPOTrainer):
 
     def update_actor(self, *arguments: Any) -> Any:
         """The update."""
-        self._go("update")
+        self._go("update", "loss")
         return super().update_actor(*arguments)
 
     def save_if_due(self) -> None:

@@ -54,7 +54,7 @@ class Beacon:
         self._stall_s, self._last_collective = stall_timeout, last_collective
         self._lock = threading.Lock()
         self._threads: dict[str, list[Span]] = {}
-        self._slowest: dict[str, float] = {}  # [s] for one of its amount, by what and what it is in
+        self._slowest: dict[str, tuple[int, float]] = {}  # by kind: how many, [s] for one of its amount
         self._collective: dict[str, Any] = {}
         self._written, self._is_old = -math.inf, False
         with path.open("wb+") as file:
@@ -94,14 +94,15 @@ class Beacon:
     def _progress(self, span: Span) -> None:
         now = time.monotonic()
         pace = (now - span.since) / max(span.amount, 1.0)
-        self._slowest[span.kind] = max(pace, self._slowest.get(span.kind, 0.0))
+        count, slowest = self._slowest.get(span.kind, (0, 0.0))  # the first one, with its compilations, is forgotten
+        self._slowest[span.kind] = (count + 1, pace if count == 1 else max(pace, slowest))
         span.since = now
 
     def _allowed(self, kind: str, amount: float, whom: str) -> float:
         if self._stall_s is None or whom == DRIVER:
             return math.inf
-        pace = self._slowest.get(kind)
-        return self._stall_s * FIRST if pace is None else self._stall_s + MARGIN * pace * max(amount, 1.0)
+        count, pace = self._slowest.get(kind, (0, 0.0))
+        return self._stall_s + MARGIN * pace * max(amount, 1.0) if count else self._stall_s * FIRST
 
     def _changed(self) -> None:
         self._is_old = True

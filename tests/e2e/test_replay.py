@@ -14,6 +14,7 @@ from support import main_ppo, metrics_of, overrides, write_task
 from verl_like.cli.main import main
 from verl_like.config.errors import ConfigError
 from verl_like.trainer.compose import compose
+from verl_like.trainer.dry_run import dry_run
 from verl_like.trainer.replaying import parting, replay
 from verl_like.trainer.run import run as train
 
@@ -104,6 +105,12 @@ def test_skip_rollout_takes_what_is_there_and_records_what_is_not(
     )
     assert sorted(path.name for path in dump.iterdir()) == ["step_1.safetensors", "step_2.safetensors"]
     assert metrics_of(out)[0]["actor/grad_norm"] == metrics_of(recorded)[0]["actor/grad_norm"]
+
+
+def test_a_plan_tells_that_there_are_other_processes_than_before(recorded: Path) -> None:
+    keys = ["trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=9"]
+    told = dict(dry_run(compose(keys, [recorded / "config.yaml"])))["beginning"]
+    assert "resumes from" in told and "global_step_3 was saved by 1 process(es) and is taken up by 2: " in told
 
 
 def test_a_step_whose_checkpoint_is_gone_is_refused(recorded: Path, tmp_path: Path) -> None:

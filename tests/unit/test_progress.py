@@ -45,6 +45,15 @@ def test_a_limit_grows_with_the_work_and_with_the_slowest_pace(beacon: Beacon, t
     assert seen(tmp_path) == []
 
 
+def test_the_first_one_of_its_kind_is_forgotten(beacon: Beacon, tmp_path: Path) -> None:
+    """It compiles something; what counts is what comes after it."""
+    for seconds in (0.5, 0.01, 0.0):
+        with beacon.span("step", 1, ""):
+            limit = seen(tmp_path)[0]["allowed_s"]
+            time.sleep(seconds)
+    assert 100.1 <= limit < 104
+
+
 def test_parts_of_a_span_are_progress(beacon: Beacon, tmp_path: Path) -> None:
     with beacon.span("tensors", 1, ""):
         time.sleep(0.2)

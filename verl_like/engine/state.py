@@ -38,7 +38,10 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGr
     try:
         dcp.save(tensors, checkpoint_id=str(folder), process_group=group)
     except CheckpointException as error:  # a BaseException: it would pass by whoever reports errors of a rank
-        raise RuntimeError(f"writing {folder} failed: {error}") from error
+        causes = "; ".join(
+            f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()
+        )
+        raise RuntimeError(f"writing {folder} failed: {causes}") from error
     rank = dist.get_rank(group)
     own = list(folder.glob(f"__{rank}_*"))  # as torch.distributed.checkpoint's FileSystemWriter names them
     note(folder, [*own, folder / ".metadata"] if rank == 0 else own, rank)

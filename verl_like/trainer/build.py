@@ -71,7 +71,7 @@ from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.recording import RecordedSource, Recorder
 from verl_like.trainer.replicas import RolloutGroup
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.resume import fetch_resume, find_resume
+from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardModelGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
@@ -205,6 +205,8 @@ def started(
             recover(Path(config.trainer.default_local_dir).expanduser())
             fetch_resume(config.trainer)
             resume = find_resume(config, newest=again)
+            if resume is not None and (other := processes_text(resume, plan.pools[0].world_size)):
+                logger.warning("%s", other)
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, resume=resume, confirm=confirm_folder)
             stack.callback(checkpoints.close)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):

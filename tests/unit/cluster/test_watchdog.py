@@ -55,6 +55,7 @@ def look(monkeypatch: pytest.MonkeyPatch, *pools: Pool, seen_s: float = 1e6) -> 
     ("ranks", "cause", "why"),
     [
         ([("S", "update", 70, "", 5), ("T", "update", 65, "", 5)], 1, "was stopped"),
+        ([("R", "update", 59, "", 6), ("T", "update", 65, "", 5)], 1, "was stopped"),  # though another one works yet
         (
             [("S", "update", 70, "", 5), ("R", "update", 65, "", 4)],
             1,
