@@ -121,7 +121,7 @@ def _measure(fault: Fault, folder: Path, out: Path, expected: list[dict[str, Any
     newest = out / "latest_checkpointed_iteration.txt"
     checkpoint = int(newest.read_text()) if newest.exists() else 0
     if fault.what == "disk full":
-        planted = next((when for when, _ in after), ended)
+        after, planted = [], next((when for when, _ in after), ended)  # when it was full is not known
         subprocess.run(["mount", "-o", "remount,size=1g", str(out)], check=True)
     again, more = run(command, {})
     same = again == 0 and facts(out) == expected
@@ -219,7 +219,8 @@ happens, and gives the same command again without the fault. `trainer.stall_time
 300 s: what waits for it takes as much longer); the machine had other work, so seconds are upper bounds. Without
 `trainer.max_restarts`, with which the run would have begun again by itself.
 
-"noticed" is the time from the fault to the first word on the console, "ended" to the end of the process. "checkpoint"
+"noticed" is the time from the fault to the first word on the console (of a stopped process after a sixth
+of `stall_timeout`, or 30 s), "ended" to the end of the process. "checkpoint"
 is the newest whole one afterwards: 2 means that the third step was lost, in which the fault happened; 3 or more that
 nothing was. "again" is the next start of the same command: how many steps it has in its metrics at the end, and whether
 all numbers are those of a run that nothing happened to.

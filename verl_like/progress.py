@@ -10,10 +10,13 @@ file that is mapped into memory, which can be read of a process that is stopped,
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import math
 import mmap
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +29,7 @@ DRIVER = "the driver"  # who waits for it is not late
 FIRST = 3  # what happens for the first time (a compilation, a connection) may take so many stall_timeouts
 MARGIN = 10  # times the slowest pace seen so far: a machine that others use too is slow, not stuck
 _SIZE = 8192
+_STACKS = "verl_like_stacks"
 _WRITE_S = 0.05  # ends of spans at most so often; begins at once: nothing may run any more after them
 _LOOK_S = 2.0  # how often a thread writes down what was too quick, and the last collective of one that waits
 
@@ -162,6 +166,32 @@ def advance(*, amount: float = 1.0) -> None:
     """One part, of this size, of what this thread's span is at is done, and the next begins."""
     if _beacon is not None:
         _beacon.advance(amount)
+
+
+def show_stacks() -> None:
+    """From now on this process writes the stacks of its threads, on SIGUSR2, into memory that `stacks_below` reads."""
+    if hasattr(os, "memfd_create"):
+        faulthandler.register(signal.SIGUSR2, file=os.fdopen(os.memfd_create(_STACKS), "w"))
+
+
+def stacks_below(pid: int, wait_s: float = 1.0) -> dict[int, str]:
+    """The stacks of all processes below this one that called `show_stacks`, by process id; Linux only."""
+    found: dict[int, Path] = {}
+    below = [pid]
+    for parent in below:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                below += map(int, (task / "children").read_text().split())
+            for link in Path(f"/proc/{parent}/fd").iterdir():
+                if parent != pid and _STACKS in os.readlink(link):
+                    found[parent] = link
+                    os.kill(parent, signal.SIGUSR2)
+    time.sleep(wait_s if found else 0.0)
+    texts = {}
+    for process, link in found.items():
+        with contextlib.suppress(OSError):
+            texts[process] = link.read_text(errors="replace")
+    return texts
 
 
 def beacon_file(run_id: str, log_path: str) -> Path:

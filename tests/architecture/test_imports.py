@@ -29,7 +29,7 @@ TRAINER_LEVEL = ROLE_LEVEL | {
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"observe", "trainer"},  # the names of a library, imported when they are first used
     "user_code": set(),
-    "services": {"user_code"},
+    "services": {"user_code", "progress"},
     "config": {"user_code"},
     "ragged": set(),
     "remote": set(),

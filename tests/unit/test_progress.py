@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from verl_like import progress
-from verl_like.progress import DRIVER, Beacon, read_beacon
+from verl_like.progress import DRIVER, Beacon, read_beacon, stacks_below
+from verl_like.services.pool import WorkerPool
+from verl_like.services.service import ServiceSpec
 
 
 @pytest.fixture
@@ -84,3 +87,18 @@ def test_a_process_that_is_stuck_in_native_code_can_be_read(tmp_path: Path) -> N
         process.kill()
         process.communicate()
     assert read_beacon(tmp_path / "none") is None
+
+
+def test_a_service_that_hangs_shows_where(tmp_path: Path) -> None:
+    code = "import time\n\nclass Slow:\n    is_async = False\n    def call(self, payload):\n        time.sleep(60)\n"
+    (tmp_path / "slow.py").write_text(code)
+    pool = WorkerPool(ServiceSpec(factory=f"{tmp_path / 'slow.py'}:Slow", timeout=60.0), num_workers=1)
+    try:
+        pool.submit([1])
+        text, deadline = "", time.monotonic() + 30
+        while "in call" not in text:
+            assert time.monotonic() < deadline, text
+            text = "".join(stacks_below(os.getpid(), 0.2).values())
+    finally:
+        pool.close()
+    assert f'File "{tmp_path}/slow.py", line 6 in call' in text

@@ -21,7 +21,7 @@ from verl_like.cluster.failures import stopped_text
 from verl_like.cluster.nodes import on_node, process_state_here
 from verl_like.cluster.rank_process import STACK_SIGNAL, read_tail
 from verl_like.cluster.worker_group import WorkerStalled
-from verl_like.progress import DRIVER, beacon_file, read_beacon
+from verl_like.progress import DRIVER, beacon_file, read_beacon, stacks_below
 
 _STACK_LINES = 60
 _AGAIN_S = 5.0  # a second look before the end
@@ -133,7 +133,8 @@ class Watchdog:
             ]
         )
         stacks = _stacks_of(ranks)
-        _write_report(path, message, stacks)
+        services = {f"service, process {pid}": text for pid, text in stacks_below(os.getpid()).items()}
+        _write_report(path, message, stacks | services)
         error = WorkerStalled(
             message,
             rank=cause.rank,
