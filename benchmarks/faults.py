@@ -124,8 +124,7 @@ def _measure(fault: Fault, folder: Path, out: Path, expected: list[dict[str, Any
         after, planted = [], next((when for when, _ in after), ended)  # when it was full is not known
         subprocess.run(["mount", "-o", "remount,size=1g", str(out)], check=True)
     again, more = run(command, {})
-    same = again == 0 and facts(out) == expected
-    done = f"{len(metrics_of(out))} steps, " + ("the same numbers" if same else "OTHER NUMBERS")
+    done = compared(facts(out), expected) if again == 0 else ""
     return Result(
         fault=asdict(fault),
         noticed_s=round(after[0][0] - planted, 1) if after else None,
@@ -204,6 +203,15 @@ def undisturbed(file: Path) -> dict[str, Any]:
             sizes = [path.stat().st_size for path in out.glob("global_step_1/**/*") if path.is_file()]
             file.write_text(json.dumps({"facts": facts(out), "disk": int(2.5 * sum(sizes))}))
     return json.loads(file.read_text())
+
+
+def compared(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> str:
+    """In words. A step whose validation was lost has fewer numbers."""
+    other = {name for a, b in zip(found, expected, strict=False) for name in a.keys() & b.keys() if a[name] != b[name]}
+    gone = {name for a, b in zip(found, expected, strict=False) for name in b.keys() - a.keys()}
+    text = f"{len(found)} steps, " + (f"OTHER NUMBERS: {', '.join(sorted(other)[:4])}" if other else "the same numbers")
+    validation = all(name.startswith("val") for name in gone)
+    return text + (f", without {'the validation' if validation else ', '.join(sorted(gone)[:4])}" if gone else "")
 
 
 def facts(out: Path) -> list[dict[str, Any]]:

@@ -68,14 +68,14 @@ class Beacon:
         threading.Thread(target=self._keep, name="progress", daemon=True).start()
 
     @contextmanager
-    def span(self, what: str, amount: float, whom: str) -> Iterator[None]:
+    def span(self, what: str, amount: float, whom: str, expected_s: float = 0.0) -> Iterator[None]:
         """See `span`."""
         with self._lock:
             spans = self._threads.setdefault(threading.current_thread().name, [])
             if spans:
                 self._progress(spans[-1])
             now, kind = time.monotonic(), "/".join([*(outer.what for outer in spans[-1:]), what])
-            spans.append(Span(what, kind, amount, whom, now, self._allowed(kind, amount, whom)))
+            spans.append(Span(what, kind, amount, whom, now, self._allowed(kind, amount, whom, expected_s)))
             self._write()
         try:
             yield
@@ -102,11 +102,11 @@ class Beacon:
         self._slowest[span.kind] = (count + 1, pace if count == 1 else max(pace, slowest))
         span.since = now
 
-    def _allowed(self, kind: str, amount: float, whom: str) -> float:
+    def _allowed(self, kind: str, amount: float, whom: str, expected_s: float = 0.0) -> float:
         if self._stall_s is None or whom == DRIVER:
             return math.inf
         count, pace = self._slowest.get(kind, (0, 0.0))
-        return self._stall_s + MARGIN * pace * max(amount, 1.0) if count else self._stall_s * FIRST
+        return self._stall_s + MARGIN * pace * max(amount, 1.0) if count else self._stall_s * FIRST + expected_s
 
     def _changed(self) -> None:
         self._is_old = True
@@ -152,13 +152,14 @@ def publish(path: Path, stall_timeout: float | None, last_collective: Callable[[
 
 
 @contextmanager
-def span(what: str, *, amount: float = 1.0, whom: str = "") -> Iterator[None]:
+def span(what: str, *, amount: float = 1.0, whom: str = "", expected_s: float = 0.0) -> Iterator[None]:
     """This thread is at `what` inside. amount: of work, in a unit of what's own (tokens, bytes): its time limit grows
-    with it. whom: it waits for, and does nothing itself; DRIVER: without a limit of its own."""
+    with it. whom: it waits for, and does nothing itself; DRIVER: without a limit of its own. expected_s: at
+    worst, where nothing like it was seen yet."""
     if _beacon is None:
         yield
         return
-    with _beacon.span(what, amount, whom):
+    with _beacon.span(what, amount, whom, expected_s):
         yield
 
 

@@ -43,6 +43,8 @@ def test_a_limit_grows_with_the_work_and_with_the_slowest_pace(beacon: Beacon, t
         assert span["allowed_s"] >= 102.0
         (span,) = seen(tmp_path)
         assert span["in"] == ["update"] and span["age_s"] < 0.1  # the end of a part is progress of the whole
+    with beacon.span("writing", 5e9, "", 500.0):
+        assert seen(tmp_path)[0]["allowed_s"] == 800.0
     with beacon.span("serving", 1, DRIVER):
         assert seen(tmp_path)[0]["allowed_s"] is None
     assert seen(tmp_path) == []

@@ -168,7 +168,8 @@ class Watchdog:
             ages = [min(each["age_s"], seen_s) for each in rank.spans] or [limits[0][0]]
             rank.late = min(ages) > self.stall_timeout
             return
-        rank.late = any(limit is not None and age > limit for age, limit in limits)
+        over = [limit is not None and age > limit for age, limit in limits]
+        rank.late = bool(over) and all(over)  # while a thread writes a checkpoint, another may wait for it
         rank.busy = not rank.late and any(not each["whom"] for each in rank.spans)
 
 

@@ -541,8 +541,7 @@ class FSDPEngine:
             self._writer.write(parts)
             return
         for tensors, folder in parts:
-            with span("writing", amount=sum(tensor.nbytes for tensor in tensors.values())):
-                state.save_sharded(tensors, folder)
+            state.save_sharded(tensors, folder)
 
     def saved(self, *, wait: bool) -> bool:
         """See TrainEngine.saved."""

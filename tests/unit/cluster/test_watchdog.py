@@ -107,3 +107,17 @@ def test_a_run_that_was_stopped_as_a_whole_has_its_limit_again(tmp_path: Path, m
     look(monkeypatch, pool, seen_s=10)
     with pytest.raises(WorkerStalled):
         look(monkeypatch, pool)
+
+
+def test_a_rank_whose_other_thread_gets_on_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits for the thread that writes its checkpoint."""
+    spans = [
+        {"in": ["actor.saved"], "age_s": 900.0, "allowed_s": LIMIT, "whom": ""},
+        {"in": ["writing"], "age_s": 5.0, "allowed_s": LIMIT, "whom": ""},
+    ]
+    found = {"state": "S", "spans": spans, "collective": {}}
+    monkeypatch.setattr(watchdog, "on_node", lambda node, function, jobs: [found])
+    dog = Watchdog(LIMIT, "run")
+    dog.groups.append(Pool(tmp_path, "worker", ("S", "", 0, "", 0)))
+    dog._looked, dog._since = watchdog.time.monotonic(), -1e9
+    dog.look()
