@@ -429,9 +429,10 @@ class FSDPEngine:
     def export_weights(self, dtype: torch.dtype, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine.export_weights."""
         with nullcontext() if self.sharding.reads_from_host else self._resident(optimizer=False):
-            for name, tensor in self._export.stream(dtype, form):
-                advance(amount=tensor.nbytes)
-                yield name, tensor
+            for named in self._export.stream(dtype, form):
+                advance(amount=named[1].nbytes)
+                yield named
+                del named  # before the next one is gathered
 
     def weight_names(self, form: WeightForm = "merged") -> dict[str, torch.Size]:
         """See TrainEngine.weight_names."""

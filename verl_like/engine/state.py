@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -46,7 +47,9 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGr
         causes = "; ".join(
             f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()
         )
-        raise RuntimeError(f"writing {folder} failed: {causes}") from error
+        there = next(parent for parent in folder.parents if parent.is_dir())  # torch says nothing of a full disk
+        free = f"{shutil.disk_usage(there).free / 2**20:,.0f} MB are free there"
+        raise RuntimeError(f"writing {folder} failed ({free}): {causes}") from error
     rank = dist.get_rank(group)
     own = list(folder.glob(f"__{rank}_*"))  # as torch.distributed.checkpoint's FileSystemWriter names them
     note(folder, [*own, folder / ".metadata"] if rank == 0 else own, rank)
