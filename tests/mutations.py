@@ -31,6 +31,29 @@ class Mutation:
     tests: str
 
 
+OPERATIONS = [
+    Mutation(
+        "a stopped rank is no cause",
+        "cluster/watchdog.py",
+        'stopped = [rank for rank in ranks if rank.state == "T" and rank.late]',
+        "stopped = []",
+        "cluster/test_watchdog.py",
+    ),
+    Mutation(
+        "a limit that does not know the pace",
+        "progress.py",
+        "self._stall_s + MARGIN * pace * max(amount, 1.0)",
+        "self._stall_s",
+        "test_progress.py",
+    ),
+    Mutation(
+        "late while others work",
+        "cluster/watchdog.py",
+        "if rank.late and rank.pool not in working]",
+        "if rank.late]",
+        "cluster/test_watchdog.py",
+    ),
+]
 ALGORITHMS = [
     Mutation(
         "gae without lambda",
@@ -351,7 +374,7 @@ WEIGHTS = [
         "engine/test_weight_changes.py",
     ),
 ]
-MUTATIONS = [*ALGORITHMS, *MODELS, *ENGINE_AND_ROLLOUT, *DATA_AND_REWARDS, *EPISODES, *WEIGHTS]
+MUTATIONS = [*ALGORITHMS, *MODELS, *ENGINE_AND_ROLLOUT, *DATA_AND_REWARDS, *EPISODES, *WEIGHTS, *OPERATIONS]
 
 
 def survives(mutation: Mutation, copy: Path) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +17,13 @@ import torch
 
 from tests.listeners import listening, strangers, with_descendants
 from verl_like.batch import Evaluated
-from verl_like.cluster import ray_group
+from verl_like.cluster import ray_group, watchdog
 from verl_like.cluster.launch import RaySession, connect
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.ray_group import RayWorkerGroup
 from verl_like.cluster.resources import Allocation, ResourcesError, allocate
-from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
+from verl_like.cluster.watchdog import Watchdog
+from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerStalled, WorkerTimeout
 
 TOY = f"{__name__.rpartition('.')[0] + '.' if '.' in __name__ else ''}toy_worker:ToyWorker"
 pytestmark = pytest.mark.timeout(120)
@@ -211,6 +214,51 @@ class TestProcesses:
             group.call_all("all_reduce", 1.0).wait(3)
         assert (caught.value.rank, caught.value.ranks) == (1, (1, 0))
         assert len(re.findall(r"rank 1 was stopped \(process .*; all_reduce\(\) waits for it", caplog.text)) == 1
+
+    @pytest.mark.parametrize("how", ["stopped", "elsewhere"])
+    def test_the_watchdog_names_the_rank_that_the_others_wait_for(
+        self,
+        start: Callable[..., RayWorkerGroup],
+        session: RaySession,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        how: str,
+    ) -> None:
+        monkeypatch.setattr(watchdog, "_AGAIN_S", 3.0)
+        group = start({"collective": True}, watchdog=Watchdog(1.0, session.run_id))
+        group.call_all("all_reduce", 1.0).wait()
+        if how == "stopped":
+            os.kill(group.pids[1], signal.SIGSTOP)
+            pending, reason = group.call_all("all_reduce", 1.0), r"was stopped \(process \d+"
+        else:  # it computes, and never comes to where the others are
+            pending, reason = group.call_all("reduce_or_spin", 1), "has not come to all_reduce number 2 of default_pg"
+        began = time.monotonic()
+        with pytest.raises(WorkerStalled, match=f"^worker rank 1 of 2 {reason}") as caught:
+            pending.wait(60)
+        assert caught.value.ranks == (1, 0) and time.monotonic() - began < 20
+        method, text = pending.method, str(caught.value)
+        assert re.search(rf"\n  worker rank 0 .*: {method} for \d+ s of \d+ s", text)
+        if how == "elsewhere":
+            assert re.search(r"\n  worker rank 0 .*; last collective: all_reduce number 2 of default_pg", text)
+        told = (tmp_path / "stall.txt").read_text()
+        for part in ("--- worker rank 0 ---", f"in {method}", "--- worker rank 1 ---", "--- the driver ---", "in look"):
+            assert part in told
+
+    @pytest.mark.engines
+    def test_slow_ranks_that_get_on_are_left_alone(
+        self, start: Callable[..., RayWorkerGroup], session: RaySession
+    ) -> None:
+        """In parts that each keep a limit that all of them do not, beside four busy processes for each core."""
+        group = start(watchdog=Watchdog(1.0, session.run_id))
+        others = [
+            subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))
+        ]
+        try:
+            assert group.call_all("advance", 20, 0.3).wait(60) == [20, 20]
+        finally:
+            for each in others:
+                each.kill()
+                each.wait()
 
     @pytest.mark.slow
     def test_a_stopped_rank_is_named_when_the_others_give_up_first(self, start: Callable[..., RayWorkerGroup]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.cluster.worker_group import RankEnv
+from verl_like.progress import advance, span
 
 THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
 RANK_AT_IMPORT = os.environ.get("RANK")
@@ -72,6 +73,19 @@ class ToyWorker:
         tensor = torch.tensor([value])
         dist.all_reduce(tensor)
         return float(tensor)
+
+    def reduce_or_spin(self, spinning_rank: int) -> float:
+        while self.env.rank == spinning_rank:
+            pass
+        return self.all_reduce(1.0)
+
+    def advance(self, count: int, seconds: float) -> int:
+        """In parts that are short, and longer than the watchdog's limit together."""
+        with span("parts"):
+            for _ in range(count):
+                time.sleep(seconds)
+                advance()
+        return count
 
     def fail_then_reduce(self, failing_rank: int, how: str) -> float:
         """One rank fails while the others wait for it in a collective."""

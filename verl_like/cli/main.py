@@ -87,6 +87,18 @@ VERBS = (
         ),
     ),
     Verb(
+        name="replay",
+        module="replay",
+        help="make a recorded step of a run again, in one process, and compare loss, gradient and every column",
+        examples=("verl-like replay checkpoints/run 12", "verl-like replay checkpoints/run 12 trainer.device=cpu"),
+    ),
+    Verb(
+        name="bisect",
+        module="bisect",
+        help="find the first step, phase and tensor in which two recorded runs part",
+        examples=("verl-like bisect checkpoints/run_a checkpoints/run_b",),
+    ),
+    Verb(
         name="chat",
         module="chat",
         help="talk to a checkpoint or any model",

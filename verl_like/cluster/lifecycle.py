@@ -29,6 +29,7 @@ __all__ = [
     "leave_signals_to_driver",
     "name_shared_memory",
     "sigterm_blocked",
+    "terminated",
 ]
 
 logger = logging.getLogger(__name__)
@@ -91,10 +92,24 @@ def leave_signals_to_driver() -> None:
     SIGTERM keeps its effect on the children: a program started from here has handlers no more, a fork is put right.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, _note)
     signal.siginterrupt(signal.SIGTERM, False)  # system calls of native code go on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by `sigterm_blocked`, below Ray's daemons
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+_terminated = False
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _terminated
+    _terminated = True
+
+
+def terminated() -> bool:
+    """Whether this worker got a SIGTERM: the driver hears of it with the next answer (a machine that is to go may be
+    another one than the driver's), and ends the run as if it had got it itself."""
+    return _terminated
 
 
 @contextmanager

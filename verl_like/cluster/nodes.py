@@ -20,22 +20,23 @@ _STACK_LINES = 60
 
 def log_tail(node_id: str, path: str) -> str:
     """Last lines of a worker's log, wherever it lies; a note instead when its node does not answer."""
-    return read_tail(path) or _on_node(node_id, read_tail, path)
+    return read_tail(path) or on_node(node_id, read_tail, path)
 
 
 def stack_tail(node_id: str, pid: int, path: str) -> str:
     """Have a process write the stacks of its threads to its log, and return the end of that log."""
-    return _on_node(node_id, _dump_stacks, pid, path)
+    return on_node(node_id, _dump_stacks, pid, path)
 
 
 def process_state(node_id: str, pid: int) -> str:
     """The kernel's letter for what a process does: R runs, S and D wait, T is stopped; "" for one that is gone, or a
     zombie, and "?" where nothing can be learnt (no /proc, no answer)."""
-    letter = _on_node(node_id, _state_here, pid)
+    letter = on_node(node_id, process_state_here, pid)
     return letter if len(letter) <= 1 else "?"
 
 
-def _state_here(pid: int) -> str:
+def process_state_here(pid: int) -> str:
+    """See `process_state`."""
     if not os.path.isdir("/proc/self"):
         return "?"
     try:
@@ -53,7 +54,8 @@ def _dump_stacks(pid: int, path: str) -> str:
     return read_tail(path, _STACK_LINES)
 
 
-def _on_node(node_id: str, function: Callable[..., str], *args: Any) -> str:
+def on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` gives on that machine; a text that says so where its node does not answer."""
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*args)
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)

@@ -7,6 +7,7 @@ Output of the process (and of native code in it) goes to a file; records that co
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import os
 import pickle
@@ -20,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_like import progress
 from verl_like.cluster.environment import free_port, omp_threads, process_environment
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
-from verl_like.cluster.lifecycle import die_with_parent, leave_signals_to_driver, name_shared_memory
+from verl_like.cluster.lifecycle import die_with_parent, leave_signals_to_driver, name_shared_memory, terminated
 from verl_like.cluster.worker_group import RankEnv, method_of, resolve_import_path
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class StartRequest:
     environment: Mapping[str, str]  # further variables, strongest
     log_path: str
     working_directory: str
+    stall_timeout: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class Outcome:
     message: str = ""
     traceback: str = ""
     log_tail: str = ""
+    asked_to_stop: bool = False  # this process got a SIGTERM
 
 
 class RankProcess:
@@ -85,7 +89,9 @@ class RankProcess:
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
         try:
-            return Outcome(value=method_of(self._worker, method)(*args, **kwargs))
+            with progress.span(method):
+                value = method_of(self._worker, method)(*args, **kwargs)
+            return Outcome(value=value, asked_to_stop=terminated())
         except BaseException as error:
             return self._failed(error)
 
@@ -115,7 +121,10 @@ class RankProcess:
         redirect_output(Path(request.log_path), f"{rank_env.rank} of {rank_env.world_size}, run {rank_env.run_id}")
         os.environ.update(process_environment(rank_env, cuda_devices=request.cuda_devices))
         os.environ["OMP_NUM_THREADS"] = str(omp_threads(rank_env.local_world_size, rank_env.device))
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # torch's flight recorder: the last collectives
         os.environ.update(request.environment)
+        beacon = progress.beacon_file(rank_env.run_id, request.log_path)
+        progress.publish(beacon, request.stall_timeout, last_collectives)
         if os.path.isdir(request.working_directory):
             os.chdir(request.working_directory)
         if rank_env.local_rank == 0:
@@ -128,6 +137,21 @@ class RankProcess:
         text = "".join(traceback.format_exception(error))
         logger.info("failed:\n%s", text)
         return Outcome(error_type=type(error).__name__, message=str(error), traceback=text, log_tail=log_tail)
+
+
+def last_collectives() -> dict[str, Any]:
+    """Of each process group the newest collective that this rank has begun, as torch's flight recorder has it."""
+    torch: Any = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(torch, "_dump_fr_trace_json", None)  # torch 2.11 and 2.12: of NCCL alone, where it is switched on
+    if dump is None:
+        return {}
+    found: dict[str, Any] = {}
+    for entry in json.loads(dump()).get("entries", []):
+        if not entry["is_p2p"]:
+            group = entry["process_group"][1] if entry["process_group"][1] != "undefined" else entry["process_group"][0]
+            name = entry["profiling_name"].rpartition(":")[2]
+            found[str(group)] = {"number": entry["collective_seq_id"], "name": name}
+    return found
 
 
 class _ForTheUser(logging.Filter):

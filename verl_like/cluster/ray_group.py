@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray import cloudpickle
@@ -27,6 +28,7 @@ from verl_like.cluster.janitor import cleanup_shm, kill_processes
 from verl_like.cluster.nodes import log_tail, process_state, stack_tail
 from verl_like.cluster.rank_process import Outcome, RankProcess, StartRequest
 from verl_like.cluster.resources import Allocation
+from verl_like.cluster.watchdog import Watchdog, Watched
 from verl_like.cluster.worker_group import (
     GroupStopped,
     RankEnv,
@@ -108,6 +110,8 @@ class RayPendingResult:
             return Failure.of_transport(rank, self.method, error)
         if outcome.error_type:
             return Failure.of_outcome(rank, self.method, outcome)
+        if outcome.asked_to_stop:
+            self._group.asked_to_stop(rank)
         self.values[rank] = outcome.value
         return None
 
@@ -117,8 +121,9 @@ class RayWorkerGroup:
 
     worker: import path "package.module:Class". spec: its first argument, anything that pickles. log_dir: each rank
     writes `<name>_rank<r>.log` there, on its own node. environment: further variables for the workers. runtime_env:
-    Ray's, for the workers alone. wait: until all are built; otherwise `wait_started` does. Raises WorkerError with the
-    worker's own traceback when a constructor fails, WorkerTimeout after `start_timeout` seconds.
+    Ray's, for the workers alone. wait: until all are built; otherwise `wait_started` does. watchdog: the run's.
+    spare: the run goes on without this group.
+    Raises WorkerError with the worker's own traceback when a constructor fails, WorkerTimeout after `start_timeout` s.
     """
 
     def __init__(
@@ -134,8 +139,12 @@ class RayWorkerGroup:
         runtime_env: Mapping[str, Any] | None = None,
         name: str = "worker",
         wait: bool = True,
+        watchdog: Watchdog | None = None,
+        spare: bool = False,
     ) -> None:
-        self.run_id, self._name = run_id, name
+        self.run_id, self.name, self.spare = run_id, name, spare
+        self._watchdog, self._passed_on = watchdog or Watchdog(None, run_id), False
+        self._watchdog.groups.append(self)
         self.stopped_by: WorkerError | None = None
         self._outstanding: list[RayPendingResult] = []
         self._mentioned: set[int] = set()  # ranks that the user was told are stopped
@@ -212,7 +221,9 @@ class RayWorkerGroup:
                 raise self._stopped(target.method)
             self._outstanding = [result for result in self._outstanding if result.waiting]
             owner = {ref: result for result in self._outstanding for ref in result.waiting}
-            patience = _LOOK_SECONDS if deadline is None else max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))
+            patience = min(_LOOK_SECONDS, self._watchdog.interval_s)
+            if deadline is not None:
+                patience = max(0.0, min(patience, deadline - time.monotonic()))
             ready, _ = ray.wait(list(owner), num_returns=1, timeout=patience)
             failures = [failure for ref in ready if (failure := owner[ref].take(ref)) is not None]
             if failures:
@@ -221,6 +232,7 @@ class RayWorkerGroup:
                 self._fail_late(target, timeout or 0.0)
             elif not ready:
                 self._mention_stopped(target)
+                self._watchdog.look()
 
     def _place(self, allocation: Allocation, log_dir: Path, name: str, timeout: float) -> None:
         """Learn where the actors are, and order the ranks of each node by GPU."""
@@ -276,6 +288,7 @@ class RayWorkerGroup:
                 environment={**forwarded_environment(os.environ), **environment},
                 log_path=rank.log_path,
                 working_directory=os.getcwd(),
+                stall_timeout=self._watchdog.stall_timeout,
             )
             refs.append(rank.actor.start.remote(request, pickled))
         return self._pending("start", refs)
@@ -318,7 +331,7 @@ class RayWorkerGroup:
         tails = {f.rank: f.log_tail or log_tail(self._ranks[f.rank].node_id, logs[f.rank]) for f in failures}
         self._kill()
         try:
-            raise_for(failures, world_size=self.world_size, name=self._name, logs=logs, tails=tails)
+            raise_for(failures, world_size=self.world_size, name=self.name, logs=logs, tails=tails)
         except WorkerError as error:
             self.stopped_by = error
             raise
@@ -353,9 +366,8 @@ class RayWorkerGroup:
         cause = "".join(f"; rank {rank} {stopped_text(self._ranks[rank].pid)}" for rank in stopped)
         tail = stack_tail(first.node_id, first.pid, first.log_path)
         setting = "trainer.worker_start_timeout" if target.method == "start" else "trainer.rpc_timeout"
-        self._kill()
-        self.stopped_by = WorkerTimeout(
-            f"{target.method}() was not answered within {timeout:g} s ({setting}) by {self._name} rank(s) "
+        error = WorkerTimeout(
+            f"{target.method}() was not answered within {timeout:g} s ({setting}) by {self.name} rank(s) "
             f"{', '.join(map(str, sorted(late)))} of {self.world_size}{cause}",
             rank=late[0],
             ranks=late,
@@ -363,7 +375,34 @@ class RayWorkerGroup:
             log_path=first.log_path,
             log_tail=tail,
         )
-        raise self.stopped_by
+        self.end(error)
+
+    def asked_to_stop(self, rank: int) -> None:
+        """A rank got a SIGTERM, as where its machine is to go: the driver treats it as its own, once."""
+        if not self._passed_on:
+            self._passed_on = True
+            logger.warning("%s rank %d got a SIGTERM: the run is asked to stop", self.name, rank)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def watched(self) -> list[Watched]:
+        """This group's ranks for the watchdog; the start has a time limit of its own."""
+        if self.stopped_by is not None:
+            return []
+        called: dict[int, list[str]] = {}
+        for result in self._outstanding:
+            for rank in result.waiting.values() if result.method != "start" else ():
+                called.setdefault(rank, []).append(result.method)
+        about = {"pool": self.name, "size": self.world_size}
+        return [
+            Watched(**about, rank=i, node_id=r.node_id, pid=r.pid, log_path=r.log_path, called=called.get(i, []))
+            for i, r in enumerate(self._ranks)
+        ]
+
+    def end(self, error: WorkerError) -> NoReturn:
+        """Stop all ranks, and raise `error`, which later calls name as the reason."""
+        self._kill()
+        self.stopped_by = error
+        raise error
 
     def _kill(self) -> None:
         """End all worker processes, and see on this machine that they are gone."""

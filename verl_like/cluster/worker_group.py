@@ -81,6 +81,10 @@ class WorkerTimeout(WorkerError):
     """Some ranks did not answer in time; `ranks` says which."""
 
 
+class WorkerStalled(WorkerTimeout):
+    """Ranks make no progress: `rank` is the one that the others wait for (cluster/watchdog.py)."""
+
+
 class GroupStopped(WorkerError):
     """A call to a group that was shut down or has failed before."""
 

@@ -57,6 +57,8 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"ray_kwargs\.timeline_json_file", "ray_init.timeline_json_file"),
     (r"ray_kwargs\.ray_init\.(.+)", r"ray_init.\1"),
     (r"ray_init\._temp_dir", "ray_init.temp_dir"),
+    (r"skip\.rollout\.enable", "actor_rollout_ref.rollout.skip_rollout"),
+    (r"skip\.rollout\.dump_dir", "actor_rollout_ref.rollout.skip_dump_dir"),
     (r"reward\.custom_reward_function\.(.+)", r"custom_reward_function.\1"),
     (r"(?:reward|reward_model)\.num_workers", "custom_reward_function.num_workers"),
     (r"reward\.reward_manager(?:\.name)?", "reward_model.reward_manager"),

@@ -115,7 +115,7 @@ NEWER: dict[str, str] = {
     "distillation": "on-policy distillation",
     "env": "environments of agents",
     "global_profiler": "profiling",
-    "skip": "record and replay of rollouts",
+    "skip": "choice of steps to record and replay (skip.rollout.enable and dump_dir are there), and asynchronous ones",
     "trainer.npu_profile": "profiling",
     "trainer.v1": "samplers of your own, and devices that change between training and rollout",
     "transfer_queue": "the transfer queue",

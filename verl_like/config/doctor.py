@@ -94,7 +94,19 @@ def _roles(config: PPOConfig) -> list[str]:
             f"{_ROLLOUT}.tensor_model_parallel_size={size} with {_ROLLOUT}.name=hf: "
             f"the hf engine has no tensor parallelism; set it to 1 or use name=vllm"
         )
+    if policy.rollout.name == "recorded":
+        problems += _without_engine(config)
     return problems + impossible_sharding(config) + _validation_sampling(config)
+
+
+def _without_engine(config: PPOConfig) -> list[str]:
+    trainer, key = config.trainer, f"{_ROLLOUT}.name=recorded"
+    problems = []
+    if trainer.val_before_train or trainer.val_only or trainer.test_freq != -1:
+        problems.append(f"{key}: nothing answers a validation; set trainer.val_before_train=False trainer.test_freq=-1")
+    if not config.actor_rollout_ref.hybrid_engine or any("rollout" in s["roles"] for s in trainer.placement.values()):
+        problems.append(f"{key}: there is no engine to be in a pool of its own; leave hybrid_engine and placement out")
+    return problems
 
 
 def _validation_sampling(config: PPOConfig) -> list[str]:
@@ -356,6 +368,11 @@ IDLE: tuple[Idle, ...] = (
         ("trainer.controller_nsight_options", "trainer.worker_nsight_options"),
         lambda c: not (c.trainer.profile_steps and c.trainer.profile_tool == "nsys"),
         "trainer.profile_steps with trainer.profile_tool=nsys uses it",
+    ),
+    Idle(
+        (f"{_ROLLOUT}.skip_dump_dir",),
+        lambda c: not c.actor_rollout_ref.rollout.skip_rollout and c.actor_rollout_ref.rollout.name != "recorded",
+        f"{_ROLLOUT}.skip_rollout is false",
     ),
     Idle(("ray_init.",), lambda c: c.trainer.launcher == "local", "trainer.launcher is local"),
     Idle(

@@ -38,6 +38,11 @@ def impossible_async(config: PPOConfig) -> list[str]:
             f"{mode} with {_ROLLOUT}.scheduler.additional_prompts.enable=True: async_training.over_sample_rate says "
             "how many groups are under way; leave additional_prompts out"
         )
+    if rollout.skip_rollout or rollout.name == "recorded":
+        problems.append(
+            f"{mode} with recorded steps ({_ROLLOUT}.skip_rollout, name=recorded): their responses are those of another "
+            "run's weights; set trainer.mode=sync"
+        )
     rules = config.algorithm.filter_groups
     if rules.enable and rules.resample and rollout.scheduler.mode == "batch":
         problems.append(

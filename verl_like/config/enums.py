@@ -33,6 +33,7 @@ class RolloutName(StrEnum):
     vllm = "vllm"
     sglang = "sglang"
     hf = "hf"
+    recorded = "recorded"
 
 
 class LoadFormat(StrEnum):

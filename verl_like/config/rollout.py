@@ -239,10 +239,15 @@ class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout.*`."""
 
     name: RolloutName = RolloutName.vllm
-    """Engine: vllm, hf (transformers) or sglang."""
+    """Engine: vllm, hf (transformers) or sglang; recorded: none, all steps come from skip_dump_dir."""
     server: bool = False
     """Give the engine a process of its own beside the worker: it shares no interpreter lock with the trainer, and its
     end is not the worker's. SGLang always has one."""
+    skip_rollout: bool = False
+    """Take the responses and scores of each step that skip_dump_dir has from there; sample the others, and record them
+    there."""
+    skip_dump_dir: str | None = None
+    """Folder of recorded steps, as trainer.record_freq writes them. Null: <log_dir>/recorded."""
     mode: str = "sync"
     """sync or async: both mean the same here, the engine always works request by request."""
     n: int = 1

@@ -60,6 +60,10 @@ class TrainerConfig(ConfigNode):
     """[s] Longest single call to a worker. Sampling a whole step is one, with graders where they choose groups."""
     worker_start_timeout: float = 600.0
     """[s] Longest time from placing the workers until all of them are built."""
+    stall_timeout: float | None = 300.0
+    """[s] The run ends, or begins again (max_restarts), when workers make no progress for so long, and ten times what a
+    micro-batch, an engine's step or a tensor of that size took before; three times as long where it is the first of its
+    kind. Null: only rpc_timeout counts."""
     max_restarts: int = 0
     """[restarts] Begin again from the newest checkpoint when worker processes, their node or their memory are lost, or
     do not answer in time: at most so often from the same one. Set save_freq with it."""
@@ -142,6 +146,9 @@ class TrainerConfig(ConfigNode):
     """[MB] Size of <log_dir>/samples; beyond it every second older step is removed."""
     report_freq: int = 20
     """[steps] Write <log_dir>/report.html every so many steps, in a process of its own, and at the end; -1: never."""
+    record_freq: int = -1
+    """[steps] Write what each so many-th step consists of (tokens, log-probs, rewards, advantages, checksums of the
+    weights) into <log_dir>/recorded, about 30 bytes a token, for verl-like replay and bisect. -1: never."""
     rollout_data_dir: str | None = None
     """Folder for all training responses as jsonl. Null: not kept."""
     validation_data_dir: str | None = None
@@ -167,9 +174,10 @@ class TrainerConfig(ConfigNode):
         one_of(self, "mode", TRAINER_MODES)
         alone = self.early_stop_patience is not None and self.best_metric is None
         require(not alone, "early_stop_patience", self.early_stop_patience, "set best_metric, which it watches")
-        above(self, 0, "rpc_timeout", "worker_start_timeout")
+        above(self, 0, "rpc_timeout", "worker_start_timeout", "stall_timeout")
         at_least(self, 0, "max_restarts", "restart_delay")
         minus_one_or_positive(self, "save_freq", "test_freq", "max_skipped_updates", "sample_freq", "report_freq")
+        minus_one_or_positive(self, "record_freq")
         per_node = self.n_gpus_per_node
         legal = per_node == "auto" if isinstance(per_node, str) else per_node >= 1
         require(legal, "n_gpus_per_node", per_node, "must be auto or at least 1")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,11 @@ from transformers import PreTrainedModel
 from verl_like.checkpoint.checksums import note
 from verl_like.checkpoint.harmless import HarmlessReader
 from verl_like.parallel.sharding import local_tensor
+from verl_like.progress import span
 
 log = logging.getLogger(__name__)
+
+_SLOWEST_DISK = 10e6  # [bytes/s] of one rank: what is slower counts as stuck
 
 # What the random state of numpy is made of, beside plain data.
 _OF_NUMPY = [np.ndarray, np.dtype, np.dtypes.UInt32DType, np._core.multiarray._reconstruct]  # pyright: ignore
@@ -36,19 +41,31 @@ _OF_NUMPY = [np.ndarray, np.dtype, np.dtypes.UInt32DType, np._core.multiarray._r
 def save_sharded(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Every rank writes its shards (collective over `group`, or all ranks). RuntimeError when any rank cannot."""
     try:
-        dcp.save(tensors, checkpoint_id=str(folder), process_group=group)
+        with _watched("writing", tensors):
+            dcp.save(tensors, checkpoint_id=str(folder), process_group=group)
     except CheckpointException as error:  # a BaseException: it would pass by whoever reports errors of a rank
-        raise RuntimeError(f"writing {folder} failed: {error}") from error
+        causes = "; ".join(
+            f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()
+        )
+        there = next(parent for parent in folder.parents if parent.is_dir())  # torch says nothing of a full disk
+        free = f"{shutil.disk_usage(there).free / 2**20:,.0f} MB are free there"
+        raise RuntimeError(f"writing {folder} failed ({free}): {causes}") from error
     rank = dist.get_rank(group)
     own = list(folder.glob(f"__{rank}_*"))  # as torch.distributed.checkpoint's FileSystemWriter names them
     note(folder, [*own, folder / ".metadata"] if rank == 0 else own, rank)
+
+
+def _watched(what: str, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """For the watchdog: this rank's bytes."""
+    amount = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
+    return span(what, amount=amount, expected_s=amount / _SLOWEST_DISK)
 
 
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill the shards given from a folder that any number of ranks wrote (collective)."""
     _require(folder)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _watched("reading", tensors):
             dcp.load(tensors, storage_reader=HarmlessReader(folder))
     except CheckpointException as error:
         raise RuntimeError(f"reading {folder} failed: {error}") from error

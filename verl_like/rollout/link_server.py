@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from verl_like.progress import DRIVER, span
 from verl_like.rollout.client import Events, LocalLink
 from verl_like.rollout.rollout_engine import RolloutEngine, RolloutError
 from verl_like.rollout.travel import told
@@ -53,7 +54,7 @@ class LinkServer:
         Raises RolloutError when the engine or the connection is lost, and what `RolloutEngine.open` raises.
         """
         self._wait(lambda: self._num_orders >= num_orders)
-        with self._engine.opened():
+        with self._engine.opened(), span("serving", whom=DRIVER):
             self._wait(lambda: bool(self._pauses))
         number = self._pauses.popleft()
         self._local.afterwards(partial(self._say, ("paused", number)))  # when the driver was told all that ended

@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 
+from verl_like.progress import span
 from verl_like.rollout.orders import Lockstep, Orders
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
 
@@ -243,10 +244,11 @@ class StepLoop:
             return False
         orders = self._collect() if self.leads else Orders()
         if self._lockstep is not None:
-            orders = self._lockstep.agree(orders if self.leads else None)
+            with span("orders", whom="" if self.leads else "the replica's first rank"):
+                orders = self._lockstep.agree(orders if self.leads else None)
         if orders.stop:
             return False
-        with self._engine_lock:
+        with self._engine_lock, span("engine step"):
             done, refused = self._carry_out(orders)
         if orders.pause and self._lockstep is not None:
             self._lockstep.meet()  # a pause is one only when the slowest rank has ended its last step

@@ -16,6 +16,7 @@ import time
 import traceback
 from typing import Any
 
+from verl_like.progress import show_stacks
 from verl_like.services import keeper
 from verl_like.services.channel import Channel
 from verl_like.services.service import Outcome, Result, Service, ServiceSpec
@@ -27,6 +28,7 @@ _TRACEBACK_CHARS = 2000
 def main(descriptor: int, parent_pid: int, temporary: str) -> None:
     """Entry point of the process. `descriptor` is this end of the pool's socket pair; `temporary`, a folder of ours."""
     keeper.keep(parent_pid, descriptor, temporary)
+    show_stacks()
     os.set_inheritable(descriptor, False)  # programs that a service starts must not keep the channel open
     connection = Channel(socket.socket(fileno=descriptor))
     spec: ServiceSpec = connection.receive()

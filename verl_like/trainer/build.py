@@ -71,9 +71,10 @@ from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memor
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
+from verl_like.trainer.recording import RecordedSource, Recorder
 from verl_like.trainer.replicas import RolloutGroup, StandingRolloutGroup
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.resume import fetch_resume, find_resume
+from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardModelGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
@@ -208,6 +209,8 @@ def started(
             recover(Path(config.trainer.default_local_dir).expanduser())
             fetch_resume(config.trainer)
             resume = find_resume(config, newest=again)
+            if resume is not None and (other := processes_text(resume, plan.pools[0].world_size)):
+                logger.warning("%s", other)
             checkpoints = Checkpoints(
                 config.trainer, inputs.tokenizer, vision=inputs.vision, resume=resume, confirm=confirm_folder
             )
@@ -310,7 +313,9 @@ def assemble(
 ) -> PPOTrainer:
     """Put the driver's parts around the worker groups; `stack` closes those that have to be."""
     settings = config.trainer
-    weights = Weights(pools.of(ACTOR), pools.of(ROLLOUT), timeout_s=settings.rpc_timeout)
+    skips, recorded = config.actor_rollout_ref.rollout.skip_rollout, config.actor_rollout_ref.rollout.name == "recorded"
+    pair = pools.of(ACTOR), pools.of(ROLLOUT)
+    weights = Weights(*pair, timeout_s=settings.rpc_timeout, nobody_samples=recorded)
     sampling = {
         "timeout_s": settings.rpc_timeout,
         "max_running_requests": config.actor_rollout_ref.rollout.scheduler.max_running_requests,
@@ -329,9 +334,11 @@ def assemble(
         return role(pools.of(role.role), plan, **sharing, **shared, **options)
 
     actor = models(ActorGroup, costs.actor, on_change=weights.changed)
+    critic = models(CriticGroup, costs.critic)
     assert actor is not None
     how = answering(config, inputs, validation=False)
-    collector = Collector(loader, rewards, replicas, how, config, plan.total_training_steps)
+    source = RecordedSource if skips or recorded else Collector
+    collector = source(loader, rewards, replicas, how, config, plan.total_training_steps)
     stack.callback(replicas.close)
     stack.callback(collector.close)
     return kind(
@@ -343,7 +350,8 @@ def assemble(
         pools=pools,
         actor=actor,
         reference=models(ReferenceGroup, costs.actor),
-        critic=models(CriticGroup, costs.critic),
+        critic=critic,
+        recorder=Recorder(config, [role for role in (actor, critic) if role is not None]),
         weights=weights,
         rewards=rewards,
         validator=Validator(

@@ -14,7 +14,7 @@ from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.memory_forecast import GIB, Forecast
 from verl_like.trainer.nsight import check_nsight
-from verl_like.trainer.resume import find_resume
+from verl_like.trainer.resume import find_resume, processes_text
 from verl_like.trainer.reward_check import grade_references, table
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
         rows = list(_rows(config, ready))
         rows.append(("rewards", _graded(config, ready)))
     begin = "a fresh start" if resume is None else f"resumes from {resume}"
+    if resume is not None and (other := processes_text(resume, ready.plan.pools[0].world_size)):
+        begin += f"; {other}"
     return [*rows, ("beginning", f"{begin}; output in {config.trainer.default_local_dir}")]
 
 

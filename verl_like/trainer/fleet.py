@@ -48,10 +48,12 @@ class Fleet:
     numbers are those of all that were ever started.
 
     Calls go to the replicas that are there; arguments and results are those of all their ranks, in this order.
+    watch: the watchdog's look, which ends groups that do not get on.
     """
 
-    def __init__(self, start: Callable[[int], Replica], size: int) -> None:
+    def __init__(self, start: Callable[[int], Replica], size: int, watch: Callable[[], None] = lambda: None) -> None:
         self._start, self._size, self._next, self._in_vain = start, size, 0, 0
+        self.watch = watch
         self._coming: list[Replica] = []
         self.num_lost = 0
         self.replicas = [self._begin() for _ in range(size)]
@@ -151,7 +153,9 @@ class FleetPending:
         return all(part.done() for _, part in self._parts)
 
     def look(self) -> None:
-        """Leave out replicas that have failed, of a call that none should have ended. Raises the error of the last."""
+        """Leave out replicas that have failed or hang, of a call that none should have ended. Raises the error of the
+        last."""
+        self._fleet.watch()
         for replica, part in self._parts:
             if replica in self._fleet.replicas and part.done():
                 try:

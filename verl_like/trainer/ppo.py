@@ -25,6 +25,7 @@ from verl_like.observe.timing import StepClock
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.checkpoints import Checkpoints, Unhealthy
 from verl_like.trainer.pools import Pools
+from verl_like.trainer.recording import Recorder
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, UpdateRules
 from verl_like.trainer.state import TrainState
@@ -53,6 +54,7 @@ class PPOTrainer:
     validator: Validator
     checkpoints: Checkpoints
     report: Reporter
+    recorder: Recorder | None = None
     stop: StopFlag
     on_start: Callable[[], None] = lambda: None  # the checkpoint is read, and the first weights are proved
     on_scores: Callable[[Rollouts, Scores], None] = lambda rollouts, scores: None  # a curriculum learns from them
@@ -183,7 +185,12 @@ class PPOTrainer:
     def keep_samples(
         self, step: int, rollouts: Rollouts, scores: Scores, evaluated: Evaluated, experience: Experience
     ) -> None:
-        """A few responses for people (trainer.sample_freq), with what the model says of them before the update."""
+        """A few responses for people (trainer.sample_freq), with what the model says of them before the update; and the
+        whole step for `verl-like replay` (trainer.record_freq)."""
+        if self.recorder is not None:
+            stages = {"rollouts": rollouts, "scores": scores, "evaluated": evaluated, "experience": experience}
+            facts = {"step": step, "seed": self.config.trainer.seed, "kl_coef": self.state.kl_coef}
+            self.recorder.keep(step, stages, facts)
         rows = self.report.rows_to_keep(step, rollouts, scores)
         if not rows:
             return

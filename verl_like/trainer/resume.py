@@ -122,6 +122,18 @@ def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
     return path
 
 
+def processes_text(path: Path, processes: int) -> str:
+    """What a checkpoint of another number of processes means for the run; "" where it is the same number."""
+    then = len(list((path / ACTOR / "extra").glob("rank_*.pt")))
+    if then in (0, processes):
+        return ""
+    share = "more" if processes < then else "less"
+    return (
+        f"{path.name} was saved by {then} process(es) and is taken up by {processes}: its shards are laid out anew, "
+        f"each process has {share} to hold and to do, and numbers are the same to rounding, not to the last bit"
+    )
+
+
 def misfits(path: Path, saved: dict[str, Any], config: PPOConfig) -> list[str]:
     """Why a checkpoint cannot be loaded into the models of this configuration: key, value and fix of each reason."""
     problems = []

@@ -123,6 +123,10 @@ class RoleGroup:
         for minibatches, part in zip(per_share, split_rows(rows, shares), strict=True):
             minibatches.append((part, denominators))
 
+    def checksums(self) -> dict[str, int]:
+        """Of the role's weights, by tensor."""
+        return self.call_all("checksums")[0]
+
     def save(self, path: str) -> list[str]:
         """Write the role's checkpoint; or the names of its tensors that are not finite, and nothing is written."""
         return sorted({name for names in self.call_all("save", path) for name in names})

@@ -16,8 +16,12 @@ _PARTING_S = 60.0
 class Weights:
     """Which weights the rollout engines hold. Whoever changes the actor says so by `changed`."""
 
-    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, *, timeout_s: float) -> None:
-        """actor, rollout: the pools of the two; one and the same in the hybrid engine."""
+    def __init__(
+        self, actor: WorkerGroup, rollout: WorkerGroup, *, timeout_s: float, nobody_samples: bool = False
+    ) -> None:
+        """actor, rollout: the pools of the two; one and the same in the hybrid engine. nobody_samples: there is no
+        engine (rollout.name=recorded)."""
+        self._nobody_samples = nobody_samples
         self._actor, self._rollout, self._timeout_s = actor, rollout, timeout_s
         self._connected_to: list[Replica] | None = None  # the members of a fleet that the channel leads to
         self.reachable: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, the engines are paused
@@ -32,7 +36,7 @@ class Weights:
 
         Raises WeightSyncError, or WorkerError where a rank has failed: the engines refuse to sample.
         """
-        if self.version == version:
+        if self.version == version or self._nobody_samples:
             return None
         with self.reachable():
             report = self._within_processes(version) if self._actor is self._rollout else self._between_pools(version)

@@ -22,6 +22,7 @@ from verl_like.workers.spec import WorkerSpec
 if TYPE_CHECKING:
     from verl_like.cluster.launch import RaySession
     from verl_like.cluster.ray_group import RayWorkerGroup
+    from verl_like.cluster.watchdog import Watchdog
 
 WORKER = "verl_like.workers.host:RoleHost"
 Groups = Mapping[str, WorkerGroup]  # by the pool's name
@@ -66,19 +67,24 @@ class Launcher:
         return {pool.name: _stopped_with(stack, group)}
 
     def _on_ray(self, spec: WorkerSpec, device: str, stack: ExitStack) -> Groups:
+        from verl_like.cluster.watchdog import Watchdog
+
         session = self._connected(spec.plan.pools)
+        watchdog = Watchdog(self._config.trainer.stall_timeout, session.run_id)
         groups: dict[str, RayWorkerGroup | Fleet] = {}
         for pool in spec.plan.pools:
             if self._config.trainer.mode == "separate_async" and pool.roles == (ROLLOUT,):
-                groups[pool.name] = self._fleet(pool, session, spec, device, stack)
+                groups[pool.name] = self._fleet(pool, session, spec, device, stack, watchdog)
             else:
                 patience = self._config.trainer.ray_wait_register_center_timeout
-                groups[pool.name] = self._on_pool(pool, session, spec, device, stack, patience)
+                groups[pool.name] = self._on_pool(pool, session, spec, device, stack, watchdog, patience)
         for group in groups.values():  # they build their roles at the same time
             group.wait_started()
         return groups
 
-    def _fleet(self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack) -> Fleet:
+    def _fleet(
+        self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack, watchdog: Watchdog
+    ) -> Fleet:
         """A group for each replica of a pool that only samples."""
         size = spec.plan.tensor_parallel_size
         if pool.ranks_per_node % size:
@@ -96,13 +102,13 @@ class Launcher:
             try:
                 numbered = dataclasses.replace(spec, replica=number)
                 in_place_of_another = min(_ROOM_S, patience) if number >= count else patience
-                group = self._on_pool(one, session, numbered, device, own, in_place_of_another)
+                group = self._on_pool(one, session, numbered, device, own, watchdog, in_place_of_another, spare=True)
             except BaseException:
                 own.close()
                 raise
             return Replica(number, group, own.close)
 
-        return _stopped_with(stack, Fleet(start, count))
+        return _stopped_with(stack, Fleet(start, count, watchdog.look_when_due))
 
     def _connected(self, pools: tuple[Pool, ...]) -> RaySession:
         from verl_like.cluster.launch import connect
@@ -122,7 +128,15 @@ class Launcher:
         return self._session
 
     def _on_pool(
-        self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack, patience_s: float
+        self,
+        pool: Pool,
+        session: RaySession,
+        spec: WorkerSpec,
+        device: str,
+        stack: ExitStack,
+        watchdog: Watchdog,
+        patience_s: float,
+        spare: bool = False,
     ) -> RayWorkerGroup:
         from verl_like.cluster.ray_group import RayWorkerGroup
         from verl_like.cluster.resources import allocate
@@ -148,6 +162,8 @@ class Launcher:
             runtime_env=worker_runtime_env(config, profile_dir(config)),
             name=f"{name}{spec.replica}" if spec.replica else name,
             wait=False,
+            watchdog=watchdog,
+            spare=spare,
         )
         return _stopped_with(stack, group)
 

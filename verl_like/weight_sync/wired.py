@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_like.progress import span
 from verl_like.rollout.wire import Socket, Wire
 from verl_like.weight_sync.buckets import filled, room_for, taken_out
 from verl_like.weight_sync.channel import DEADLINE_S, ChannelError, Stream
@@ -85,7 +86,8 @@ class Peer:
         """What it says next. Raises ChannelError when it is gone, says nothing, or says that it has failed."""
         try:
             self._wire.limit(deadline.left)
-            message = self._wire.receive()
+            with span("weights", whom=self.name):
+                message = self._wire.receive()
         except (OSError, EOFError) as error:
             raise self.lost(error, deadline, state) from error
         if message[0] == "failed":

@@ -77,12 +77,13 @@ class RoleHost:
             REF: lambda: ReferenceRole(spec, self.process, self.roles.get(ACTOR)),
             ROLLOUT: lambda: RolloutRole(spec, self.process, env),
         }
+        rollout = spec.config.actor_rollout_ref.rollout
         for name, make in makers.items():
-            if name in spec.roles:
+            if name in spec.roles and not (name == ROLLOUT and rollout.name == "recorded"):
                 began = time.perf_counter()
                 before = allocated_bytes(self.process.device)
                 self.roles[name] = make()
-                if name == ROLLOUT and puts_to_sleep(spec.config.actor_rollout_ref.rollout):
+                if name == ROLLOUT and puts_to_sleep(rollout):
                     self._asleep = (
                         allocated_bytes(self.process.device) - before
                     )  # torch counts it as there all the time

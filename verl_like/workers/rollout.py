@@ -16,6 +16,7 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed
+from verl_like.progress import DRIVER, span
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.link_server import LinkServer
 from verl_like.rollout.rollout_engine import EngineLostError, RolloutEngine, RolloutError
@@ -55,7 +56,7 @@ class RolloutRole:
                     raise EngineLostError(str(error)) from error
                 raise
         else:
-            with self.engine.opened():
+            with self.engine.opened(), span("serving", whom=DRIVER):
                 pass  # a replica's other ranks pause when its first one does
 
     def shutdown(self) -> None:

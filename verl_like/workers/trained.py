@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo
@@ -24,6 +26,10 @@ class TrainedRole:
     def train(self, rows: Experience, denominators: Denominators) -> dict[str, Metric]:
         """One optimizer step."""
         raise NotImplementedError
+
+    def checksums(self) -> dict[str, int]:
+        """Of every weight in float32, the same however it is sharded (collective)."""
+        return self.engine.weight_checksums(torch.float32)
 
     def save(self, path: str) -> list[str]:
         """Write a checkpoint, unless it holds tensors that are not finite: their names (TrainEngine.save)."""

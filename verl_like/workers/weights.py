@@ -6,7 +6,7 @@ from __future__ import annotations
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from verl_like.weight_sync.channel import DEADLINE_S, SendingEnd, TakesPart
+from verl_like.weight_sync.channel import SendingEnd, TakesPart
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.receiver import WeightReceiver
 from verl_like.weight_sync.source import WeightSource
@@ -47,7 +47,7 @@ class WeightsSender:
         self._source = WeightSource(actor.engine, process, prove=config.sync_probe, trainer_dtype=dtype)
         self._process, self._address = process, env.address
         self._bucket_bytes = config.update_weights_bucket_megabytes * 2**20
-        self._deadline_s = min(DEADLINE_S, spec.config.trainer.rpc_timeout)
+        self._deadline_s = spec.config.trainer.rpc_timeout  # the watchdog looks at each bucket
         self._channel: SendingEnd = TakesPart()
 
     def listen(self, num_receivers: int) -> Way | None:

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.unit.engine import tiny
 from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience
 from verl_like.checkpoint.checksums import collect, find_faults
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.state import save_sharded
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.parallel.sharding import local_tensor
 
@@ -128,3 +130,13 @@ def test_a_strangers_checkpoint_runs_nothing(process: ProcessInfo, path: str, tm
     assert not (tmp_path / "made").exists()
     pickle.loads(pickle.dumps(Evil(tmp_path / "made")))
     assert (tmp_path / "made").exists()  # elsewhere it works
+
+
+def test_the_ranks_own_error_is_told(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint says only which ranks have one."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        RuntimeError,
+        match=r"writing .*file/model failed \([\d,]+ MB are free there\): rank 0: NotADirectoryError: .*file",
+    ):
+        save_sharded({"weight": torch.zeros(2)}, tmp_path / "file" / "model")

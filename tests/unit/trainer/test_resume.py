@@ -17,7 +17,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.remote import RemoteFolder
 from verl_like.trainer.compose import save_resolved, to_dict
-from verl_like.trainer.resume import changed_keys, fetch_resume, find_resume, run_of
+from verl_like.trainer.resume import changed_keys, fetch_resume, find_resume, processes_text, run_of
 
 
 def config_of(folder: Path, **changes: Any) -> PPOConfig:
@@ -216,3 +216,13 @@ def test_a_run_keeps_its_name_when_it_goes_on(tmp_path: Path) -> None:
     by_path = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(path)}
     assert run_of(path, config_of(tmp_path).trainer) == "vl1"
     assert run_of(path, config_of(tmp_path, **by_path).trainer) != "vl1" != run_of(None, config_of(tmp_path).trainer)
+
+
+def test_another_number_of_processes_is_told(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 4)
+    assert processes_text(path, 2) == ""  # it does not say how many there were
+    for rank in range(4):
+        (path / "actor" / "extra" / f"rank_{rank}.pt").touch()
+    assert processes_text(path, 4) == ""
+    assert processes_text(path, 2).startswith("global_step_4 was saved by 4 process(es) and is taken up by 2: ")
+    assert "has more to hold" in processes_text(path, 2) and "has less to hold" in processes_text(path, 8)

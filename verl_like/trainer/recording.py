@@ -1,0 +1,128 @@
+"""What a step consisted of, kept on disk: for `verl-like replay` and `bisect`, and as a source of batches.
+
+<folder>/step_<n>.safetensors     every column of every stage, as "rollouts.response_ids_T"; what is no tensor, the
+                                  seed and the checksums of the weights that the step began with: JSON in its header
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from verl_like.batch import MediaHandle, PromptRow, RewardFailure, Rollouts, Scores, TensorStruct
+from verl_like.config import PPOConfig
+from verl_like.config.errors import ConfigError
+from verl_like.episodes.collector import Collector
+from verl_like.episodes.pending import PendingBatch
+from verl_like.trainer.folders import log_dir
+from verl_like.trainer.roles import RoleGroup
+
+Stages = Mapping[str, TensorStruct]
+_OBJECTS: dict[str, Callable[..., Any]] = {"rows": PromptRow, "failures": RewardFailure}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """One step. columns: by "stage.name", in the order of the stages. facts: seed, version and weights, by role."""
+
+    columns: dict[str, Any]
+    facts: dict[str, Any]
+
+    def stage(self, name: str, kind: type[Any]) -> Any:
+        """The struct again."""
+        found = {key.partition(".")[2]: value for key, value in self.columns.items() if key.startswith(f"{name}.")}
+        for column, made in _OBJECTS.items():
+            if column in found:
+                found[column] = [None if each is None else made(**each) for each in found[column]]
+        for row in found.get("rows", []):
+            row.media[:] = [MediaHandle(**each) for each in row.media]
+        return kind(**found)
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Of this step."""
+    return folder / f"step_{step}.safetensors"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Those that the folder holds, in order."""
+    return sorted(int(path.stem.partition("_")[2]) for path in folder.glob("step_*.safetensors"))
+
+
+def write_step(file: Path, stages: Stages, facts: dict[str, Any]) -> None:
+    """All columns; the file is there when it is whole."""
+    columns = {f"{name}.{key}": value for name, stage in stages.items() for key, value in stage.columns().items()}
+    tensors = {key: value.detach().cpu().clone() for key, value in columns.items() if isinstance(value, torch.Tensor)}
+    others = {key: value for key, value in columns.items() if key not in tensors}
+    header = json.dumps({"order": list(columns), "lists": others, "facts": facts}, default=_plain)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".part")
+    save_file(tensors, partial, {"step": header})
+    os.replace(partial, file)
+
+
+def read_step(file: Path) -> Recorded:
+    """ConfigError where it is not there, or is none."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header = json.loads(opened.metadata()["step"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dictionary
+    except Exception as error:  # safetensors raises kinds of its own
+        raise ConfigError([f"{file} holds no recorded step (trainer.record_freq): {error}"]) from error
+    return Recorded(columns={key: (tensors | header["lists"])[key] for key in header["order"]}, facts=header["facts"])
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+class Recorder:
+    """Writes each trainer.record_freq-th step of a run, and each that skip_rollout did not find, with
+    the checksums of the weights that the update of `roles` begins with."""
+
+    def __init__(self, config: PPOConfig, roles: Sequence[RoleGroup]) -> None:
+        self._every, self._own, self._roles = config.trainer.record_freq, log_dir(config) / "recorded", roles
+        self._dump = dump_dir(config) if config.actor_rollout_ref.rollout.skip_rollout else None
+
+    def keep(self, step: int, stages: Stages, facts: dict[str, Any]) -> None:
+        """Of this step, before its update."""
+        files = [step_file(self._own, step)] if self._every > 0 and step % self._every == 0 else []
+        if self._dump is not None and not step_file(self._dump, step).exists():
+            files.append(step_file(self._dump, step))
+        if files:
+            facts = facts | {"weights": {role.role: role.checksums() for role in self._roles}}
+        for file in dict.fromkeys(files):
+            write_step(file, stages, facts)
+
+
+def dump_dir(config: PPOConfig) -> Path:
+    """Where skip_rollout looks."""
+    named = config.actor_rollout_ref.rollout.skip_dump_dir
+    return log_dir(config) / "recorded" if named is None else Path(named).expanduser()
+
+
+class RecordedSource(Collector):
+    """Batches as an earlier run has recorded them, with their scores; steps that are not there are sampled."""
+
+    def next_batch(self, step: int) -> tuple[Rollouts, PendingBatch]:
+        """See Collector. ConfigError for a step that is not there, where nothing can sample it."""
+        file, policy = step_file(dump_dir(self.config), step), self.config.actor_rollout_ref.rollout
+        if not file.exists() and policy.name != "recorded":
+            return super().next_batch(step)
+        found, self._metrics = read_step(file), {}
+        drawn = self.loader.draw()  # the place in the data moves on, as it did then
+        rollouts: Rollouts = found.stage("rollouts", Rollouts)
+        self._ledger.used += len(drawn)
+        return rollouts, PendingBatch(found.stage("scores", Scores))
