@@ -40,7 +40,7 @@ def impossible_async(config: PPOConfig) -> list[str]:
         )
     if rollout.skip_rollout or rollout.name == "recorded":
         problems.append(
-            f"{mode} with recorded steps ({_ROLLOUT}.skip_rollout, name=recorded): their responses are those of another "
+            f"{mode} with recorded steps ({_ROLLOUT}.skip_rollout, name=recorded): their responses are of another "
             "run's weights; set trainer.mode=sync"
         )
     rules = config.algorithm.filter_groups
