@@ -164,11 +164,16 @@ def _newest(out: Path) -> str:
 
 @pytest.mark.engines
 @pytest.mark.timeout(900)
-def test_a_killed_replica_is_replaced_and_the_run_goes_on(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "why"), [(signal.SIGKILL, "its process died"), (signal.SIGSTOP, "was stopped")], ids=["killed", "stopped"]
+)
+def test_a_lost_replica_is_replaced_and_the_run_goes_on(
+    fault: signal.Signals, why: str, tmp_path: Path, tiny_model: Path
+) -> None:
     """No restart: the other replica takes over what it had, a third process joins with proved weights."""
     out = tmp_path / "out"
     own = SEPARATE | {"actor_rollout_ref.rollout.n_gpus_per_node": 2}
-    more = {"trainer.total_training_steps": 10_000, "data.max_response_length": 64}
+    more = {"trainer.total_training_steps": 10_000, "data.max_response_length": 64, "trainer.stall_timeout": 10}
     command = line_of(tmp_path, tiny_model, **own, **more)
     run = subprocess.Popen(
         [sys.executable, "-m", "verl_like.trainer.main_ppo", *command],
@@ -177,7 +182,7 @@ def test_a_killed_replica_is_replaced_and_the_run_goes_on(tmp_path: Path, tiny_m
     try:
         _wait_for(run, lambda: _num_steps(out) >= 3)
         log = (out / "workers" / "rollout1_rank0.log").read_text()
-        os.kill(int(re.findall(r"=== rank 0 of 1, run \w+, process (\d+)", log)[-1]), signal.SIGKILL)
+        os.kill(int(re.findall(r"=== rank 0 of 1, run \w+, process (\d+)", log)[-1]), fault)
         said = "2 of 2 rollout replicas are there again"
         _wait_for(run, lambda: said in (out / "verl_like.log").read_text())
         there = _num_steps(out)
@@ -186,7 +191,10 @@ def test_a_killed_replica_is_replaced_and_the_run_goes_on(tmp_path: Path, tiny_m
         text = run.communicate(timeout=200)[0]
     finally:
         run.kill()
-    assert "1 of 2 rollout replicas go on" in text and "rollout1 rank 0 of 1: its process died" in text
+    assert (
+        "1 of 2 rollout replicas go on" in text
+        and f"rollout1 rank 0 of 1{':' if fault == signal.SIGKILL else ''} {why}" in text
+    )
     assert (out / "workers" / "rollout2_rank0.log").exists()
     groups = [group for step in trained(out).values() for group in step]
     assert len(set(groups)) == len(groups) == 8 * len(trained(out))

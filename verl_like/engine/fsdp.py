@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import FSDP2Sharding
 from verl_like.parallel.fsdp1 import FSDP1Sharding
 from verl_like.parallel.ulysses import sequence_group
-from verl_like.progress import advance, span
+from verl_like.progress import advance
 from verl_like.ragged import take_rows
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class FSDPEngine:
             found: dict[str, list[Tensor]] = {name: [] for name in sorted(want)}
             with self._comparison(want) as other:
                 for part in self._cut(batch, rule):
-                    with _micro_batch(part), self._rescue.forward(gathers_alone=self._gathers_alone(other)):
+                    with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone(other)):
                         answers = self._answers(part and part[1], want, temperature, other)
                         answers = {name: values.float().cpu() for name, values in answers.items()}
                     if part is not None:
@@ -329,7 +329,7 @@ class FSDPEngine:
             sync_every = self.role.fsdp.sync_every_micro_batch and not self.sharding.reduces_once
             for i, part in enumerate(parts):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
-                with _micro_batch(part):
+                with microbatch.told(part):
                     metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
             self.sharding.reshard()  # first: the shards hold the gradients, also where weights were kept gathered
             self.sharding.complete_gradients()
@@ -350,7 +350,7 @@ class FSDPEngine:
         metrics = []
         with torch.no_grad():
             for part in self._cut(rows, rule):
-                with _micro_batch(part), self._rescue.forward(gathers_alone=self._gathers_alone(other)):
+                with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone(other)):
                     outputs = self._answers(part and part[1], loss_fn.wants, temperature, other)
                     self._rescue.model_done()
                     if part is not None:
@@ -582,12 +582,6 @@ class FSDPEngine:
         """See TrainEngine.export_hf. Weights keep the precision of the shards."""
         dtype = dtype_of(self.role.fsdp.model_dtype)
         state.export_hf(self.model.hf, self.export_weights(dtype), Path(path), rank=self.process.rank, dtype=dtype)
-
-
-def _micro_batch(part: tuple[list[int], Sequences] | None) -> AbstractContextManager[None]:
-    """For the watchdog: how much there is to do."""
-    tokens = 0 if part is None else int((part[1].prompt_length_B + part[1].response_length_B).sum())
-    return span("micro-batch", amount=tokens)
 
 
 def _zero_loss(outputs: dict[str, Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.parallel.balance import micro_batches
 from verl_like.parallel.dist import all_reduce_max
 from verl_like.parallel.shared_balance import PromptsOfRows
+from verl_like.progress import span
 
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
@@ -30,6 +32,11 @@ def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tupl
     count = all_reduce_max(len(index))
     parts: list[tuple[list[int], Batch] | None] = [(rows, batch.select(rows)) for rows in index]
     return parts + [None] * (count - len(parts))
+
+
+def told(part: tuple[list[int], Sequences] | None) -> AbstractContextManager[None]:
+    """Inside, the watchdog knows that one of those that `cut` gave is at work, and how large it is."""
+    return span("micro-batch", amount=0 if part is None else sum(part[1].num_tokens_B().tolist()))
 
 
 def prompts_of(batch: Sequences) -> PromptsOfRows:

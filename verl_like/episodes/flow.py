@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ from verl_like.data.loader import PromptLoader
 from verl_like.episodes.answering import Answering, Collection, Group
 from verl_like.episodes.choosing import PASSES_WITHOUT_BOUND
 from verl_like.episodes.episode import SingleTurn
+from verl_like.episodes.idle import IdleClock
 from verl_like.episodes.judging import Judge
 from verl_like.episodes.kept import ByGroup, Kept
 from verl_like.episodes.loop import Arrivals
@@ -35,6 +37,7 @@ from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.rollout_engine import NOTHING, Sampled
 
 logger = logging.getLogger(__name__)
+_LOOK_S = 0.05  # between two looks at what the replicas have to do
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +102,8 @@ class Flow:
         self._error: BaseException | None = None
         self._told = _Told()
         self._client: RolloutClient | None = None
+        self._idle, self._watching = IdleClock(paused_too=never_pauses), None
+        self._waited_s, self._asked = 0.0, time.monotonic()  # for batches; since the metrics were asked for last
         self.ledger = Ledger()
         self.kept: ByGroup = {}  # of a checkpoint, not begun again yet
 
@@ -107,8 +112,10 @@ class Flow:
 
         Raises what an episode raises, RewardError, and ValueError where dynamic sampling finds too few groups.
         """
+        came = time.monotonic()
         if self._client is None:
             self._client = client
+            self._watching = asyncio.ensure_future(self._watch(client))
         if self._judge is not None:
             self._judge.step = step
         if self._total_steps is not None:
@@ -120,6 +127,7 @@ class Flow:
             self._raise_if_hopeless()
             self._wake.clear()
             await self._wake.wait()
+        self._waited_s += time.monotonic() - came
         self._begins = self._never_pauses
         self._taken = [self._flights.pop(name) for name in chosen]
         for name in chosen:
@@ -170,13 +178,17 @@ class Flow:
 
     async def metrics(self) -> dict[str, float]:
         """Since they were asked for last. async/*: groups under way, those of them that have ended; groups and tokens
-        that were dropped because they were too old."""
+        that were dropped because they were too old; see IdleClock. trainer_waited: share of the time, for batches."""
+        now = time.monotonic()
+        waited, passed, self._waited_s, self._asked = self._waited_s, now - self._asked, 0.0, now
         book, told, self._told = self._book, self._told, _Told()
         found = {
             "async/running_groups": float(len(book.running)),
             "async/ended_groups": float(len(book.ended)),
             "async/dropped_groups": float(told.stale_groups),
             "async/dropped_tokens": float(told.stale_tokens),
+            "async/trainer_waited": waited / (passed or 1.0),
+            **self._idle.shares(),
         }
         if self._judge is not None:
             seen = self._judge.seen
@@ -188,6 +200,8 @@ class Flow:
     async def end(self) -> None:
         """Begin nothing any more."""
         self._begins = False
+        if self._watching is not None:
+            self._watching.cancel()
 
     def _all(self) -> list[_Flight]:
         return [*self._taken, *self._flights.values()]
@@ -257,6 +271,22 @@ class Flow:
         assert flight.task is not None
         flight.task.remove_done_callback(self._landed)
         await flight.collection.end([flight.task])
+
+    async def _watch(self, client: RolloutClient) -> None:
+        while True:
+            seen = client.occupancy()
+            self._idle.look(seen, self._why_idle(seen.pending))
+            await asyncio.sleep(_LOOK_S)
+
+    def _why_idle(self, pending: int) -> str:
+        """Why a replica has nothing to sample."""
+        if self._running > pending:
+            return "tool"  # of an episode, or its environment
+        if len(self._book.ended) >= self._wanted:
+            return "trainer"  # it has a batch to train first
+        if any(not flight.left and flight.group is None for flight in self._flights.values()):
+            return "grader"
+        return "tail"
 
     def _raise_if_hopeless(self) -> None:
         if self._error is not None:

@@ -23,6 +23,17 @@ _JOIN_S = 10.0
 _LOOK_S = 0.002  # between two looks whether all has ended: less would take the step thread's time
 
 
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Of the replicas that live: held: serve nothing now. idle: serve, and have no request. pending: requests that have
+    not ended, wherever they are."""
+
+    replicas: int
+    held: int
+    idle: int
+    pending: int
+
+
 class RolloutClient(Protocol):
     """Sampling for many threads at once. All methods may be called from any of them; none but `close` waits long."""
 
@@ -45,6 +56,10 @@ class RolloutClient(Protocol):
 
     def serving_s(self) -> float:
         """[s] How long replicas have served so far: a clock that stands while they sleep or load weights."""
+        ...
+
+    def occupancy(self) -> Occupancy:
+        """What the replicas are at."""
         ...
 
     def close(self) -> None:

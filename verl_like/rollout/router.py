@@ -20,7 +20,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
-from verl_like.rollout.client import Events, Link
+from verl_like.rollout.client import Events, Link, Occupancy
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, ResumeError, RolloutError, Sampled
 
 _MAX_HOMES = 100_000  # sessions remembered; the longest unused is forgotten
@@ -165,6 +165,14 @@ class Router:
         """See RolloutClient: at least one replica is not held."""
         with self._lock:
             return self._served_s + (0.0 if math.isnan(self._serving_since) else time.monotonic() - self._serving_since)
+
+    def occupancy(self) -> Occupancy:
+        """See RolloutClient."""
+        with self._lock:
+            alive = [replica for replica in self._replicas if replica.alive]
+            held = sum(replica.held for replica in alive)
+            idle = sum(not replica.held and not replica.running for replica in alive)
+            return Occupancy(len(alive), held, idle, len(self._entries))
 
     def hold(self, name: str | None = None) -> None:
         """Send this replica nothing new until `release`: call it before a pause. None: all, which begins a round."""

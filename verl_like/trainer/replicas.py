@@ -72,6 +72,7 @@ class SamplingClient:
         self._lock = threading.Lock()
         self._closed = False
         self.abort, self.snapshot, self.serving_s = router.abort, router.snapshot, router.serving_s
+        self.occupancy = router.occupancy
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """See RolloutClient."""

@@ -23,6 +23,7 @@ class Pool:
     ) -> None:
         self.folder, self.name, self.ranks, self.called = folder, name, ranks, called
         self.ended: WorkerStalled | None = None
+        self.spare = False
 
     def watched(self) -> list[Watched]:
         about = {"pool": self.name, "size": len(self.ranks), "node_id": "here", "log_path": str(self.folder / "log")}
@@ -84,6 +85,13 @@ def test_the_pool_that_others_wait_for_ends_and_theirs_is_left_alone(
     with pytest.raises(WorkerStalled, match=r"^rollout rank 0 of 1 was stopped.*\n.* waits for worker in weights.send"):
         look(monkeypatch, trainer, engine)
     assert engine.ended is not None and trainer.ended is None
+
+
+def test_the_run_goes_on_without_a_spare_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Pool(tmp_path, "rollout1", ("T", "serving", 70, DRIVER, 0), called="rollout.serve")
+    replica.spare = True
+    look(monkeypatch, Pool(tmp_path, "rollout", ("S", "serving", 9, DRIVER, 0), called="rollout.serve"), replica)
+    assert "was stopped" in str(replica.ended)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.tools.tool_call import ToolSpec
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.client import RolloutClient
+from verl_like.rollout.client import Occupancy, RolloutClient
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, SamplingParams
 
 T = TypeVar("T")
@@ -253,6 +253,9 @@ class Model:
 
     def snapshot(self) -> dict[str, Sampled]:
         return {}
+
+    def occupancy(self) -> Occupancy:
+        return Occupancy(1, 0, int(not self._silent), len(self._silent))
 
     def close(self) -> None:
         pass

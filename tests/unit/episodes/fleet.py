@@ -25,7 +25,7 @@ from verl_like.rewards.parts import Part
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 from verl_like.rollout.client import LocalLink, RolloutClient
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
-from verl_like.rollout.rollout_engine import GenerationRequest, Sampled, SamplingParams
+from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, Sampled, SamplingParams
 from verl_like.rollout.router import Router
 
 T = TypeVar("T")
@@ -41,11 +41,12 @@ def teaches(position: int, nth: int) -> float:
 class Fleet:
     """What the collector samples with."""
 
-    def __init__(self, *engines: FakeTimeEngine, by_rounds: bool = True) -> None:
+    def __init__(self, *engines: FakeTimeEngine, by_rounds: bool = True, requeue: bool = False) -> None:
         self.engines = [FakeTimeRollout(engine) for engine in engines or (FakeTimeEngine(),)]
         links = [LocalLink(f"replica {i}", engine, interval_s=0.001) for i, engine in enumerate(self.engines)]
-        self.router = Router(links, max_running_requests=None, deterministic=by_rounds)
+        self.router = Router(links, max_running_requests=None, deterministic=by_rounds, requeue=requeue)
         self.router.hold()
+        self.requeue = requeue
         self.asked: list[GenerationRequest] = []
         self.left: dict[str, Sampled] = {}  # what was pending when the last call ended
         self._submit, self.router.submit = self.router.submit, self._seen  # type: ignore[method-assign]
@@ -57,20 +58,26 @@ class Fleet:
     def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
         future = work(self.router)
         self.router.release()
-        for engine in self.engines:
-            engine.open()
+        self._tell(FakeTimeRollout.open)
         try:
             return future.result(60)
         finally:
             self.router.hold()
             self.left = self.router.snapshot()
-            for engine in self.engines:
-                engine.pause()
+            self._tell(FakeTimeRollout.pause)
 
     def load(self, version: int) -> None:
         """Other weights, which what is under way goes on with."""
+        self._tell(lambda engine: engine.load_weights(iter(()), version))
+
+    def _tell(self, what: Callable[[FakeTimeRollout], None]) -> None:
+        """All that live; the death of one that may die is the router's business."""
         for engine in self.engines:
-            engine.load_weights(iter(()), version)
+            try:
+                what(engine)
+            except RolloutError:
+                if not self.requeue:
+                    raise
 
     def close(self) -> None:
         self.router.close()
@@ -144,6 +151,7 @@ def collector(
     algorithm: AlgorithmConfig | None = None,
     asynchronous: AsyncTrainingConfig | None = None,
     total_steps: int | None = None,
+    requeue: bool = False,
     **how: Any,
 ) -> Iterator[tuple[Collector, Fleet]]:
     """A collector of N responses to each of `batch` prompts a step."""
@@ -156,7 +164,7 @@ def collector(
     chooses = draws_until_full(config)
     sampler = ResumableSampler(len(data), shuffle=False, seed=1, identity=data.identity())
     loader = PromptLoader(data, sampler, draw or batch, drop_last=not chooses)
-    fleet = Fleet(*engines, by_rounds=asynchronous is None)
+    fleet = Fleet(*engines, by_rounds=asynchronous is None, requeue=requeue)
     answering = Answering(
         **{"n": N, "seed": 1, "purpose": "train", "sampling": SamplingParams(max_tokens=4096), **how},
         runner=runner or SingleTurn(),

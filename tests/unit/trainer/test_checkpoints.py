@@ -57,8 +57,14 @@ class Source:
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         self.drawn = state["drawn"]
+
+    def trained(self) -> None:
+        """Nothing is under way."""
+
+    def save_under_way(self, folder: Path) -> None:
+        """Nothing is."""
 
 
 class Tokenizer:
@@ -269,7 +275,7 @@ def test_data_that_do_not_fit_are_refused_before_weights_are_loaded(
 ) -> None:
     Run(tmp_path).step(save=True)
 
-    def refuse(self: Source, state: dict[str, Any]) -> None:
+    def refuse(self: Source, state: dict[str, Any], folder: Path | None = None) -> None:
         raise ValueError("the training data changed")
 
     monkeypatch.setattr(Source, "load_state_dict", refuse)
