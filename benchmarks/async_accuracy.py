@@ -43,7 +43,7 @@ def delay(share: float, seed: int, longest_s: float) -> None:
     SingleTurn.run = run  # type: ignore[method-assign]
 
 
-def arguments(out: Path, mode: str, seed: int, steps: int) -> list[str]:
+def arguments(out: Path, mode: str, seed: int, steps: int, rate: float) -> list[str]:
     """Those of run.sh, but for what is compared and where it runs."""
     text = (RECIPE / "run.sh").read_text()
     lines = dict(re.findall(r"^    ([\w.]+)=(\S+) \\$", text, flags=re.MULTILINE))
@@ -53,6 +53,7 @@ def arguments(out: Path, mode: str, seed: int, steps: int) -> list[str]:
         "data.seed": str(seed),
         "trainer.seed": str(seed),
         "trainer.mode": mode,
+        "async_training.over_sample_rate": str(rate),
         "algorithm.rollout_correction.rollout_is": "token" if mode != "sync" else "null",
         "actor_rollout_ref.rollout.name": "hf",
         "trainer.launcher": "local",
@@ -73,7 +74,7 @@ def arguments(out: Path, mode: str, seed: int, steps: int) -> list[str]:
 def one(options: argparse.Namespace, mode: str, seed: int) -> dict[str, float]:
     if mode != "sync":  # there every step would only wait
         delay(options.carried, seed, options.longest)
-    run = verl_like.run(verl_like.compose(arguments(options.out, mode, seed, options.steps)))
+    run = verl_like.run(verl_like.compose(arguments(options.out, mode, seed, options.steps, options.over_sample_rate)))
     records = list(run.steps.values())
     steps = [record for record in records if "staleness/mean" in record]
     (accuracy,) = [value for name, value in records[-1].items() if re.fullmatch(r"val-core/.*/acc/mean@1", name)]
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--carried", type=float, default=0.3, help="share of groups that are late")
+    parser.add_argument("--over-sample-rate", type=float, default=1.0)
     parser.add_argument("--longest", type=float, default=3.0, help="[s] how late at most")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

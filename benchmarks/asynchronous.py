@@ -1,11 +1,10 @@
 """Trained tokens a second of trainer.mode=sync and colocate_async (or separate_async), at prescribed lengths.
 
-    python benchmarks/asynchronous.py --data outputs/quickstart --modes sync colocate_async --steps 20
+    python benchmarks/asynchronous.py --data outputs/quickstart --modes sync colocate_async ideal --steps 20
 
 Every response's length is prescribed by its draw: log-normal, the longest 8 times the mean, end-of-sequence ignored.
-The modes take turns (`--rounds`), each in a process of its own, and the table has the ratios to sync. `ideal`: the
-sampled tokens at the rate that the engine reaches while all of a batch's responses run, which is what known lengths
-could be packed to at best; the rest of the step as measured.
+The modes take turns (`--rounds`), each in a process of its own, and the table has the ratios to sync. `ideal`: sync
+with as many tokens of equal length: no response is waited for, which is what known lengths could be packed to at best.
 """
 
 from __future__ import annotations
@@ -26,6 +25,11 @@ from verl_like.batch import Prompt
 from verl_like.episodes.episode import Ask, Episode, SingleTurn, Turn
 
 WARM_UP = 4  # steps: the engine's first, and those that fill what is under way
+
+CORRECTIONS = {
+    "token": {"algorithm.rollout_correction.rollout_is": "token"},
+    "bypass": {"algorithm.rollout_correction.bypass_mode": True},
+}
 
 
 def lengths(mean: int, longest: int, count: int, seed: int = 7) -> np.ndarray:
@@ -49,7 +53,7 @@ def settings(options: argparse.Namespace, mode: str, out: str) -> dict[str, Any]
     data, longest = options.data, options.mean * 8
     return {
         "algorithm.adv_estimator": "grpo",
-        "algorithm.rollout_correction.rollout_is": "token",
+        **CORRECTIONS[options.correction],
         "data.train_files": f"{data}/data/train.parquet",
         "data.val_files": [],
         "data.train_batch_size": options.prompts,
@@ -57,6 +61,7 @@ def settings(options: argparse.Namespace, mode: str, out: str) -> dict[str, Any]
         "data.max_response_length": longest,
         "custom_reward_function.path": str(Path(__file__).parents[1] / "recipes/quickstart/reward.py"),
         "actor_rollout_ref.model.path": f"{data}/model",
+        "actor_rollout_ref.model.override_config.max_position_embeddings": 8 + longest,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "actor_rollout_ref.actor.ppo_mini_batch_size": options.prompts,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 8192,
@@ -93,7 +98,10 @@ def settings(options: argparse.Namespace, mode: str, out: str) -> dict[str, Any]
 
 def one(options: argparse.Namespace, mode: str) -> dict[str, Any]:
     """One run's figures, of the steps after the warm-up."""
-    prescribe(lengths(options.mean, options.mean * 8, 100_003))
+    table = lengths(options.mean, options.mean * 8, 100_003)
+    if mode == "ideal":
+        mode, table = "sync", np.full_like(table, round(table.mean()))
+    prescribe(table)
     with tempfile.TemporaryDirectory() as out:
         line = [
             f"{key}={json.dumps(value) if isinstance(value, list) else value}"
@@ -120,6 +128,11 @@ def one(options: argparse.Namespace, mode: str) -> dict[str, Any]:
         "staleness/max": max(step.get("staleness/max", 0.0) for step in steps),
         "mixed": fmean(step.get("async/mixed_fraction", 0.0) for step in steps),
         "reprefill/token": sum(step.get("async/reprefill_tokens", 0.0) for step in steps) / tokens,
+        "idle": sum(
+            fmean(step.get(f"async/idle_{cause}", 0.0) for step in steps)
+            for cause in ("tail", "tool", "grader", "trainer", "weights")
+        ),
+        "waited": fmean(step.get("async/trainer_waited", 0.0) for step in steps),
         "dropped/token": sum(step.get("async/dropped_tokens", 0.0) for step in steps) / tokens,
         "ledger": ledger,
     }
@@ -139,6 +152,7 @@ def main() -> None:
     parser.add_argument("--over-sample-rate", type=float, default=1.0)
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--beyond", default="wait")
+    parser.add_argument("--correction", choices=sorted(CORRECTIONS), default="bypass", help="sync has the same")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -58,11 +58,34 @@ class ColossalRun(Foreign):
             if _COUNT.fullmatch(name) and value is not None and (type(value) is not int or value < 1):
                 raise ConfigError([f"--{name.replace('_', '-')} {value}: give a whole number above 0"])
         self.algorithm: str = self("algo")
+        if problems := self._broken_rules():
+            raise ConfigError(problems)
         self.data_parallel = self("num_trainers") // (
             self("tensor_parallel_size", 1) * self("pipeline_parallel_size", 1)
         )
         self.update: int = self("train_batch_size") * max(1, self.data_parallel)
         self.step: int = self("num_inferencer") * self("inference_batch_size")
+
+    def _broken_rules(self) -> list[str]:
+        """Constraints of its README that its launcher asserts, with the numbers that break them. A step that is no
+        multiple of an update is none of them: see rule_step."""
+        trainers, split = self("num_trainers"), self("tensor_parallel_size", 1) * self("pipeline_parallel_size", 1)
+        update, micro = self("train_batch_size"), self("train_microbatch_size")
+        mini = self("train_minibatch_size", min(8, update))
+        engine, at_once, group = (
+            self("inference_batch_size"),
+            self("inference_microbatch_size"),
+            self("num_generations"),
+        )
+        rules = {
+            f"num_trainers={trainers} is no multiple of tensor x pipeline parallel size {split}": trainers % split,
+            f"train_batch_size={update} is no multiple of train_minibatch_size={mini}": update % mini,
+            f"train_minibatch_size={mini} x num_generations={group} is less than train_microbatch_size={micro}": (
+                mini * group < micro
+            ),
+            f"inference_batch_size={engine} is no multiple of inference_microbatch_size={at_once}": engine % at_once,
+        }
+        return [f"{text}: Colossal-RL's launcher refuses that too" for text, broken in rules.items() if broken]
 
     def row_of(self, name: str) -> ForeignRow | None:
         return next((row for row in table(self.project) if name in plain_names(row)), None)

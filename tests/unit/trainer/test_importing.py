@@ -381,6 +381,21 @@ def test_batches_of_colossal_are_counted_in_prompts_of_a_step() -> None:
     assert odd.settings["data.train_batch_size"] == odd.settings["actor_rollout_ref.actor.ppo_mini_batch_size"] == 8
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("-t 4", "num_trainers=4 is no multiple of tensor x pipeline parallel size 3"),
+        ("-tbs 12 -tMbs 8", "train_batch_size=12 is no multiple of train_minibatch_size=8"),
+        ("-tMbs 1 -g 4 -tmbs 8", "train_minibatch_size=1 x num_generations=4 is less than train_microbatch_size=8"),
+        ("-ibs 12 -imbs 8", "inference_batch_size=12 is no multiple of inference_microbatch_size=8"),
+    ],
+)
+def test_constraints_of_colossal_are_checked_with_their_numbers(text: str, told: str) -> None:
+    inside = ("tensor_parallel_size=3",) if text == "-t 4" else ()
+    with pytest.raises(ConfigError, match=told):
+        colossal(text, *inside)
+
+
 def test_algorithms_of_colossal() -> None:
     dapo = colossal("-a DAPO -mnt 2048 -kl 0.1", "clip_eps_high=0.3", "filter_range=[0.2,0.8]")
     config, _ = compose_with_warnings(dapo.overrides())
