@@ -72,11 +72,8 @@ class ColossalRun(Foreign):
         trainers, split = self("num_trainers"), self("tensor_parallel_size", 1) * self("pipeline_parallel_size", 1)
         update, micro = self("train_batch_size"), self("train_microbatch_size")
         mini = self("train_minibatch_size", min(8, update))
-        engine, at_once, group = (
-            self("inference_batch_size"),
-            self("inference_microbatch_size"),
-            self("num_generations"),
-        )
+        engine, group = self("inference_batch_size"), self("num_generations")
+        at_once = self.leaves.get("inference_microbatch_size", min(8, engine))
         rules = {
             f"num_trainers={trainers} is no multiple of tensor x pipeline parallel size {split}": trainers % split,
             f"train_batch_size={update} is no multiple of train_minibatch_size={mini}": update % mini,
