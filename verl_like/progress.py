@@ -195,11 +195,11 @@ def stacks_below(pid: int, wait_s: float = 1.0) -> dict[int, str]:
     return texts
 
 
-def beacon_file(run_id: str, log_path: str) -> Path:
+def beacon_file(memory_id: str, log_path: str) -> Path:
     """Where the process with this log publishes: in memory where the system has a folder for that; removed with the
-    run's shared memory."""
+    group's shared memory."""
     folder = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(log_path).parent
-    return folder / f"{run_id}_progress_{Path(log_path).stem}"
+    return folder / f"{memory_id}_progress_{Path(log_path).stem}"
 
 
 def read_beacon(path: Path) -> dict[str, Any] | None:

@@ -107,7 +107,7 @@ class ToyWorker:
         logging.getLogger("verl_like.toy").warning("a warning for the user")
 
     def touch_shm(self) -> str:
-        path = Path("/dev/shm") / f"toy_{self.env.run_id}_{self.env.rank}"
+        path = Path("/dev/shm") / f"toy_{self.env.memory_id}_{self.env.rank}"
         path.write_text("x")
         return str(path)
 

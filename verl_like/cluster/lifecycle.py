@@ -28,6 +28,7 @@ __all__ = [
     "kill_orphans",
     "leave_signals_to_driver",
     "name_shared_memory",
+    "pass_on_sigterm",
     "sigterm_blocked",
     "terminated",
 ]
@@ -47,6 +48,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self.passed_on = False  # by a worker: this process's own signal may still come
 
     @property
     def requested(self) -> bool:
@@ -68,6 +70,9 @@ def graceful_interrupt() -> Iterator[StopFlag]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if flag.passed_on:
+            flag.passed_on = False
+            return
         if flag.requested:
             raise KeyboardInterrupt(f"second {name}: aborted without saving")
         flag.signal_name = name
@@ -78,11 +83,25 @@ def graceful_interrupt() -> Iterator[StopFlag]:
         yield flag
         return
     previous = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    _flags.append(flag)
     try:
         yield flag
     finally:
+        _flags.remove(flag)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+_flags: list[StopFlag] = []  # of `graceful_interrupt`, the innermost last
+
+
+def pass_on_sigterm(who: str) -> None:
+    """A worker got a SIGTERM, as where its machine is to go: this process treats it as its own, unless it has one."""
+    if not _flags:
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif not _flags[-1].requested:
+        _flags[-1].signal_name, _flags[-1].passed_on = "SIGTERM", True
+        logger.warning("%s got a SIGTERM: the run stops at the next safe point", who)
 
 
 def leave_signals_to_driver() -> None:

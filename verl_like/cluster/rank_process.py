@@ -102,7 +102,7 @@ class RankProcess:
             if hasattr(worker, "shutdown"):
                 worker.shutdown()
             if self._rank_env is not None and self._rank_env.local_rank == 0:
-                cleanup_shm(self._rank_env.run_id)
+                cleanup_shm(self._rank_env.memory_id)
         except BaseException as error:
             return self._failed(error)
         finally:
@@ -117,18 +117,18 @@ class RankProcess:
         self._log_path = request.log_path
         die_with_parent()
         leave_signals_to_driver()
-        name_shared_memory(rank_env.run_id)
+        name_shared_memory(rank_env.memory_id)
         redirect_output(Path(request.log_path), f"{rank_env.rank} of {rank_env.world_size}, run {rank_env.run_id}")
         os.environ.update(process_environment(rank_env, cuda_devices=request.cuda_devices))
         os.environ["OMP_NUM_THREADS"] = str(omp_threads(rank_env.local_world_size, rank_env.device))
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # torch's flight recorder: the last collectives
         os.environ.update(request.environment)
-        beacon = progress.beacon_file(rank_env.run_id, request.log_path)
+        beacon = progress.beacon_file(rank_env.memory_id, request.log_path)
         progress.publish(beacon, request.stall_timeout, last_collectives)
         if os.path.isdir(request.working_directory):
             os.chdir(request.working_directory)
         if rank_env.local_rank == 0:
-            self._janitor = start_janitor(rank_env.run_id, kill=False)
+            self._janitor = start_janitor(rank_env.memory_id, kill=False)
 
     def _failed(self, error: BaseException) -> Outcome:
         for stream in (sys.stdout, sys.stderr):

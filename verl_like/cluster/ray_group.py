@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl_like.cluster.environment import LOOPBACK
 from verl_like.cluster.failures import Failure, raise_for, stopped_text
 from verl_like.cluster.janitor import cleanup_shm, kill_processes
+from verl_like.cluster.lifecycle import pass_on_sigterm
 from verl_like.cluster.nodes import log_tail, process_state, stack_tail
 from verl_like.cluster.rank_process import Outcome, RankProcess, StartRequest
 from verl_like.cluster.resources import Allocation
@@ -36,6 +36,7 @@ from verl_like.cluster.worker_group import (
     WorkerError,
     WorkerTimeout,
     check_per_rank,
+    memory_id,
 )
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class RayPendingResult:
     """Results of one call on all ranks of a Ray group."""
 
     def __init__(self, group: RayWorkerGroup, method: str, refs: Sequence[Any]) -> None:
-        self.method = method
+        self.method, self.began = method, time.monotonic()
         self.waiting: dict[Any, int] = {ref: rank for rank, ref in enumerate(refs)}  # what has not been read yet
         self.values: list[Any] = [None] * len(refs)
         self._group = group
@@ -280,6 +281,7 @@ class RayWorkerGroup:
                 run_id=self.run_id,
                 device=allocation.device,
                 address=LOOPBACK if alone else rank.address,
+                group=self.name,
             )
             request = StartRequest(
                 worker=worker,
@@ -378,23 +380,32 @@ class RayWorkerGroup:
         self.end(error)
 
     def asked_to_stop(self, rank: int) -> None:
-        """A rank got a SIGTERM, as where its machine is to go: the driver treats it as its own, once."""
+        """A rank got a SIGTERM."""
         if not self._passed_on:
             self._passed_on = True
-            logger.warning("%s rank %d got a SIGTERM: the run is asked to stop", self.name, rank)
-            os.kill(os.getpid(), signal.SIGTERM)
+            pass_on_sigterm(f"{self.name} rank {rank}")
 
     def watched(self) -> list[Watched]:
         """This group's ranks for the watchdog; the start has a time limit of its own."""
         if self.stopped_by is not None:
             return []
         called: dict[int, list[str]] = {}
+        asked: dict[int, float] = {}
         for result in self._outstanding:
             for rank in result.waiting.values() if result.method != "start" else ():
                 called.setdefault(rank, []).append(result.method)
+                asked.setdefault(rank, result.began)
         about = {"pool": self.name, "size": self.world_size}
         return [
-            Watched(**about, rank=i, node_id=r.node_id, pid=r.pid, log_path=r.log_path, called=called.get(i, []))
+            Watched(
+                **about,
+                rank=i,
+                node_id=r.node_id,
+                pid=r.pid,
+                log_path=r.log_path,
+                called=called.get(i, []),
+                asked=asked.get(i, 0.0),
+            )
             for i, r in enumerate(self._ranks)
         ]
 
@@ -414,7 +425,7 @@ class RayWorkerGroup:
         while any(map(_running, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
         kill_processes([pid for pid in pids if _running(pid)])
-        cleanup_shm(self.run_id)
+        cleanup_shm(memory_id(self.run_id, self.name))
 
 
 def _register_transport() -> None:

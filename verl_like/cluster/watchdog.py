@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 from verl_like.cluster.failures import stopped_text
 from verl_like.cluster.nodes import on_node, process_state_here
 from verl_like.cluster.rank_process import STACK_SIGNAL, read_tail
-from verl_like.cluster.worker_group import WorkerStalled
+from verl_like.cluster.worker_group import WorkerStalled, memory_id
 from verl_like.progress import DRIVER, beacon_file, read_beacon, stacks_below
 
 _STACK_LINES = 60
@@ -29,7 +29,8 @@ _AGAIN_S = 5.0  # a second look before the end
 
 @dataclass(slots=True, kw_only=True)
 class Watched:
-    """One rank, and what was seen of it at the last look. called: methods it was asked for and has not answered."""
+    """One rank, and what was seen of it at the last look. called: methods it was asked for and has not answered,
+    asked: when (monotonic), for the first of them."""
 
     pool: str
     rank: int
@@ -38,6 +39,7 @@ class Watched:
     pid: int
     log_path: str
     called: Sequence[str] = ()
+    asked: float = 0.0
     state: str = "?"
     spans: list[dict[str, Any]] = field(default_factory=list)
     collective: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +89,6 @@ class Watchdog:
         self.stall_timeout, self._run_id = stall_timeout, run_id
         self.groups: list[WatchedGroup] = []
         self._looked = self._since = -1e9  # the last look; the first of those that followed each other without a gap
-        self._idle: dict[str, float] = {}  # when a rank was first seen that has not begun its call
 
     @property
     def interval_s(self) -> float:
@@ -160,7 +161,7 @@ class Watchdog:
     def _see(self, ranks: Sequence[Watched]) -> None:
         for node in dict.fromkeys(rank.node_id for rank in ranks):
             here = [rank for rank in ranks if rank.node_id == node]
-            jobs = [(rank.pid, str(beacon_file(self._run_id, rank.log_path))) for rank in here]
+            jobs = [(rank.pid, str(beacon_file(memory_id(self._run_id, rank.pool), rank.log_path))) for rank in here]
             found = on_node(node, _look_here, jobs)
             for rank, each in zip(here, [{}] * len(here) if isinstance(found, str) else found, strict=True):
                 rank.state, rank.spans = each.get("state", "?"), each.get("spans", [])
@@ -171,9 +172,7 @@ class Watchdog:
         assert self.stall_timeout is not None
         limits = [(min(each["age_s"], seen_s), each["allowed_s"]) for each in rank.spans if each["whom"] != DRIVER]
         if rank.called and not rank.spans:
-            limits.append((now - max(self._idle.setdefault(rank.name, now), self._since), self.stall_timeout))
-        else:
-            self._idle.pop(rank.name, None)
+            limits.append((now - max(rank.asked, self._since), self.stall_timeout))
         if not rank.called:
             return
         if rank.state == "T":

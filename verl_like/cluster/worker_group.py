@@ -32,9 +32,21 @@ class RankEnv:
     node_rank: int
     master_address: str
     master_port: int
-    run_id: str  # unique per run; part of the name of everything a run puts into /dev/shm
+    run_id: str  # unique per run
     device: str  # "cpu" or "cuda"
     address: str = "127.0.0.1"  # of this machine, as the driver and other pools reach it
+    group: str = "worker"  # name of the worker group
+
+    @property
+    def memory_id(self) -> str:
+        """Part of the name of everything that this rank puts into /dev/shm."""
+        return memory_id(self.run_id, self.group)
+
+
+def memory_id(run_id: str, group: str) -> str:
+    """What the names of a group's entries in /dev/shm have in them, and those of no other group: it is cleaned up
+    alone, while others of the run go on."""
+    return f"{run_id}.{group}."
 
 
 class WorkerError(RuntimeError):

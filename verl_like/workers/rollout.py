@@ -35,7 +35,7 @@ class RolloutRole:
         self._link: LinkServer | None = None
         # A replica of a group of its own may be lost alone: its requests then go on elsewhere, from what was told last.
         self._progress_s = _PROGRESS_S if spec.config.trainer.mode == "separate_async" else None
-        self.engine = rollout_engine(spec, process, env.run_id)
+        self.engine = rollout_engine(spec, process, env.memory_id)
 
     def open_link(self) -> tuple[tuple[str, int], bytes] | None:
         """Address and key under which the driver reaches this replica, on its first rank; None on the others."""
