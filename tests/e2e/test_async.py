@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -119,7 +120,7 @@ def test_a_killed_rollout_pool_is_begun_again_and_nothing_is_lost(tmp_path: Path
     try:
         deadline = time.monotonic() + 200
         while not (out / "global_step_3").exists():
-            assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=60)[0][-4000:]
+            assert run.poll() is None and time.monotonic() < deadline, (run.communicate(timeout=60)[0] or "")[-4000:]
             time.sleep(0.05)
         found = re.findall(r"=== rank 0 of 1, run \w+, process (\d+)", (out / "workers/rollout_rank0.log").read_text())
         os.kill(int(found[-1]), signal.SIGKILL)
@@ -207,5 +208,73 @@ def _num_steps(out: Path) -> int:
 def _wait_for(run: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 400
     while not reached():
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=60)[0][-4000:]
+        assert run.poll() is None and time.monotonic() < deadline, (run.communicate(timeout=60)[0] or "")[-4000:]
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.engines), "hf"])
+def test_thirty_kills_lose_no_prompt(engine: str, tmp_path: Path, tiny_model: Path) -> None:
+    """kill -9 of rollout replicas (the run goes on), of the trainer (it begins again by itself) and of the driver (it
+    is started again), at moments spread over steps, saves and starts, in one run; the last leg ends it."""
+    out, kills = tmp_path / "out", random.Random(1)
+    own = SEPARATE | {"actor_rollout_ref.rollout.n_gpus_per_node": 2, "actor_rollout_ref.rollout.name": engine}
+    more = {
+        "trainer.save_freq": 2,
+        "trainer.max_restarts": 99,
+        "trainer.restart_delay": 0,
+        "trainer.max_actor_ckpt_to_keep": 2,
+    }
+    command = line_of(tmp_path, tiny_model, **own, **more)
+    victims = ["rollout", "rollout", "worker", "rollout", "driver"] * 6
+    with (tmp_path / "log").open("a") as log:
+
+        def started(steps: int) -> subprocess.Popen[str]:
+            arguments = [
+                sys.executable,
+                "-m",
+                "verl_like.trainer.main_ppo",
+                *command,
+                f"trainer.total_training_steps={steps}",
+            ]
+            return subprocess.Popen(arguments, cwd=ROOT, stdout=log, stderr=log, text=True)
+
+        run = started(100_000)
+        try:
+            for victim in victims:
+                there = _num_lines(out)
+                _wait_for(run, lambda there=there: _num_lines(out) >= there + 3)
+                time.sleep(kills.random() * 2)
+                if victim == "driver":
+                    run.kill()
+                    run.wait()
+                    run = started(100_000)
+                else:
+                    os.kill(kills.choice(_living(out, victim)), signal.SIGKILL)
+            there = _num_lines(out)
+            _wait_for(run, lambda: _num_lines(out) >= there + 3)
+            run.send_signal(signal.SIGINT)
+            assert run.wait(200) == 0
+            steps = max(trained(out)) + 3
+            run = started(steps)
+            assert run.wait(400) == 0
+        finally:
+            run.kill()
+    assert_each_once(out, steps)
+
+
+def _num_lines(out: Path) -> int:
+    """Steps that were begun, also those that were made again."""
+    file = out / "groups.txt"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def _living(out: Path, name: str) -> list[int]:
+    """Ids of the processes with these logs that live."""
+    found = []
+    for log in (out / "workers").glob(f"{name}*_rank*.log"):
+        pid = re.findall(r"=== rank \d+ of \d+, run \w+, process (\d+)", log.read_text())[-1]
+        if Path(f"/proc/{pid}").exists():
+            found.append(int(pid))
+    return found
