@@ -15,12 +15,13 @@ BEYOND = ("wait", "continue", "drop")
 class AsyncTrainingConfig(ConfigNode):
     """`async_training.*`: of trainer.mode=colocate_async and separate_async."""
 
-    over_sample_rate: float = 1.0
-    """[share of a batch] Responses that are sampled at once, beyond those of one batch: 1 keeps as many running as two
-    batches have, whatever has ended of their groups."""
+    over_sample_rate: float = 0.5
+    """[share of a batch] What is begun beyond the batch that is wanted next: responses that run, and groups that have
+    ended and wait, are together one batch and this share of another."""
     max_staleness: int = 4
     """[weight versions] How old a group may be when it is trained: the version before the update less the one under
-    which its prompt was begun. At most max_staleness + 1 batches of groups are begun and not trained."""
+    which its prompt was begun. At most max_staleness + 1 batches of groups are begun and not trained,
+    except with beyond=continue."""
     beyond: str = "wait"
     """What becomes of a group that would be older. wait: the step before waits for it, so none is. continue: it is
     trained when it ends, however old. drop: it is aborted, and its prompt is not trained in this epoch, which favours
@@ -32,9 +33,10 @@ class AsyncTrainingConfig(ConfigNode):
         one_of(self, "beyond", BEYOND)
 
     def groups_running(self, batch: int) -> int:
-        """[groups] Whose responses may all be sampled at once. batch: data.train_batch_size."""
+        """[groups] Whose responses run, or that have ended and wait. batch: data.train_batch_size."""
         return batch + math.ceil(batch * self.over_sample_rate)
 
-    def groups_under_way(self, batch: int) -> int:
-        """[groups] That are begun and not trained, at most: a step trains one batch, and none may be too old."""
-        return (self.max_staleness + 1) * batch
+    def groups_under_way(self, batch: int) -> float:
+        """[groups] That are begun and not trained, at most: a step trains one batch, and none may be too old. Where they
+        may (`continue`), one long response keeps no place of its group from others."""
+        return math.inf if self.beyond == "continue" else (self.max_staleness + 1) * batch

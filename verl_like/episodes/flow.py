@@ -4,7 +4,7 @@
                               |
                               +-- stay where they are while replicas are paused, and go on under the next weights
 
-There are always as many responses under way as async_training.* says. Which of the groups that have ended a step
+Responses that run and groups that wait are as many as async_training.* says. Which of the groups that have ended a step
 trains, and when it waits for one that would grow too old, is the book's decision (staleness.py).
 """
 
@@ -208,8 +208,8 @@ class Flow:
 
     def _begin(self) -> None:
         """Begin as many groups as there is room for, while that is wanted."""
-        count = int(min(self._most_groups - self._being_trained, self._needed)) - len(self._book)
-        count = min(count, (self._most_running - self._running) // self._each)
+        room = min(self._most_groups - self._being_trained, self._needed) - len(self._book)
+        count = int(min(room, (self._most_running - self._running) // self._each - len(self._book.ended)))
         if not self._begins or count <= 0 or self._error is not None or len(self._book.ended) >= self._wanted:
             return
         assert self._client is not None
