@@ -37,6 +37,6 @@ class AsyncTrainingConfig(ConfigNode):
         return batch + math.ceil(batch * self.over_sample_rate)
 
     def groups_under_way(self, batch: int) -> float:
-        """[groups] That are begun and not trained, at most: a step trains one batch, and none may be too old. Where they
-        may (`continue`), one long response keeps no place of its group from others."""
+        """[groups] That are begun and not trained, at most: a step trains one batch, and none may be too old. Where
+        they may (`continue`), a long response keeps no other group out."""
         return math.inf if self.beyond == "continue" else (self.max_staleness + 1) * batch
