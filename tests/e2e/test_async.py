@@ -261,7 +261,14 @@ def test_thirty_kills_lose_no_prompt(engine: str, tmp_path: Path, tiny_model: Pa
             assert run.wait(400) == 0
         finally:
             run.kill()
-    assert_each_once(out, steps)
+    groups = [group for step in trained(out).values() for group in step]
+    assert len(groups) == len(set(groups)) == 8 * steps
+    told = re.findall(
+        r"([\d,]+) drawn = ([\d,]+) trained \+ 0 without a signal \+ 0 aborted \+ 0 too old \+ ([\d,]+) not trained",
+        (out / "verl_like.log").read_text(),
+    )[-1]
+    drawn, used, left = (int(number.replace(",", "")) for number in told)
+    assert used == 8 * steps and drawn == used + left and max(groups) < drawn
 
 
 def _num_lines(out: Path) -> int:
