@@ -245,7 +245,7 @@ class MediaHandle:
     source: str | dict[str, Any] | list[Any] = ""  # the item itself where it is not in a parquet file: a path or URL
     grid: tuple[int, int, int] = (0, 0, 0)  # patches: time, height, width
     starts: tuple[int, ...] = ()  # the first of its tokens in the row; one for each time where text stands between them
-    seconds: float = 0.0  # of a video: from one time to the next
+    seconds: float = 1.0  # of a video: from one time to the next, where the model's positions count them
 
     def __post_init__(self) -> None:  # lists, where it was written as JSON
         object.__setattr__(self, "grid", tuple(self.grid))

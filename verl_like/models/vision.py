@@ -147,7 +147,8 @@ class VisionProcessor:
             return replace(handle, grid=self._grid(handle, header(handle, max_megapixels), bounds)), []
         clip = clip_of(handle, max_megapixels)
         # Rounded: positions are rounded down, and 1.9999999 s must not be one less than 2
-        handle = replace(handle, grid=self._grid_of(handle, clip), seconds=round(self._times / clip.sampled_fps, 6))
+        seconds = 1.0 if self._tokens_per_second is None else round(self._times / clip.sampled_fps, 6)
+        handle = replace(handle, grid=self._grid_of(handle, clip), seconds=seconds)
         texts = [f"<{time:.1f} seconds>" for time in clip.times(self._times)] if self.tells_seconds else []
         return handle, [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
@@ -223,8 +224,7 @@ class VisionProcessor:
         """
         parts, done, now = [], 0, 0
         for handle in media:
-            rate = self._tokens_per_second if handle.kind == "video" else None
-            interval = 1 if rate is None else rate * handle.seconds
+            interval = (self._tokens_per_second or 1) * handle.seconds if handle.kind == "video" else 1
             for start, (frames, rows, columns) in self.spans(handle):
                 text = start - done
                 parts.append(torch.arange(text).expand(3, -1) + now)

@@ -204,7 +204,7 @@ def oracle(
     """Log-probs of a response by transformers' own forward of one row: its positions (unless given), its merging of
     features. It would take sampled placeholders for images: other ids with the same embeddings stand for them. fps: of
     videos."""
-    others = {IMAGE: 79, VIDEO: 78}
+    others = dict(zip((IMAGE, VIDEO), sorted({*range(80)} - {*prompt_ids, *response_ids}), strict=False))
     answer = [others.get(token, token) for token in response_ids]
     ids = torch.tensor([prompt_ids + answer])
     kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
