@@ -98,8 +98,8 @@ def _visible_pairs(length: int, window: int | None) -> float:
 
 
 def _body_weights(model: PreTrainedModel, head: nn.Module | None) -> float:
-    """Matrices of the blocks, whatever kind of module holds them; of stacked experts the share one token visits. Without
-    a vision tower's: patches meet them, not tokens."""
+    """Matrices of the blocks, whatever kind of module holds them; of stacked experts the share one token visits.
+    A vision tower is left out: patches meet it, not tokens."""
     config = model.config.get_text_config()
     experts = num_experts(config)
     tower: Any = getattr(model.base_model, "visual", None)
