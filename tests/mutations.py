@@ -165,8 +165,8 @@ MODELS = [
     Mutation(
         "text after an image goes on from its last token",
         "models/vision.py",
-        "now += text + max(rows, columns) // self.merge",
-        "now += text + self.num_tokens(handle)",
+        "now += text + int(axes.max()) + 1",
+        "now += text + axes.shape[1]",
         "models/test_vision.py",
     ),
     Mutation(

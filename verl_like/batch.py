@@ -235,16 +235,21 @@ def pad_rows(rows: Iterable[Sequence[float] | Tensor], *, side: Side, dtype: tor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaHandle:
-    """Where an image of a row lies (models/images.py opens it), and in a prompt's tokens."""
+    """Where an image or video of a row lies (models/images.py and videos.py open it), and in a prompt's tokens."""
 
     kind: str  # "image" or "video"
     path: str  # of the data file
     column: str
     row: int  # in that file
     number: int  # in the cell's list
-    source: str | dict[str, Any] = ""  # the item itself where it is not in a parquet file: a path or URL
+    source: str | dict[str, Any] | list[Any] = ""  # the item itself where it is not in a parquet file: a path or URL
     grid: tuple[int, int, int] = (0, 0, 0)  # patches: time, height, width
-    start: int = -1  # the first of its tokens in the row
+    starts: tuple[int, ...] = ()  # the first of its tokens in the row; one for each time where text stands between them
+    seconds: float = 1.0  # of a video: from one time to the next, where the model's positions count them
+
+    def __post_init__(self) -> None:  # lists, where it was written as JSON
+        object.__setattr__(self, "grid", tuple(self.grid))
+        object.__setattr__(self, "starts", tuple(self.starts))
 
     @property
     def image(self) -> tuple[str, str, int, int, str]:

@@ -1,4 +1,4 @@
-"""Both engines on images: tokens and log-probs against transformers' forward, weights of both towers, caches."""
+"""Both engines on images and videos: log-probs against transformers' forward, weights of both towers, caches."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ class Bench:
         handles = tiny.write_images(folder / "rows.parquet", [[{"bytes": f} for f in row] for row in self.files])
         texts = [[7, tiny.START, tiny.IMAGE, tiny.STOP, 8], [tiny.IMAGE, 9, tiny.IMAGE], [10, 11]]
         self.prompts = [self.vision.expand(ids, media, 64) for ids, media in zip(texts, handles, strict=True)]
+        film = tiny.film(4, 10, 56, 84)  # longer than it is wide, in Qwen2.5-VL's positions
+        video = tiny.write_film(folder, film, sample_fps=3)
+        image = tiny.write_images(folder / "more.parquet", [[{"bytes": tiny.picture(5, 70, 70)}]])[0]
+        ids = [12, tiny.IMAGE, tiny.START, tiny.VIDEO, tiny.STOP, 13]
+        self.prompts.append(self.vision.expand(ids, [video, *image], 64))
+        self.files.append([film, tiny.picture(5, 70, 70)])
         self.engine: RolloutEngine = build_for(name, model, process, tokenizer_size=80, max_num_seqs=8)
         self.load(1)
 
@@ -71,8 +77,10 @@ class Bench:
     def check(self, requests: list[GenerationRequest]) -> None:
         for request, completion in zip(requests, self.engine.generate(requests), strict=True):
             files = self.files[int(request.request_id[0])]
+            length = len(request.prompt_ids) + len(completion.token_ids)
+            at = self.vision.positions(length, request.media)  # transformers' own are others after a long video
             with torch.no_grad():
-                expected = tiny.oracle(self.hf, request.prompt_ids, completion.token_ids, files)
+                expected = tiny.oracle(self.hf, request.prompt_ids, completion.token_ids, files, at)
             found = torch.tensor(completion.log_probs)
             assert (found - expected).abs().max() < 2e-5, completion.token_ids
 
@@ -88,12 +96,12 @@ def bench(
 
 
 def test_log_probs_are_those_of_transformers(bench: Bench) -> None:
-    bench.check([bench.request(prompt, seed) for prompt in range(3) for seed in range(3)])
+    bench.check([bench.request(prompt, seed) for prompt in range(4) for seed in range(3)])
 
 
 def test_both_towers_are_synced_proved_and_their_features_computed_anew(bench: Bench) -> None:
     """The features of images that were seen before are of the new weights too."""
-    requests = [bench.request(prompt, 5) for prompt in range(3)]
+    requests = [bench.request(prompt, 5) for prompt in range(4)]
     bench.check(requests)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(bench.hf.named_parameters()):

@@ -280,11 +280,16 @@ class _Timed:
         return self.ask.sampling
 
     async def __call__(
-        self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
+        self,
+        context_ids: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        media: Any = None,
     ) -> Completion:
         wanted = self.lengths[self.turn]
         self.turn += 1
-        completion = await self.ask(context_ids, sampling, max_tokens=wanted)
+        completion = await self.ask(context_ids, sampling, max_tokens=wanted, media=media)
         return dataclasses.replace(completion, finish_reason="stop")
 
 

@@ -122,6 +122,7 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r"actor_rollout_ref\.rollout\.logprobs_mode": ("processed_logprobs",),
     r"actor_rollout_ref\.rollout\.scheduling_policy": ("fcfs", "priority"),
     r"actor_rollout_ref\.rollout\.engine_kwargs\.trtllm": ({}, None),
+    r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.disable_mm_preprocessor_cache": (True,),  # it processes no image
     r"actor_rollout_ref\.rollout\.multi_turn\.num_repeat_rollouts": (None,),
     r"actor_rollout_ref\.rollout\.moe_load_balance_metrics_interval": (0,),
     r".+\.optim\.optimizer_impl": ("torch.optim",),

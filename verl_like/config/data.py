@@ -106,7 +106,7 @@ class DataConfig(ConfigNode):
     video_key: str | None = "videos"
     """Column with videos, one for each <video> in the prompt. Null: none, and <video> in a prompt is plain text."""
     max_image_megapixels: float = 64.0
-    """[millions of pixels] A larger image is an error (before the processor makes it smaller)."""
+    """[millions of pixels] A larger image or frame is an error (before the processor makes it smaller)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the tokenizer."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)

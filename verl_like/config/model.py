@@ -67,7 +67,7 @@ class ModelConfig(ConfigNode):
     other), grouped_mm or batched_mm (a copy of its experts' weights for every token: few tokens only)."""
     mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Vision-language models: settings of the folder's image processor, for instance max_pixels (verl's
-    data.mm_processor_kwargs)."""
+    data.mm_processor_kwargs). min_pixels, max_pixels and size hold for videos too."""
     vision_max_patches_per_gpu: int = 16384
     """[patches] Vision-language models: the tower takes the images of a micro-batch in parts of at most so many."""
     trust_remote_code: bool = False

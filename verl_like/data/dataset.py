@@ -148,18 +148,14 @@ class PromptDataset:
         """The prompt's tokens with those of its images, and the images with their places."""
         if self._vision is None:
             return ids, row.media
-        images = [handle for handle in row.media if handle.kind == "image"]
-        if len(images) < len(row.media):
+        num_images = sum(handle.kind == "image" for handle in row.media)
+        if self._limit_images is not None and num_images > self._limit_images:
             raise ValueError(
-                f"{place} has videos (data.video_key={self.data.video_key}), which are not available: leave it out"
-            )
-        if self._limit_images is not None and len(images) > self._limit_images:
-            raise ValueError(
-                f"{place} has {len(images)} images, more than actor_rollout_ref.rollout.limit_images="
+                f"{place} has {num_images} images, more than actor_rollout_ref.rollout.limit_images="
                 f"{self._limit_images}: raise it, or leave the row out"
             )
         try:
-            return self._vision.expand(ids, images, self.data.max_image_megapixels)
+            return self._vision.expand(ids, row.media, self.data.max_image_megapixels)
         except MediaError:
             raise
         except ValueError as error:

@@ -243,7 +243,12 @@ class Asker:
     requests: list[tuple[str, Future[Completion]]] = field(default_factory=list)  # one for each turn
 
     async def __call__(
-        self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
+        self,
+        context_ids: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        media: Sequence[MediaHandle] | None = None,
     ) -> Completion:
         """See `episode.Ask`."""
         how, group, turn = self.of.how, self.prompt.group, len(self.requests)
@@ -259,7 +264,7 @@ class Asker:
             request_id="-".join(map(str, draw)),
             prompt_ids=context_ids,
             sampling=sampling,
-            media=self._media_of(context_ids),
+            media=self._media_of(context_ids) if media is None else media,
             seed=None if how.seed is None else request_seed(how.seed, *draw),
             session=f"{how.purpose}-{group}-{self.sample}" if how.spread else f"{how.purpose}-{group}",
             turn=turn,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verl_like.batch import Prompt
+from verl_like.batch import MediaHandle, Prompt
 from verl_like.rollout.rollout_engine import Completion, FinishReason, Sampled, SamplingParams
 
 
@@ -21,20 +21,28 @@ class Turn:
     """What the policy sampled between two observations.
 
     observation_ids: the tokens before it that no earlier turn holds; of the first turn, the prompt. new_row: they are a
-    whole context instead, which begins another row. reward: the environment's for this turn. state_id: equal for equal
-    states before a turn, -1 where states have no identity. A turn may have no token (the budget is used up).
+    whole context instead, which begins another row. media: the images in them, placed in the row; None: the prompt's
+    before the first turn, else none. reward: the environment's for this turn. state_id: equal for equal states before a
+    turn, -1 where states have no identity. A turn may have no token (the budget is used up).
     """
 
     observation_ids: Sequence[int]
     sampled: Sampled
     finish_reason: FinishReason
     new_row: bool = False
+    media: Sequence[MediaHandle] | None = None
     reward: float | None = None
     state_id: int = -1
 
     @classmethod
     def of(
-        cls, observation_ids: Sequence[int], completion: Completion, *, new_row: bool = False, state_id: int = -1
+        cls,
+        observation_ids: Sequence[int],
+        completion: Completion,
+        *,
+        new_row: bool = False,
+        media: Sequence[MediaHandle] | None = None,
+        state_id: int = -1,
     ) -> Turn:
         """A turn of what was asked and answered."""
         return cls(
@@ -42,6 +50,7 @@ class Turn:
             sampled=completion.sampled,
             finish_reason=completion.finish_reason,
             new_row=new_row,
+            media=media,
             state_id=state_id,
         )
 
@@ -111,12 +120,18 @@ class Ask(Protocol):
         ...
 
     async def __call__(
-        self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
+        self,
+        context_ids: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        media: Sequence[MediaHandle] | None = None,
     ) -> Completion:
         """The policy's continuation of these tokens: all that came before, with earlier turns as they were sampled.
 
-        sampling: None for the run's own. max_tokens: at most so many, and never more than `sampling` allows. Raises
-        ValueError for what the engine refuses, RolloutError when it died, EpisodeAborted.
+        sampling: None for the run's own. max_tokens: at most so many, and never more than `sampling` allows. media: the
+        images in these tokens; None for the prompt's, with which they must begin then. Raises ValueError for what the
+        engine refuses, RolloutError when it died, EpisodeAborted.
         """
         ...
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verl_like.batch import Prompt, Rollouts
+from verl_like.batch import MediaHandle, Prompt, Rollouts
 from verl_like.episodes.episode import Episode, Turn
 
 
@@ -27,7 +27,7 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
     else:
         mask_T = _column(turns_of, lambda turn: np.ones(len(turn.sampled)), _nothing, torch.bool)
     prompt_ids_T, prompt_length_B = _contexts(turns_of)
-    media = [prompts[place].row.media for place, _, _ in rows]
+    media = [_media(prompts[place], turns) for place, _, turns in rows]
     return Rollouts(
         prompt_ids_T=prompt_ids_T,
         prompt_length_B=prompt_length_B,
@@ -43,6 +43,12 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
         **_turn_columns(turns_of, numbers_of),
         episode_B=_episode_numbers(prompts, episodes) if len(rows) > len(flat) else None,
     )
+
+
+def _media(prompt: Prompt, turns: Sequence[Turn]) -> list[MediaHandle]:
+    """The images of a row, in their order."""
+    first = prompt.row.media if turns[0].media is None else turns[0].media
+    return [*first, *(handle for turn in turns[1:] for handle in turn.media or ())]
 
 
 def episode_of_rows(episodes: Sequence[Sequence[Episode]]) -> list[int]:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.batch import Prompt
+from verl_like.batch import MediaHandle, Prompt
 from verl_like.data.chat import Messages, PromptEncoder
 from verl_like.data.dataset import SINGLE_TURN
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
@@ -27,6 +28,8 @@ from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
 from verl_like.episodes.tools.tool_call import LOST, ROW_KEY, ToolOutcome, state_id
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.episodes.transcript import Transcript
+from verl_like.models.images import MediaError, header
+from verl_like.models.vision import VisionProcessor
 from verl_like.rollout.rollout_engine import Completion, Sampled
 
 _THINK, _TAIL_TOKENS = "<think>", 8
@@ -58,6 +61,7 @@ class _Progress:
     used: int = 0  # tokens after the prompt
     num_calls: int = 0
     state_id: int = 0  # before the next turn
+    num_images: int = 0  # of tools
     counts: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, list[float]] = field(default_factory=dict)  # of each tool's calls
     turn_scores: list[float] = field(default_factory=list)  # by a simulated user
@@ -69,7 +73,8 @@ class ToolAgent:
     end_ids: tokens that end a turn. follow_template: see Transcript. malformed_end: a call that cannot be read ends the
     episode, instead of being answered with what is wrong. environment: its reward, where it gives one, is the score;
     otherwise graders score, and find the tools' rewards in extra_info["rollout_reward_scores"]. Rows with agent_name
-    single_turn_agent have one turn.
+    single_turn_agent have one turn. vision: of a model that looks at images, which sees those that tools return, up to
+    max_megapixels; another one is told how many they were.
     """
 
     def __init__(
@@ -84,7 +89,10 @@ class ToolAgent:
         malformed_end: bool = False,
         turn_rewards: bool = False,
         environment: bool = False,
+        vision: VisionProcessor | None = None,
+        max_megapixels: float = math.inf,
     ) -> None:
+        self._vision, self._max_megapixels = vision, max_megapixels
         self._encoder, self._toolbox, self._parser, self._bounds = encoder, toolbox, parser, bounds
         self._end_ids, self._follow_template = frozenset(end_ids), follow_template
         self._malformed_end, self._turn_rewards, self._environment = malformed_end, turn_rewards, environment
@@ -110,33 +118,44 @@ class ToolAgent:
                 self._toolbox.end(session)
         return self._episode(prompt, progress, end, failure or _failure(end, "the end of the episode"))
 
-    def _start(self, prompt: Prompt, start: ToolOutcome) -> tuple[list[int], Messages]:
+    def _start(self, prompt: Prompt, start: ToolOutcome) -> tuple[list[int], Messages, list[MediaHandle]]:
         """The prompt: an environment's own, or the row's with what an environment says first at its end."""
         row, messages = prompt.row, list(prompt.row.messages)
         if start.messages:
             messages = list(start.messages)
         elif start.text:
-            messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{start.text}"}
+            content, said = messages[-1]["content"], f"\n\n{start.text}"
+            whole = content + said if isinstance(content, str) else [*content, {"type": "text", "text": said}]
+            messages[-1] = messages[-1] | {"content": whole}
         else:
-            return prompt.ids, messages
+            return prompt.ids, messages, row.media
         (ids,) = self._encoder.encode([(messages, row.tools)])
-        return ids, messages
+        if start.messages or not row.media:
+            return ids, messages, []
+        ids, media = self._expand(ids, row.media)
+        return ids, messages, media
+
+    def _expand(self, ids: list[int], media: Sequence[MediaHandle]) -> tuple[list[int], list[MediaHandle]]:
+        assert self._vision is not None
+        return self._vision.expand(ids, media, self._max_megapixels)
 
     async def _converse(
         self, prompt: Prompt, start: ToolOutcome, ask: Ask, session: str, progress: _Progress
     ) -> EpisodeFailure | None:
         """Turns until the model calls no tool, or a bound is reached. What was lost, if something was."""
-        ids, messages = self._start(prompt, start)
+        ids, messages, media = self._start(prompt, start)
         if (start.text or start.messages) and len(ids) > self._bounds.prompt:
             what = f"{len(ids)} tokens with what reset said, more than data.max_prompt_length={self._bounds.prompt}"
             return EpisodeFailure(kind="prompt_too_long", message=what)
-        transcript = Transcript(self._encoder, ids, messages, prompt.row.tools, follow_template=self._follow_template)
+        options: dict[str, Any] = {"follow_template": self._follow_template, "media": media, "expand": self._expand}
+        transcript = Transcript(self._encoder, ids, messages, prompt.row.tools, **options)
         has_user, acts = self._toolbox.has_user(prompt.row), self._toolbox.acts
         per_turn = (prompt.row.extra_info.get(ROW_KEY) or {}).get("max_tokens_per_step")
         observation_ids, new_row = ids, False
         while (room := self._room(transcript, progress)) > 0:
-            completion = await ask(transcript.context_ids, max_tokens=min(room, per_turn or room))
-            turn = Turn.of(observation_ids, completion, new_row=new_row, state_id=progress.state_id)
+            most = min(room, per_turn or room)
+            completion = await ask(transcript.context_ids, max_tokens=most, media=transcript.media)
+            turn = Turn.of(observation_ids, completion, new_row=new_row, media=media, state_id=progress.state_id)
             progress.turns.append(turn)
             progress.used += len(completion.sampled)
             parsed = self._parsed(transcript.context_ids, completion, as_text=acts)
@@ -154,24 +173,25 @@ class ToolAgent:
             calls = _numbered(parsed, progress.num_calls)
             progress.num_calls += len(calls)
             transcript.wrote(completion.sampled.token_ids.tolist(), _message(parsed, calls))
+            shown: list[MediaHandle] = []
             if calls_something:
-                answers, failure = await self._answers(parsed, calls, session, progress)
+                answers, shown, failure = await self._answers(parsed, calls, session, progress)
             else:
                 answers, failure, anew = await self._reply(transcript.messages, session, progress)
                 if anew and answers and failure is None and not is_last:
                     (ids,) = self._encoder.encode([(answers, prompt.row.tools)])
                     transcript = Transcript(self._encoder, ids, answers, prompt.row.tools, follow_template=False)
-                    observation_ids, new_row = ids, True
+                    observation_ids, new_row, media = ids, True, []
                     progress.counts["new_rows"] += 1
                     continue
             if failure is not None or not answers or is_last:
                 return failure
             try:
-                observation = transcript.observe(answers)
+                observation = transcript.observe(answers, shown)
             except ValueError as error:  # a good call is refused at the start of the run: only this answer is to blame
                 whole = calls or not calls_something  # a simulated user's words are no fault of the model's either
                 return EpisodeFailure(kind="template", message=str(error)) if whole else None
-            observation_ids, new_row = observation.ids, observation.new_row
+            observation_ids, new_row, media = observation.ids, observation.new_row, observation.media
             progress.used += 0 if new_row else len(observation_ids)
             progress.counts["new_rows"] += new_row
         progress.counts["out_of_tokens"] += 1
@@ -199,23 +219,26 @@ class ToolAgent:
 
     async def _answers(
         self, parsed: Parsed, calls: Sequence[tuple[str, ToolCall]], session: str, progress: _Progress
-    ) -> tuple[list[dict[str, Any]], EpisodeFailure | None]:
-        """One message for each call, in their order, and one for each that could not be read."""
+    ) -> tuple[list[dict[str, Any]], list[MediaHandle], EpisodeFailure | None]:
+        """One message for each call, in their order, and one for each that could not be read; and their images."""
         allowed, rewards, state = calls[: self._bounds.calls], [], None
         running = [self._toolbox.call(session, call.name, call.arguments) for _, call in allowed]
         outcomes = [await asyncio.wrap_future(future) for future in running]
-        answers = []
+        answers, shown = [], list[MediaHandle]()
         for (number, call), outcome in zip(allowed, outcomes, strict=True):
             progress.counts["calls"] += 1
             progress.counts["failed_calls"] += outcome.kind is not None
             if outcome.kind in LOST:
                 where = "environment_error" if call.name in self._toolbox.of_environment else "tool_error"
-                return [], _failure(outcome, call.name, where)
+                return [], [], _failure(outcome, call.name, where)
             if outcome.reward is not None:
                 progress.rewards.setdefault(call.name, []).append(outcome.reward)
                 rewards.append(outcome.reward)
             state = state if outcome.state is None else outcome.state
-            answers.append(_answer(number, call.name, outcome.text))
+            content, images = self._content(outcome, call.name, progress.num_images)
+            progress.num_images += len(images)
+            shown += images
+            answers.append(_answer(number, call.name, content))
         for number, call in calls[self._bounds.calls :]:
             what = f"not run: at most {self._bounds.calls} call(s) at once"
             answers.append(_answer(number, call.name, what))
@@ -225,8 +248,27 @@ class ToolAgent:
         if self._turn_rewards and rewards:
             progress.turns[-1] = dataclasses.replace(progress.turns[-1], reward=sum(rewards))
         # Where no environment tells its state, turns that read the same began alike (GiGPO's anchor observations).
-        progress.state_id = state_id("\n".join(each["content"] for each in answers)) if state is None else state
-        return answers, None
+        read = [str(each["content"]) for each in answers] + [str(handle.source) for handle in shown]
+        progress.state_id = state_id("\n".join(read)) if state is None else state
+        return answers, shown, None
+
+    def _content(self, outcome: ToolOutcome, name: str, number: int) -> tuple[Any, list[MediaHandle]]:
+        """What the model is given of a tool's answer: a text, or parts with images before it. `number`: of the first
+        image. Of images that cannot be used the model is told, as of a tool that fails."""
+        said, images = outcome.text, outcome.images
+        if images and self._vision is None:
+            return "\n".join([*([said] if said else []), f"[{len(images)} image]"]), []
+        found = [
+            MediaHandle(kind="image", path=name, column="image", row=0, number=number + place, source=source)
+            for place, source in enumerate(images)
+        ]
+        try:
+            for handle in found:
+                header(handle, self._max_megapixels)
+        except MediaError as error:
+            return f"Error executing tool '{name}': {error}", []
+        parts = [{"type": "image"} for _ in found] + ([{"type": "text", "text": said}] if said else [])
+        return (parts, found) if found else (said, [])
 
     async def _reply(
         self, messages: Messages, session: str, progress: _Progress
@@ -305,5 +347,5 @@ def _message(parsed: Parsed, calls: Sequence[tuple[str, ToolCall]]) -> dict[str,
     return message
 
 
-def _answer(number: str, name: str, text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": number, "name": name, "content": text}
+def _answer(number: str, name: str, content: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": number, "name": name, "content": content}

@@ -16,9 +16,10 @@ call its own way), no delta exists; then `follow_template` decides between a new
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from verl_like.batch import MediaHandle
 from verl_like.data.chat import Messages, PromptEncoder
 from verl_like.episodes.rendering import difference, first_difference, forms, with_stopped_clock, without_calls
 
@@ -30,10 +31,12 @@ _LONG = 24  # characters of a text that no template has of itself
 class Observation:
     """What stands between two answers: `observation_ids` and `new_row` of the next Turn.
 
-    reason: of a new row, what the template renders otherwise than it was sent or written.
+    reason: of a new row, what the template renders otherwise than it was sent or written. media: the images in `ids`,
+    placed in the row.
     """
 
     ids: list[int]
+    media: Sequence[MediaHandle] = ()
     new_row: bool = False
     reason: str = ""
 
@@ -48,6 +51,7 @@ class _Answer:
     last_id: int | None
 
 
+Expand = Callable[[list[int], Sequence[MediaHandle]], tuple[list[int], list[MediaHandle]]]
 _Way = Callable[[Messages, _Answer, Messages], tuple[Messages, str] | None]
 
 
@@ -57,7 +61,8 @@ class Transcript:
     prompt_ids: the tokens of `messages`, perhaps truncated (a new row never is). follow_template: True begins a new row
     where the template rewrites history; False keeps history as it was written, always in one row (verl's default,
     use_inference_chat_template=False). context_ids: what the engine is sent for the next turn. messages: so far, as
-    they were given. Raises ValueError for messages that the template refuses.
+    they were given. media: the images in context_ids, placed there. expand: makes of the tokens of a text with a
+    placeholder for each image those that the model sees. Raises ValueError for messages that the template refuses.
     """
 
     def __init__(
@@ -68,8 +73,11 @@ class Transcript:
         tools: list[dict[str, Any]] | None,
         *,
         follow_template: bool,
+        media: Sequence[MediaHandle] = (),
+        expand: Expand | None = None,
     ) -> None:
         self.context_ids = list(prompt_ids)
+        self.media, self._expand = list(media), expand
         self.messages = list(messages)
         self._encoder = with_stopped_clock(encoder)
         self._tools = tools
@@ -96,8 +104,8 @@ class Transcript:
         self.context_ids = [*self.context_ids, *token_ids]
         self.messages.append(message)
 
-    def observe(self, messages: Sequence[dict[str, Any]]) -> Observation:
-        """Tool or user messages after an answer; context_ids then ends in a generation prompt.
+    def observe(self, messages: Sequence[dict[str, Any]], media: Sequence[MediaHandle] = ()) -> Observation:
+        """Tool or user messages after an answer, with their images; context_ids then ends in a generation prompt.
 
         Raises ValueError if the template refuses them or leaves one out; nothing has changed then.
         """
@@ -119,10 +127,17 @@ class Transcript:
             self._proved = False
         history, delta = found
         ids = self._encoder.encode_text(delta) if new_row else self._encode(delta, answer)
-        self.context_ids = ids if new_row else [*self.context_ids, *ids]
+        earlier, before = ([], self.media) if new_row else (self.context_ids, [])
+        placed: list[MediaHandle] = []
+        if media or before:
+            assert self._expand is not None
+            ids, placed = self._expand(ids, [*before, *media])
+            placed = [replace(h, starts=tuple(len(earlier) + start for start in h.starts)) for h in placed]
+        self.context_ids = [*earlier, *ids]
+        self.media = placed if new_row else [*self.media, *placed]
         self.messages.extend(messages)
         self._history, self._text, self._answer = history, said + delta, None
-        return Observation(ids=list(ids), new_row=new_row, reason=reason)
+        return Observation(ids=list(ids), media=placed, new_row=new_row, reason=reason)
 
     def _first(
         self, way: _Way, histories: Sequence[Messages], answer: _Answer, observed: Messages

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ BACKWARD = 2.0  # of a forward pass
 class ModelCost:
     """Shape of a decoder-only model, as far as its cost depends on it."""
 
-    body_weights: int  # numbers in the matrices that every token is multiplied with
+    body_weights: int  # numbers in the matrices that every token is multiplied with: no vision tower's
     head_weights: int  # numbers in the output head, which only predicted tokens meet
     all_weights: int  # numbers in the whole model, embedding included, tied ones once
     attention_width: int  # query heads x head size
@@ -97,12 +98,15 @@ def _visible_pairs(length: int, window: int | None) -> float:
 
 
 def _body_weights(model: PreTrainedModel, head: nn.Module | None) -> float:
-    """Matrices of the blocks, whatever kind of module holds them; of stacked experts the share one token visits."""
+    """Matrices of the blocks, whatever kind of module holds them; of stacked experts the share one token visits.
+    A vision tower is left out: patches meet it, not tokens."""
     config = model.config.get_text_config()
     experts = num_experts(config)
+    tower: Any = getattr(model.base_model, "visual", None)
+    elsewhere = {head, *(() if tower is None else tower.modules())}
     total = 0.0
     for module in model.modules():
-        if isinstance(module, nn.Embedding) or module is head:
+        if isinstance(module, nn.Embedding) or module in elsewhere:
             continue
         for weight in module.parameters(recurse=False):
             if weight.ndim == 2:

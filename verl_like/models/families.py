@@ -24,7 +24,7 @@ RANKS = "two ranks"  # gradients of two FSDP2 ranks equal those of one
 HF = "hf rollout"  # weight sync with its proof, and generated tokens scored by the trainer
 VLLM = "vLLM"  # the same with vLLM (its CPU build)
 
-IMAGES = "images"  # padded and packed, shared prompts, trained and frozen tower
+IMAGES = "images, videos"  # padded and packed, shared prompts, trained and frozen tower
 
 _PADDED = frozenset({LORA, RANKS, HF})
 _PACKED = _PADDED | {ULYSSES}
@@ -125,9 +125,9 @@ FAMILIES: dict[str, Family] = {
 }
 _IMAGES = frozenset({IMAGES, RANKS, HF, VLLM})
 VISION: dict[str, Family] = {
-    "qwen2_vl": Family(kind="images and text", tested=_IMAGES | {LORA}),
-    "qwen2_5_vl": Family(kind="images and text", tested=_IMAGES),
-    "qwen3_vl": Family(kind="images and text", tested=_IMAGES),
+    "qwen2_vl": Family(kind="images, videos, text", tested=_IMAGES | {LORA}),
+    "qwen2_5_vl": Family(kind="images, videos, text", tested=_IMAGES),
+    "qwen3_vl": Family(kind="images, videos, text", tested=_IMAGES),
 }
 
 _BIAS = "the bias that corrects its router is a buffer, which is neither trained nor sent to the rollout engine"

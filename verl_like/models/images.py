@@ -1,4 +1,5 @@
-"""Images of dataset rows: handles are opened here, in whichever process needs the pixels, and nowhere else.
+"""Images of dataset rows: handles are opened here, in whichever process needs the pixels, and nowhere else (what
+videos hold: videos.py).
 
 A handle (`batch.MediaHandle`) names a cell of a parquet file, a path or a URL. What a cell holds: {"bytes": ...}
 (Hugging Face's form), bytes, a path, a URL of any scheme that fsspec knows, data:image/png;base64,..., or a dictionary
@@ -21,23 +22,28 @@ from PIL import Image
 from verl_like.batch import MediaHandle
 from verl_like.remote import is_remote
 
-_PLACES = ("bytes", "path", "image", "url", "image_url")  # of what is meant in a dictionary; the first that is set
+PLACES = ("bytes", "path", "image", "url", "image_url")  # of what is meant in a dictionary; the first that is set
 _GROUPS = 4  # row groups kept in memory: rows of a batch are often neighbours
 
 
 class MediaError(ValueError):
-    """An image that cannot be used: the message names the row and says what is wrong with it."""
+    """An image or video that cannot be used: the message names the row and says what is wrong with it."""
 
 
 def place_of(handle: MediaHandle) -> str:
-    """The image, for messages."""
+    """The image or video, for messages."""
     return f"{handle.path}, row {handle.row}: {handle.kind} {handle.number} of column {handle.column!r}"
 
 
 def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
     """(width, height), without decoding the image. MediaError: missing, no image, or larger than allowed."""
-    with _opened(handle) as image:
-        width, height = image.size
+    with _opened(handle, cell_of(handle)) as image:
+        return bounded(handle, image.size, max_megapixels)
+
+
+def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -> tuple[int, int]:
+    """This (width, height). MediaError where it is larger than allowed."""
+    width, height = size
     if width * height > max_megapixels * 1e6:
         raise MediaError(
             f"{place_of(handle)} has {width} x {height} pixels, more than data.max_image_megapixels="
@@ -46,34 +52,33 @@ def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
     return width, height
 
 
-def decoded(handle: MediaHandle) -> Image.Image:
-    """The image in RGB. MediaError where its file is cut off or damaged."""
-    with _opened(handle) as image:
+def decoded(handle: MediaHandle, value: Any = None) -> Image.Image:
+    """The image in RGB; the one that `value` names, where it is not the whole cell. MediaError where it is damaged."""
+    with _opened(handle, cell_of(handle) if value is None else value) as image:
         try:
             return image.convert("RGB")
         except Exception as error:  # of any of PIL's decoders
             raise MediaError(f"{place_of(handle)} cannot be decoded: {error}") from error
 
 
-def _opened(handle: MediaHandle) -> Image.Image:
-    data = _read(handle)
+def _opened(handle: MediaHandle, value: Any) -> Image.Image:
+    data = read(handle, value)
     try:
         return Image.open(io.BytesIO(data))
     except Exception as error:
         raise MediaError(f"{place_of(handle)} is no image that PIL can open ({len(data)} bytes): {error}") from error
 
 
-def _read(handle: MediaHandle) -> bytes:
-    """The image's file."""
-    value: Any = handle.source or _cell(handle)
+def read(handle: MediaHandle, value: Any) -> bytes:
+    """The file that `value` holds or names."""
     while isinstance(value, dict):
-        value = next((value[key] for key in _PLACES if value.get(key)), None)
+        value = next((value[key] for key in PLACES if value.get(key)), None)
     if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str) or not value:
         raise MediaError(
-            f"{place_of(handle)} holds no image: expected bytes, a path, a URL, or a dictionary with one of "
-            f"{', '.join(_PLACES)}"
+            f"{place_of(handle)} holds no {handle.kind}: expected bytes, a path, a URL, or a dictionary with one of "
+            f"{', '.join(PLACES)}"
         )
     try:
         if value.startswith("data:"):
@@ -81,12 +86,20 @@ def _read(handle: MediaHandle) -> bytes:
         if is_remote(value):
             with fsspec.open(value, "rb") as file:
                 return file.read()  # pyright: ignore[reportAttributeAccessIssue]
-        return (Path(handle.path).parent / Path(value).expanduser()).read_bytes()
+        return local_path(handle, value).read_bytes()
     except Exception as error:  # of any file system
         raise MediaError(f"{place_of(handle)}: {value[:200]!r} cannot be read: {error}") from error
 
 
-def _cell(handle: MediaHandle) -> Any:
+def local_path(handle: MediaHandle, value: str) -> Path:
+    """A path in a cell, which may begin at the data file's folder."""
+    return Path(handle.path).parent / Path(value).expanduser()
+
+
+def cell_of(handle: MediaHandle) -> Any:
+    """What names the image or video."""
+    if handle.source:
+        return handle.source
     try:
         row = handle.row
         for group, rows in enumerate(_group_sizes(handle.path)):

@@ -11,6 +11,7 @@ Letters: S rows of the packed input (in packed order), K tokens of all whole seq
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -34,8 +35,13 @@ def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:
     lengths, responses = rows.prompt_length_B.tolist(), rows.response_length_B.tolist()
     ids, ends = rows.prompt_ids_T.cpu().int().numpy(), bounds(rows.prompt_length_B)
     prompts = [ids[start:stop] for start, stop in itertools.pairwise(ends)]
-    media = [tuple(handle.image for handle in handles) for handles in rows.media or [[]] * len(rows)]
-    keys: list[Hashable] = [(prompts[b].tobytes(), media[b]) if responses[b] else ("row", b) for b in range(len(rows))]
+    media = [
+        [(handle.starts[0], handle.image) for handle in handles if handle.starts[0] < length]
+        for handles, length in zip(rows.media or [[]] * len(rows), lengths, strict=True)
+    ]  # of prompts: those that tools returned later are the row's own
+    keys: list[Hashable] = [
+        (prompts[b].tobytes(), tuple(media[b])) if responses[b] else ("row", b) for b in range(len(rows))
+    ]
     if isinstance(rows, Rollouts | Experience) and rows.episode_B is not None:
         groups: dict[int, list[int]] = {}
         for b in filter(responses.__getitem__, range(len(rows))):
@@ -43,6 +49,7 @@ def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:
         for group, members in groups.items():
             different = {keys[b]: b for b in members}.values()
             common = _common_beginning([prompts[b] for b in different])
+            common = int(min(common, _common_images([media[b] for b in different])))
             alike = 2 * common >= min(lengths[b] for b in different)
             for b in members:
                 keys[b], lengths[b] = (group, common if alike else keys[b]), common if alike else lengths[b]
@@ -57,6 +64,14 @@ def _common_beginning(prompts: Sequence[NDArray[np.int32]]) -> int:
         differs = common != prompt[: len(common)]
         common = common[: differs.argmax()] if differs.any() else common
     return len(common)
+
+
+def _common_images(media: Sequence[Sequence[tuple[int, Hashable]]]) -> float:
+    """Up to which token these have the same images."""
+    for images in itertools.zip_longest(*media):
+        if len(set(images)) > 1:
+            return min(image[0] for image in images if image is not None)
+    return math.inf
 
 
 def first_rows(numbers: Sequence[int]) -> Tensor:

@@ -1,4 +1,5 @@
-"""Vision-language models: images become patches, patches features, and features take the places of placeholder tokens.
+"""Vision-language models: images and videos become patches, patches features, and features take the places of
+placeholder tokens.
 
     row's media -> VisionProcessor: grid of patches, places of tokens (driver), pixels (worker, cached)
                 -> VisionInput: pixels of a micro-batch, each image once, and which feature each token takes
@@ -6,7 +7,8 @@
 
 The tower runs in parts of `vision_max_patches_per_gpu` patches; all ranks run the same number of parts, because a
 sharded tower gathers its weights in each. What the policy sampled is always text, also where it is a placeholder's id:
-which tokens are images is known from the row's handles, never from token ids.
+which tokens are images is known from the row's handles, never from token ids. "Images" below may be videos: a grid of
+patches with more than one time. Qwen3-VL writes the seconds before the tokens of each time.
 
 Letters: b rows, T tokens, K patches of a micro-batch, F features (tokens of images).
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,12 +28,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
+from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_whole
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from verl_like.batch import MediaHandle
 from verl_like.models import families
 from verl_like.models.images import MediaError, decoded, header, place_of
+from verl_like.models.videos import Clip, clip_of, frames_of
 from verl_like.parallel.dist import all_reduce_max
 from verl_like.remote import local_folder
 
@@ -48,9 +54,10 @@ class VisionProcessor:
     """
 
     def __init__(self, model: ModelConfig, config: PretrainedConfig) -> None:
-        path = local_folder(model.path)
+        path = self._path = local_folder(model.path)
         try:
             self._images: Any = AutoImageProcessor.from_pretrained(path, backend="pil", **model.mm_processor_kwargs)
+            self._video_settings: dict[str, Any] = BaseVideoProcessor.get_video_processor_dict(path)[0]
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(
                 f"model.path={model.path}: its image processor (preprocessor_config.json) cannot be loaded: {error}"
@@ -61,7 +68,10 @@ class VisionProcessor:
             raise ValueError(
                 f"model.mm_processor_kwargs.{unknown[0]} is unknown to the image processor: it has {known}"
             )
-        self.token_id = int(config.image_token_id)
+        self._token_ids = {int(config.image_token_id): "image", int(config.video_token_id): "video"}
+        self._marks = int(config.vision_start_token_id), int(config.vision_end_token_id)
+        self.tells_seconds = config.model_type == "qwen3_vl"
+        self._tokens_per_second = getattr(config.vision_config, "tokens_per_second", None)  # of Qwen2.5-VL's positions
         self.merge = int(config.vision_config.spatial_merge_size)
         self.max_patches = model.vision_max_patches_per_gpu
         self._patch = int(self._images.patch_size)
@@ -71,44 +81,98 @@ class VisionProcessor:
                 f"which {self.merge} x {self.merge} make a token, preprocessor_config.json {self._patch} and "
                 f"{self._images.merge_size}"
             )
-        self.patch_width = 3 * int(self._images.temporal_patch_size) * self._patch**2  # numbers in a patch
-        self._settings = repr((path, sorted(self._images.to_dict().items(), key=str)))
+        self._times = int(self._images.temporal_patch_size)  # frames in a patch; an image is twice the same
+        self.patch_width = 3 * self._times * self._patch**2  # numbers in a patch
+        self._frame_bounds = self._bounds_of_videos(model)
+        self._settings = repr((path, self._frame_bounds, sorted(self._images.to_dict().items(), key=str)))
+
+    def _bounds_of_videos(self, model: ModelConfig) -> tuple[int, int]:
+        """Least and most pixels: of a frame, or (Qwen3-VL) of all frames together."""
+        factor = (self._patch * self.merge) ** 2
+        own, given = self._video_settings, model.mm_processor_kwargs
+        size = own.get("size") or {"shortest_edge": 128 * factor, "longest_edge": 768 * factor}
+        size = size | given.get("size", {})
+        least, most = (given.get(key, own.get(key)) for key in ("min_pixels", "max_pixels"))
+        return int(least or size["shortest_edge"]), int(most or size["longest_edge"])
 
     def save(self, folder: Path) -> None:
-        """The image processor with its settings, beside a saved model."""
+        """The processors' settings, beside a saved model."""
         self._images.save_pretrained(folder)
+        if "video_processor_type" in self._video_settings:  # the folder had some for videos
+            (folder / "video_preprocessor_config.json").write_text(json.dumps(self._video_settings, indent=2))
 
     def num_tokens(self, handle: MediaHandle) -> int:
-        """Placeholder tokens of a placed image."""
+        """Placeholder tokens of a placed image, at all its times."""
         return handle.grid[0] * handle.grid[1] * handle.grid[2] // self.merge**2
 
+    def spans(self, handle: MediaHandle) -> list[tuple[int, tuple[int, int, int]]]:
+        """Of a placed image: where tokens of it stand without text between them, and their grid."""
+        frames, rows, columns = handle.grid
+        return [(start, (frames // len(handle.starts), rows, columns)) for start in handle.starts]
+
     def expand(self, ids: Sequence[int], media: Media, max_megapixels: float) -> tuple[list[int], list[MediaHandle]]:
-        """The prompt with as many placeholders as each image has tokens (a template writes one), and the placed images.
+        """The prompt with as many placeholders as each image has tokens (a template writes one), and the placed images,
+        in their order there.
 
         Only headers are read. MediaError where an image cannot be used, ValueError where places and images differ.
         """
-        places = [at for at, token in enumerate(ids) if token == self.token_id]
-        if len(places) != len(media):
-            raise ValueError(
-                f"the chat template made {len(places)} image placeholders (token {self.token_id}) of {len(media)} "
-                "images: it must write one for each, and the prompt's text none of its own"
-            )
+        places = [(at, token) for at, token in enumerate(ids) if token in self._token_ids]
+        for token, kind in self._token_ids.items():
+            wanted, given = sum(each == token for _, each in places), sum(handle.kind == kind for handle in media)
+            if wanted != given:
+                raise ValueError(
+                    f"the chat template made {wanted} {kind} placeholders (token {token}) of {given} {kind}s: it must "
+                    "write one for each, and the prompt's text none of its own"
+                )
+        waiting = {kind: iter([h for h in media if h.kind == kind]) for kind in self._token_ids.values()}
         expanded: list[int] = []
         placed, done = [], 0
-        for handle, at in zip(media, places, strict=True):
+        for at, token in places:
             expanded += ids[done:at]
-            placed.append(replace(handle, grid=self._grid(handle, max_megapixels), start=len(expanded)))
-            expanded += [self.token_id] * self.num_tokens(placed[-1])
+            handle, stamps = self._measured(next(waiting[self._token_ids[token]]), max_megapixels)
+            starts, count = [], self.num_tokens(handle) // max(1, len(stamps))
+            for stamp in stamps or [None]:
+                before, after = ([*stamp, self._marks[0]], [self._marks[1]]) if stamp is not None else ([], [])
+                starts.append(len(expanded) + len(before))
+                expanded += [*before, *[token] * count, *after]
+            placed.append(replace(handle, starts=tuple(starts)))
             done = at + 1
         return [*expanded, *ids[done:]], placed
 
-    def _grid(self, handle: MediaHandle, max_megapixels: float) -> tuple[int, int, int]:
-        """Patches of an image: (time, height, width)."""
-        width, height = header(handle, max_megapixels)
-        size, factor = self._images.size, self._patch * self.merge
-        bounds = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    def _measured(self, handle: MediaHandle, max_megapixels: float) -> tuple[MediaHandle, list[list[int]]]:
+        """The image with its grid, and what is written before each of its times, if anything is."""
+        if handle.kind == "image":
+            size = self._images.size
+            bounds = size["shortest_edge"], size["longest_edge"]
+            return replace(handle, grid=self._grid(handle, header(handle, max_megapixels), bounds)), []
+        clip = clip_of(handle, max_megapixels)
+        # Rounded: positions are rounded down, and 1.9999999 s must not be one less than 2
+        seconds = 1.0 if self._tokens_per_second is None else round(self._times / clip.sampled_fps, 6)
+        handle = replace(handle, grid=self._grid_of(handle, clip), seconds=seconds)
+        texts = [f"<{time:.1f} seconds>" for time in clip.times(self._times)] if self.tells_seconds else []
+        return handle, [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self._path)
+
+    def _grid_of(self, handle: MediaHandle, clip: Clip) -> tuple[int, int, int]:
+        """Patches of a video."""
+        least, most = (own or usual for own, usual in zip(clip.bounds, self._frame_bounds, strict=True))
+        whole = len(clip.numbers) if self.tells_seconds and clip.bounds == (None, None) else 0
+        _, rows, columns = self._grid(handle, clip.size, (min(least, most), most), frames=whole)
+        return -(-len(clip.numbers) // self._times), rows, columns
+
+    def _grid(
+        self, handle: MediaHandle, size: tuple[int, int], bounds: tuple[int, int], *, frames: int = 0
+    ) -> tuple[int, int, int]:
+        """Patches of an image: (time, height, width). frames: so many share the bounds."""
+        limits = {"min_pixels": bounds[0], "max_pixels": bounds[1], "factor": self._patch * self.merge}
         try:
-            height, width = smart_resize(height, width, factor=factor, **bounds)
+            if frames:
+                height, width = smart_resize_whole(frames, size[1], size[0], temporal_factor=self._times, **limits)
+            else:
+                height, width = smart_resize(size[1], size[0], **limits)
         except ValueError as error:
             raise MediaError(f"{place_of(handle)}: {error}") from error
         return 1, height // self._patch, width // self._patch
@@ -122,26 +186,54 @@ class VisionProcessor:
         return hashlib.blake2b(repr((handle.image, self._settings)).encode(), digest_size=16).hexdigest()
 
     def _processed(self, handle: MediaHandle) -> Tensor:
+        if handle.kind == "video":
+            clip = clip_of(handle)
+            self._check_grid(handle, self._grid_of(handle, clip))
+            return self._frames(handle, clip)
         result = self._images(images=[decoded(handle)], return_tensors="pt")
-        found = tuple(result["image_grid_thw"][0].tolist())
+        self._check_grid(handle, tuple(result["image_grid_thw"][0].tolist()))
+        return result["pixel_values"].float()
+
+    def _check_grid(self, handle: MediaHandle, found: tuple[int, ...]) -> None:
         if found != handle.grid:
             raise MediaError(
                 f"{place_of(handle)} gives {found} patches, but its prompt was made for {handle.grid}: was the file "
                 "changed during the run?"
             )
-        return result["pixel_values"].float()
+
+    def _frames(self, handle: MediaHandle, clip: Clip) -> Tensor:
+        """Patches of a video: each frame goes through the image processor, which makes it a whole group of equal ones;
+        of the groups that really follow each other one frame each is kept."""
+        times, rows, columns = handle.grid
+        size, frames = (columns * self._patch, rows * self._patch), []
+        for frame in frames_of(handle, clip):
+            done = self._images(
+                images=[frame.resize(size, resample=self._images.resample)], do_resize=False, return_tensors="pt"
+            )
+            frames.append(done["pixel_values"].float().view(-1, 3, self._times, self._patch**2)[:, :, 0])
+        frames += [frames[-1]] * (times * self._times - len(frames))
+        patches = torch.stack(frames).unflatten(0, (times, self._times))  # [times, group, K, color, pixels]
+        return patches.permute(0, 2, 3, 1, 4).reshape(-1, self.patch_width)
 
     def positions(self, length: int, media: Media) -> Tensor:
-        """Positions [3, length] (time, height, width) of a row's tokens: text moves on by one along all axes; an image
-        lies at one time, and what follows it comes after its longer side."""
+        """Positions [3, length] (time, height, width) of a row's tokens: text moves on by one along all axes; what
+        follows an image comes after its longest side. Qwen2.5-VL counts a video's time in parts of a second.
+
+        Source: Qwen's own code and vLLM. transformers 5 begins the text after a video by its height and width alone, so
+        that it lies amid a video that lasts longer.
+        """
         parts, done, now = [], 0, 0
         for handle in media:
-            text, (frames, rows, columns) = handle.start - done, handle.grid
-            parts.append(torch.arange(text).expand(3, -1) + now)
-            sides = torch.arange(frames), torch.arange(rows // self.merge), torch.arange(columns // self.merge)
-            parts.append(torch.stack([axis.flatten() for axis in torch.meshgrid(*sides, indexing="ij")]) + now + text)
-            now += text + max(rows, columns) // self.merge
-            done = handle.start + parts[-1].shape[1]
+            interval = (self._tokens_per_second or 1) * handle.seconds if handle.kind == "video" else 1
+            for start, (frames, rows, columns) in self.spans(handle):
+                text = start - done
+                parts.append(torch.arange(text).expand(3, -1) + now)
+                time = (torch.arange(frames, dtype=torch.float64) * interval).long()
+                sides = time, torch.arange(rows // self.merge), torch.arange(columns // self.merge)
+                axes = torch.stack([axis.flatten() for axis in torch.meshgrid(*sides, indexing="ij")])
+                parts.append(axes + now + text)
+                now += text + int(axes.max()) + 1
+                done = start + axes.shape[1]
         parts.append(torch.arange(length - done).expand(3, -1) + now)
         return torch.cat(parts, dim=1)
 
@@ -155,8 +247,9 @@ class VisionProcessor:
                 last = next(reversed(known.values()), None)
                 first = 0 if last is None else last[1] + self.num_tokens(last[0])
                 first = known.setdefault(self.key(handle), (handle, first))[1]
-                count = self.num_tokens(handle)
-                feature_L[handle.start : handle.start + count] = first + torch.arange(count)
+                count = self.num_tokens(handle) // len(handle.starts)
+                for number, start in enumerate(handle.starts):
+                    feature_L[start : start + count] = first + number * count + torch.arange(count)
             found.append(feature_L)
         return found
 
@@ -167,20 +260,25 @@ class VisionProcessor:
         return [self.positions(*row) for row in rows], features, tuple(handle for handle, _ in known.values())
 
     def load(self, feature_ids: Tensor, images: Media, device: torch.device) -> VisionInput:
-        """The pixels of these images on the device, in parts of at most max_patches (a larger image is one alone)."""
-        parts: list[list[MediaHandle]] = []
+        """The pixels of these images on the device, in parts of at most max_patches (a larger image is one alone; a
+        video may be cut, for its times do not see each other in the tower)."""
+        parts: list[list[tuple[Tensor, tuple[int, int, int]]]] = []
         room = 0
         for handle in images:
-            patches = self.num_tokens(handle) * self.merge**2
-            if patches > room:
-                parts.append([])
-                room = self.max_patches
-            parts[-1].append(handle)
-            room -= patches
+            pixels, (left, rows, columns) = self.pixels(handle), handle.grid
+            while left:
+                if rows * columns > room:
+                    parts.append([])
+                    room = self.max_patches
+                count = min(left, max(1, room // (rows * columns)))
+                taken, pixels = pixels.split([count * rows * columns, len(pixels) - count * rows * columns])
+                parts[-1].append((taken, (count, rows, columns)))
+                room -= len(taken)
+                left -= count
         return VisionInput(
             feature_ids=feature_ids.to(device),
             parts=tuple(
-                (torch.cat([self.pixels(h) for h in part]).to(device), torch.tensor([h.grid for h in part]))
+                (torch.cat([pixels for pixels, _ in part]).to(device), torch.tensor([grid for _, grid in part]))
                 for part in parts
             ),
             token_patches=self.merge**2,

@@ -128,7 +128,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
     def _images(self, request: GenerationRequest) -> list[vllm_vision.PlacedImage]:
         if self._vision is None:
             return []
-        return [vllm_vision.PlacedImage.of(handle, self._vision) for handle in request.media]
+        return [image for handle in request.media for image in vllm_vision.PlacedImage.of(handle, self._vision)]
 
     def step(self) -> list[Completion]:
         outputs = [output for output in self._llm.llm_engine.step() if output.finished]

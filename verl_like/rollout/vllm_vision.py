@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, tensor
+from torch import Tensor, float64, tensor
 
 from verl_like.batch import MediaHandle
 from verl_like.models.vision import VisionProcessor
@@ -39,30 +39,39 @@ _STAND_INS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedImage:
-    """One image of a request: its patches, their grid, its first token, how many it has, and its name in caches."""
+    """One image of a request: its patches, their grid, its first token, how many it has, and its name in caches; or a
+    video, with the seconds from one time to the next."""
 
     pixels: Tensor
     grid: tuple[int, int, int]
     start: int
     length: int
     name: str
+    seconds: float | None = None
 
     @classmethod
-    def of(cls, handle: MediaHandle, vision: VisionProcessor) -> PlacedImage:
-        """The image of a placed handle; its pixels are read here, unless this process has them."""
-        return cls(
-            pixels=vision.pixels(handle),
-            grid=handle.grid,
-            start=handle.start,
-            length=vision.num_tokens(handle),
-            name=vision.key(handle),
-        )
+    def of(cls, handle: MediaHandle, vision: VisionProcessor) -> list[PlacedImage]:
+        """Of a placed handle; its pixels are read here, unless this process has them. A video with text between its
+        times is an image each time, for vLLM as for the model."""
+        pixels, name = vision.pixels(handle), vision.key(handle)
+        spans = vision.spans(handle)
+        return [
+            cls(
+                pixels=part,
+                grid=grid,
+                start=start,
+                length=vision.num_tokens(handle) // len(spans),
+                name=name if len(spans) == 1 else f"{name}-{number}",
+                seconds=handle.seconds if handle.kind == "video" and not vision.tells_seconds else None,
+            )
+            for number, ((start, grid), part) in enumerate(zip(spans, pixels.chunk(len(spans)), strict=True))
+        ]
 
 
 def engine_options(limit_images: int | None) -> dict[str, Any]:
     """Arguments of vllm.LLM: patches come normalised, and are profiled and kept by nobody."""
     return {
-        "limit_mm_per_prompt": {"image": limit_images or _MANY, "video": 0},
+        "limit_mm_per_prompt": {"image": limit_images or _MANY, "video": _MANY},
         "mm_device_do_normalize": False,
         "mm_processor_cache_gb": 0,
         "skip_mm_profiling": True,
@@ -77,10 +86,10 @@ def prepare() -> None:
 
     class NoProcessing(BaseProcessingInfo):
         def get_supported_mm_limits(self) -> dict[str, int | None]:
-            return {"image": None}
+            return {"image": None, "video": None}
 
         def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
-            return {"image": seq_len}
+            return {"image": seq_len, "video": seq_len}
 
     registry: Any = getattr(vllm, "ModelRegistry")  # noqa: B009 (exported lazily, which type checkers do not see)
     with _torchvision():
@@ -128,22 +137,20 @@ def with_images(prompt_ids: list[int], images: Sequence[PlacedImage]) -> Any:
     from vllm.inputs.engine import mm_input
     from vllm.multimodal import inputs as mm
 
-    items = []
+    items, names, places = {}, {}, {}
     for image in images:
+        kind = "image" if image.seconds is None else "video"
+        pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
         whole = mm.MultiModalFlatField(slices=[slice(0, len(image.pixels))])
-        items.append(
-            mm.MultiModalKwargsItem(
-                {
-                    "pixel_values": mm.MultiModalFieldElem(data=image.pixels, field=whole),
-                    "image_grid_thw": mm.MultiModalFieldElem(
-                        data=tensor(image.grid), field=mm.MultiModalBatchedField(keep_on_cpu=True)
-                    ),
-                }
-            )
-        )
-    return mm_input(
-        prompt_ids,
-        mm.MultiModalKwargsItems({"image": items}),
-        {"image": [image.name for image in images]},
-        {"image": [mm.PlaceholderRange(offset=image.start, length=image.length) for image in images]},
-    )
+        each = mm.MultiModalBatchedField(keep_on_cpu=True)
+        fields = {
+            pixels: mm.MultiModalFieldElem(data=image.pixels, field=whole),
+            f"{kind}_grid_thw": mm.MultiModalFieldElem(data=tensor(image.grid), field=each),
+        }
+        if image.seconds is not None:
+            seconds = tensor(image.seconds, dtype=float64)
+            fields["second_per_grid_ts"] = mm.MultiModalFieldElem(data=seconds, field=each)
+        items.setdefault(kind, []).append(mm.MultiModalKwargsItem(fields))
+        names.setdefault(kind, []).append(image.name)
+        places.setdefault(kind, []).append(mm.PlaceholderRange(offset=image.start, length=image.length))
+    return mm_input(prompt_ids, mm.MultiModalKwargsItems(items), names, places)

@@ -416,7 +416,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         eos_ids=eos_ids,
         reward_tokenizers=reward_tokenizers,
         vision=vision,
-        runner=SingleTurn() if toolbox is None else tool_agent(config, tokenizer, eos_ids, toolbox),
+        runner=SingleTurn() if toolbox is None else tool_agent(config, tokenizer, eos_ids, toolbox, vision),
         tool_usage=dict if toolbox is None else toolbox.take_usage,
     )
 
@@ -472,7 +472,13 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
     )
 
 
-def tool_agent(config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], toolbox: Toolbox) -> ToolAgent:
+def tool_agent(
+    config: PPOConfig,
+    tokenizer: Any,
+    eos_ids: tuple[int, ...],
+    toolbox: Toolbox,
+    vision: VisionProcessor | None = None,
+) -> ToolAgent:
     """The conversations of rollout.multi_turn. ValueError for an unknown syntax of calls, and for a chat template that
     has no place for what tools say."""
     data, turns = config.data, config.actor_rollout_ref.rollout.multi_turn
@@ -496,6 +502,8 @@ def tool_agent(config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], tool
         malformed_end=turns.malformed_calls == "end",
         turn_rewards=turns.turn_rewards,
         environment=toolbox.gives_reward,
+        vision=vision,
+        max_megapixels=data.max_image_megapixels,
     )
 
 

@@ -44,6 +44,8 @@ class Recorded:
         for column, made in _OBJECTS.items():
             if column in found:
                 found[column] = [None if each is None else made(**each) for each in found[column]]
+        if found.get("media"):
+            found["media"] = [[MediaHandle(**each) for each in row] for row in found["media"]]
         for row in found.get("rows", []):
             row.media[:] = [MediaHandle(**each) for each in row.media]
         return kind(**found)

@@ -120,7 +120,12 @@ class Model:
         self.says, self.asked, self.rooms = list(says), list[list[int]](), list[int]()
 
     async def __call__(
-        self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
+        self,
+        context_ids: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        media: Any = None,
     ) -> Completion:
         assert max_tokens is not None
         self.asked.append(list(context_ids))
@@ -273,7 +278,9 @@ def test_a_call_that_was_cut_off_is_not_made(tools: Toolbox) -> None:
 def test_rows_that_name_the_single_turn_agent_have_one_turn(tools: Toolbox) -> None:
     seen: list[int | None] = []
 
-    async def ask(context_ids: list[int], sampling: object = None, *, max_tokens: int | None = None) -> Completion:
+    async def ask(
+        context_ids: list[int], sampling: object = None, *, max_tokens: int | None = None, media: Any = None
+    ) -> Completion:
         seen.append(max_tokens)
         return Completion(request_id="x", sampled=Sampled.of([65], [-1.0], 0), finish_reason="stop")
 
@@ -322,7 +329,9 @@ def test_an_episode_that_is_given_up_leaves_nothing_in_the_tools_process(guessin
     ended: list[str] = []
     end: Callable[[str], Any] = guessing.end
 
-    async def ask(context_ids: list[int], sampling: object = None, *, max_tokens: int | None = None) -> Completion:
+    async def ask(
+        context_ids: list[int], sampling: object = None, *, max_tokens: int | None = None, media: Any = None
+    ) -> Completion:
         raise NoLongerWantedError
 
     guessing.end = lambda session: ended.append(session) or end(session)  # type: ignore[method-assign,func-returns-value]
@@ -431,7 +440,9 @@ def test_a_batch_of_single_turns_has_turns_too(tools: Toolbox) -> None:
     assert first == second
 
 
-async def single(context_ids: list[int], sampling: object = None, *, max_tokens: int | None = None) -> Completion:
+async def single(
+    context_ids: list[int], sampling: object = None, *, max_tokens: int | None = None, media: Any = None
+) -> Completion:
     return Completion(request_id="x", sampled=Sampled.of([65, END], [-1.0, -1.0], 0), finish_reason="stop")
 
 

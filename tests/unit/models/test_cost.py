@@ -12,7 +12,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.unit.models import zoo
+from tests.unit.models import tiny_vision, zoo
 from verl_like.models.cost import ModelCost, _windows
 
 SMALL = {
@@ -106,3 +106,11 @@ def test_cache_reads_are_those_of_the_response():
 def test_a_critic_has_no_vocabulary():
     cost = ModelCost.of(Qwen2Config(**SMALL))
     assert cost.with_value_head().forward_flops([5], 5) == cost.forward_flops([5], 0)
+
+
+@pytest.mark.parametrize("family", tiny_vision.FAMILIES)
+def test_a_vision_tower_is_met_by_patches_not_by_tokens(family: str) -> None:
+    """By hand: of each of two layers the matrices of queries and output, keys and values, and the three of the MLP."""
+    found = ModelCost.count(tiny_vision.tiny_vision(family))
+    assert found.body_weights == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    assert found.head_weights == 80 * 64

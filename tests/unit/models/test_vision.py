@@ -72,7 +72,7 @@ def test_log_probs_are_those_of_the_padded_forward(case: Case, packed: bool, sha
 
 
 def test_gradients_of_both_towers_are_those_of_the_padded_forward(case: Case) -> None:
-    model, rows = case.ours(), case.rows.select([1, 2, 3, 4])  # the first has the oracle's stand-in for an id
+    model, rows = case.ours(), case.rows.select([1, 2, 3, 4, 5])  # the first has the oracle's stand-in for an id
     weights_T = torch.linspace(-1, 2, len(rows.response_ids_T), dtype=torch.float64)
     (log_probs(model, case.inputs(rows=rows)) * weights_T).sum().backward()
     case.hf.zero_grad()
@@ -88,9 +88,12 @@ def test_gradients_of_both_towers_are_those_of_the_padded_forward(case: Case) ->
 def test_positions_are_those_of_transformers(case: Case) -> None:
     for ids, media in zip(case.rows.prompt_lists(), case.rows.media or (), strict=True):
         row = torch.tensor([ids])
-        grids = torch.tensor([h.grid for h in media]) if media else None
-        kinds = (row == tiny.IMAGE).int()
-        expected, _ = case.hf.model.get_rope_index(input_ids=row, mm_token_type_ids=kinds, image_grid_thw=grids)
+        grids = {kind: [list(h.grid) for h in media if h.kind == kind] for kind in ("image", "video")}
+        given = {f"{kind}_grid_thw": torch.tensor(found) for kind, found in grids.items() if found}
+        if "2_5" in case.config.model_type:
+            given["second_per_grid_ts"] = torch.tensor([2 / 3])
+        kinds = (row == tiny.IMAGE).int() + 2 * (row == tiny.VIDEO).int()
+        expected, _ = case.hf.model.get_rope_index(input_ids=row, mm_token_type_ids=kinds, **given)
         assert torch.equal(case.vision.positions(len(ids), media), expected[:, 0])
 
 
@@ -144,7 +147,7 @@ def test_parts_of_the_tower_change_nothing(case: Case, monkeypatch: pytest.Monke
         model, expected = case.ours(), case.expected()
         monkeypatch.setattr(case.vision, "max_patches", 1)
         inputs = case.inputs()
-        assert inputs.images is not None and [len(grids) for _, grids in inputs.images.parts] == [1, 1, 1, 1]
+        assert inputs.images is not None and [grids[:, 0].tolist() for _, grids in inputs.images.parts] == [[1]] * 7
         assert (log_probs(model, inputs) - expected).abs().max() < 1e-12
 
 
@@ -161,9 +164,9 @@ def test_pixels_are_read_once_for_all_rows_and_passes(tmp_path: Path, monkeypatc
     monkeypatch.setattr(vision, "_pixels", cache)
     case = Case(tmp_path, "qwen2_vl")
     first, second = case.inputs(), case.inputs(packed=False)
-    assert cache.misses == 4 and first.images is not None and second.images is not None
+    assert cache.misses == 6 and first.images is not None and second.images is not None
     (pixels, grids), *others = first.images.parts
-    assert not others and len(grids) == 4 and len(pixels) == grids.prod(1).sum()
+    assert not others and len(grids) == 6 and len(pixels) == grids.prod(1).sum()
     small = vision._PixelCache(100)
     for key in ("a", "b", "a"):
         small.get(key, lambda: torch.zeros(20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from verl_like.models.vision import VisionProcessor
 
 PAD, END, START, STOP, IMAGE, VIDEO = range(6)
 WORDS = ["<pad>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-WORDS += [f"w{i}" for i in range(70)]
+WORDS += [f"w{i}" for i in range(70)] + ["<0.2 seconds>", "<0.8 seconds>"]
+SECONDS = (76, 77)
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -114,6 +116,10 @@ def save(folder: Path, family: str = "qwen2_vl", **settings: Any) -> PreTrainedM
     Qwen2VLImageProcessorPil(
         patch_size=14, merge_size=2, temporal_patch_size=2, min_pixels=28 * 28, max_pixels=112 * 112
     ).save_pretrained(folder)
+    if family == "qwen3_vl":  # its bounds are of all frames together
+        settings = {"video_processor_type": "Qwen3VLVideoProcessor", "fps": 2}
+        settings["size"] = {"shortest_edge": 28 * 28, "longest_edge": 4 * 112 * 112}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
     return model
 
 
@@ -134,19 +140,36 @@ def write_images(path: Path, cells: Sequence[Sequence[Any]], group: int = 2) -> 
     ]
 
 
-def rows_with_images(folder: Path, vision: VisionProcessor) -> tuple[Sequences, list[list[bytes]]]:
-    """Five rows: two answer one prompt with an image, one has two images, one none, and one the first's tokens with
-    another image. One answer holds the placeholder's id, sampled as any other. Beside them the images' files."""
+def film(seed: int, frames: int = 4, width: int = 112, height: int = 84) -> list[bytes]:
+    """The frames of a video, as files."""
+    return [picture(100 * seed + i, width, height) for i in range(frames)]
+
+
+def write_film(folder: Path, frames: Sequence[bytes], **options: Any) -> MediaHandle:
+    """A parquet file with this video; its handle."""
+    table = pa.table({"videos": [[{"video": [{"bytes": frame} for frame in frames], **options}]]})
+    pq.write_table(table, path := folder / "films.parquet")
+    return MediaHandle(kind="video", path=str(path), column="videos", row=0, number=0)
+
+
+def rows_with_images(folder: Path, vision: VisionProcessor) -> tuple[Sequences, list[list[Any]]]:
+    """Six rows: two answer one prompt with an image, one has two images, one none, one the first's tokens with another
+    image, and one a video and an image. One answer holds the placeholder's id, sampled as any other. Beside them the
+    images' files, of a video a list of them."""
     files = [[picture(0, 56, 84)], [picture(1, 112, 56), picture(2, 70, 70)], [], [picture(3, 56, 84)]]
+    files += [[picture(4, 70, 70)]]
     handles = write_images(folder / "rows.parquet", [[{"bytes": file} for file in row] for row in files])
+    video = write_film(folder, film(5), sample_fps=3)
     prompts = [
         vision.expand([7, START, IMAGE, STOP, 8, 9], handles[0], 64),
         vision.expand([START, IMAGE, STOP, 10, START, IMAGE, STOP, 11], handles[1], 64),
         vision.expand([12, 13, 14], [], 64),
         vision.expand([7, START, IMAGE, STOP, 8, 9], handles[3], 64),
+        vision.expand([15, START, VIDEO, STOP, 16, START, IMAGE, STOP, 17], [*handles[4], video], 64),
     ]
-    chosen = [0, 0, 1, 2, 3]
-    answers = [[20, IMAGE, 21, 22], [23, 24, 25], [26, 27, 28, 29, 30], [31, 32], [33, 34, 35]]
+    files[4].insert(0, film(5))
+    chosen = [0, 0, 1, 2, 3, 4]
+    answers = [[20, IMAGE, 21, 22], [23, 24, 25], [26, 27, 28, 29, 30], [31, 32], [33, 34, 35], [36, 37, 38, 39]]
     count = sum(map(len, answers))
     rows = Sequences(
         prompt_ids_T=torch.tensor([i for p in chosen for i in prompts[p][0]], dtype=torch.int32),
@@ -159,28 +182,51 @@ def rows_with_images(folder: Path, vision: VisionProcessor) -> tuple[Sequences, 
     return rows, [files[p] for p in chosen]
 
 
-def oracle(model: Any, prompt_ids: list[int], response_ids: list[int], files: Sequence[bytes]) -> Tensor:
-    """Log-probs of a response by transformers' own forward of one row: its positions, its merging of features. It would
-    take a sampled placeholder for an image: another id with the same embedding stands for it."""
-    other = model.config.get_text_config().vocab_size - 1
-    answer = [other if token == IMAGE else token for token in response_ids]
+def patches_of_film(frames: Sequence[bytes]) -> tuple[Tensor, list[int]]:
+    """Patches of a video whose sides need no change, and their grid: Qwen's layout, written out."""
+    mean, std = (np.array(x) for x in ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]))
+    pixels = np.stack([np.asarray(Image.open(io.BytesIO(frame))) for frame in frames])
+    scaled = (pixels * (1 / 255)).astype(np.float32)  # float32, as transformers has it
+    pixels = ((scaled - mean.astype(np.float32)) / std.astype(np.float32)).transpose(0, 3, 1, 2)  # frames, colors, ...
+    grid = [len(frames) // 2, pixels.shape[2] // 14, pixels.shape[3] // 14]
+    pixels = pixels.reshape(grid[0], 2, 3, grid[1] // 2, 2, 14, grid[2] // 2, 2, 14)
+    return torch.from_numpy(pixels.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * 2 * 14 * 14)), grid
+
+
+def oracle(
+    model: Any,
+    prompt_ids: list[int],
+    response_ids: list[int],
+    files: Sequence[Any],
+    positions: Tensor | None = None,
+    fps: float = 3,
+) -> Tensor:
+    """Log-probs of a response by transformers' own forward of one row: its positions (unless given), its merging of
+    features. It would take sampled placeholders for images: other ids with the same embeddings stand for them. fps: of
+    videos."""
+    others = dict(zip((IMAGE, VIDEO), sorted({*range(80)} - {*prompt_ids, *response_ids}), strict=False))
+    answer = [others.get(token, token) for token in response_ids]
     ids = torch.tensor([prompt_ids + answer])
-    kinds = (ids == IMAGE).int()
+    kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     weight = model.get_input_embeddings().weight
-    inputs: dict[str, Any] = {}
-    if files:
-        images = [Image.open(io.BytesIO(file)) for file in files]
+    inputs: dict[str, Any] = {} if positions is None else {"position_ids": positions[:, None]}
+    films = [patches_of_film(file) for file in files if isinstance(file, list)]
+    if films:
+        inputs["pixel_values_videos"] = torch.cat([pixels for pixels, _ in films]).to(weight.dtype)
+        inputs["video_grid_thw"] = torch.tensor([grid for _, grid in films])
+        if "2_5" in model.config.model_type:
+            inputs["second_per_grid_ts"] = torch.tensor([2 / fps] * len(films))
+    images = [Image.open(io.BytesIO(file)) for file in files if isinstance(file, bytes)]
+    if images:
         settings = {"patch_size": 14, "min_pixels": 28 * 28, "max_pixels": 112 * 112}
         processed = Qwen2VLImageProcessorPil(**settings)(images=images, return_tensors="pt")
-        inputs = {
-            "pixel_values": processed["pixel_values"].to(weight.dtype),
-            "image_grid_thw": processed["image_grid_thw"],
-        }
-    kept = weight.data[other].clone()
-    if IMAGE in response_ids:
-        weight.data[other] = weight.data[IMAGE]
+        inputs["pixel_values"] = processed["pixel_values"].to(weight.dtype)
+        inputs["image_grid_thw"] = processed["image_grid_thw"]
+    kept = weight.data.clone()
+    for token in {*response_ids} & {*others}:
+        weight.data[others[token]] = weight.data[token]
     mask = torch.ones_like(ids)
     hidden = model.model(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **inputs).last_hidden_state
-    weight.data[other] = kept
+    weight.data.copy_(kept)
     log_probs = model.lm_head(hidden)[0].log_softmax(-1)
     return torch.stack([log_probs[len(prompt_ids) + i - 1, token] for i, token in enumerate(response_ids)])

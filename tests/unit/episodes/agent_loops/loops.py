@@ -35,7 +35,12 @@ class Policy:
         self.said: list[list[int]] = []
 
     async def __call__(
-        self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
+        self,
+        context_ids: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        media: Any = None,
     ) -> Completion:
         number = len(self.asked)
         self.asked.append(list(context_ids))

@@ -47,7 +47,12 @@ class Policy:
         self.gate.set()
 
     async def __call__(
-        self, context_ids: list[int], sampling: SamplingParams | None = None, *, max_tokens: int | None = None
+        self,
+        context_ids: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        media: Any = None,
     ) -> Completion:
         self.asked.append("".join(map(chr, context_ids)))
         self.limits.append(max_tokens)
