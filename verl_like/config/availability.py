@@ -58,7 +58,6 @@ NOT_YET: list[NotYet] = [
         for name in ("dtype", "model_dtype")
     ],
     # Rollout
-    *_off(f"{_ROLLOUT}.use_fire_sampling"),
     *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
         f"{_ROLLOUT}.agent.custom_async_server.name",

@@ -96,6 +96,14 @@ def _roles(config: PPOConfig) -> list[str]:
         )
     if policy.rollout.name == "recorded":
         problems += _without_engine(config)
+    rollout = policy.rollout
+    counting = rollout.presence_penalty or rollout.frequency_penalty or rollout.bad_words or rollout.stop
+    if rollout.use_fire_sampling and rollout.name == "vllm" and counting:
+        problems.append(
+            f"{_ROLLOUT}.use_fire_sampling=True with presence_penalty, frequency_penalty, bad_words or stop, and "
+            f"{_ROLLOUT}.name=vllm: there the first token is a request of its own, which the rest would not count; "
+            "leave one out, or use name=hf or sglang"
+        )
     return problems + impossible_sharding(config) + _validation_sampling(config)
 
 

@@ -261,7 +261,8 @@ class RolloutConfig(ConfigNode):
     do_sample: bool = True
     """Sample; false: greedy."""
     use_fire_sampling: bool = False
-    """First token at a high temperature."""
+    """FIRE: the first token of each training response at temperature 30 among the top_k (16 if that is off) likeliest,
+    the others as ever."""
     min_p: float = 0.0
     """[share of the largest probability] Drop tokens less probable than that; 0: none."""
     repetition_penalty: float = 1.0
@@ -404,5 +405,6 @@ def distortions(rollout: RolloutConfig) -> list[str]:
         ("frequency_penalty", rollout.frequency_penalty, 0),
         ("min_tokens", rollout.min_tokens, 0),
         ("bad_words", rollout.bad_words, []),
+        ("use_fire_sampling", rollout.use_fire_sampling, False),
     )
     return [f"{key}={value}" for key, value, neutral in rows if value != neutral]
