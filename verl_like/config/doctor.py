@@ -12,6 +12,7 @@ from verl_like.config.doctor_correction import (
     two_policies,
 )
 from verl_like.config.doctor_determinism import impossible_determinism
+from verl_like.config.doctor_endpoint import ENDPOINT_IDLE, impossible_endpoint
 from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
 from verl_like.config.doctor_losses import LOSS_IDLE, aimless_kl, impossible_losses, two_decays, uncorrected_updates
 from verl_like.config.doctor_outcomes import OUTCOME_IDLE, impossible_outcomes
@@ -62,6 +63,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + impossible_reward_model(config)
         + impossible_placement(config)
         + impossible_async(config)
+        + impossible_endpoint(config)
     )
 
 
@@ -299,7 +301,12 @@ IDLE: tuple[Idle, ...] = (
     *OUTCOME_IDLE,
     *ENV_IDLE,
     *ASYNC_IDLE,
-    Idle(_SERVING_ENGINES, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
+    *ENDPOINT_IDLE,
+    Idle(
+        _SERVING_ENGINES,
+        lambda c: c.actor_rollout_ref.rollout.name in ("hf", "openai"),
+        f"{_ROLLOUT}.name is hf or openai",
+    ),
     *(
         Idle(
             (f"{_ROLLOUT}.engine_kwargs.{engine}",),

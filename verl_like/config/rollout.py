@@ -15,6 +15,7 @@ from verl_like.config.base import (
     require,
 )
 from verl_like.config.data import CustomClassConfig
+from verl_like.config.endpoint import EndpointConfig
 from verl_like.config.enums import ABORTED_PROMPTS, DTYPES, ROLLOUT_MODES, SCHEDULER_MODES, LoadFormat, RolloutName
 from verl_like.config.outcomes import OutcomesConfig
 
@@ -239,7 +240,8 @@ class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout.*`."""
 
     name: RolloutName = RolloutName.vllm
-    """Engine: vllm, hf (transformers) or sglang; recorded: none, all steps come from skip_dump_dir."""
+    """Engine: vllm, hf (transformers) or sglang; recorded: none, all steps come from skip_dump_dir; openai: a model
+    behind rollout.openai.url, for `verl-like eval` alone."""
     server: bool = False
     """Give the engine a process of its own beside the worker: it shares no interpreter lock with the trainer, and its
     end is not the worker's. SGLang always has one."""
@@ -344,6 +346,8 @@ class RolloutConfig(ConfigNode):
     (float32) or 2e-2 and 1e-1 (bfloat16)."""
     engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
     """Arguments passed to the engine as they are."""
+    openai: EndpointConfig = field(default_factory=EndpointConfig)
+    """The model of rollout.name=openai."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Which requests run where and when."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
