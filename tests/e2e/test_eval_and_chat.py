@@ -114,7 +114,7 @@ def test_a_model_behind_an_endpoint(
         run(compose(keys))
 
 
-@pytest.mark.engines  # vLLM's own server: a minute
+@pytest.mark.slow  # vLLM's own server: a minute, three on a busy machine
 @pytest.mark.timeout(400)
 def test_vllms_own_server_answers_what_vllm_answers_here(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]

@@ -296,6 +296,17 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
         f"{_ACTOR}.optim.lr_warmup_steps is set",
     ),
+    *(
+        Idle(
+            (f"{_ACTOR}.{name}",),
+            lambda c: c.actor_rollout_ref.model.use_fused_kernels,
+            f"actor_rollout_ref.model.use_fused_kernels is true: it makes no [tokens x vocabulary] tensor, and {does}",
+        )
+        for name, does in (
+            ("entropy_from_logits_with_chunking", "computes entropy in chunks"),
+            ("entropy_checkpointing", "recomputes it in the backward pass"),
+        )
+    ),
     *SHARDING_IDLE,
     *PLACEMENT_IDLE,
     *OUTCOME_IDLE,
