@@ -145,6 +145,37 @@ def test_refuses_before_the_first_sync(unloaded: RolloutEngine) -> None:
         unloaded.score([[1, 2, 3]])
 
 
+def test_another_version_of_vllm_is_refused_by_what_it_lacks(
+    unloaded: RolloutEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each name is looked for in the real package; here it loses some, and is of a version that nobody has tried."""
+    if type(unloaded).__name__ != "VLLMRolloutEngine":
+        pytest.skip("of vLLM alone")
+    import vllm.v1.core.sched.request_queue as queue
+    import vllm.v1.sample.sampler as sampler
+
+    from verl_like.rollout import vllm_versions as versions
+
+    cpu, llm = torch.device("cpu"), unloaded._llm  # type: ignore[attr-defined]
+    runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    versions.require_names(cpu, adapters=True, images=True)
+    versions.require_engine(llm.llm_engine, runner, cpu)
+    assert not caplog.records
+    monkeypatch.setattr(versions, "version", lambda: "9.9.0")
+    versions.require_names(cpu, adapters=False, images=False)
+    assert "vLLM 9.9.0 is untested (tested: 0.26.0" in caplog.text
+    monkeypatch.delattr(queue, "create_request_queue")
+    monkeypatch.delattr(sampler, "batched_count_greater_than")
+    with pytest.raises(
+        ValueError, match=r"vLLM 9.9.0 lacks .*request_queue.create_request_queue, .*greater_than; tested versions are"
+    ):
+        versions.require_names(cpu, adapters=False, images=False)
+    monkeypatch.delattr(runner, "discard_request_mask")
+    with pytest.raises(ValueError, match=r"vLLM 9.9.0 lacks model_runner.discard_request_mask.np; tested"):
+        versions.require_engine(llm.llm_engine, runner, cpu)
+    assert versions.missing_names(["vllm.no_such_module: name"])[0].startswith("vllm.no_such_module (No module")
+
+
 def test_scores_are_those_of_the_model(engine: RolloutEngine) -> None:
     sequences = [[1, 2, 3, 4, 5, 6], [69, 0], list(range(60))]
     for tokens, scores in zip(sequences, engine.score(sequences), strict=True):

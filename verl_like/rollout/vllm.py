@@ -25,7 +25,7 @@ from verl_like.models.vision import VisionProcessor
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.remote import local_folder
 from verl_like.rollout import vllm_compat as compat
-from verl_like.rollout import vllm_lora, vllm_vision
+from verl_like.rollout import vllm_lora, vllm_versions, vllm_vision
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of
@@ -76,6 +76,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             vision=vision,
         )
         compat.set_environment(process.device)
+        vllm_versions.require_names(process.device, adapters=self.keeps_adapters, images=vision is not None)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         self._asleep: set[str] = set()
         kwargs = engine_arguments(

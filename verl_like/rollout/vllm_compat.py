@@ -1,4 +1,4 @@
-"""The one place that knows vLLM's versions (0.20 to 0.32): environment, start-up, private corners, shutdown.
+"""The one place that knows vLLM (0.26 to 0.32, vllm_versions.py): environment, start-up, private corners, shutdown.
 
 vLLM runs inside the worker's own process (no engine core process), so that it shares the GPU's memory pool and the
 weights can be handed over as tensors. Source: vLLM's external launcher, vllm/v1/executor/uniproc_executor.py.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl_like.rollout.rollout_engine import SamplingParams
+from verl_like.rollout.vllm_versions import require_engine
 from verl_like.rollout.vllm_vision import PlacedImage, with_images
 
 _engine_number = itertools.count()
@@ -48,6 +49,7 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
         llm = LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
     finally:
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it by a function that does nothing
+    require_engine(llm.llm_engine, llm.collective_rpc(lambda worker: worker.model_runner)[0], device)
     if device.type == "cuda":
         # vLLM's own `current_stream` moves a thread that has not chosen a stream to a new one, in the midst of its work
         torch.cuda.set_stream(torch.cuda.current_stream(device))
