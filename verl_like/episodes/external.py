@@ -15,6 +15,7 @@ from verl_like.batch import Prompt
 from verl_like.config.endpoint import EndpointConfig
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, Turn
 from verl_like.rewards.http_json import ServiceError, answer_of, chat_service
+from verl_like.rollout.client import Occupancy
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, Sampled, SamplingParams
 
@@ -93,6 +94,10 @@ class NoEngine:
     def serving_s(self) -> float:
         """See RolloutClient."""
         return time.monotonic()
+
+    def occupancy(self) -> Occupancy:
+        """See RolloutClient."""
+        return Occupancy(replicas=0, held=0, idle=0, pending=0)
 
     def close(self) -> None:
         """See RolloutClient."""
