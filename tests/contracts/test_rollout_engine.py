@@ -145,6 +145,37 @@ def test_refuses_before_the_first_sync(unloaded: RolloutEngine) -> None:
         unloaded.score([[1, 2, 3]])
 
 
+def test_another_version_of_vllm_is_refused_by_what_it_lacks(
+    unloaded: RolloutEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each name is looked for in the real package; here it loses some, and is of a version that nobody has tried."""
+    if type(unloaded).__name__ != "VLLMRolloutEngine":
+        pytest.skip("of vLLM alone")
+    import vllm.v1.core.sched.request_queue as queue
+    import vllm.v1.sample.sampler as sampler
+
+    from verl_like.rollout import vllm_versions as versions
+
+    cpu, llm = torch.device("cpu"), unloaded._llm  # type: ignore[attr-defined]
+    runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    versions.require_names(cpu, adapters=True, images=True)
+    versions.require_engine(llm.llm_engine, runner, cpu)
+    assert not caplog.records
+    monkeypatch.setattr(versions, "version", lambda: "9.9.0")
+    versions.require_names(cpu, adapters=False, images=False)
+    assert "vLLM 9.9.0 is untested (tested: 0.26.0" in caplog.text
+    monkeypatch.delattr(queue, "create_request_queue")
+    monkeypatch.delattr(sampler, "batched_count_greater_than")
+    with pytest.raises(
+        ValueError, match=r"vLLM 9.9.0 lacks .*request_queue.create_request_queue, .*greater_than; tested versions are"
+    ):
+        versions.require_names(cpu, adapters=False, images=False)
+    monkeypatch.delattr(runner, "discard_request_mask")
+    with pytest.raises(ValueError, match=r"vLLM 9.9.0 lacks model_runner.discard_request_mask.np; tested"):
+        versions.require_engine(llm.llm_engine, runner, cpu)
+    assert versions.missing_names(["vllm.no_such_module: name"])[0].startswith("vllm.no_such_module (No module")
+
+
 def test_scores_are_those_of_the_model(engine: RolloutEngine) -> None:
     sequences = [[1, 2, 3, 4, 5, 6], [69, 0], list(range(60))]
     for tokens, scores in zip(sequences, engine.score(sequences), strict=True):
@@ -283,7 +314,10 @@ def oracle(sampling: SamplingParams, prompt: list[int], sampled: list[int]) -> t
         logits[token] -= sampling.frequency_penalty * sampled.count(token)
         logits[token] -= sampling.presence_penalty * (token in sampled)
     if not sampling.greedy:
-        logits /= sampling.temperature
+        hot = sampling.first_temperature is not None and not sampled
+        logits /= sampling.first_temperature if hot else sampling.temperature
+        if hot or sampling.top_k > 0:
+            logits[logits < logits.topk(sampling.top_k if sampling.top_k > 0 else 16).values[-1]] = -torch.inf
         logits[logits < logits.max() + torch.tensor(sampling.min_p).log()] = -torch.inf
     return logits.log_softmax(dim=-1)
 
@@ -295,6 +329,9 @@ SHAPES: list[dict[str, Any]] = [
     {"frequency_penalty": -1.5, "temperature": 0.7},
     {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.5, "do_sample": False},
     {"min_tokens": 12},
+    {"first_temperature": 30.0},
+    {"first_temperature": 30.0, "repetition_penalty": 1.4, "min_p": 0.01, "top_k": 9, "min_tokens": 3},
+    {"first_temperature": 30.0, "do_sample": False},
     {"bad_words": ((7,), (9, 11), *((i, j) for i in range(20) for j in (30, 31)))},
 ]
 
@@ -310,6 +347,42 @@ def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(
         assert done.log_probs == pytest.approx(chosen, abs=2e-5)
         if sampling.greedy:
             assert done.token_ids == [int(log_probs_V.argmax()) for log_probs_V in expected]
+
+
+def test_a_hot_first_token_is_spread_over_the_likeliest_ones_of_the_first_turn(engine: RolloutEngine) -> None:
+    """FIRE: nearly even among 16; what follows is the model's own, and no later turn begins so."""
+    fire = SamplingParams(max_tokens=2, first_temperature=30.0)
+    many = [GenerationRequest(request_id=f"f{i}", prompt_ids=[1, 2, 3], sampling=fire, seed=i) for i in range(300)]
+    done = engine.generate(many)
+    with torch.no_grad():
+        logits = MODEL(torch.tensor([[1, 2, 3]])).logits[0, -1, :TOKENIZER_SIZE]
+    likeliest = logits.topk(16).indices.tolist()
+    counts = [sum(c.token_ids[0] == token for c in done) for token in likeliest]
+    assert sum(counts) == 300 and min(counts) >= 5 and max(counts) <= 45
+    later = engine.generate([dataclasses.replace(r, turn=1) for r in many[:20]])
+    plain = dataclasses.replace(fire, first_temperature=None)
+    same = engine.generate([dataclasses.replace(r, sampling=plain) for r in many[:20]])
+    assert [c.token_ids for c in later] == [c.token_ids for c in same]
+    alone = engine.generate([many[7]])[0]
+    assert alone.token_ids == done[7].token_ids and alone.log_probs == pytest.approx(done[7].log_probs, abs=1e-5)
+
+
+def test_hot_first_tokens_end_stop_and_are_cut_like_others(engine: RolloutEngine) -> None:
+    """An end token may be the first one; one token may be all; an abort in between keeps what there is."""
+    fire = dataclasses.replace(SAMPLING, first_temperature=30.0)
+    ends = dataclasses.replace(fire, stop_token_ids=tuple(range(0, TOKENIZER_SIZE, 2)))
+    done = engine.generate(requests(12, ends))
+    assert {1} < {len(c.token_ids) for c in done}
+    assert all(c.finish_reason == "stop" for c in done if c.token_ids[-1] % 2 == 0)
+    single = engine.generate(requests(4, dataclasses.replace(fire, max_tokens=1, stop_token_ids=())))
+    assert [(len(c.token_ids), c.finish_reason) for c in single] == [(1, "length")] * 4
+    with opened(engine):
+        future = engine.submit(requests(1, dataclasses.replace(ENDLESS, first_temperature=30.0))[0])
+        begun(engine, "r0")
+        engine.abort(["r0"])
+        cut = future.result(60)
+    whole = engine.generate(requests(1, dataclasses.replace(ENDLESS, first_temperature=30.0)))[0]
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)] and len(cut.token_ids) >= 1
 
 
 def test_a_text_ends_a_response_with_the_token_that_completes_it(engine: RolloutEngine) -> None:

@@ -16,7 +16,8 @@ TIMEOUT_S = 400
 
 def run_on_two_ranks(script: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """`python script <rank> <port> <folder> <arguments>` twice; what each rank leaves in folder/rank<rank>.json."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])  # another vLLM, perhaps
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     shared = [str(free_port("127.0.0.1")), str(folder), *arguments]
     logs = [folder / f"rank{rank}.log" for rank in range(2)]  # files: a full pipe of one rank would stop both
     ranks = [

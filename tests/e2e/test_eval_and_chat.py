@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.support import metrics_of, overrides, write_task
+from tests.unit.rewards.test_judge import Endpoint
+from tests.unit.rewards.test_judge import endpoint as endpoint
 from verl_like.cli.main import main
+from verl_like.cluster.environment import free_port
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run
 
@@ -67,6 +77,88 @@ def test_any_model_with_several_answers(
     source, n, _, mean, best, failed, *_ = told[1].split()
     assert (source, n, failed) == ("sevens", "16", "0") and float(best) >= float(mean)
     assert "64 answers" in told[-1]
+
+
+def outside(url: str, *more: str) -> list[str]:
+    section = "actor_rollout_ref.rollout"
+    return [f"{section}.name=openai", f"{section}.openai.url={url}", f"{section}.openai.retry_delay=0.01", *more]
+
+
+def test_a_model_behind_an_endpoint(
+    tmp_path: Path,
+    tiny_model: Path,
+    endpoint: Endpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its texts are graded; what it does not answer is a failed row; a refused key ends all; none is trained."""
+    monkeypatch.setenv("OUTSIDE_KEY", "sk-open-sesame")
+    keys = overrides(write_task(tmp_path, num_rows=16), tiny_model, tmp_path / "run")
+    keys += outside(endpoint.url, "actor_rollout_ref.rollout.openai.api_key_env=OUTSIDE_KEY")
+    keys += ["reward_model.max_failure_fraction=0.5"]
+    endpoint.answer = lambda text: "777777" if text.startswith(("0", "1", "2")) else "12"
+    endpoint.faults = [(400, "no")]
+    samples = tmp_path / "answers.jsonl"
+    main(["eval", str(tiny_model), *keys, "--samples", str(samples)])
+    told = capsys.readouterr()
+    source, n, _, mean, failed, tokens, _ = told.out.splitlines()[1].split()
+    answers = [json.loads(line) for line in samples.read_text().splitlines()]
+    right = sum(each["acc"] for each in answers if each["output"])
+    assert (source, n, failed) == ("sevens", "16", "1") and float(mean) == pytest.approx(right / 15, abs=1e-4)
+    assert 2 < float(tokens) < 6 and {each["output"] for each in answers} == {"777777", "12", ""}
+    assert all("sesame" not in text for text in (told.out, told.err, samples.read_text()))
+    endpoint.faults = [(401, "no such key: sk-open-sesame")] * 16
+    with pytest.raises(SystemExit, match=r"HTTP 401: no such key: \*\*\*"):
+        main(["eval", str(tiny_model), *keys])
+    with pytest.raises(SystemExit, match=r"rollout\.name=openai: an endpoint takes no weights"):
+        run(compose(keys))
+
+
+@pytest.mark.slow  # vLLM's own server: a minute, three on a busy machine
+@pytest.mark.timeout(400)
+def test_vllms_own_server_answers_what_vllm_answers_here(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    keys = overrides(write_task(tmp_path, num_rows=16), tiny_model, tmp_path / "run")
+    port = free_port("127.0.0.1")
+    found = []
+    with vllm_server(tiny_model, port, tmp_path / "server.log"):
+        of_server = ["actor_rollout_ref.rollout.openai.model=tiny", "actor_rollout_ref.rollout.openai.api_key_env=HOME"]
+        for more in (outside(f"http://127.0.0.1:{port}/v1", *of_server), ["actor_rollout_ref.rollout.name=vllm"]):
+            samples = tmp_path / "answers.jsonl"
+            main(["eval", str(tiny_model), *keys, *more, "--samples", str(samples)])
+            answers = [json.loads(line) for line in samples.read_text().splitlines()]
+            found.append({each["input"]: each["output"] for each in answers})
+    assert len(found[0]) > 8 and found[0] == found[1]
+
+
+@contextmanager
+def vllm_server(model: Path, port: int, log: Path) -> Iterator[None]:
+    """vLLM's OpenAI server, until the end of the context."""
+    options = (
+        f"--served-model-name tiny --port {port} --host 127.0.0.1 --max-model-len 64 --dtype float32 --enforce-eager"
+    )
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options.split()]
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            command, env=os.environ | own, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            time.sleep(0.5)
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def test_what_cannot_be_evaluated_is_told(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,33 @@ def test_generation_begins_after_the_load(rollout: RolloutEngine) -> None:
     for number, responses in enumerate(found[1:], start=1):  # other batches may flip a token
         equal = [a == b for a, b in zip(found[0], responses, strict=True)]
         assert sum(equal) > 24 if number % 2 == 0 else sum(equal) < 8
+
+
+def test_fire_draws_first_tokens_evenly_among_sixteen(rollout: RolloutEngine) -> None:
+    """A temperature of 30, which vLLM's checks must let through on this model runner too; log-probs say log(1/16)."""
+    rollout.load_weights(
+        iter({name: p.detach().cuda() for name, p in tiny_model(seed=3).named_parameters()}.items()), 30
+    )
+    fire = SamplingParams(max_tokens=6, first_temperature=30.0)
+    done = rollout.generate(
+        [GenerationRequest(request_id=str(i), prompt_ids=[1, 2], sampling=fire, seed=i) for i in range(200)]
+    )
+    first = [completion.token_ids[0] for completion in done]
+    assert len(set(first)) == 16 and all(first.count(token) <= 35 for token in set(first))
+    assert all(abs(completion.log_probs[0] + math.log(16)) < 0.5 for completion in done)
+    assert {len(completion.token_ids) for completion in done} == {6}
+
+
+def test_all_names_of_vllm_are_there(rollout: RolloutEngine) -> None:
+    """Also those of adapters and images, and of a started engine: which of them does this build lack?"""
+    if type(rollout).__name__ != "VLLMRolloutEngine":
+        pytest.skip("of vLLM alone")
+    from verl_like.rollout import vllm_versions
+
+    cuda, llm = torch.device("cuda"), rollout._llm  # type: ignore[attr-defined]
+    vllm_versions.require_names(cuda, adapters=True, images=True)
+    runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    vllm_versions.require_engine(llm.llm_engine, runner, cuda)
 
 
 def test_requests_go_on_after_sleep_and_a_load(rollout: RolloutEngine) -> None:

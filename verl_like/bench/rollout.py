@@ -2,6 +2,7 @@
 
     verl-like bench rollout --model 1.5b --workload w1 --json rollout.json
     verl-like bench rollout --model cpu --workload cpu --engine hf --ranks 2 --threads 1
+    verl-like bench rollout --model cpu --workloads cpu w1 w2 --rows 16 --engines vllm sglang hf
 
 Rounds have other prompts, so that no prefix is cached from the round before. The floor is that of the trainer's own
 report (observe/roofline.py): operations, or weights and cache that decoding must read, whichever takes longer.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from verl_like.bench.phase import POLICY, Job, measure_on_ranks, phase_job
 from verl_like.bench.ranks import slowest, timed
-from verl_like.bench.report import Report, Row, finish
+from verl_like.bench.report import Report, Row, check_comparable, finish
 from verl_like.bench.rows import random_prompts
 from verl_like.bench.shapes import BenchError
 from verl_like.models.loading import build_meta_model, load_hf_config
@@ -35,12 +36,32 @@ from verl_like.workers.rollout import rollout_engine
 
 
 def main(arguments: argparse.Namespace) -> Report:
-    """Measure, print the table."""
+    """Measure, print the table. With --engines or --workloads: a row for each engine at each workload, in turn."""
+    engines, workloads = arguments.engines or [arguments.engine], arguments.workloads or [arguments.workload]
+    if len(engines) * len(workloads) == 1:
+        one = argparse.Namespace(**vars(arguments) | {"engine": engines[0], "workload": workloads[0]})
+        return finish(measured(one), arguments.json, arguments.compare)
+    work: dict[str, object] = {"model": arguments.model, "engines": engines, "workloads": workloads}
+    work |= {"rows": arguments.rows, "ranks": arguments.ranks, "threads": arguments.threads}
+    check_comparable("rollout", work, arguments.compare)
+    rows, notes = [], []
+    for workload in workloads:
+        for engine in engines:
+            options = {"engine": engine, "workload": workload, "compare": None}
+            report = measured(argparse.Namespace(**vars(arguments) | options))
+            rows.append(dataclasses.replace(report.rows[0], name=f"{workload}, {engine}"))
+            print(f"{rows[-1].name}: {rows[-1].figures['tokens/s']:,.0f} tokens/s", flush=True)
+        notes += [f"{workload}: {note}" for note in report.notes]
+    return finish(Report(bench="rollout", work=work, rows=rows, notes=notes), arguments.json, arguments.compare)
+
+
+def measured(arguments: argparse.Namespace) -> Report:
+    """The figures of one engine at one workload."""
     with phase_job(arguments, f"{POLICY}.rollout.name={arguments.engine}", f"{POLICY}.rollout.ignore_eos=True") as job:
         work, ranks = measure_on_ranks(
             "rollout", measure, arguments, job, engine=str(job.spec.config.actor_rollout_ref.rollout.name)
         )
-    return finish(report_of(job, ranks, work), arguments.json, arguments.compare)
+    return report_of(job, ranks, work)
 
 
 def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tuple[list[float], DevicePeak]:

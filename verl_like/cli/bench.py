@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(run=_runner(module))
 
     add("grpo", "grpo", "whole GRPO steps, each phase against its floor", shape, step, files, overrides)
-    add("rollout", "rollout", "generation alone, lengths forced", shape, phase, engine, files, overrides)
+    add("rollout", "rollout", "generation alone, lengths forced", shape, phase, engine, engines, files, overrides)
     add("log-prob", "log_prob", "the pass for old log-probs alone", shape, phase, files, overrides)
     add("update", "update", "one optimizer step, packed and padded", shape, phase, update, files, overrides)
     add("sync", "sync", "FSDP shards to the rollout engine, by stages", shape, phase, engine, channel, files, overrides)
@@ -79,6 +79,12 @@ def phase(parser: argparse.ArgumentParser) -> None:
 
 def engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("vllm", "sglang", "hf"), default="vllm", help="rollout engine")
+
+
+def engines(parser: argparse.ArgumentParser) -> None:
+    """Several engines and workloads in one table."""
+    parser.add_argument("--engines", choices=("vllm", "sglang", "hf"), nargs="+", help="several, one after another")
+    parser.add_argument("--workloads", choices=sorted(WORKLOADS), nargs="+", help="several, each with every engine")
 
 
 def channel(parser: argparse.ArgumentParser) -> None:

@@ -167,9 +167,9 @@ class ActorConfig(ConfigNode):
     ulysses_sequence_parallel_size: int = 1
     """[processes] Processes that share one sequence."""
     entropy_from_logits_with_chunking: bool = False
-    """Entropy from full logits in chunks of rows: always so with model.use_fused_kernels."""
+    """Entropy from full logits (model.use_fused_kernels=false) 2,048 tokens at a time."""
     entropy_checkpointing: bool = False
-    """Recompute the entropy in the backward pass: always so with model.use_fused_kernels."""
+    """Entropy from full logits (model.use_fused_kernels=false) again in the backward pass, for which it keeps less."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What checkpoints hold."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -212,9 +212,9 @@ class RefConfig(ConfigNode):
     use_torch_compile: bool = False
     """Compile the reference's layers; follows the actor's."""
     entropy_from_logits_with_chunking: bool = False
-    """As the actor's."""
+    """Accepted: the reference's entropy is not computed."""
     entropy_checkpointing: bool = False
-    """As the actor's."""
+    """Accepted: the reference's entropy is not computed."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding of the reference."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

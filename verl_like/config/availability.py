@@ -14,7 +14,6 @@ from verl_like.config.schema import find_key, get_value, keys
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
-_MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODELS = (
     f"{_ACTOR}.fsdp_config",
@@ -58,7 +57,6 @@ NOT_YET: list[NotYet] = [
         for name in ("dtype", "model_dtype")
     ],
     # Rollout
-    *_off(f"{_ROLLOUT}.use_fire_sampling"),
     *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
         f"{_ROLLOUT}.agent.custom_async_server.name",
@@ -84,12 +82,8 @@ NO_EFFECT: dict[str, str] = {
         for s in _MODELS
     },
     **{
-        f"{s}.{name}": f"entropy never makes a [tokens x vocabulary] tensor: {_MODEL}.use_fused_kernels=true {does}"
-        for s in (_ACTOR, _REF)
-        for name, does in (
-            ("entropy_from_logits_with_chunking", "computes it in chunks"),
-            ("entropy_checkpointing", "recomputes it in the backward pass"),
-        )
+        f"{_REF}.{name}": "nobody asks for the reference's entropy"
+        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
     },
 }
 

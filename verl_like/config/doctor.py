@@ -12,6 +12,7 @@ from verl_like.config.doctor_correction import (
     two_policies,
 )
 from verl_like.config.doctor_determinism import impossible_determinism
+from verl_like.config.doctor_endpoint import ENDPOINT_IDLE, impossible_endpoint
 from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
 from verl_like.config.doctor_losses import LOSS_IDLE, aimless_kl, impossible_losses, two_decays, uncorrected_updates
 from verl_like.config.doctor_outcomes import OUTCOME_IDLE, impossible_outcomes
@@ -62,6 +63,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + impossible_reward_model(config)
         + impossible_placement(config)
         + impossible_async(config)
+        + impossible_endpoint(config)
     )
 
 
@@ -96,6 +98,14 @@ def _roles(config: PPOConfig) -> list[str]:
         )
     if policy.rollout.name == "recorded":
         problems += _without_engine(config)
+    rollout = policy.rollout
+    counting = rollout.presence_penalty or rollout.frequency_penalty or rollout.bad_words or rollout.stop
+    if rollout.use_fire_sampling and rollout.name == "vllm" and counting:
+        problems.append(
+            f"{_ROLLOUT}.use_fire_sampling=True with presence_penalty, frequency_penalty, bad_words or stop, and "
+            f"{_ROLLOUT}.name=vllm: there the first token is a request of its own, which the rest would not count; "
+            "leave one out, or use name=hf or sglang"
+        )
     return problems + impossible_sharding(config) + _validation_sampling(config)
 
 
@@ -286,12 +296,28 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
         f"{_ACTOR}.optim.lr_warmup_steps is set",
     ),
+    *(
+        Idle(
+            (f"{_ACTOR}.{name}",),
+            lambda c: c.actor_rollout_ref.model.use_fused_kernels,
+            f"actor_rollout_ref.model.use_fused_kernels is true: it makes no [tokens x vocabulary] tensor, and {does}",
+        )
+        for name, does in (
+            ("entropy_from_logits_with_chunking", "computes entropy in chunks"),
+            ("entropy_checkpointing", "recomputes it in the backward pass"),
+        )
+    ),
     *SHARDING_IDLE,
     *PLACEMENT_IDLE,
     *OUTCOME_IDLE,
     *ENV_IDLE,
     *ASYNC_IDLE,
-    Idle(_SERVING_ENGINES, lambda c: c.actor_rollout_ref.rollout.name == "hf", f"{_ROLLOUT}.name is hf"),
+    *ENDPOINT_IDLE,
+    Idle(
+        _SERVING_ENGINES,
+        lambda c: c.actor_rollout_ref.rollout.name in ("hf", "openai"),
+        f"{_ROLLOUT}.name is hf or openai",
+    ),
     *(
         Idle(
             (f"{_ROLLOUT}.engine_kwargs.{engine}",),

@@ -31,17 +31,30 @@ def risky_correction(config: PPOConfig) -> list[str]:
     changed = distortions(rollout)
     if not changed:
         return []
+    corrected = corrects(config.algorithm.rollout_correction)
     cause = (
         f"with {_ROLLOUT}.{', '.join(changed)}: the sampler's log-probs are those of the changed distribution, the "
         "trainer's of the model's own, which is the one that is trained: "
     )
-    fix = "leave them at their defaults (top_p=1, top_k=-1)"
+    fix = "leave them at their defaults (top_p=1, top_k=-1, penalties off)"
     lines = [
         f"training/rollout_probs_diff_* and rollout_corr/* {cause}they show the change (a mean of 0.02 is usual) even "
         f"if the two engines agree to 1e-5, and cannot warn when they do not; {fix}, or judge the engines by "
         "weight_sync/probe_gap"
     ]
-    if corrects(config.algorithm.rollout_correction):
+    penalties = [each for each in changed if "_penalty" in each]
+    if penalties and not two_policies(config):
+        lines.append(
+            f"{_ROLLOUT}.{', '.join(penalties)}: the ratio of the loss knows no penalty (old log-probs are the model's "
+            "own), so tokens that a penalty made rarer or likelier are trained as if the model had chosen them; "
+            + ("the correction's weights put that right" if corrected else f"{_SECTION}.rollout_is=token weighs it")
+        )
+    if rollout.use_fire_sampling and not corrected and not two_policies(config):
+        lines.append(
+            f"{_ROLLOUT}.use_fire_sampling=True: the ratio of the loss takes the first token of each response, drawn "
+            f"at a high temperature, for the model's own choice, as verl does; {_SECTION}.rollout_is=token weighs it"
+        )
+    if corrected and len(penalties) + rollout.use_fire_sampling < len(changed):
         lines.append(f"{_SECTION} {cause}of a cut distribution every weight is below 1; {fix}")
     return lines
 

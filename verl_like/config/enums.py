@@ -34,6 +34,7 @@ class RolloutName(StrEnum):
     sglang = "sglang"
     hf = "hf"
     recorded = "recorded"
+    openai = "openai"
 
 
 class LoadFormat(StrEnum):

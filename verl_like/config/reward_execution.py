@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 from verl_like.config.base import ConfigNode, above, at_least, require
+from verl_like.config.endpoint import EndpointConfig, check_address
 from verl_like.config.enums import SandboxLevel
 
 
@@ -53,16 +54,10 @@ class SandboxFusionConfig(ConfigNode):
     """[s] Pause before the first further try; doubles with each."""
 
     def check(self) -> None:
-        _check_address(self.url)
+        check_address(self.url)
         above(self, 0, "timeout")
         at_least(self, 1, "max_concurrent", "memory_limit_mb")
         at_least(self, 0, "max_retries", "retry_delay")
-
-
-def _check_address(url: str | None) -> None:
-    require(
-        url is None or url.startswith(("http://", "https://")), "url", url, "write it with http:// or https:// in front"
-    )
 
 
 _JUDGE_PROMPT = """\
@@ -79,15 +74,11 @@ Is the response's final answer correct? Think briefly, then end with the single 
 
 
 @dataclass(kw_only=True, slots=True)
-class JudgeConfig(ConfigNode):
+class JudgeConfig(EndpointConfig):
     """`reward_model.judge.*`: a language model behind an OpenAI-compatible endpoint grades responses."""
 
-    url: str | None = None
-    """Base address, as in http://host:8000/v1; chat/completions is added. Null: no judge."""
     model: str = "judge"
     """Model name that is sent."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the API key. Null: none is sent."""
     prompt: str = _JUDGE_PROMPT
     """What the judge is asked. {question} (last user message), {response} and {reference} (ground_truth) are filled
     in."""
@@ -99,24 +90,15 @@ class JudgeConfig(ConfigNode):
     """[requests/minute] Null: no limit."""
     max_tpm: int | None = None
     """[tokens/minute] Prompt and answer. Null: no limit."""
-    max_concurrent: int = 16
-    """[requests] Most requests at a time."""
-    timeout: float = 300.0
-    """[s] A request whose answer is not complete after so long has failed."""
     max_tokens: int = 512
     """[tokens] Longest answer of the judge."""
     temperature: float = 0.0
     """Of the judge."""
-    max_retries: int = 3
-    """[requests] Further tries after a transient error."""
-    retry_delay: float = 1.0
-    """[s] Pause before the first further try; doubles with each."""
 
     def check(self) -> None:
-        _check_address(self.url)
-        above(self, 0, "timeout")
-        at_least(self, 1, "max_rpm", "max_tpm", "max_concurrent", "max_tokens")
-        at_least(self, 0, "temperature", "max_retries", "retry_delay")
+        EndpointConfig.check(self)
+        at_least(self, 1, "max_rpm", "max_tpm", "max_tokens")
+        at_least(self, 0, "temperature")
         require(self.score_scale != 0, "score_scale", self.score_scale, "must not be 0")
         try:
             groups = re.compile(self.score_pattern).groups

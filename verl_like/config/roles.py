@@ -39,6 +39,8 @@ class RoleConfig:
     ulysses: int = 1  # [processes] that share one sequence
     compile_blocks: bool = False
     freeze_vision_tower: bool = False
+    entropy_in_chunks: bool = False
+    recompute_entropy: bool = False
     optim: OptimConfig | None = None
     grad_clip: float | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -139,6 +141,8 @@ def _actor(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         ulysses=actor.ulysses_sequence_parallel_size,
         compile_blocks=actor.use_torch_compile,
         freeze_vision_tower=actor.freeze_vision_tower,
+        entropy_in_chunks=actor.entropy_from_logits_with_chunking,
+        recompute_entropy=actor.entropy_checkpointing,
         optim=actor.optim,
         grad_clip=actor.grad_clip,
         checkpoint=actor.checkpoint,

@@ -15,6 +15,7 @@ from verl_like.config.base import (
     require,
 )
 from verl_like.config.data import CustomClassConfig
+from verl_like.config.endpoint import EndpointConfig
 from verl_like.config.enums import ABORTED_PROMPTS, DTYPES, ROLLOUT_MODES, SCHEDULER_MODES, LoadFormat, RolloutName
 from verl_like.config.outcomes import OutcomesConfig
 
@@ -239,7 +240,8 @@ class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout.*`."""
 
     name: RolloutName = RolloutName.vllm
-    """Engine: vllm, hf (transformers) or sglang; recorded: none, all steps come from skip_dump_dir."""
+    """Engine: vllm, hf (transformers) or sglang; recorded: none, all steps come from skip_dump_dir; openai: a model
+    behind rollout.openai.url, for `verl-like eval` alone."""
     server: bool = False
     """Give the engine a process of its own beside the worker: it shares no interpreter lock with the trainer, and its
     end is not the worker's. SGLang always has one."""
@@ -261,7 +263,8 @@ class RolloutConfig(ConfigNode):
     do_sample: bool = True
     """Sample; false: greedy."""
     use_fire_sampling: bool = False
-    """First token at a high temperature."""
+    """FIRE: the first token of each training response at temperature 30 among the top_k (16 if that is off) likeliest,
+    the others as ever."""
     min_p: float = 0.0
     """[share of the largest probability] Drop tokens less probable than that; 0: none."""
     repetition_penalty: float = 1.0
@@ -343,6 +346,8 @@ class RolloutConfig(ConfigNode):
     (float32) or 2e-2 and 1e-1 (bfloat16)."""
     engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
     """Arguments passed to the engine as they are."""
+    openai: EndpointConfig = field(default_factory=EndpointConfig)
+    """The model of rollout.name=openai."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Which requests run where and when."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
@@ -404,5 +409,6 @@ def distortions(rollout: RolloutConfig) -> list[str]:
         ("frequency_penalty", rollout.frequency_penalty, 0),
         ("min_tokens", rollout.min_tokens, 0),
         ("bad_words", rollout.bad_words, []),
+        ("use_fire_sampling", rollout.use_fire_sampling, False),
     )
     return [f"{key}={value}" for key, value, neutral in rows if value != neutral]

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from verl_like.models import fused_chunks
 from verl_like.models.fused_chunks import (
@@ -118,20 +120,32 @@ def full_logits_reductions(
     *,
     temperature: float = 1.0,
     reference: Reference | None = None,
+    entropy_rows: int | None = None,
+    recompute_entropy: bool = False,
 ) -> dict[str, Tensor]:
-    """The same through a full [N, V] logits tensor and autograd: the reference that the fused function must equal."""
+    """The same through a full [N, V] logits tensor and autograd: the reference that the fused function must equal.
+
+    entropy_rows: so many tokens at a time in the entropy (None: all). recompute_entropy: its [N, V] intermediates are
+    not kept for the backward pass, which computes them again.
+    """
     log_p, values = _plain_log_softmax(hidden_NH, head, temperature), {}
     for name in _checked(want, head, reference):
         if name == LOG_PROBS:
             values[name] = log_p.gather(1, targets_N[:, None])[:, 0]
         elif name == ENTROPY:
-            values[name] = -(log_p.exp() * log_p).sum(-1)
+            parts = log_p.split(entropy_rows or max(1, len(log_p)))
+            of_part = partial(checkpoint, _plain_entropy, use_reentrant=False) if recompute_entropy else _plain_entropy
+            values[name] = torch.cat([of_part(part) for part in parts])
         elif name == SUM_PI_SQUARED:
             values[name] = log_p.exp().square().sum(-1)
         elif reference is not None:
             log_q = _plain_log_softmax(reference.hidden_NH, reference.head, temperature).detach()
             values[name] = (log_p.exp() * (log_p - log_q)).sum(-1)
     return values
+
+
+def _plain_entropy(log_p_NV: Tensor) -> Tensor:
+    return -(log_p_NV.exp() * log_p_NV).sum(-1)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

@@ -17,6 +17,7 @@ from verl_like.models.fused_linear import Backend, Head, Reference, full_logits_
 from verl_like.models.packing import ModelInput
 
 HIDDEN = "hidden_states"
+_ENTROPY_ROWS = 2048  # verl's
 HF_PREFIX = "hf."  # `TokenModel.hf` holds the Hugging Face model: the rest of a parameter's name is Hugging Face's
 
 
@@ -52,6 +53,13 @@ class PolicyModel(TokenModel):
         self.vocab_size = vocab_size  # ids from here on are unknown to the tokenizer: masked out of the softmax
         self.reduce = partial(fused_reductions, backend=backend) if fused else full_logits_reductions
         self.logit_scale, self.softcap = logit_rule(hf)
+
+    def save_entropy_memory(self, *, chunked: bool, recomputed: bool) -> None:
+        """verl's entropy_from_logits_with_chunking and entropy_checkpointing, where full logits are used: the fused
+        function does both anyhow."""
+        if self.reduce is full_logits_reductions:
+            rows = _ENTROPY_ROWS if chunked else None
+            self.reduce = partial(full_logits_reductions, entropy_rows=rows, recompute_entropy=recomputed)
 
     def head(self) -> Head:
         """The output head; inside the root module's forward its weight is the gathered one."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from verl_like.config.endpoint import EndpointConfig
 
 _REPLY_BYTES = 64 * 1024**2
 _TRANSIENT_STATUS = (408, 425, 429)  # and 500 upwards
@@ -20,7 +23,11 @@ Result = TypeVar("Result")
 
 
 class ServiceError(RuntimeError):
-    """A service did not do what it was asked for, also after trying again."""
+    """A service did not do what it was asked for, also after trying again. status: HTTP's, of a refusal."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class TransientError(Exception):
@@ -62,10 +69,46 @@ class Service:
         except urllib.error.HTTPError as error:
             if error.code in _TRANSIENT_STATUS or error.code >= 500:
                 raise TransientError(f"HTTP {error.code}") from error
-            text = error.read(_BODY_CHARS).decode("utf-8", "replace")
-            raise ServiceError(f"{self.url} refuses the request: HTTP {error.code}: {text}") from error
+            text = self._without_keys(error.read(_BODY_CHARS).decode("utf-8", "replace"))
+            raise ServiceError(f"{self.url} refuses the request: HTTP {error.code}: {text}", error.code) from error
         except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, too slow, no JSON
             raise TransientError(f"{type(error).__name__}: {error}") from error
+
+    def _without_keys(self, text: str) -> str:
+        """Without what a server repeats of the headers: the API key."""
+        for value in self.headers.values():
+            text = text.replace(value.removeprefix("Bearer "), "***")
+        return text
+
+
+def chat_service(endpoint: EndpointConfig, section: str) -> Service:
+    """The chat completions of an OpenAI-compatible endpoint. section: its keys. ValueError if the API key's environment
+    variable is named but not set."""
+    headers: dict[str, str] = {}
+    if endpoint.api_key_env is not None:
+        key = os.environ.get(endpoint.api_key_env)
+        if not key:
+            raise ValueError(f"{section}.api_key_env={endpoint.api_key_env}: there is no such environment variable")
+        headers["Authorization"] = f"Bearer {key}"
+    return Service(
+        url=f"{(endpoint.url or '').rstrip('/')}/chat/completions",
+        timeout=endpoint.timeout,
+        max_retries=endpoint.max_retries,
+        retry_delay=endpoint.retry_delay,
+        headers=headers,
+    )
+
+
+def answer_of(reply: Any) -> tuple[str, str, int | None]:
+    """Text and finish reason of a chat completion, and the tokens of prompt and answer. TransientError for any other
+    reply."""
+    try:
+        choice = reply["choices"][0]
+        text, reason = choice["message"]["content"], choice.get("finish_reason")
+        used = (reply.get("usage") or {}).get("total_tokens")
+    except (LookupError, TypeError, AttributeError) as error:
+        raise TransientError(f"the reply is no chat completion: {str(reply)[:_BODY_CHARS]}") from error
+    return text if isinstance(text, str) else "", str(reason), used if isinstance(used, int) else None
 
 
 def _read_all(response: http.client.HTTPResponse, deadline: float) -> bytes:

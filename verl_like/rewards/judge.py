@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import threading
 import time
@@ -18,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from verl_like.config.reward_execution import JudgeConfig
-from verl_like.rewards.http_json import Service, ServiceError, TransientError
+from verl_like.rewards.http_json import ServiceError, answer_of, chat_service
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 
 logger = logging.getLogger(__name__)
@@ -64,21 +63,7 @@ class Judge:
     def __init__(self, config: JudgeConfig) -> None:
         """ValueError if the API key's environment variable is named but not set."""
         self._config = config
-        headers: dict[str, str] = {}
-        if config.api_key_env is not None:
-            key = os.environ.get(config.api_key_env)
-            if not key:
-                raise ValueError(
-                    f"reward_model.judge.api_key_env={config.api_key_env}: there is no such environment variable"
-                )
-            headers["Authorization"] = f"Bearer {key}"
-        self._service = Service(
-            url=f"{(config.url or '').rstrip('/')}/chat/completions",
-            timeout=config.timeout,
-            max_retries=config.max_retries,
-            retry_delay=config.retry_delay,
-            headers=headers,
-        )
+        self._service = chat_service(config, "reward_model.judge")
         self._closing = threading.Event()
         sleep = self._closing.wait  # ends at once when the judge is closed
         self._requests, self._tokens = RateLimit(config.max_rpm, sleep=sleep), RateLimit(config.max_tpm, sleep=sleep)
@@ -127,14 +112,10 @@ class Judge:
                 raise ServiceError("the judge was closed")
 
         def read(reply: Any) -> str:
-            try:
-                answer = reply["choices"][0]["message"]["content"]
-                used = (reply.get("usage") or {}).get("total_tokens")
-            except (LookupError, TypeError, AttributeError) as error:
-                raise TransientError(f"the reply is no chat completion: {str(reply)[:_SHOWN_CHARS]}") from error
-            if entry is not None and isinstance(used, int):
+            answer, _, used = answer_of(reply)
+            if entry is not None and used is not None:
                 entry[1] = used
-            return answer if isinstance(answer, str) else ""
+            return answer
 
         return self._service.post(body, read, before_each=take)
 

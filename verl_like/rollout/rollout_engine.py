@@ -8,6 +8,7 @@ first rank alone is given requests; `open`, `pause` and all that needs a paused 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from torch import Tensor
 from verl_like.batch import MediaHandle
 
 FinishReason = Literal["stop", "length", "abort"]
+FIRST_TOP_K = 16  # of a hot first token, where the others have no top_k: without one it would be any token at all
 
 
 class RolloutError(RuntimeError):
@@ -65,6 +67,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # the one that stops is part of the response
     stop: tuple[str, ...] = ()  # texts that end a response; tokens are kept up to the one that completes it
     do_sample: bool = True
+    first_temperature: float | None = (
+        None  # of the first token alone, which is then one of the top_k (else 16) likeliest
+    )
 
     @property
     def greedy(self) -> bool:
@@ -75,6 +80,14 @@ class SamplingParams:
         """Whether logits are changed before the temperature."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return bool(self.bad_words) or self.min_tokens > 0 or penalties != (1, 0, 0)
+
+    @property
+    def of_hot_token(self) -> SamplingParams | None:
+        """How the first token of a response is drawn, where `first_temperature` makes it another way (FIRE)."""
+        if self.first_temperature is None or self.greedy:
+            return None
+        top_k = self.top_k if self.top_k > 0 else FIRST_TOP_K
+        return dataclasses.replace(self, temperature=self.first_temperature, top_k=top_k, first_temperature=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,6 +146,11 @@ class GenerationRequest:
     priority: int = 0  # what has less is taken up earlier; of equals, what came earlier
     media: Sequence[MediaHandle] = ()  # images of the prompt, placed in it
     resume: Sampled = NOTHING
+
+    @property
+    def hot_start(self) -> SamplingParams | None:
+        """How the next token is drawn if it is a hot first one: of the episode's first turn, not of a later one."""
+        return None if self.turn or len(self.resume) else self.sampling.of_hot_token
 
     @property
     def num_left(self) -> int:

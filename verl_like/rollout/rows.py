@@ -92,6 +92,7 @@ class Knobs:
     some_greedy: bool
     all_greedy: bool
     shaped: list[int]  # rows whose logits are changed before the temperature
+    hot: list[int]  # rows whose first token is drawn in another way
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Knobs:
@@ -106,6 +107,7 @@ class Knobs:
             some_greedy=any(greedy),
             all_greedy=all(greedy),
             shaped=[i for i, p in enumerate(params) if p.shapes_logits],
+            hot=[i for i, p in enumerate(params) if p.of_hot_token is not None],
         )
 
 
@@ -114,7 +116,14 @@ def draw_tokens(rows: Sequence[Row], knobs: Knobs, logits_bV: Tensor) -> tuple[T
     tokenizer's ids alone, float32; they are changed in place."""
     for i in knobs.shaped:
         shape_logits(logits_bV[i], rows[i].request.sampling, rows[i].request.prompt_ids, rows[i].token_ids)
-    log_probs_bV = filtered_log_probs(logits_bV, knobs.temperature_b, knobs.top_k_b, knobs.top_p_b, knobs.min_p_b)
+    temperature_b, top_k_b = knobs.temperature_b, knobs.top_k_b
+    for i in knobs.hot:
+        first = None if rows[i].token_ids else rows[i].request.hot_start
+        if first is not None:
+            if temperature_b is knobs.temperature_b:
+                temperature_b, top_k_b = temperature_b.clone(), top_k_b.clone()
+            temperature_b[i], top_k_b[i] = first.temperature, first.top_k
+    log_probs_bV = filtered_log_probs(logits_bV, temperature_b, top_k_b, knobs.top_p_b, knobs.min_p_b)
     if knobs.all_greedy:
         token_b = log_probs_bV.argmax(dim=-1)
     else:

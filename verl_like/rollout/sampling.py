@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.config import RolloutConfig
 from verl_like.rollout.rollout_engine import SamplingParams
 
+FIRE_TEMPERATURE = 30.0  # verl's; FIRE: Chen et al. 2024, https://arxiv.org/abs/2410.21236
+
 
 def train_sampling(
     rollout: RolloutConfig, eos_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
@@ -32,6 +34,7 @@ def train_sampling(
         stop_token_ids=(*(() if rollout.ignore_eos else eos_ids), *rollout.stop_token_ids),
         stop=tuple(rollout.stop),
         do_sample=rollout.do_sample,
+        first_temperature=FIRE_TEMPERATURE if rollout.use_fire_sampling else None,
     )
 
 
@@ -58,6 +61,7 @@ def validation_sampling(
         top_p=val.top_p,
         top_k=val.top_k,
         do_sample=val.do_sample,
+        first_temperature=None,  # for exploration
         stop_token_ids=(*(() if ignore_eos else eos_ids), *ids),
         **{name: value for name, value in given.items() if value is not None},
     )

@@ -25,7 +25,7 @@ from verl_like.models.vision import VisionProcessor
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.remote import local_folder
 from verl_like.rollout import vllm_compat as compat
-from verl_like.rollout import vllm_lora, vllm_vision
+from verl_like.rollout import vllm_lora, vllm_versions, vllm_vision
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of
@@ -76,6 +76,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             vision=vision,
         )
         compat.set_environment(process.device)
+        vllm_versions.require_names(process.device, adapters=self.keeps_adapters, images=vision is not None)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         self._asleep: set[str] = set()
         kwargs = engine_arguments(
@@ -104,13 +105,21 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
-        sampling, seed = request.sampling, self._seed_of(request)
+        self._add(dataclasses.replace(request, seed=self._seed_of(request)))
+
+    def _add(self, request: GenerationRequest, cached_tokens: int | None = None) -> None:
+        """A hot first token is a request of its own, after which the rest goes on as if it were resumed."""
+        assert request.seed is not None
+        sampling, seed, hot = request.sampling, request.seed, request.hot_start
         begun = request.resume.token_ids.tolist()
-        if begun:
+        if begun or hot is not None:
             sampling = _rest_of(request)
+        if begun:
             seed = request_seed(seed, 2, len(begun), 0)
+        if hot is not None:
+            sampling = dataclasses.replace(hot, max_tokens=1, min_tokens=min(1, sampling.min_tokens))
         try:
-            params = compat.sampling_params(sampling, seed=seed)
+            params = compat.sampling_params(sampling, seed=seed, hot=hot is not None)
             compat.add_request(
                 self._llm,
                 request.request_id,
@@ -123,7 +132,8 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             )
         except compat.refusals() as error:
             raise ValueError(f"request {request.request_id}: {error}") from error
-        self._running[request.request_id] = _Running(request, [(0, self._sampling_version)])
+        running = _Running(request, [(0, self._sampling_version)], cached_tokens)
+        self._running[request.request_id] = running
 
     def _images(self, request: GenerationRequest) -> list[vllm_vision.PlacedImage]:
         if self._vision is None:
@@ -131,8 +141,15 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         return [image for handle in request.media for image in vllm_vision.PlacedImage.of(handle, self._vision)]
 
     def step(self) -> list[Completion]:
-        outputs = [output for output in self._llm.llm_engine.step() if output.finished]
-        return [self._completion(output) for output in outputs]
+        done = []
+        for output in [output for output in self._llm.llm_engine.step() if output.finished]:
+            request = self._running[output.request_id].request
+            completion = self._completion(output)
+            if len(completion.sampled) < request.sampling.max_tokens and completion.finish_reason == "length":
+                self._add(dataclasses.replace(request, resume=completion.sampled), completion.cached_tokens)
+            else:
+                done.append(completion)
+        return done
 
     def has_unfinished(self) -> bool:
         return bool(self._running)
@@ -295,16 +312,20 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             request_id=output.request_id,
             sampled=running.all_of(token_ids, compat.log_probs_of(sampled.logprobs, token_ids)),
             finish_reason=sampled.finish_reason,
-            cached_tokens=int(output.num_cached_tokens or 0),
+            cached_tokens=int(output.num_cached_tokens or 0)
+            if running.cached_tokens is None
+            else running.cached_tokens,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request in vLLM. versions: (tokens sampled before, version of the weights since)."""
+    """A request in vLLM. versions: (tokens sampled before, version of the weights since). cached_tokens: of the prompt,
+    if its first token was a request of its own."""
 
     request: GenerationRequest
     versions: list[tuple[int, int]]
+    cached_tokens: int | None = None
 
     def all_of(self, token_ids: list[int], log_probs: list[float]) -> Sampled:
         """What it resumed from, and what vLLM has sampled."""
@@ -318,9 +339,12 @@ def _rest_of(request: GenerationRequest) -> SamplingParams:
     """The sampling of a response that is begun already: to vLLM, the beginning is part of the prompt."""
     sampling, done = request.sampling, len(request.resume)
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words or sampling.stop:
+        what, fix = "resumes a response", "sample it anew"
+        if not done:
+            what, fix = "has a first token of its own temperature", "use rollout.name=hf or sglang"
         raise ResumeError(
-            f"request {request.request_id} resumes a response with presence_penalty, frequency_penalty, bad_words or "
-            "stop: vLLM would not count the tokens of its beginning; leave these out, or sample it anew"
+            f"request {request.request_id} {what} with presence_penalty, frequency_penalty, bad_words or "
+            f"stop: vLLM would not count the tokens of its beginning; leave these out, or {fix}"
         )
     return dataclasses.replace(sampling, max_tokens=request.num_left, min_tokens=max(0, sampling.min_tokens - done))
 

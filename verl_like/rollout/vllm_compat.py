@@ -1,4 +1,4 @@
-"""The one place that knows vLLM's versions (0.20 to 0.32): environment, start-up, private corners, shutdown.
+"""The one place that knows vLLM (0.26 to 0.32, vllm_versions.py): environment, start-up, private corners, shutdown.
 
 vLLM runs inside the worker's own process (no engine core process), so that it shares the GPU's memory pool and the
 weights can be handed over as tensors. Source: vLLM's external launcher, vllm/v1/executor/uniproc_executor.py.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl_like.rollout.rollout_engine import SamplingParams
+from verl_like.rollout.vllm_versions import require_engine
 from verl_like.rollout.vllm_vision import PlacedImage, with_images
 
 _engine_number = itertools.count()
@@ -48,6 +49,7 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
         llm = LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
     finally:
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it by a function that does nothing
+    require_engine(llm.llm_engine, llm.collective_rpc(lambda worker: worker.model_runner)[0], device)
     if device.type == "cuda":
         # vLLM's own `current_stream` moves a thread that has not chosen a stream to a new one, in the midst of its work
         torch.cuda.set_stream(torch.cuda.current_stream(device))
@@ -146,8 +148,9 @@ def _executor_class(device: torch.device, run_id: str) -> type:
     return InProcessExecutor
 
 
-def sampling_params(sampling: SamplingParams, *, seed: int | None) -> Any:
-    """vLLM's parameters of one request; the log-prob of the sampled token and of no other."""
+def sampling_params(sampling: SamplingParams, *, seed: int | None, hot: bool = False) -> Any:
+    """vLLM's parameters of one request; the log-prob of the sampled token and of no other. hot: any temperature, where
+    vLLM takes 2 at most."""
     params = _params(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -164,6 +167,7 @@ def sampling_params(sampling: SamplingParams, *, seed: int | None) -> Any:
         include_stop_str_in_output=True,  # nothing is cut off, text or token
         seed=seed,  # also of greedy ones: the second model runner would draw one from numpy's global generator
         logprobs=0,
+        hot=hot,
     )
     # Where vLLM puts the tokens of its own bad_words, which it takes as text
     params._bad_words_token_ids = [list(word) for word in sampling.bad_words] or None
@@ -175,11 +179,26 @@ def scoring_params() -> Any:
     return _params(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0)
 
 
-def _params(**options: Any) -> Any:
-    import vllm
-    from vllm.sampling_params import RequestOutputKind
+@functools.cache
+def _hot_params() -> Any:
+    """SamplingParams of any temperature: where they are checked, this one is 1 meanwhile."""
+    from vllm.sampling_params import SamplingParams
 
-    parameters: Any = getattr(vllm, "SamplingParams")  # noqa: B009 (exported lazily, which type checkers do not see)
+    class HotParams(SamplingParams):
+        def _verify_args(self) -> None:
+            temperature, self.temperature = self.temperature, 1.0
+            try:
+                super()._verify_args()
+            finally:
+                self.temperature = temperature
+
+    return HotParams
+
+
+def _params(*, hot: bool = False, **options: Any) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    parameters: Any = _hot_params() if hot else SamplingParams
     return parameters(
         ignore_eos=True,  # the end tokens are stop_token_ids: vLLM's own idea of EOS plays no part
         flat_logprobs=True,  # lists of numbers: no dict and no object for every token of every response

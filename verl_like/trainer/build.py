@@ -129,6 +129,11 @@ class Prepared:
 def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     """Check everything that needs no worker: own code, tools, model files, data, batch plan, graders, which are started
     and tried. ValueError, OSError: what is wrong. What was started ends with `stack`."""
+    if config.actor_rollout_ref.rollout.name == "openai":
+        raise ValueError(
+            "actor_rollout_ref.rollout.name=openai: an endpoint takes no weights, so there is nothing to train or to "
+            "validate in a run; `verl-like eval` asks it, or set name=vllm"
+        )
     device, ranks_per_node = resolve_world(config)
     check_own_code(config)
     toolbox = open_toolbox(config, stack)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_like.batch import Rollouts, Scores
 from verl_like.config import PPOConfig
@@ -16,10 +17,14 @@ from verl_like.config.errors import ConfigError
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
 from verl_like.episodes.collector import Collector
+from verl_like.episodes.external import ExternalChat, NoEngine
 from verl_like.observe.samples import Sample, make_samples
 from verl_like.observe.validation import report_names
+from verl_like.rewards.http_json import ServiceError
 from verl_like.rewards.manager import RewardManager
+from verl_like.rollout.client import RolloutClient
 from verl_like.trainer.build import (
+    Inputs,
     answering,
     check_rewards,
     input_errors,
@@ -35,6 +40,7 @@ from verl_like.trainer.tools import open_toolbox
 from verl_like.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +86,13 @@ def evaluate(config: PPOConfig) -> Evaluation:
             inputs = with_own_loops(config, inputs, stack)
             length = max_model_len(config, inputs.hf_config)
         assert inputs.val is not None
-        replica = stack.enter_context(
-            served(config, inputs.hf_config, tokenizer_size=len(inputs.tokenizer), max_model_len=length, device=device)
-        )
-        how = answering(config, inputs, validation=True)
+        how, rollout = answering(config, inputs, validation=True), config.actor_rollout_ref.rollout
+        if rollout.name == "openai":
+            chat = _external(config, inputs, stack)
+            replica, how, device = _NoReplica(), dataclasses.replace(how, runner=chat), rollout.openai.url
+        else:
+            sizes = {"tokenizer_size": len(inputs.tokenizer), "max_model_len": length}
+            replica = stack.enter_context(served(config, inputs.hf_config, **sizes, device=device))
         order = ResumableSampler(len(inputs.val), shuffle=False, seed=0, identity=inputs.val.identity())
         collector = Collector(PromptLoader(inputs.val, order, 1), rewards, replica, how, config)
         stack.callback(collector.close)
@@ -93,11 +102,31 @@ def evaluate(config: PPOConfig) -> Evaluation:
         )
         logger.info("%d prompts x %d answers on %s", len(inputs.val), how.n, device)
         began = time.perf_counter()
-        metrics = validator.run(collector, 0)
+        try:
+            metrics = validator.run(collector, 0)
+        except ServiceError as error:
+            raise ConfigError([str(error)]) from error
         seconds = time.perf_counter() - began
         samples = [each for pair in answered for each in make_samples(*pair, inputs.tokenizer, 0)]
     sources = list(_results(metrics, answered, how.n))
     return Evaluation(sources=sources, metrics=metrics, samples=samples, seconds=seconds)
+
+
+class _NoReplica:
+    """See `episodes.collector.Replicas`: episodes that ask no engine."""
+
+    def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
+        """Wait for what `work` does elsewhere."""
+        return work(NoEngine()).result()
+
+
+def _external(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> ExternalChat:
+    """The model behind rollout.openai.url."""
+    rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
+    with input_errors():
+        chat = ExternalChat(rollout.openai, inputs.tokenizer, seed if rollout.seed_per_request else None)
+    stack.callback(chat.close)
+    return chat
 
 
 def _with_validation_alone(config: PPOConfig) -> PPOConfig:

@@ -6,6 +6,7 @@ import torch
 
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.models.heads import PolicyModel
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.workers.spec import WorkerSpec
 
@@ -48,10 +49,13 @@ class TrainedRole:
 def build_engine(spec: WorkerSpec, process: ProcessInfo, name: str) -> FSDPEngine:
     """The engine of a role of this run (collective)."""
     role = spec.plan.roles[name].config
-    return FSDPEngine(
+    engine = FSDPEngine(
         role,
         process,
         num_schedule_steps=None if role.optim is None else spec.plan.total_training_steps,
         tokenizer_size=spec.tokenizer_size if role.kind == "policy" else None,
         seed=spec.config.trainer.seed,
     )
+    if isinstance(engine.model, PolicyModel):
+        engine.model.save_entropy_memory(chunked=role.entropy_in_chunks, recomputed=role.recompute_entropy)
+    return engine

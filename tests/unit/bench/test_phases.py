@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from tests.unit.bench.tiny import LOAD, MODEL, bench, use_tiny_shapes
 from verl_like.batch import Metric
-from verl_like.bench import log_prob, rollout, sync, update
+from verl_like.bench import log_prob, rollout, shapes, sync, update
 from verl_like.bench.phase import phase_job
 from verl_like.bench.report import Report
 from verl_like.bench.rows import grouped_rows
@@ -118,6 +119,21 @@ def test_rollout_forces_the_drawn_lengths(tmp_path: Path, monkeypatch: pytest.Mo
     assert seen == [[4] * 6] * 3 and report.figures["sampled_tokens"] == sum(RESPONSES)
     (row,) = report.rows
     assert row.seconds is not None and row.figures["tokens/s"] == pytest.approx(sum(RESPONSES) / row.seconds)
+
+
+def test_engines_and_workloads_in_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(shapes.WORKLOADS, "w1", dataclasses.replace(LOAD, num_prompts=1, mean_response=9))
+    options = ["rollout", "--engines", "hf", "--workloads", "cpu", "w1", "--rounds", "1"]
+    report = bench(tmp_path / "a.json", *options)
+    assert [row.name for row in report.rows] == ["cpu, hf", "w1, hf"]
+    for row, sampled in zip(report.rows, (sum(RESPONSES), sum(shapes.WORKLOADS["w1"].draw_lengths(1))), strict=True):
+        assert row.seconds is not None and row.figures["tokens/s"] == pytest.approx(sampled / row.seconds)
+    assert report.work["engines"] == ["hf"] and [note.partition(":")[0] for note in report.notes] == ["cpu", "w1"]
+    assert "cpu, hf: " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="engines is"):
+        bench(tmp_path / "b.json", *options, "--engines", "hf", "vllm", "--compare", str(tmp_path / "a.json"))
 
 
 def test_the_prompts_of_each_replica_and_round() -> None:

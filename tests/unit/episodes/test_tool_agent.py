@@ -100,7 +100,7 @@ class LetterTokenizer:
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [self.encode(text) for text in texts]}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         for mark, number in _SPECIAL.items():
             text = text.replace(mark, chr(number))
         return [ord(c) for c in text]

@@ -199,3 +199,24 @@ def test_a_reduction_outside_the_loss_costs_no_backward_work(monkeypatch: pytest
     both = fused_reductions(hidden, Head(weight_VH=weight), targets, frozenset({"log_probs", "entropy"}))
     for ours, plain in zip(torch.autograd.grad(both["log_probs"].sum(), [hidden, weight]), expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+
+
+def test_verls_entropy_keys_change_memory_and_no_number() -> None:
+    """entropy_from_logits_with_chunking and entropy_checkpointing on full logits, in [N, V] tensors."""
+    n, v = 4096, 64
+    hidden, weight, _, targets = inputs(n, v, 8, torch.float32)
+    kept: dict[tuple[int | None, bool], float] = {}
+    peak, values = dict[tuple[int | None, bool], float](), list[list[Tensor]]()
+    for way in ((None, False), (None, True), (512, False), (512, True)):
+        options: Any = {"entropy_rows": way[0], "recompute_entropy": way[1]}
+        with PeakBytes() as probe:
+            out = full_logits_reductions(hidden, Head(weight_VH=weight), targets, BOTH, **options)
+            kept[way] = probe._now / (n * v * 4)
+            gradients = torch.autograd.grad((out["entropy"].square() + out["log_probs"]).sum(), (hidden, weight))
+        peak[way] = probe.peak / (n * v * 4)
+        values.append([out["entropy"].detach(), *gradients])
+    for other in values[1:]:
+        for mine, expected in zip(other, values[0], strict=True):
+            assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-4)
+    assert kept[None, False] - kept[None, True] > 0.9 < kept[512, False] - kept[512, True]  # p
+    assert peak[None, False] - peak[512, False] > 0.9 < peak[None, True] - peak[512, True]  # p log p and its gradient

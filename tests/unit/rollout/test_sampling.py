@@ -36,6 +36,10 @@ def test_config_to_sampling() -> None:
     assert not validation_sampling(sampled, ()).greedy
     assert validation_sampling(sampled, ()).temperature == 0.5
     assert train_sampling(RolloutConfig(do_sample=False), ()).greedy
+    fire = RolloutConfig(use_fire_sampling=True, temperature=0.5, top_p=0.9)
+    hot = train_sampling(fire, ()).of_hot_token
+    assert hot is not None and (hot.temperature, hot.top_k, hot.top_p) == (30.0, 16, 0.9)
+    assert validation_sampling(fire, ()).of_hot_token is None and train_sampling(config, ()).of_hot_token is None
 
 
 def test_validation_follows_training_where_it_has_no_value_of_its_own() -> None:

