@@ -112,10 +112,11 @@ class Checkpoints:
         if self.resume is not None:
             saved = read_trainer_state(self.resume)
             try:
-                run.source.load_state_dict(saved["source"], self.resume)
+                if saved["source"] is not None:  # of another trainer's checkpoint
+                    run.source.load_state_dict(saved["source"], self.resume)
             except ValueError as error:
                 raise ConfigError([f"{self.resume}: {error}"]) from error
-            run.state = run.state.load_state_dict(saved["state"])
+            run.state = run.state.load_state_dict(run.state.state_dict() | saved["state"])
             run.actor.load(str(self.resume / ACTOR))
             if run.critic is not None:
                 run.critic.load(str(self.resume / CRITIC))
