@@ -187,7 +187,7 @@ def _measure(fault: Fault, folder: Path, out: Path, expected: list[dict[str, Any
         status=again if fault.whom == "between" else status,
         said=told.replace(str(folder), "…"),
         checkpoint=checkpoint,
-        again=done if again == 0 else "refused" if fault.whom == "between" else "FAILED: " + said(more, 0.0),
+        again=done if again == 0 else "refused" if fault.whom == "between" else f"refused: {said(more, 0.0)}",
     )
 
 
@@ -380,7 +380,7 @@ def page(results: dict[str, Any]) -> str:
     rows = []
     for fault in FAULTS:
         if (each := results.get(fault.name)) is not None:
-            text = re.sub(r"(process |-CONT )\d+", r"\1…", _short(each["said"]))
+            text = re.sub(r"(host |process |-CONT )\w+", r"\1…", _short(each["said"]))
             told = f"`{text[:220]}{'…' if len(text) > 220 else ''}`" if text else "nothing"
             told = "nothing: it is gone" if each["status"] < 0 and not text else told
             times = (
