@@ -1,7 +1,8 @@
 """What plants a fault into a run: the driver's half says when (a trainer class), a worker's half does it in the phase.
 
-The variable FAULT holds {"phase", "what", "whom", "folder"}: rank 1 (in the phase "score" the reward function) sends
-the signal `what` to `whom`, or does what it says, once, in the third step; the time is written into the folder.
+The variable FAULT holds {"phase", "what", "whom", "folder"}: rank 1 (in the phase "score" the reward function, in a run
+of one process that one) sends the signal `what` to `whom`, or does what it says, once, in the third step; the time is
+written into the folder.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -23,24 +26,41 @@ FOLDER = Path(FAULT.get("folder", "."))
 GO, DONE = FOLDER / "go", FOLDER / "planted"
 
 
-def act(phase: str) -> bool:
-    """Do it if it is time, and not done yet; whether it was done now. Called in rank 1."""
+def act(phase: str) -> str:
+    """Do it if it is time, and not done yet; what was done now, or ""."""
     if FAULT.get("phase") != phase or not GO.exists() or DONE.exists():
-        return False
+        return ""
     DONE.write_text(str(time.time()))
     what = FAULT["what"]
     if what == "hang":
         time.sleep(3600)
+    elif what == "raises":
+        raise RuntimeError("planted")
+    elif what == "starts":
+        time.sleep(60)  # until the other run has looked
+    elif what == "folder removed":
+        shutil.rmtree(FOLDER / "out")
+    elif what == "folder read-only":
+        subprocess.run(["mount", "--bind", *[str(FOLDER / "out")] * 2], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(FOLDER / "out")], check=True)
+    elif what == "data gone":
+        (FOLDER / "train.parquet").unlink()
     elif what.startswith("SIG"):
         for pid in targets():
             os.kill(pid, signal.Signals[what])
         time.sleep(0.5)  # it does not happen behind the phase's end
-    return True
+    return what
 
 
 def targets() -> list[int]:
     """Process ids of whom it concerns."""
+    if FAULT["whom"] == "grader":
+        return [os.getpid()]
+    if FAULT["whom"] in ("judge", "storage"):
+        return [int((FOLDER / "server").read_text())]
     driver = int((FOLDER / "driver").read_text())
+    if FAULT["whom"] in ("run", "between"):
+        return [driver]
     logs = (FOLDER / "out" / "workers").glob("worker_rank*.log")
     ranks = {path.stem[-1]: int(re.findall(r"=== rank .* process (\d+)", path.read_text())[-1]) for path in logs}
     return {"driver": [driver], "rank": [ranks["1"]], "all": [*ranks.values(), driver]}[FAULT["whom"]]
@@ -51,7 +71,8 @@ class Planted(PPOTrainer):
 
     def begin_step(self) -> Any:
         """Rollout and scores."""
-        (FOLDER / "driver").write_text(str(os.getpid()))
+        if FAULT:
+            (FOLDER / "driver").write_text(str(os.getpid()))
         self._go("rollout", "score")
         return super().begin_step()
 
@@ -62,7 +83,7 @@ class Planted(PPOTrainer):
 
     def update_actor(self, *arguments: Any) -> Any:
         """The update."""
-        self._go("update", "loss")
+        self._go("update", "loss", "weights")
         return super().update_actor(*arguments)
 
     def save_if_due(self) -> None:
@@ -84,6 +105,8 @@ class Planted(PPOTrainer):
         step = self.state.step + (phases[0] in ("rollout", "old log-probs", "update"))  # the others come after it
         if FAULT.get("phase") in phases and step == STEP:
             GO.touch()
+            if FAULT["whom"] in ("judge", "storage", "second run"):
+                act(FAULT["phase"])
 
 
 def plant() -> None:
@@ -102,13 +125,21 @@ def plant() -> None:
     ]
     for owner, name, phases in places:
         setattr(owner, name, _wrapped(getattr(owner, name), phases))
-    loss = FSDPEngine._loss
+    loss, update = FSDPEngine._loss, FSDPEngine.train_minibatch
+
+    def overflown(self: Any, *arguments: Any, **options: Any) -> Any:
+        found = update(self, *arguments, **options)
+        if act("weights"):
+            next(iter(self.model.parameters())).data.fill_(float("nan"))
+        return found
+
+    FSDPEngine.train_minibatch = overflown  # pyright: ignore
 
     def spoilt(self: Any, *arguments: Any) -> Any:
         value, metrics = loss(self, *arguments)
         return (value * float("nan") if act("loss") else value), metrics
 
-    FSDPEngine._loss = spoilt
+    FSDPEngine._loss = spoilt  # pyright: ignore
 
 
 def _wrapped(function: Any, phases: tuple[str, ...]) -> Any:
@@ -121,5 +152,5 @@ def _wrapped(function: Any, phases: tuple[str, ...]) -> Any:
     return run
 
 
-if FAULT and os.environ.get("RANK") == "1":
+if __name__ == "benchmarks.fault_plant" and (os.environ.get("RANK") == "1" or FAULT.get("whom") in ("run", "between")):
     plant()

@@ -157,12 +157,14 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 class Uploader:
-    """Uploads checkpoints in the background, one after the other; what failed is tried again with the next one."""
+    """Uploads checkpoints in the background, one after the other; what failed is tried again with the next one: once,
+    until the storage is there again, so that a run does not wait for it the longer the more it has saved."""
 
     def __init__(self, remote: RemoteFolder) -> None:
         self.remote = remote
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._pending: dict[Path, Future[None]] = {}
+        self._away = False  # the last upload failed
 
     def start(self, checkpoint: Path) -> None:
         """Upload this one too, once the ones before are done: a copy that lags does not pile up."""
@@ -187,15 +189,18 @@ class Uploader:
         return [path for path, future in pending.items() if future.exception() is not None and path.is_dir()]
 
     def _upload(self, path: Path) -> None:
-        for number in range(1, _TRIES + 1):
+        tries = 1 if self._away else _TRIES
+        for number in range(1, tries + 1):
             try:
                 self.remote.upload(path)
             except ValueError as error:
-                log.warning("upload of %s, try %d of %d: %s", path.name, number, _TRIES, error)
-                if number == _TRIES:
+                log.warning("upload of %s, try %d of %d: %s", path.name, number, tries, error)
+                if number == tries:
+                    self._away = True
                     raise
                 time.sleep(_PAUSE_S * number)
             else:
+                self._away = False
                 log.info("uploaded %s to %s", path.name, self.remote.url)
                 return
 

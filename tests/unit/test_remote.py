@@ -76,9 +76,10 @@ def test_sizes_are_compared(storage: RemoteFolder, tmp_path: Path, monkeypatch: 
 
 def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
-    uploader, real, down = Uploader(storage), storage.upload, [True]
+    uploader, real, down, tries = Uploader(storage), storage.upload, [True], []
 
     def upload(folder: Path) -> None:
+        tries.append(folder)
         if down[0]:
             raise ValueError("no network")
         real(folder)
@@ -91,9 +92,9 @@ def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path:
     down[0] = False
     uploader.start(second)
     assert uploader.finish() == [] and storage.steps() == [1, 2]
-    down[0] = True
+    down[0], tries[:] = True, []
     uploader.start(first)
-    assert uploader.finish() == [str(first)]
+    assert uploader.finish() == [str(first)] and len(tries) == 3 + 1  # the storage is known to be away
 
 
 def test_a_model_is_fetched_once_and_again_when_it_changed(tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, read without running what they hold: its index is a pickle."""
+"""Checkpoint files read without running what they hold: the index of torch.distributed.checkpoint is a pickle."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+AFRESH = "begins_afresh"  # file in place of a part that another trainer's checkpoint does not give; says why
+# What the random state of numpy is made of, beside plain data.
+OF_NUMPY = [np.ndarray, np.dtype, np.dtypes.UInt32DType, np._core.multiarray._reconstruct]  # pyright: ignore
 
 _KNOWN = {
     ("torch", "Size"): torch.Size,

@@ -203,7 +203,9 @@ def _step_dirs(root: Path) -> list[Path]:
 def _incomplete(path: Path) -> list[str]:
     if not path.is_dir():
         return [f"{path} does not exist"]
-    return [] if (path / STATE_FILE).exists() else [f"{path} holds no {STATE_FILE}: it was not written to its end"]
+    verl = " (or verl wrote it: trainer.resume_from_path takes it up)" if (path / "data.pt").exists() else ""
+    whole = (path / STATE_FILE).exists()
+    return [] if whole else [f"{path} holds no {STATE_FILE}: it was not written to its end{verl}"]
 
 
 def _renamed(path: Path, suffix: str) -> Path:

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -82,9 +82,9 @@ class VerlFiles:
                 f"{folder} does not hold the files of one run's ranks, model_world_size_W_rank_0.pt to rank_(W-1).pt: "
                 f"it has {', '.join(sorted(path.name for path in files.values()))}"
             )
-        self.folder, self._trust = folder, trust
-        self._ranks = [self._open(files[rank]) for rank in sorted(files)]
-        self.names = tuple(self._ranks[0])
+        self.folder, self._trust, self.files = folder, trust, [files[rank] for rank in sorted(files)]
+        self.ranks = [self._open(path) for path in self.files]
+        self.names = tuple(self.ranks[0])
 
     @staticmethod
     def is_in(folder: Path) -> bool:
@@ -92,14 +92,19 @@ class VerlFiles:
         return any(_VERL_FILE.fullmatch(path.name) for path in folder.iterdir())
 
     def empty(self, name: str) -> Tensor:
-        tensor = self._ranks[0][name]
+        tensor = self.ranks[0][name]
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._whole(name) for name in names}
+        return {name: self.joined(name, [state[name] for state in self.ranks]) for name in names}
 
-    def _whole(self, name: str) -> Tensor:
-        parts = [state[name] for state in self._ranks]
+    @property
+    def replica(self) -> list[int]:
+        """The ranks that hold the whole model between them, in order."""
+        return _replica(next((each for each in self.ranks[0].values() if isinstance(each, DTensor)), None))
+
+    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The whole of a tensor that these are the parts of, of all ranks."""
         first = parts[0]
         if not isinstance(first, DTensor):
             return first.clone()
@@ -108,9 +113,7 @@ class VerlFiles:
             raise ValueError(f"{self.folder}: {name} is cut along several mesh dimensions ({first.placements})")
         if not isinstance(last, Shard):
             return first.to_local().clone()
-        mesh = first.device_mesh.mesh
-        ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()  # of the first replica
-        whole = torch.cat([parts[rank].to_local() for rank in ranks], dim=last.dim)
+        whole = torch.cat([cast(DTensor, parts[rank]).to_local() for rank in _replica(first)], dim=last.dim)
         if whole.shape != first.shape:
             raise ValueError(f"{self.folder}: the parts of {name} make {tuple(whole.shape)}, not {tuple(first.shape)}")
         return whole
@@ -120,7 +123,10 @@ class VerlFiles:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=not self._trust)
         except Exception as error:
             what = str(error).splitlines()[0]
-            raise ValueError(f"{path} cannot be read: {what}. If you trust its author, --trust-pickle") from error
+            raise ValueError(
+                f"{path} cannot be read: {what}. If you trust its author: verl-like export --trust-pickle makes a "
+                "folder for model.path of it"
+            ) from error
         return {_plain_name(name): tensor for name, tensor in state.items()}
 
 
@@ -156,6 +162,13 @@ class LoadedModel:
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._tensors[name] for name in names}
+
+
+def _replica(tensor: DTensor | None) -> list[int]:
+    if tensor is None:
+        return [0]
+    mesh = tensor.device_mesh.mesh
+    return mesh.reshape(-1, mesh.shape[-1])[0].tolist()
 
 
 def _plain_name(name: str) -> str:

@@ -92,7 +92,7 @@ class TrainerConfig(ConfigNode):
     """auto (the newest checkpoint of default_local_dir, where there is one), disable (afresh), resume_path. A run that
     does not resume, in a folder that holds another run's files, goes to <folder>-2."""
     resume_from_path: str | None = None
-    """Checkpoint folder (global_step_N) of resume_mode=resume_path."""
+    """Checkpoint folder (global_step_N) of resume_mode=resume_path: ours, or one that verl's FSDP trainer wrote."""
     default_local_dir: str = "checkpoints"
     """Folder of checkpoints; follows project_name and experiment_name."""
     default_hdfs_dir: str | None = None

@@ -26,16 +26,13 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedModel
 
 from verl_like.checkpoint.checksums import note
-from verl_like.checkpoint.harmless import HarmlessReader
+from verl_like.checkpoint.harmless import AFRESH, OF_NUMPY, HarmlessReader
 from verl_like.parallel.sharding import local_tensor
 from verl_like.progress import span
 
 log = logging.getLogger(__name__)
 
 _SLOWEST_DISK = 10e6  # [bytes/s] of one rank: what is slower counts as stuck
-
-# What the random state of numpy is made of, beside plain data.
-_OF_NUMPY = [np.ndarray, np.dtype, np.dtypes.UInt32DType, np._core.multiarray._reconstruct]  # pyright: ignore
 
 
 def save_sharded(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -64,6 +61,9 @@ def _watched(what: str, tensors: dict[str, Tensor]) -> AbstractContextManager[No
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill the shards given from a folder that any number of ranks wrote (collective)."""
     _require(folder)
+    if (folder / AFRESH).exists():
+        log.warning("%s begins afresh: %s", folder.name, (folder / AFRESH).read_text())
+        return
     try:
         with torch.no_grad(), _watched("reading", tensors):
             dcp.load(tensors, storage_reader=HarmlessReader(folder))
@@ -101,9 +101,9 @@ def load_extra(folder: Path, rank: int) -> dict[str, int]:
     """Counters; the random state too where this rank was there when the checkpoint was written."""
     _require(folder)
     own = folder / f"rank_{rank}.pt"
-    with torch.serialization.safe_globals(_OF_NUMPY):
+    with torch.serialization.safe_globals(OF_NUMPY):
         stored = torch.load(own if own.exists() else folder / "rank_0.pt", weights_only=True)
-    if own.exists():
+    if own.exists() and stored["rng"] is not None:
         _set_rng_state(stored["rng"])
     else:
         log.warning("%s has no random state for rank %d: it keeps its own", folder, rank)

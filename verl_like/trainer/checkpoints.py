@@ -112,10 +112,11 @@ class Checkpoints:
         if self.resume is not None:
             saved = read_trainer_state(self.resume)
             try:
-                run.source.load_state_dict(saved["source"], self.resume)
+                if saved["source"] is not None:  # of another trainer's checkpoint
+                    run.source.load_state_dict(saved["source"], self.resume)
             except ValueError as error:
                 raise ConfigError([f"{self.resume}: {error}"]) from error
-            run.state = run.state.load_state_dict(saved["state"])
+            run.state = run.state.load_state_dict(run.state.state_dict() | saved["state"])
             run.actor.load(str(self.resume / ACTOR))
             if run.critic is not None:
                 run.critic.load(str(self.resume / CRITIC))
@@ -167,15 +168,16 @@ class Checkpoints:
         assert self._boundary is not None
         state, step = self._boundary, self._boundary["state"]["step"]
         self.confirm()
-        path = prepare_step_dir(self.root, step)
-        self._require_finite(run, ACTOR, run.actor.save(str(path / ACTOR)), path)
-        if run.critic is not None:
-            self._require_finite(run, CRITIC, run.critic.save(str(path / CRITIC)), path)
-        self.tokenizer.save_pretrained(path / ACTOR / "huggingface")
-        if self.vision is not None:
-            self.vision.save(path / ACTOR / "huggingface")
-        save_resolved(run.config, path / CONFIG_FILE)
-        run.source.save_under_way(path)
+        with self._told(step):
+            path = prepare_step_dir(self.root, step)
+            self._require_finite(run, ACTOR, run.actor.save(str(path / ACTOR)), path)
+            if run.critic is not None:
+                self._require_finite(run, CRITIC, run.critic.save(str(path / CRITIC)), path)
+            self.tokenizer.save_pretrained(path / ACTOR / "huggingface")
+            if self.vision is not None:
+                self.vision.save(path / ACTOR / "huggingface")
+            save_resolved(run.config, path / CONFIG_FILE)
+            run.source.save_under_way(path)
         self._saved_step, self._incomplete = step, (path, state)
 
     def complete(self, run: Run, *, wait: bool) -> None:
@@ -188,9 +190,10 @@ class Checkpoints:
             return
         written, state = self._incomplete
         self.confirm()
-        write_trainer_state(written, state | {"run": self._run})
-        collect(written)
-        path = commit(written)
+        with self._told(state["state"]["step"]):
+            write_trainer_state(written, state | {"run": self._run})
+            collect(written)
+            path = commit(written)
         self._incomplete = None
         self.best.committed(step_of(path))
         if self._uploader is not None:  # before old ones are deleted: it waits for those it is busy with
@@ -239,6 +242,19 @@ class Checkpoints:
             logger.error("not all is saved: %s", str(second).splitlines()[0])
         except Exception:
             logger.exception("saving failed too; the error that ends the run follows")
+
+    @contextmanager
+    def _told(self, step: int) -> Iterator[None]:
+        """RunStopped, for people, where the disk is full, read-only or gone."""
+        try:
+            yield
+        except OSError as error:
+            before = self.newest_before(step)
+            raise RunStopped(
+                f"step {step} cannot be saved in trainer.default_local_dir={self.config.default_local_dir!r}: {error}. "
+                f"The newest whole checkpoint there: {before or 'none'}. Once the folder can be written, the same "
+                "command goes on from it"
+            ) from error
 
     def _require_finite(self, run: Run, role: str, names: list[str], written: Path) -> None:
         if names:

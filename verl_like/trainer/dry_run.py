@@ -14,7 +14,7 @@ from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.memory_forecast import GIB, Forecast
 from verl_like.trainer.nsight import check_nsight
-from verl_like.trainer.resume import find_resume, processes_text
+from verl_like.trainer.resume import find_resume, of_verl, processes_text
 from verl_like.trainer.reward_check import grade_references, table
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,12 @@ def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
         config = with_free_folder(config)
         ready = prepare(config, stack)
         check_nsight(config, ready.device)
-        resume = find_resume(config)
+        resume = None if of_verl(config.trainer) else find_resume(config)
         rows = list(_rows(config, ready))
         rows.append(("rewards", _graded(config, ready)))
     begin = "a fresh start" if resume is None else f"resumes from {resume}"
+    if of_verl(config.trainer):
+        begin = f"takes up {config.trainer.resume_from_path}, which verl wrote"
     if resume is not None and (other := processes_text(resume, ready.plan.pools[0].world_size)):
         begin += f"; {other}"
     return [*rows, ("beginning", f"{begin}; output in {config.trainer.default_local_dir}")]

@@ -132,6 +132,12 @@ class RollFile(Foreign):
             return {keys[0]: "resume_path", keys[1]: value}
         return {keys[0]: "auto" if value else "disable"}
 
+    def rule_checkpoints(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
+        if "://" not in value:
+            return {keys[0]: value}
+        here = self("output_dir")
+        return {keys[1]: value} | ({keys[0]: here} if here else {})
+
     def rule_prompts(self, name: str, value: int, keys: list[str]) -> dict[str, Any]:
         return {keys[0]: self.prompts}
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from verl_like.checkpoint.checksums import find_faults
 from verl_like.checkpoint.files import write_atomically
+from verl_like.checkpoint.from_verl import converted, is_verl_step
 from verl_like.checkpoint.layout import (
     ACTOR,
     CRITIC,
@@ -51,6 +52,10 @@ def fetch_resume(settings: TrainerConfig) -> None:
         if not fetched_path(settings).is_dir():
             fetched_path(settings).parent.mkdir(parents=True, exist_ok=True)
             RemoteFolder(url, "trainer.resume_from_path").download(name, fetched_path(settings))
+    elif of_verl(settings):
+        source = Path(str(settings.resume_from_path)).expanduser()
+        path, left = converted(source, fetched_path(settings).parent)
+        logger.warning("%s, written by verl, is taken up as %s, without %s", source, path, "; ".join(left) or "more")
     if mode != "auto" or settings.default_hdfs_dir is None:
         return
     remote = RemoteFolder(settings.default_hdfs_dir, "trainer.default_hdfs_dir")
@@ -93,10 +98,16 @@ def run_of(resume: Path | None, settings: TrainerConfig) -> str:
     return new_run_id() if saved is None else saved
 
 
+def of_verl(settings: TrainerConfig) -> bool:
+    """Whether the run begins with a checkpoint that verl wrote."""
+    named = settings.resume_from_path if settings.resume_mode == "resume_path" else None
+    return named is not None and not is_remote(named) and is_verl_step(Path(named).expanduser())
+
+
 def fetched_path(settings: TrainerConfig) -> Path:
-    """Where resume_from_path lies on this machine; of a URL in a folder of its own below default_local_dir."""
+    """Where resume_from_path lies on this machine; of a URL, and of verl's, in a folder below default_local_dir."""
     path = str(settings.resume_from_path)
-    if not is_remote(path):
+    if not is_remote(path) and not of_verl(settings):
         return Path(path)
     return Path(settings.default_local_dir).expanduser() / "fetched" / path.rstrip("/").rpartition("/")[2]
 

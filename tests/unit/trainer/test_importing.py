@@ -168,6 +168,11 @@ def test_topr_of_rolls_documentation(tmp_path: Path) -> None:
         ({"actor_train__data_args__template": "qwen3"}, {"data.apply_chat_template_kwargs": {"enable_thinking": True}}),
         ({"use_additional_prompts": True, "max_additional_running_prompts": 4}, {
             "actor_rollout_ref.rollout.scheduler.additional_prompts.max": 4}),
+        ({"checkpoint_config__output_dir": "s3://runs/a", "output_dir": "/data/a",
+          "checkpoint_config__async_upload": True}, {"trainer.default_hdfs_dir": "s3://runs/a",
+            "trainer.default_local_dir": "/data/a", "actor_rollout_ref.actor.checkpoint.async_save": True}),
+        ({"checkpoint_config__output_dir": "/data/b", "output_dir": "/data/a"}, {
+            "trainer.default_hdfs_dir": None, "trainer.default_local_dir": "/data/b"}),
         ({"train_infer_correction__is_weight__enabled": True}, {"algorithm.rollout_correction.rollout_is": "token",
             "algorithm.rollout_correction.rollout_is_threshold": 1.2}),
         ({"rewards__a__tag_included": ["x"], "rewards__a__worker_cls": "roll.MathRuleRewardWorker",
