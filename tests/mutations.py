@@ -158,7 +158,7 @@ MODELS = [
     Mutation(
         "prompts that differ in their images alone are shared",
         "models/shared_prompts.py",
-        "(prompts[b].tobytes(), media[b])",
+        "(prompts[b].tobytes(), tuple(media[b]))",
         "(prompts[b].tobytes(), ())",
         "models/test_vision.py",
     ),

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": ENGINE_LEVEL,
     "environments": {"user_code", "rewards"},
     "rewards": ENGINE_LEVEL | {"data", "services"},
-    "episodes": BASE | {"algorithms", "data", "environments", "rewards", "rollout", "services"},
+    "episodes": BASE | {"algorithms", "data", "environments", "models", "rewards", "rollout", "services"},
     "verl_shim": {"rewards", "episodes", "user_code"},
     "observe": ENGINE_LEVEL,
     "cluster": BASE,
