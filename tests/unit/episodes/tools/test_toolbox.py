@@ -57,7 +57,7 @@ NATIVE = """
         async def execute(self, instance_id, parameters, agent_data):
             agent_data.extra_fields["calls"] = agent_data.extra_fields.get("calls", 0) + 1
             text = f"{self.given} {agent_data.extra_fields['calls']} {agent_data.messages[0]['role']}"
-            return ToolResponse(text=text, image=[object()]), None, None
+            return ToolResponse(text=text, image=[b"a file"]), None, None
 """
 CONFIG = """
     tools:
@@ -199,8 +199,9 @@ def test_classes_of_both_generations_keep_the_state_of_an_episode(box: Toolbox) 
     assert called(box, "two", "older", word="b").text == " b!"
     again = called(box, "one", "older", word="c")
     assert (again.text, again.reward, again.metrics) == ("It: a, c,!", 0.5, {"words": 3.0})
-    assert called(box, "one", "newer").text == "{'x': 1} 1 user\n[1 image]"
-    assert called(box, "one", "newer", tags=["t"]).text == "{'x': 1} 2 user\n[1 image]"
+    assert called(box, "one", "newer").text == "{'x': 1} 1 user"
+    assert called(box, "one", "newer", tags=["t"]).text == "{'x': 1} 2 user"
+    assert called(box, "one", "newer").images == ["data:image/png;base64,YSBmaWxl"]
     end = box.end("one").result(20)
     assert end.kind is None and end.metrics == {"tool_reward/older": 6.0, "tool_reward/Guessing": 0.0}
     assert end.reward == 0.0  # the environment's: it alone scores the episode. `newer` has no calc_reward of its own
