@@ -103,6 +103,7 @@ def test_the_next_whole_load_starts_a_lost_process_anew() -> None:
     engine = RemoteEngine(Counting)
     engine.load_weights([("a", torch.zeros(2))], 1, mark="one")
     engine.open()
+    os.kill(engine._there._process.pid, signal.SIGSTOP)  # or the request would end before
     waiting = engine.submit(REQUEST)
     engine._there._process.kill()
     with pytest.raises(EngineLostError, match="has ended"):
@@ -167,10 +168,12 @@ def test_a_process_that_does_not_answer_is_ended() -> None:
 
 
 def test_the_process_does_not_outlive_the_one_that_started_it(tmp_path: Path) -> None:
+    """Not even in the middle of a call, in which it reads nothing."""
     script = (
-        "import os\nfrom tests.contracts.test_remote_engine import opened\n"
+        "import os, time\nfrom tests.contracts.test_remote_engine import opened\n"
         "if __name__ == '__main__':\n"
-        "    engine = opened(); print(engine._there._process.pid, flush=True); os.kill(os.getpid(), 9)\n"
+        "    engine = opened(); print(engine._there._process.pid, flush=True)\n"
+        "    engine._there.ask('call', 'sleep', ()); time.sleep(0.5); os.kill(os.getpid(), 9)\n"
     )
     (tmp_path / "starts.py").write_text(script)
     out = subprocess.run(

@@ -88,13 +88,27 @@ class RayPendingResult:
         self.method, self.began = method, time.monotonic()
         self.waiting: dict[Any, int] = {ref: rank for rank, ref in enumerate(refs)}  # what has not been read yet
         self.values: list[Any] = [None] * len(refs)
+        self._good: set[Any] = set()  # finished without an error, and not read yet
         self._group = group
 
     def done(self) -> bool:
         if self._group.stopped_by is not None or not self.waiting:
             return True
         refs = list(self.waiting)
-        return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+        ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+        return len(ready) == len(refs) or any(map(self._failed, ready))
+
+    def _failed(self, ref: Any) -> bool:
+        """Whether this finished call failed: its rank's partners may never end theirs."""
+        if ref in self._good:
+            return False
+        try:
+            failed = bool(ray.get(ref).error_type)
+        except Exception:  # `take` says what it is
+            return True
+        if not failed:
+            self._good.add(ref)
+        return failed
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         self._group.watch(self, timeout)
@@ -163,11 +177,12 @@ class RayWorkerGroup:
     def wait_started(self) -> None:
         """Return when all workers are built; what fails is raised as by the constructor."""
         starting, timeout = self._starting
-        starting.wait(timeout)
+        starting.wait(max(0.0, starting.began + timeout - time.monotonic()))
 
     def started(self) -> bool:
-        """Whether `wait_started` would return or raise at once."""
-        return self._starting[0].done()
+        """Whether `wait_started` would return or raise at once: it has taken too long, too."""
+        starting, timeout = self._starting
+        return starting.done() or time.monotonic() > starting.began + timeout
 
     @property
     def world_size(self) -> int:
@@ -266,7 +281,11 @@ class RayWorkerGroup:
         single_node = len(allocation.nodes) == 1
         alone = sum(node["Alive"] for node in ray.nodes()) == 1  # this machine is the whole cluster
         _register_transport()
-        port = ray.get(first.actor.free_port.remote(), timeout=timeout)
+        try:
+            port = ray.get(first.actor.free_port.remote(), timeout=timeout)
+        except (RayActorError, GetTimeoutError) as error:
+            what = f"{self.name} rank 0 ended before it began, or did not answer: {error}"
+            raise WorkerError(what, rank=0, method="start") from error
         pickled = ray.put(cloudpickle.dumps(spec))
         refs = []
         for index, rank in enumerate(self._ranks):

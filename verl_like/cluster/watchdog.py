@@ -43,6 +43,7 @@ class Watched:
     state: str = "?"
     spans: list[dict[str, Any]] = field(default_factory=list)
     collective: dict[str, Any] = field(default_factory=dict)
+    silent: bool = False  # its machine did not answer, though it did not long ago
     late: bool = False
     busy: bool = False  # works, within its limit
 
@@ -88,6 +89,7 @@ class Watchdog:
     def __init__(self, stall_timeout: float | None, run_id: str) -> None:
         self.stall_timeout, self._run_id = stall_timeout, run_id
         self.groups: list[WatchedGroup] = []
+        self._silent: dict[str, float] = {}  # since when machines do not answer
         self._looked = self._since = -1e9  # the last look; the first of those that followed each other without a gap
 
     @property
@@ -124,6 +126,9 @@ class Watchdog:
         self._see(ranks)
         for rank in ranks:
             self._judge(rank, now, now - self._since)
+        busy = {rank.name for rank in ranks if rank.busy}
+        for rank in ranks:
+            rank.late = rank.late and rank.span.get("whom") not in busy  # they have their own limit
         stopped = [rank for rank in ranks if rank.state == "T" and rank.late]
         working = {rank.pool for rank in ranks if rank.busy}
         return stopped, [rank for rank in ranks if rank.late and rank.pool not in working], ranks
@@ -163,6 +168,11 @@ class Watchdog:
             here = [rank for rank in ranks if rank.node_id == node]
             jobs = [(rank.pid, str(beacon_file(memory_id(self._run_id, rank.pool), rank.log_path))) for rank in here]
             found = on_node(node, _look_here, jobs)
+            since = self._silent.setdefault(node, time.monotonic()) if isinstance(found, str) else None
+            if since is None:
+                self._silent.pop(node, None)
+            for rank in here:
+                rank.silent = since is not None and time.monotonic() - since <= (self.stall_timeout or 0.0)
             for rank, each in zip(here, [{}] * len(here) if isinstance(found, str) else found, strict=True):
                 rank.state, rank.spans = each.get("state", "?"), each.get("spans", [])
                 rank.collective = each.get("collective", {})
@@ -173,7 +183,8 @@ class Watchdog:
         limits = [(min(each["age_s"], seen_s), each["allowed_s"]) for each in rank.spans if each["whom"] != DRIVER]
         if rank.called and not rank.spans:
             limits.append((now - max(rank.asked, self._since), self.stall_timeout))
-        if not rank.called:
+        if not rank.called or rank.silent:
+            rank.busy = rank.silent
             return
         if rank.state == "T":
             ages = [min(each["age_s"], seen_s) for each in rank.spans] or [limits[0][0]]

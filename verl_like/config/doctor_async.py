@@ -2,6 +2,7 @@
 
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.correction import corrects
+from verl_like.config.doctor_rewards import scored_together
 from verl_like.config.idle import Idle
 from verl_like.config.placement import samples_alone
 from verl_like.config.ppo import PPOConfig
@@ -44,10 +45,10 @@ def impossible_async(config: PPOConfig) -> list[str]:
             "run's weights; set trainer.mode=sync"
         )
     rules = config.algorithm.filter_groups
-    if rules.enable and rules.resample and rollout.scheduler.mode == "batch":
+    if rules.enable and rules.resample and (together := scored_together(config)):
         problems.append(
-            f"{mode} with algorithm.filter_groups.enable=True and {_ROLLOUT}.scheduler.mode=batch: groups are judged "
-            "as they end; set scheduler.mode=request"
+            f"{mode} with algorithm.filter_groups.enable=True: groups are judged as they end, but {together} gives "
+            "scores to whole batches; disable one of them, or set trainer.mode=sync"
         )
     if config.trainer.full_determinism:
         problems.append(

@@ -76,11 +76,6 @@ class Collector:
         self._loop = EpisodeLoop()
         self._flow: Flow | None = None
         if config.asynchronous:
-            if loader.learns:
-                raise ValueError(
-                    f"trainer.mode={config.trainer.mode} with a data.sampler that learns from each batch: prompts are "
-                    "drawn before the batches that it would learn from; set trainer.mode=sync"
-                )
             options = {"total_steps": total_steps, "never_pauses": config.trainer.mode == "separate_async"}
             self._flow = Flow(config, loader, rewards, how, self._loop.arrivals, **options)
         self._ledger = Ledger()

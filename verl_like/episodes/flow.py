@@ -86,6 +86,7 @@ class Flow:
         self._most_groups = config.async_training.groups_under_way(self._wanted)
         self._most_running = prompts_in_flight(config) * self._each
         self._running = 0  # responses
+        self._sampled_from = 0  # groups of which a response runs
         self._being_trained = 0  # groups: their places are free when the version is the next one, and not before
         rules = config.algorithm.filter_groups
         self._judge = Judge(config, rewards, how.policies) if rules.enable and rules.resample else None
@@ -208,8 +209,9 @@ class Flow:
 
     def _begin(self) -> None:
         """Begin as many groups as there is room for, while that is wanted."""
+        waiting = len(self._flights) - self._sampled_from  # for graders, or for a step
         room = min(self._most_groups - self._being_trained, self._needed) - len(self._book)
-        count = int(min(room, (self._most_running - self._running) // self._each - len(self._book.ended)))
+        count = int(min(room, (self._most_running - self._running) // self._each - waiting))
         if not self._begins or count <= 0 or self._error is not None or len(self._book.ended) >= self._wanted:
             return
         assert self._client is not None
@@ -219,6 +221,7 @@ class Flow:
             flight = self._flights[prompt.group] = _Flight(prompt, collection, self._each)
             collection.on_end = partial(self._one_less, flight)
             self._running += self._each
+            self._sampled_from += 1
             versions = [int(one.sampled.weight_versions.min()) for one in kept.values() if len(one.sampled)]
             self._book.begin(prompt.group, min(versions, default=self._version))
             flight.task = asyncio.ensure_future(self._fly(flight))
@@ -240,7 +243,10 @@ class Flow:
     def _landed(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = self._error or error
-        self._begin()
+        try:
+            self._begin()
+        except Exception as error:  # of the data: nobody else would hear of it
+            self._error = self._error or error
         self._wake.set()
 
     def _one_less(self, flight: _Flight) -> None:
@@ -248,9 +254,11 @@ class Flow:
         if flight.left:
             flight.left -= 1
             self._running -= 1
+            self._sampled_from -= not flight.left
             self._begin()
 
     def _forget(self, flight: _Flight) -> None:
+        self._sampled_from -= flight.left > 0
         self._running, flight.left = self._running - flight.left, 0
         self._book.forget(flight.prompt.group)
         self._flights.pop(flight.prompt.group, None)

@@ -139,7 +139,12 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     toolbox = open_toolbox(config, stack)
     inputs = load_inputs(config, toolbox)
     plan = BatchPlan.build(config, config.trainer.nnodes * ranks_per_node, len(inputs.train))
-    train_loader(config, inputs.train, plan)  # what is wrong with its sampler is said before anything is started
+    loader = train_loader(config, inputs.train, plan)  # what is wrong with its sampler is said before anything starts
+    if config.asynchronous and loader.learns:
+        raise ValueError(
+            f"trainer.mode={config.trainer.mode} with a data.sampler that learns from each batch: prompts are drawn "
+            "before the batches that it would learn from; set trainer.mode=sync"
+        )
     spec = WorkerSpec(
         config=config,
         plan=plan,

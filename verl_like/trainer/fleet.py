@@ -8,6 +8,7 @@ out from then on, and another is started in its place.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from verl_like.cluster.worker_group import PendingResult, WorkerError, WorkerGro
 
 logger = logging.getLogger(__name__)
 
-_STARTS_IN_VAIN = 3  # replacements in a row that do not start; then the fleet stays as small as it is
+_AGAIN_S, _LONGEST_S = 30.0, 600.0  # until another start is tried, after one that failed; doubled each time
 
 
 class Starting(WorkerGroup, Protocol):
@@ -52,7 +53,8 @@ class Fleet:
     """
 
     def __init__(self, start: Callable[[int], Replica], size: int, watch: Callable[[], None] = lambda: None) -> None:
-        self._start, self._size, self._next, self._in_vain = start, size, 0, 0
+        self._start, self._size, self._next = start, size, 0
+        self._in_vain, self._not_before = 0, 0.0  # starts that failed in a row, and when another may be tried
         self.watch = watch
         self._coming: list[Replica] = []
         self.num_lost = 0
@@ -103,10 +105,15 @@ class Fleet:
 
     def refill(self) -> None:
         """Start replacements for those that were lost, and return at once; `newcomers` has those that are ready."""
-        while len(self.replicas) + len(self._coming) < self._size and self._in_vain < _STARTS_IN_VAIN:
+        while len(self.replicas) + len(self._coming) < self._size and time.monotonic() >= self._not_before:
             try:
                 self._coming.append(self._begin())
-            except (WorkerError, ValueError, RuntimeError) as error:  # no room, for instance: its node is gone too
+            except (
+                WorkerError,
+                ValueError,
+                RuntimeError,
+                OSError,
+            ) as error:  # no room, for instance: its node is gone too
                 self._failed(error)
 
     def newcomers(self) -> list[Replica]:
@@ -123,7 +130,7 @@ class Fleet:
                 self._failed(error)
         self.replicas += joined
         if joined:
-            self._in_vain = 0
+            self._in_vain, self._not_before = 0, 0.0
             logger.warning("%d of %d rollout replicas are there again", len(self.replicas), self._size)
         return joined
 
@@ -137,9 +144,10 @@ class Fleet:
         return self._start(number)
 
     def _failed(self, error: Exception) -> None:
-        self._in_vain += 1
-        more = "no further one is tried" if self._in_vain >= _STARTS_IN_VAIN else "another one is tried"
-        logger.error("a rollout replica could not be started: %s; %s", str(error).splitlines()[0], more)
+        wait_s = min(_AGAIN_S * 2**self._in_vain, _LONGEST_S)
+        self._in_vain, self._not_before = self._in_vain + 1, time.monotonic() + wait_s
+        what = (str(error).splitlines() or [repr(error)])[0]
+        logger.error("a rollout replica could not be started: %s; another one is tried in %.0f s", what, wait_s)
 
 
 class FleetPending:

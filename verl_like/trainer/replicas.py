@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from typing import TypeVar
 
-from verl_like.cluster.worker_group import WorkerError, WorkerGroup
+from verl_like.cluster.worker_group import WorkerError, WorkerGroup, WorkerTimeout
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.link import SocketLink
@@ -189,7 +189,7 @@ class StandingRolloutGroup:
     def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
         """The result of the future that `work` returns; see RolloutGroup.
 
-        WorkerError when the last replica is lost, RolloutError after `timeout_s`.
+        WorkerError when the last replica is lost, and after `timeout_s`.
         """
         if not self._has_weights():
             raise RuntimeError("the actor has changed since the last weight sync: sync before sampling")
@@ -238,7 +238,11 @@ class StandingRolloutGroup:
                 self._fleet.lose(replica, error)
                 continue
             way = next(way for way in ways if way is not None)
-            self._links[replica] = SocketLink(f"rollout replica {replica.number}", *way)
+            try:
+                self._links[replica] = SocketLink(f"rollout replica {replica.number}", *way)
+            except RolloutError as error:  # it has died since
+                self._fleet.lose(replica, WorkerError(str(error), rank=0, method="rollout.open_link"))
+                continue
             self._router.attach(self._links[replica])
         self._router.release()
         orders = [(self._links[r].num_orders,) for r in self._fleet.replicas for _ in range(r.group.world_size)]
@@ -254,7 +258,10 @@ class StandingRolloutGroup:
             serving.wait(timeout=timeout_s)
         for replica, paused in pauses:
             if replica in self._fleet.replicas:
-                paused.result(timeout_s)
+                try:
+                    paused.result(timeout_s)
+                except RolloutError as error:  # it has died since its last answer
+                    self._fleet.lose(replica, WorkerError(str(error), rank=0, method="rollout.serve"))
 
     def _result(self, future: Future[T]) -> T:
         """When it is there."""
@@ -272,7 +279,8 @@ class StandingRolloutGroup:
                     self._look()
                     time.sleep(_LOOK_S)
                 raise
-        raise RolloutError(f"no batch within trainer.rpc_timeout={self.timeout_s:g} s")
+        what = f"no batch within trainer.rpc_timeout={self.timeout_s:g} s"
+        raise WorkerTimeout(what, rank=0, method="rollout.serve")
 
     def _look(self) -> None:
         """Notice replicas that are gone, and have others started. Raises the error of the last one."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from verl_like.cluster.worker_group import WorkerGroup
+from verl_like.config.roles import ROLLOUT
 from verl_like.trainer.fleet import Fleet, Replica, ReplicaLost
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.verdict import SyncReport, WeightSyncError, verdict
@@ -67,9 +68,9 @@ class Weights:
         """Both pools work at once: one sends, the other receives; here their reports meet."""
         wanted = Wanted.of_all(self._rollout.call_all("weights.wanted").wait(timeout=self._timeout_s))
         members = self._rollout.replicas.copy() if isinstance(self._rollout, Fleet) else []
-        if self._connected_to != members:
+        connected, self._connected_to = self._connected_to, None  # a transfer that breaks off closes its channel
+        if connected != members:
             self._connect()
-        self._connected_to = None  # a transfer that breaks off closes its channel
         sending = self._actor.call_all("weights.send", version, wanted)
         receiving = self._rollout.call_all("weights.receive")
         sent = sending.wait(timeout=self._timeout_s)
@@ -84,10 +85,12 @@ class Weights:
         return report
 
     def _connect(self) -> None:
-        count = self._rollout.world_size
-        way = self._actor.call_all("weights.listen", count).wait(timeout=self._timeout_s)[0]
-        firsts = [0] * count
-        if isinstance(self._rollout, Fleet):
-            sizes = [replica.group.world_size for replica in self._rollout.replicas]
-            firsts = [sum(sizes[:place]) for place, size in enumerate(sizes) for _ in range(size)]
+        groups = [replica.group for replica in self._rollout.replicas] if isinstance(self._rollout, Fleet) else []
+        groups = groups or [self._rollout]
+        sizes = [group.world_size for group in groups]
+        names = [
+            f"{getattr(g, 'name', ROLLOUT)} rank {r}" for g in groups for r in range(g.world_size)
+        ]  # the watchdog's
+        way = self._actor.call_all("weights.listen", names).wait(timeout=self._timeout_s)[0]
+        firsts = [sum(sizes[:place]) for place, size in enumerate(sizes) for _ in range(size)]
         self._rollout.call("weights.join", [(way, first) for first in firsts]).wait(timeout=self._timeout_s)

@@ -157,6 +157,6 @@ def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:
         sections,
         rank=process.rank,
         device=process.device,
-        folder=Path(spec.profile_dir) if len(spec.plan.pools) == 1 else Path(spec.profile_dir) / spec.pool,
+        folder=Path(spec.profile_dir) / (f"{spec.pool}{spec.replica or ''}" if len(spec.plan.pools) > 1 else ""),
         tool=spec.config.trainer.profile_tool,
     )

@@ -31,7 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_like.cluster.lifecycle import die_with_parent
 from verl_like.parallel.dist import all_reduce_max
+from verl_like.progress import DRIVER, span
 from verl_like.rollout.base import EngineBase
 from verl_like.rollout.rollout_engine import (
     Completion,
@@ -258,7 +260,8 @@ class _Process:
 
     def result(self, answer: Future[Any], method: str, *, limited: bool = True) -> Any:
         try:
-            return answer.result(self._timeout_s if limited else None)
+            with span(f"engine's {method}", whom="" if limited else DRIVER, expected_s=self._timeout_s):
+                return answer.result(self._timeout_s if limited else None)
         except NoAnswer:
             self._give_up(f"did not answer {method}() within {self._timeout_s:g} s")
             raise EngineLostError(self._why) from None
@@ -361,7 +364,8 @@ def _set(future: Future[Any], value: Any) -> None:
 
 
 def serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
-    """The engine's process: build it, do what is asked, end with the pipe."""
+    """The engine's process: build it, do what is asked, end with the pipe, or with the process that started it."""
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
     sending = threading.Lock()
 

@@ -50,14 +50,14 @@ class WeightsSender:
         self._deadline_s = spec.config.trainer.rpc_timeout  # the watchdog looks at each bucket
         self._channel: SendingEnd = TakesPart()
 
-    def listen(self, num_receivers: int) -> Way | None:
-        """Set the channel up, anew: how receivers reach it, on the first rank; None on the others."""
+    def listen(self, receivers: list[str]) -> Way | None:
+        """Set the channel up, anew: how these receivers reach it, on the first rank; None on the others."""
         self._channel.close()
         if self._process.rank != 0:
             return None
         sender = BroadcastSender(
             self._address,
-            [f"rollout rank {rank}" for rank in range(num_receivers)],
+            receivers,
             bucket_bytes=self._bucket_bytes,
             device=self._process.device,
             deadline_s=self._deadline_s,

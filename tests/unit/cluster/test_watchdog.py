@@ -87,6 +87,28 @@ def test_the_pool_that_others_wait_for_ends_and_theirs_is_left_alone(
     assert engine.ended is not None and trainer.ended is None
 
 
+def test_who_waits_for_one_that_works_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that was just started has a longer limit than its sender knows."""
+    trainer = Pool(tmp_path, "worker", ("S", "weights", 70, "rollout2 rank 0", 0), called="weights.send")
+    look(monkeypatch, trainer, Pool(tmp_path, "rollout2", ("R", "load", 59, "", 0), called="weights.receive"))
+
+
+def test_a_machine_that_misses_a_look_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(watchdog, "on_node", lambda node, function, jobs: "(could not be read)")
+    monkeypatch.setattr(watchdog, "stacks_below", lambda pid: {})
+    pool, dog = Pool(tmp_path, "worker", ("S", "update", 9, "", 0)), Watchdog(LIMIT, "run")
+    dog.groups.append(pool)
+    now = [1e6]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    for _ in range(6):
+        dog.look()
+        now[0] += dog.interval_s
+    now[0] += LIMIT / 6
+    with pytest.raises(WorkerStalled, match="is on a machine that does not answer"):
+        dog.look()
+
+
 def test_the_run_goes_on_without_a_spare_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Pool(tmp_path, "rollout1", ("T", "serving", 70, DRIVER, 0), called="rollout.serve")
     replica.spare = True

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.episodes.fleet import N, collector, dataset, teaches
+from tests.unit.episodes.fleet import N, Rewards, collector, dataset, teaches
 from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig
 from verl_like.config.asynchronous import AsyncTrainingConfig
@@ -161,6 +164,39 @@ def test_a_grader_that_finds_no_signal_at_all_ends_the_run_with_the_reason(data:
     gives_up = pytest.raises(ValueError, match="0 groups with a signal")
     with collector(data, engines=[engine()], **options) as (made, fleet), gives_up:
         Steps(made, fleet).make()
+
+
+def _ignoring_the_end(made: Any) -> None:
+    with suppress(RolloutError):
+        made.next_batch(1)
+
+
+def test_groups_that_wait_for_their_grader_count_as_begun(data: PromptDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grader that does not answer: no more groups are drawn than may be under way, also with `continue`."""
+    monkeypatch.setattr(Rewards, "submit", lambda self, calls: [Future() for _ in calls])
+    algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True))
+    options = {"engines": [engine()], "asynchronous": rules("continue", rate=0.5), "algorithm": algorithm}
+    with collector(data, **options) as (made, _):
+        threading.Thread(target=_ignoring_the_end, args=(made,), daemon=True).start()
+        time.sleep(1.5)
+        assert 4 + 2 <= made.loader.draws <= 10  # some for places that others left before the last of their group
+
+
+def test_an_error_of_the_data_is_the_steps(data: PromptDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the next prompt is drawn because a group was of no use."""
+    algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True))
+    options = {"engines": [engine()], "asynchronous": rules(), "algorithm": algorithm, "verdict": lambda p, nth: 1.0}
+    with collector(data, **options) as (made, _):
+        draw = made.loader.draw
+
+        def failing(count: int) -> list[Prompt]:
+            if made.loader.draws > 8:
+                raise OSError("the disk is gone")
+            return draw(count)
+
+        monkeypatch.setattr(made.loader, "draw", failing)
+        with pytest.raises(OSError, match="the disk is gone"):
+            made.next_batch(1)
 
 
 # ---- resume

@@ -114,15 +114,21 @@ def test_another_one_joins_when_it_is_built() -> None:
     assert made.call_all("m").wait() == [(0,), (0,), (2,), (2,)]
 
 
-def test_replacements_that_never_start_are_given_up() -> None:
+def test_replacements_that_do_not_start_are_tried_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     made, groups = fleet(broken=True)
+    now = [1000.0]
+    monkeypatch.setattr("verl_like.trainer.fleet.time.monotonic", lambda: now[0])
     groups[1].dead = True
     with pytest.raises(ReplicaLost):
         made.call_all("m").wait()
-    for _ in range(6):
+    tried = []
+    for _ in range(400):
+        now[0] += 1
+        before = len(groups)
         made.refill()
         assert made.newcomers() == []
-    assert len(groups) == 2 + 3 and all(group.closed for group in groups[1:]) and made.world_size == 2
+        tried += [now[0] - 1000] * (len(groups) - before)
+    assert tried == [1, 31, 91, 211] and all(group.closed for group in groups[1:]) and made.world_size == 2
 
 
 def test_the_end_stops_also_what_is_still_being_built() -> None:
