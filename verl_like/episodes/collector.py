@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Collecting = Callable[[Collection, Callable[[], Awaitable[None]]], Coroutine[Any, Any, T]]
+_PARTING_S = 10.0
 
 
 class Replicas(Protocol):
@@ -74,6 +75,7 @@ class Collector:
         self._chooses = draws_until_full(config)
         self._masks = config.algorithm.filter_groups.enable and not config.algorithm.filter_groups.resample
         self._loop = EpisodeLoop()
+        self._patience_s = config.trainer.rpc_timeout
         self._flow: Flow | None = None
         if config.asynchronous:
             options = {"total_steps": total_steps, "never_pauses": config.trainer.mode == "separate_async"}
@@ -121,12 +123,12 @@ class Collector:
         """The replicas hold these weights from now on."""
         self._version = version
         if self._flow is not None:
-            self._loop.submit(self._flow.weights_changed(version)).result()
+            self._loop.call(self._flow.weights_changed(version), self._patience_s)
 
     def trained(self) -> None:
         """The last batch is in the weights of a finished step."""
         if self._flow is not None:
-            self._loop.submit(self._flow.trained()).result()
+            self._loop.call(self._flow.trained(), self._patience_s)
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, complete when its scores are there."""
@@ -135,14 +137,14 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and what became of the prompts before. Plain values."""
         if self._flow is not None:
-            return self._loop.submit(self._flow.state()).result()
+            return self._loop.call(self._flow.state(), self._patience_s)
         return {**self.loader.state_dict(), "ledger": self._ledger.state_dict()}
 
     def save_under_way(self, folder: Path) -> None:
         """Into a checkpoint's folder: the tokens of groups that are not trained yet."""
         if self._flow is not None:
             running = {} if self._client is None else self._client.snapshot()
-            kept.write(folder, self._loop.submit(self._flow.tokens(running)).result())
+            kept.write(folder, self._loop.call(self._flow.tokens(running), self._patience_s))
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Go on with the very next prompt; of those under way, from the tokens in `folder`. ValueError if the data set
@@ -157,7 +159,10 @@ class Collector:
     def close(self) -> None:
         """End what is under way, and the event loop."""
         if self._flow is not None:
-            self._loop.submit(self._flow.end()).result()
+            try:
+                self._loop.call(self._flow.end(), _PARTING_S)
+            except RuntimeError as error:  # whatever ends the run is not to be hidden
+                logger.error("%s", error)
             state = self._flow.ledger
             logger.info("%s", state.text(draws=self.loader.draws, waiting=self.loader.draws - state.total))
         self._loop.close()
@@ -172,7 +177,7 @@ class Collector:
             return await taking
 
         groups = self._sample(take, self.how)
-        self._metrics |= self._loop.submit(flow.metrics()).result()
+        self._metrics |= self._loop.call(flow.metrics(), self._patience_s)
         return groups
 
     def _answer(self, prompts: Sequence[Prompt], how: Answering) -> list[Group]:

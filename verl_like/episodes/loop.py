@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -37,6 +39,21 @@ class EpisodeLoop:
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Its result, for coroutines that do not wait long. RuntimeError, with where it is, when it is blocked."""
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done():  # its own
+                raise
+            future.cancel()
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            at = "".join(traceback.format_stack(frame)[-8:]) if frame is not None else "(it has ended)"
+            raise RuntimeError(
+                f"a tool, agent loop or grader has blocked the event loop of the episodes for {timeout_s:g} s, at\n{at}"
+            ) from None
 
     def take_lag(self) -> float:
         """[s] The longest that the loop was late since the last call: something in it blocked for so long."""

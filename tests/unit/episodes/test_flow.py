@@ -199,6 +199,27 @@ def test_an_error_of_the_data_is_the_steps(data: PromptDataset, monkeypatch: pyt
             made.next_batch(1)
 
 
+def test_a_tool_that_blocks_the_loop_is_named(data: PromptDataset) -> None:
+    """`time.sleep` in an agent loop, where it should have been asyncio's."""
+    now = threading.Event()
+
+    class Blocks(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            episode = await super().run(prompt, sample, ask)
+            if now.is_set():
+                time.sleep(1.5)
+            return episode
+
+    with collector(data, engines=[engine()], runner=Blocks(), asynchronous=rules()) as (made, _):
+        made.next_batch(1)
+        made._patience_s = 0.2
+        now.set()
+        threading.Thread(target=_ignoring_the_end, args=(made,), daemon=True).start()
+        time.sleep(0.3)
+        with pytest.raises(RuntimeError, match=r"(?s)blocked the event loop.*time.sleep\(1.5\)"):
+            made.trained()
+
+
 # ---- resume
 
 
