@@ -216,7 +216,6 @@ class StandingRolloutGroup:
         on."""
         with self.paused():
             self._fleet.newcomers()
-            self._fleet.refill()
             yield
 
     def close(self) -> None:
@@ -283,7 +282,8 @@ class StandingRolloutGroup:
         raise WorkerTimeout(what, rank=0, method="rollout.serve")
 
     def _look(self) -> None:
-        """Notice replicas that are gone, and have others started. Raises the error of the last one."""
+        """Notice replicas that are gone, and have others started, which may take seconds: the others sample meanwhile.
+        Raises the error of the last one."""
         if self._serving is not None:
             self._serving.look()
             self._fleet.refill()
