@@ -264,7 +264,7 @@ def test_images_are_carried_as_handles(tmp_path: Path) -> None:
         {"type": "image"},
         {"type": "text", "text": "?"},
     ]
-    assert [images._read(handle) for handle in got.media] == [b"\x89PNG", b"GIF"]
+    assert [images.read(handle, images.cell_of(handle)) for handle in got.media] == [b"\x89PNG", b"GIF"]
     assert [(handle.kind, handle.number) for handle in got.media] == [("image", 0), ("image", 1)]
     wrong = PromptDataset(DataConfig(image_key="pictures"), full, AnyTokenizer(), split="train")
     assert wrong.num_media() == 0
