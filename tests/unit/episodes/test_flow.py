@@ -207,6 +207,7 @@ def test_a_tool_that_blocks_the_loop_is_named(data: PromptDataset) -> None:
         async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
             episode = await super().run(prompt, sample, ask)
             if now.is_set():
+                now.clear()
                 time.sleep(1.5)
             return episode
 
