@@ -25,7 +25,6 @@ from verl_like.bench.engine_process import (
     receive,
     wanted,
 )
-from verl_like.cluster.environment import LOOPBACK, free_port
 from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.config.model import LoraConfig
 from verl_like.engine.fsdp import FSDPEngine
@@ -254,7 +253,6 @@ def test_adapters_alone_on_every_channel(process: ProcessInfo, path: str, kind: 
         tokenizer_size=tiny.VOCAB,
         max_model_len=128,
         run_id="lora-sync",
-        port=free_port(LOOPBACK),
     )
     there = EngineHere(settings, process) if kind == "inproc" else EngineProcess(settings)
     engine = trainer(process, path)

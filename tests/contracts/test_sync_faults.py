@@ -24,7 +24,7 @@ from tests.contracts.sync_faults import (
     keep_cache,
 )
 from tests.contracts.two_ranks import run_on_two_ranks
-from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, free_port, single_process, tiny_model
+from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, single_process, tiny_model
 from verl_like.bench.engine_process import EngineProcess, EngineSettings
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
@@ -94,7 +94,6 @@ def planting(name: str, dtype: str, process: ProcessInfo, folder: Path, tp: int 
         tokenizer_size=TOKENIZER_SIZE,
         max_model_len=MAX_LEN,
         run_id=RUN_ID,
-        port=free_port(),
     )
     held = EngineHere(settings, process) if kind == "inproc" else EngineProcess(settings)
     engine = FSDPEngine(RoleConfig(model=model), process, tokenizer_size=TOKENIZER_SIZE)

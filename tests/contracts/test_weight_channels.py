@@ -25,7 +25,6 @@ from tests.unit.rollout.tiny import (
     TOKENIZER_SIZE,
     FakeTrainEngine,
     Items,
-    free_port,
     single_process,
     tiny_model,
 )
@@ -86,7 +85,6 @@ class Pair:
             tokenizer_size=TOKENIZER_SIZE,
             max_model_len=MAX_LEN,
             run_id=RUN_ID,
-            port=free_port(),
         )
         self.name = name
         self.kind, self.process, self.trainer = kind, process, FakeTrainEngine(tiny_model(seed=3))

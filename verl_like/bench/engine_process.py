@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What builds the engine, in its process. Picklable. port, local_rank: of its process group of one, if that is
-    another process; local_rank chooses the GPU."""
+    """What builds the engine, in its process. Picklable. local_rank: of its process group of one, if that is
+    another process; it chooses the GPU."""
 
     rollout: RolloutConfig
     model: ModelConfig
@@ -42,7 +42,6 @@ class EngineSettings:
     run_id: str
     device: str = "cpu"
     tokenizer: str | None = None
-    port: int = 0
     local_rank: int = 0
 
 
@@ -99,7 +98,7 @@ _HERE: list[Hosted] = []  # in an engine's process
 
 def _start(settings: EngineSettings) -> None:
     die_with_parent()
-    process = init_distributed(0, 1, settings.local_rank, 1, LOOPBACK, settings.port, settings.device)
+    process = init_distributed(0, 1, settings.local_rank, 1, LOOPBACK, 0, settings.device)
     _HERE.append(hosted(settings, process))
 
 

@@ -31,7 +31,6 @@ from verl_like.bench.ranks import slowest, timed
 from verl_like.bench.report import Report, Row, finish, number
 from verl_like.bench.shapes import BenchError
 from verl_like.bench.stages import StageClock, Staged
-from verl_like.cluster.environment import LOOPBACK, free_port
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.roofline import sync_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak, link_bandwidth
@@ -163,7 +162,6 @@ class _Between:
                 run_id=run_id,
                 device=process.device.type,
                 tokenizer=job.spec.config.data.tokenizer,
-                port=free_port(LOOPBACK),
                 local_rank=process.local_rank if kind == "ipc" else process.world_size,
             )
             self._engine = EngineProcess(settings)

@@ -90,7 +90,11 @@ def shutdown_distributed() -> None:
 
 def _loopback_store(rank: int, world_size: int, port: int, timeout: datetime.timedelta) -> dist.Store:
     """What torch.distributed meets at, heard on this machine alone: by itself it listens to the whole network."""
-    listener = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None  # the store's from here on
+    listener = None
+    if rank == 0:
+        server = socket.create_server(("127.0.0.1", port))
+        port = server.getsockname()[1]  # of 0, the one that was found
+        listener = server.detach()  # the store's from here on
     options = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listener}
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, **options)
     return dist.PrefixStore("default", store)
