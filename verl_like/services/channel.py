@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 _MARK = b"\xb7vl\x1e"
@@ -77,8 +78,9 @@ class Channel:
                 return
             del self._outgoing[:sent]
 
-    def arrived(self) -> list[Any]:
-        """The messages that have arrived whole. EOFError at the end, BrokenChannelError if there is something else."""
+    def arrived(self) -> Iterator[Any]:
+        """The messages that have arrived whole, then EOFError at the end, or BrokenChannelError if there is something
+        else: what came before it counts."""
         part = b"more"
         for _ in range(_MOST_PARTS):  # there may be no end of it
             try:
@@ -90,12 +92,12 @@ class Channel:
             if not part:
                 break
             self._arrived += part
-        messages = []
+        empty = True
         while (message := self._next()) is not None:
-            messages.append(message[0])
-        if not part and not messages:
+            empty = False
+            yield message[0]
+        if not part and empty:
             raise EOFError("the worker has closed the channel")
-        return messages
 
     def _next(self) -> tuple[Any] | None:
         if not _MARK.startswith(self._arrived[: len(_MARK)]):

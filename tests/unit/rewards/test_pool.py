@@ -413,25 +413,35 @@ class TestChannel:
         trainer, worker, end = self.ends()
         worker.send("whole")
         end.sendall(b"\xb7vl")
-        assert trainer.arrived() == ["whole"] and trainer.arrived() == []
+        assert list(trainer.arrived()) == ["whole"] and list(trainer.arrived()) == []
         worker.close()
         with pytest.raises(EOFError):
-            trainer.arrived()
+            list(trainer.arrived())
 
     def test_what_was_written_before_an_end_with_something_unread(self) -> None:
         trainer, worker, _ = self.ends()
         trainer.post("never read")
         worker.send("read")
         worker.close()
-        assert trainer.arrived() == ["read"]
+        assert list(trainer.arrived()) == ["read"]
         with pytest.raises(EOFError):
-            trainer.arrived()
+            list(trainer.arrived())
 
     def test_rubbish_is_told_at_its_first_byte(self) -> None:
         trainer, _, end = self.ends()
         end.sendall(b"x")
         with pytest.raises(BrokenChannelError, match="b'x'"):
-            trainer.arrived()
+            list(trainer.arrived())
+
+    def test_what_came_before_rubbish_counts(self) -> None:
+        """They may be read together: the answer of one row must not be lost with the harm of the next."""
+        trainer, worker, end = self.ends()
+        worker.send("an answer")
+        end.sendall(b"hello")
+        arrived = trainer.arrived()
+        assert next(arrived) == "an answer"
+        with pytest.raises(BrokenChannelError, match="b'hello'"):
+            next(arrived)
 
 
 def test_idle_rubbish_costs_a_process_and_no_row(tmp_path: Path) -> None:
