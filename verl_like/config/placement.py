@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from verl_like.config.device_lists import MAIN_POOL, sections
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ACTOR, REF, REWARD, ROLLOUT, compares_policies, every_role, roles_of
-from verl_like.config.trainer import MAIN_POOL
 
 _ROLLOUT_KEYS = "actor_rollout_ref.rollout"
 
@@ -57,10 +57,11 @@ def impossible_placement(config: PPOConfig) -> list[str]:
     """What cannot be placed so: keys, values, fix."""
     others, movable = _others(config), [*(role for role in every_role(config) if role != ACTOR), ROLLOUT]
     problems = [
-        f"trainer.placement.{pool.name}.roles={list(pool.roles)}: choose among {', '.join(movable)}; the actor stays "
-        f"in the pool {MAIN_POOL}"
-        for pool in _named(config)
-        if not set(pool.roles) <= set(movable)
+        f"trainer.placement: {role} in the pool {section.name}: choose among {', '.join(movable)}; the actor stays in "
+        f"the pool {MAIN_POOL}"
+        for section in sections(config.trainer.placement)
+        for role in section.roles
+        if role not in movable and (section.name, role) != (MAIN_POOL, ACTOR)
     ]
     problems += [
         f"{pool.size_text}: the pool of {', '.join(pool.roles)} needs both sizes above 0"
@@ -138,13 +139,14 @@ def _roles_named(config: PPOConfig) -> set[str]:
 def _named(config: PPOConfig) -> list[Pool]:
     return [
         Pool(
-            name=name,
-            roles=tuple(section["roles"]),
-            nnodes=section.get("nnodes", 1),
-            ranks_per_node=section.get("n_gpus_per_node", 1),
-            keys=(f"trainer.placement.{name}.nnodes", f"trainer.placement.{name}.n_gpus_per_node"),
+            name=section.name,
+            roles=section.roles,
+            nnodes=section.nnodes,
+            ranks_per_node=section.n_gpus_per_node,
+            keys=section.keys,
         )
-        for name, section in config.trainer.placement.items()
+        for section in sections(config.trainer.placement)
+        if section.name != MAIN_POOL
     ]
 
 

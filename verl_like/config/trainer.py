@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, one_of, reference_or_none, require
+from verl_like.config.device_lists import MAIN_POOL, PlacementError, sections
 from verl_like.config.enums import (
     HEALTH_ACTIONS,
     HEALTH_RULES,
@@ -20,9 +21,6 @@ from verl_like.user_code import FORMS, is_reference
 
 _CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
 _WORKER_NSIGHT = {**_CONTROLLER_NSIGHT, "capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}
-
-
-MAIN_POOL = "main"  # of nnodes x n_gpus_per_node processes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,8 +50,8 @@ class TrainerConfig(ConfigNode):
     """[processes] Worker processes per machine; auto: its GPUs, or 1 on CPU."""
     placement: dict[str, Any] = field(default_factory=dict)
     """Pools of processes beside the main one (nnodes x n_gpus_per_node), and who is in them instead: {name: {roles:
-    [critic, ref], nnodes: 1, n_gpus_per_node: 2}}. Roles: rollout, ref, critic, reward; each pool has devices of its
-    own."""
+    [critic, ref], nnodes: 1, n_gpus_per_node: 2}}. Or the devices of each role: {rollout: [2, 3], critic: 1}; those
+    with the same numbers share a pool. Roles: rollout, ref, critic, reward; each pool has devices of its own."""
     trainer_class: str | None = None
     """A class of your own, file.py:Name, derived from verl_like.trainer.ppo.PPOTrainer. Null: that one."""
     rpc_timeout: float = 3600.0
@@ -204,24 +202,21 @@ class TrainerConfig(ConfigNode):
         reference_or_none(self, "trainer_class")
         one_of(self, "log_format", LOG_FORMATS)
         at_least(self, 0, "prometheus_port")
-        wrong = _wrong_placement(self.placement)
-        require(wrong is None, "placement", self.placement, wrong or "")
+        self._take_sizes_from_placement()
 
-
-def _wrong_placement(placement: dict[str, Any]) -> str | None:
-    """What is wrong with the form of trainer.placement; None: nothing."""
-    form = "write {pool: {roles: [critic], nnodes: 1, n_gpus_per_node: 2}}"
-    for name, section in placement.items():
-        if not name.isidentifier() or name in (MAIN_POOL, "worker") or not isinstance(section, dict):
-            return f"{name}: {form}; letters and digits, but not worker or {MAIN_POOL}, the pool of trainer.nnodes"
-        unknown = sorted(set(section) - {"roles", "nnodes", "n_gpus_per_node"})
-        sizes = [section.get(key, 1) for key in ("nnodes", "n_gpus_per_node")]
-        if unknown or not all(isinstance(size, int) and size >= 1 for size in sizes):
-            return f"{name}: {f'unknown {unknown}; ' if unknown else ''}{form}, with sizes of at least 1"
-        roles = section.get("roles")
-        if not isinstance(roles, list) or not roles or not all(isinstance(role, str) for role in roles):
-            return f"{name}.roles: {form}"
-    return None
+    def _take_sizes_from_placement(self) -> None:
+        """Where trainer.placement lists the actor's devices, they are nnodes x n_gpus_per_node."""
+        try:
+            main = [section for section in sections(self.placement) if section.name == MAIN_POOL]
+        except PlacementError as error:
+            require(False, "placement", self.placement, str(error))
+            return
+        for section in main:
+            if self.n_gpus_per_node == "auto":
+                self.nnodes, self.n_gpus_per_node = section.nnodes, section.n_gpus_per_node
+            fits = (self.nnodes, self.n_gpus_per_node) == (section.nnodes, section.n_gpus_per_node)
+            fix = f"trainer.nnodes={self.nnodes} trainer.n_gpus_per_node={self.n_gpus_per_node} say something else"
+            require(fits, "placement", {"actor": self.placement["actor"]}, f"{fix}; leave them out")
 
 
 @dataclass(kw_only=True, slots=True)

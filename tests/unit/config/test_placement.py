@@ -45,6 +45,29 @@ def test_the_short_forms_and_the_table_say_the_same() -> None:
     assert short == long == {"main": (("actor", "critic"), 4), "rollout": (("rollout",), 2), "reward": (("reward",), 6)}
 
 
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ("{rollout:2,critic:1}", {"main": (("actor",), 4), "rollout": (("rollout",), 2), "critic": (("critic",), 1)}),
+        ("{rollout:[4,5],critic:[5,4]}", {"main": (("actor",), 4), "rollout_critic": (("critic", "rollout"), 2)}),
+        (
+            "{actor:[0,1,2,3],critic:[0,1,2,3],rollout:[4,5]}",
+            {"main": (("actor", "critic"), 4), "rollout": (("rollout",), 2)},
+        ),
+        ("{rollout:[[2,3],[2,3]]}", {"main": (("actor", "critic"), 4), "rollout": (("rollout",), 4)}),
+    ],
+)
+def test_roles_may_name_their_devices(table: str, expected: dict[str, tuple[tuple[str, ...], int]]) -> None:
+    assert hosted(f"trainer.placement={table}") == expected
+
+
+def test_the_actors_devices_are_the_size_of_the_main_pool() -> None:
+    config = compose(["trainer.placement={actor:[[0,1,2],[0,1,2]]}"])
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 3)
+    with pytest.raises(ValueError, match=r"trainer.nnodes=1 trainer.n_gpus_per_node=4 say something else; leave them"):
+        compose(["trainer.placement={actor:[0,1]}", "trainer.n_gpus_per_node=4"])
+
+
 def test_roles_without_a_run_make_no_pool_and_say_so() -> None:
     config = compose(
         ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "critic.enable=False",
@@ -85,6 +108,14 @@ def test_the_table_shows_every_pool() -> None:
         (["trainer.placement={a:{roles:[actor]}}"], "the actor stays in the pool main"),
         (["trainer.placement={a:{roles:[critc]}}"], "choose among ref, critic, reward, rollout"),
         (["trainer.placement={a:{roles:[]}}"], "a.roles: write"),
+        (["trainer.placement={rollout:[2,2]}"], "rollout: [2, 2]: write {rollout: 2}"),
+        (["trainer.placement={rollout:[]}"], "rollout: []: write"),
+        (["trainer.placement={rollout:[[0,1],[0]]}"], "every node gives as many devices"),
+        (["trainer.placement={rollout:0}"], "rollout: write {rollout: 2}"),
+        (["trainer.placement={actor:2}"], "the actor's number is trainer.n_gpus_per_node"),
+        (["trainer.placement={rolout:[2]}"], "rolout in the pool rolout: choose among"),
+        (["trainer.placement={actor:[0],rolout:[0]}"], "rolout in the pool main: choose among"),
+        (["trainer.placement={actor:[0,1],rollout:[1,2]}"], "actor and rollout share device 1 of node 0, but not all"),
         (["trainer.placement={a:{roles:[critic],gpus:2}}"], "unknown ['gpus']"),
         (["trainer.placement={a:{roles:[critic],nnodes:0}}"], "with sizes of at least 1"),
         (["trainer.placement={a:{roles:[critic]},b:{roles:[critic]}}"], "critic is in the pools a, b"),
