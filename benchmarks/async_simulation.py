@@ -97,7 +97,7 @@ class Simulation:
         self.options, self.clock, self.loop = options, VirtualClock(), asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
         longest = options.mean * 8
-        length_of = drawn_length(options.mean, longest)
+        self.length_of = length_of = drawn_length(options.mean, longest)
         self.engines = [
             Engine(max_num_seqs=256, length_of=length_of, steps_per_call=options.steps_per_call)
             for _ in range(options.replicas)
@@ -121,6 +121,14 @@ class Simulation:
             self.loop.run_forever()
             if not self.loop._ready:  # type: ignore[attr-defined]
                 return
+
+    def mean_drawn(self) -> float:
+        """[tokens] Of the responses that are prescribed, not only those that get trained."""
+        asked = (
+            GenerationRequest(request_id=f"drawn-{i}", prompt_ids=[1], sampling=SamplingParams(max_tokens=1))
+            for i in range(20_000)
+        )
+        return float(np.mean([self.length_of(request) for request in asked]))
 
     def do(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(coroutine)
@@ -160,6 +168,7 @@ class Simulation:
             "driver_cpu_s": time.process_time() - cpu - (Engine.cpu_s - engine_cpu),
             "idle": 1 - (sum(engine.busy_s for engine in self.engines) - busy) / took / len(self.engines),
             "tokens": tokens,
+            "length": tokens / sum(len(group.sampled) for group in groups),
             "staleness_max": max(ages),
             "staleness_mean": sum(ages) / len(ages),
         }
@@ -172,7 +181,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--steps-per-call", type=int, default=64)
     parser.add_argument("--train-s", type=float, default=10.0, help="[s] of an update")
-    parser.add_argument("--over-sample-rate", type=float, default=1.0)
+    parser.add_argument("--over-sample-rate", type=float, default=0.5)
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--beyond", default="wait")
     simulation = Simulation(parser.parse_args())
@@ -186,7 +195,8 @@ def main() -> None:
     mean = {name: value / count for name, value in total.items()}
     print(
         f"mean of {count}: step {mean['step_s']:.1f} s, {mean['step_s'] / mean['ideal_s']:.2f} x ideal; idle "
-        f"{mean['idle']:.1%}; driver {mean['driver_cpu_s'] / mean['step_s']:.2%} of a step"
+        f"{mean['idle']:.1%}; driver {mean['driver_cpu_s'] / mean['step_s']:.2%} of a step; trained responses have "
+        f"{mean['length']:.0f} tokens on average, drawn ones {simulation.mean_drawn():.0f}"
     )
     state, loader = simulation.flow.ledger, simulation.loader
     under_way = sum(1 for _ in simulation.flow._all())

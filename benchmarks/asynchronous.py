@@ -117,6 +117,11 @@ def one(options: argparse.Namespace, mode: str) -> dict[str, Any]:
     steps = steps[WARM_UP:-2]  # the last have nothing to go on with
     total = sum(step["timing_s/step"] for step in steps)
     tokens = sum(step["response_length/mean"] * options.prompts * options.n for step in steps)
+    idle = sum(
+        fmean(step.get(f"async/idle_{cause}", 0.0) for step in steps)
+        for cause in ("tail", "tool", "grader", "trainer", "weights")
+    )
+    waited = fmean(step.get("async/trainer_waited", 0.0) for step in steps)
     return {
         "tokens/s": tokens / total,
         "step": fmean(step["timing_s/step"] for step in steps),
@@ -128,11 +133,9 @@ def one(options: argparse.Namespace, mode: str) -> dict[str, Any]:
         "staleness/max": max(step.get("staleness/max", 0.0) for step in steps),
         "mixed": fmean(step.get("async/mixed_fraction", 0.0) for step in steps),
         "reprefill/token": sum(step.get("async/reprefill_tokens", 0.0) for step in steps) / tokens,
-        "idle": sum(
-            fmean(step.get(f"async/idle_{cause}", 0.0) for step in steps)
-            for cause in ("tail", "tool", "grader", "trainer", "weights")
-        ),
-        "waited": fmean(step.get("async/trainer_waited", 0.0) for step in steps),
+        "idle": idle,
+        "waited": waited,
+        "unexplained": min(idle, waited),  # of two pools: the slower one's waiting, which the other does not explain
         "dropped/token": sum(step.get("async/dropped_tokens", 0.0) for step in steps) / tokens,
         "ledger": ledger,
     }

@@ -147,6 +147,37 @@ def test_drop_aborts_and_counts_what_is_too_old(data: PromptDataset) -> None:
         assert len(set(range(made.loader.draws)) - gone) == ledger["stale"]
 
 
+@pytest.mark.parametrize("beyond", ["wait", "continue", "drop"])
+def test_what_is_trained_is_as_long_as_what_is_drawn_unless_it_may_be_dropped(beyond: str, tmp_path: Path) -> None:
+    """Not only at the end, where everything drawn is trained: also in the middle of a run. Kolmogorov-Smirnov."""
+    first, steps, rows = 5, 45, 300
+
+    def drawn(group: int, sample: int) -> int:
+        return int(min(64.0, np.random.default_rng((group, sample)).lognormal(1.5, 1.0)) + 1)
+
+    def length_of(request: GenerationRequest) -> int:
+        _, group, sample, *_ = request.request_id.split("-")
+        return drawn(int(group), int(sample))
+
+    class Paced(FakeTimeEngine):
+        """Not faster than the groups are taken."""
+
+        def step(self) -> list[Completion]:
+            time.sleep(0.003)
+            return super().step()
+
+    engines = [Paced(length_of=length_of)]
+    asynchronous = rules(beyond, bound=1, rate=2)
+    with collector(dataset(tmp_path, rows), engines=engines, asynchronous=asynchronous) as (made, fleet):
+        run = Steps(made, fleet).make(steps)
+    trained = [len(run.responses[group, n]) for groups in run.groups[first:] for group in groups for n in range(N)]
+    all_drawn = [drawn(group, n) for group in range(rows) for n in range(N)]
+    gap = max(abs(np.mean(np.array(trained) <= at) - np.mean(np.array(all_drawn) <= at)) for at in range(66))
+    scaled = gap / (1 / len(trained) + 1 / len(all_drawn)) ** 0.5  # above 1.36 in one of 20 equal pairs
+    share = np.mean(trained) / np.mean(all_drawn)
+    assert share < 0.85 if beyond == "drop" else (0.9 < share < 1.1 and scaled < 1.36), (share, scaled)
+
+
 def test_groups_without_a_signal_are_replaced(data: PromptDataset) -> None:
     algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True))
     options = {"engines": [engine()], "asynchronous": rules(), "algorithm": algorithm, "verdict": teaches}
