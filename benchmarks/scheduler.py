@@ -4,8 +4,8 @@
 
 Responses have lengths as of long reasoning (log-normal, median 200 tokens, one in a hundred above 2,000); decoding
 takes what it takes a model of 1.5B parameters on a large GPU (rollout/fake_time.py). Rows: plain steps; additional
-prompts (rollout.scheduler.additional_prompts); dynamic sampling where half of the groups have a signal, in whole draws
-and in flight.
+prompts (rollout.scheduler.additional_prompts); more responses than are kept (rollout.n_redundant); dynamic sampling
+where half of the groups have a signal, in whole draws and in flight.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main(words: list[str] | None = None) -> Report:
     parser.add_argument("--replicas", type=positive, default=8)
     parser.add_argument("--steps", type=positive, default=20)
     parser.add_argument("--extra", type=int, nargs="+", default=[0, 8, 16, 32, 64], help="additional prompts")
+    parser.add_argument("--redundant", type=positive, nargs="+", default=[1, 2, 4], help="rollout.n_redundant")
     files(parser)
     arguments = parser.parse_args(words)
     fleet = {"num_prompts": arguments.prompts, "n": arguments.n, "num_replicas": arguments.replicas}
@@ -47,6 +48,9 @@ def main(words: list[str] | None = None) -> Report:
         for aborted in ("wait", "drop") if extra else ("wait",):
             name = f"{extra} additional, aborted: {aborted}" if extra else "plain"
             rows.append(Fleet(**fleet, aborted=aborted).run(name, limits, CompletionOrder, steps))
+    plain = Limits(wanted=wanted, in_flight=wanted, most=wanted * 4)
+    for redundant in arguments.redundant:
+        rows.append(Fleet(**fleet, redundant=redundant).run(f"{redundant} redundant", plain, CompletionOrder, steps))
     half = Limits(wanted=wanted, in_flight=wanted, most=wanted * 50)
     for name, in_draws in (("dynamic, in whole draws", True), ("dynamic, in flight", False)):
         rows.append(Fleet(**fleet, signal=0.5).run(name, half, DrawOrder, steps, in_draws=in_draws))
@@ -55,19 +59,21 @@ def main(words: list[str] | None = None) -> Report:
         "nobody aborted it. begun: prompts. Dynamic sampling: half of the groups have a signal, gen_batch_size = "
         "train_batch_size."
     ]
-    work = {**fleet, "steps": steps, "extra": arguments.extra}
+    work = {**fleet, "steps": steps, "extra": arguments.extra, "redundant": arguments.redundant}
     return finish(Report(bench="scheduler", work=work, rows=rows, notes=notes), arguments.json, arguments.compare)
 
 
 @dataclass(kw_only=True)
 class Fleet:
-    """Replicas that sample groups of n responses. signal: share of groups that are kept. aborted: as the key says."""
+    """Replicas that sample groups of n responses, the first to end of n + redundant. signal: share of groups that are
+    kept. aborted: as the key says."""
 
     num_prompts: int
     n: int
     num_replicas: int
     signal: float = 1.0
     aborted: str = "wait"
+    redundant: int = 0
     waiting: list[int] = field(default_factory=list)  # prompts that the step before aborted
     drawn: int = 0
 
@@ -91,6 +97,7 @@ class Fleet:
         links = [SimulatedLink(f"{i}", FakeTimeEngine(max_model_len=2**20), clock) for i in range(self.num_replicas)]
         router = Router(links, max_running_requests=None)
         overdue, left, begun, full = set(self.waiting), dict[int, int](), list[int](), 0.0
+        used: dict[int, list[int]] = {}  # group -> lengths of the responses that it keeps
 
         def start(count: int) -> None:
             for _ in range(count):
@@ -98,14 +105,20 @@ class Fleet:
                 self.drawn = max(self.drawn, group + 1)
                 selection.start(group, overdue=group in overdue)
                 begun.append(group)
-                left[group] = self.n
-                for sample in range(self.n):
+                left[group], used[group] = self.n, []
+                for sample in range(self.n + self.redundant):
                     router.submit(self.request(group, sample)).add_done_callback(lambda done, g=group: ended(g, done))
 
         def ended(group: int, done: Future[Completion]) -> None:
             nonlocal full
+            if not left[group]:
+                return
             left[group] -= 1
-            if left[group] or selection.complete():
+            used[group].append(len(done.result().sampled))
+            if left[group]:
+                return
+            router.abort([self.request(group, sample).request_id for sample in range(self.n + self.redundant)])
+            if selection.complete():
                 return
             selection.judge(group, kept=request_seed(0, group) % 1000 < 1000 * self.signal)
             if selection.complete():
@@ -121,7 +134,7 @@ class Fleet:
         chosen = selection.chosen()
         if self.aborted == "wait":
             self.waiting += sorted(set(begun) - {*chosen, *selection.dropped()})
-        return full, fmean(map(self.length, chosen)), fmean(map(self.length, begun)), len(begun)
+        return full, fmean(fmean(used[group]) for group in chosen), fmean(map(self.length, begun)), len(begun)
 
     @staticmethod
     def request(group: int, sample: int) -> GenerationRequest:
@@ -136,7 +149,8 @@ class Fleet:
     def length(self, group: int) -> float:
         """Mean over the group's responses, as they end by themselves."""
         most = _SAMPLING.max_tokens
-        return fmean(min(most, long_tailed(self.request(group, sample))) for sample in range(self.n))
+        samples = range(self.n + self.redundant)
+        return fmean(min(most, long_tailed(self.request(group, sample))) for sample in samples)
 
 
 if __name__ == "__main__":

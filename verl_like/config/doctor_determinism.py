@@ -23,6 +23,11 @@ def impossible_determinism(config: PPOConfig) -> list[str]:
             f"{_KEY} with algorithm.filter_groups.enable=True and {_ROLLOUT}.scheduler.mode={rollout.scheduler.mode}: "
             f"when another prompt begins depends on time; set {_ROLLOUT}.scheduler.mode=batch"
         )
+    if rollout.n_redundant:
+        problems.append(
+            f"{_KEY} with {_ROLLOUT}.n_redundant={rollout.n_redundant}: which responses are used depends on which end "
+            "first; set it to 0"
+        )
     turns = rollout.multi_turn.enable or runs_agent_loops(rollout)
     beside = f"{_KEY} with tools or agent loops: what a request is computed beside depends on how long they"
     if (turns or rollout.scheduler.max_running_requests is not None) and rollout.max_num_seqs != 1:

@@ -254,6 +254,10 @@ class RolloutConfig(ConfigNode):
     """sync or async: both mean the same here, the engine always works request by request."""
     n: int = 1
     """[responses] Responses per prompt; the group of grpo."""
+    n_redundant: int = 0
+    """[responses] So many more are begun for each prompt, and the first n that end well are its group; the others are
+    aborted. Saves the wait for slow or stuck environments; favours short ones (redundancy/*), and does not
+    resume bit for bit."""
     temperature: float = 1.0
     """Softmax temperature of training rollouts."""
     top_p: float = 1.0
@@ -372,7 +376,7 @@ class RolloutConfig(ConfigNode):
         at_least(self, 1, "max_model_len", "max_num_seqs", "update_weights_bucket_megabytes")
         at_least(self, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
         at_least(self, 1, "log_prob_max_token_len_per_gpu")
-        at_least(self, 0, "nnodes", "n_gpus_per_node")
+        at_least(self, 0, "nnodes", "n_gpus_per_node", "n_redundant")
         one_of(self, "mode", ROLLOUT_MODES)
         one_of(self, "dtype", DTYPES)
         not_both(self, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")

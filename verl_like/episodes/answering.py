@@ -16,6 +16,7 @@ from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, 
 from verl_like.episodes.kept import Kept
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.outcomes import Policies
+from verl_like.episodes.race import GRACE_S, all_of, cancel, first_of
 from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import Answer
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_S = 0.05  # at least, between two looks at the clock of an episode
-_GRACE_S = 10.0  # for episodes that are no longer wanted, and the last step of their requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class Answering:
     """How prompts are answered.
 
     purpose: keeps ids and seeds of training and validation apart. seed: the run's; None: requests have no seed.
+    n_redundant: so many more are begun, and the first n that end are kept.
     spread: the n requests of a prompt may go to different replicas; otherwise one replica shares their beginning.
     greedy_too: one greedy episode more, for a baseline. grade_at_end: not as episodes end, but when all have.
     priority: of its requests; what has less is sampled earlier. policies: what becomes of lost episodes. tool_usage:
@@ -48,12 +49,18 @@ class Answering:
     n: int
     seed: int | None
     purpose: str
+    n_redundant: int = 0
     spread: bool = False
     greedy_too: bool = False
     grade_at_end: bool = False
     priority: int = 0
     policies: Policies = field(default_factory=Policies)
     tool_usage: Callable[[], dict[str, float]] = dict
+
+    @property
+    def num_begun(self) -> int:
+        """Episodes of a prompt that are begun, without a greedy one."""
+        return self.n + self.n_redundant
 
 
 @dataclass(slots=True, eq=False)
@@ -84,12 +91,14 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The episodes of one prompt; the last is greedy where there is a baseline."""
+    """The episodes of one prompt; the last is greedy where there is a baseline. discarded: those that were begun too,
+    and not needed."""
 
     prompt: Prompt
     members: list[Member]
     has_baseline: bool = False
     scores: Scores | None = None  # of the episodes, where the group had to be judged
+    discarded: Sequence[Asker] = ()
 
     @property
     def sampled(self) -> list[Member]:
@@ -130,16 +139,21 @@ class Collection:
     async def group(self, prompt: Prompt) -> Group:
         """All episodes of one prompt. EpisodeAborted after `end`; any other error of one ends the others too."""
         how = self.how
-        members = [self._member(prompt, sample, how.sampling) for sample in range(how.n)]
-        if how.greedy_too:
-            members.append(self._member(prompt, how.n, dataclasses.replace(how.sampling, do_sample=False)))
-        return Group(prompt, await all_of(members), has_baseline=how.greedy_too)
+        members = [self._member(prompt, sample, how.sampling) for sample in range(how.num_begun)]
+        greedy_too = dataclasses.replace(how.sampling, do_sample=False)
+        baseline = [self._member(prompt, how.num_begun, greedy_too)] if how.greedy_too else []
+        if not how.n_redundant:
+            return Group(prompt, await all_of([*members, *baseline]), has_baseline=how.greedy_too)
+        kept, ended = await first_of(members, how.n, lambda member: member.episode.failure is None, baseline)
+        begun = [asker for asker in self.askers if asker.prompt is prompt and asker.sample < how.num_begun]
+        discarded = [asker for asker in begun if asker.sample not in kept]
+        return Group(prompt, [*kept.values(), *ended], has_baseline=how.greedy_too, discarded=discarded)
 
     async def end(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Nothing more is asked for: end these tasks, and return when no request of the collection is left."""
         self.ended = True
         if left := cancel(tasks):
-            await asyncio.wait(left, timeout=_GRACE_S)
+            await asyncio.wait(left, timeout=GRACE_S)
             for task in left:
                 if not task.done():
                     logger.error("an episode that was no longer wanted goes on: %r", task.get_coro())
@@ -148,11 +162,11 @@ class Collection:
         requests = {name: future for asker in self.askers for name, future in asker.requests if not future.done()}
         if requests:
             self.client.abort(list(requests))
-            await asyncio.wait([asyncio.wrap_future(each) for each in requests.values()], timeout=_GRACE_S)
+            await asyncio.wait([asyncio.wrap_future(each) for each in requests.values()], timeout=GRACE_S)
 
     def sampled_tokens(self) -> list[int]:
         """Of each episode that was begun, without baselines: tokens sampled so far."""
-        return [asker.num_sampled() for asker in self.askers if asker.sample < self.how.n]
+        return [asker.num_sampled() for asker in self.askers if asker.sample < self.how.num_begun]
 
     async def _member(self, prompt: Prompt, sample: int, sampling: SamplingParams) -> Member:
         """One episode; where it is lost, and the policy is to retry, another one in its place, with other seeds."""
@@ -322,26 +336,8 @@ class Asker:
 async def _ended(task: asyncio.Task[Any]) -> None:
     """Cancel it, unless it is done, and wait for its end."""
     if left := cancel([task]):
-        await asyncio.wait(left, timeout=_GRACE_S)
+        await asyncio.wait(left, timeout=GRACE_S)
         if not task.done():
             logger.error("an episode that is over its time goes on: %r", task.get_coro())
         elif not task.cancelled() and isinstance(error := task.exception(), Exception):
             logger.warning("an episode that was over its time failed", exc_info=error)
-
-
-async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results; the first error ends the others."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        if left := cancel(tasks):
-            await asyncio.wait(left, timeout=_GRACE_S)
-
-
-def cancel(tasks: Iterable[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
-    """Tell those that have not ended to end; which these are."""
-    left = [task for task in tasks if not task.done()]
-    for task in left:
-        task.cancel()
-    return left

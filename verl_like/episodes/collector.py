@@ -36,7 +36,7 @@ from verl_like.episodes.outcomes import outcome_metrics, trained_too
 from verl_like.episodes.pending import PendingBatch, of_rows
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.episodes.staleness import staleness_metrics
-from verl_like.episodes.tally import Ledger, conversation_metrics, filter_metrics
+from verl_like.episodes.tally import Ledger, conversation_metrics, filter_metrics, race_metrics
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
 
@@ -104,7 +104,7 @@ class Collector:
         elif self._version is not None:
             self._metrics |= staleness_metrics(rollouts, self._version)
         self._metrics |= conversation_metrics([member.episode for group in groups for member in group.sampled])
-        self._metrics |= self.how.tool_usage()
+        self._metrics |= race_metrics(groups) | self.how.tool_usage()
         if self.how.greedy_too:
             self._add_baseline(groups, rollouts, pending, step)
         if self._masks:

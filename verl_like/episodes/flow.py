@@ -82,7 +82,7 @@ class Flow:
         self._settings, self._loader, self._rewards, self._how = config.async_training, loader, rewards, how
         self._arrivals, self._total_steps, self._never_pauses = arrivals, total_steps, never_pauses
         self._wanted = config.data.train_batch_size
-        self._each = how.n + how.greedy_too  # responses of a group
+        self._each = how.num_begun + how.greedy_too  # responses of a group
         self._most_groups = config.async_training.groups_under_way(self._wanted)
         self._most_running = prompts_in_flight(config) * self._each
         self._running = 0  # responses
@@ -230,6 +230,7 @@ class Flow:
     async def _fly(self, flight: _Flight) -> None:
         """One group, from its first request to the verdict on it."""
         group = await flight.collection.group(flight.prompt)
+        self._let_go(flight)  # of what ran in vain
         if self._judge is not None:
             await self._judge.graded(flight.collection, group)
             if not self._judge.keeps(group):
@@ -257,9 +258,12 @@ class Flow:
             self._sampled_from -= not flight.left
             self._begin()
 
-    def _forget(self, flight: _Flight) -> None:
+    def _let_go(self, flight: _Flight) -> None:
         self._sampled_from -= flight.left > 0
         self._running, flight.left = self._running - flight.left, 0
+
+    def _forget(self, flight: _Flight) -> None:
+        self._let_go(flight)
         self._book.forget(flight.prompt.group)
         self._flights.pop(flight.prompt.group, None)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from verl_like.batch import Scores
+from verl_like.episodes.answering import Group
 from verl_like.episodes.episode import Episode
 
 # What a conversation counts beside its calls, as far as it happened.
@@ -88,6 +89,21 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
             if name.startswith(_SECONDS)
         },
         **_of_environments(counts),
+    }
+
+
+def race_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """redundancy/*, where more episodes were begun than are kept: how many were discarded, with how many tokens, and
+    the mean length of those that are used and of all, aborted ones as far as they came: short ones win."""
+    discarded = [asker.num_sampled() for group in groups for asker in group.discarded]
+    if not discarded:
+        return {}
+    used = [member.episode.num_sampled for group in groups for member in group.sampled]
+    return {
+        "redundancy/discarded_episodes": float(len(discarded)),
+        "redundancy/discarded_tokens": float(sum(discarded)),
+        "redundancy/episode_length/used": sum(used) / len(used),
+        "redundancy/episode_length/begun": sum(used + discarded) / len(used + discarded),
     }
 
 

@@ -473,6 +473,7 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
         n=rollout.val_kwargs.n if validation else rollout.n,
         seed=config.trainer.seed if rollout.seed_per_request else None,
         purpose="val" if validation else "train",
+        n_redundant=0 if validation else rollout.n_redundant,
         spread=rollout.scheduler.expand_n,
         greedy_too=config.algorithm.adv_estimator == "remax" and not validation,
         grade_at_end=rollout.scheduler.mode == "batch",

@@ -17,11 +17,11 @@ from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig, LengthRewardConfig, RewardModelConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.episodes.answering import Answering
-from verl_like.episodes.episode import Ask, Episode, SingleTurn, Turn
+from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
 from verl_like.rewards.grading import RewardError
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.requests import request_seed
-from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
 
 
 @pytest.fixture
@@ -48,6 +48,78 @@ def steps(made: Any, count: int, first: int = 1) -> list[tuple[list[int], list[i
             )
         )
     return taken
+
+
+# ---- races: more episodes than are needed
+
+
+class Paced(FakeTimeEngine):
+    """Not faster than what ends is seen."""
+
+    def step(self) -> list[Completion]:
+        time.sleep(0.01)
+        return super().step()
+
+
+def long_first(request: GenerationRequest) -> int:
+    return 40 if request.request_id.split("-")[2] == "0" else 5
+
+
+def test_a_race_keeps_those_that_end_first_and_tells_how_short_they_are(data: PromptDataset) -> None:
+    with collector(data, engines=[Paced(length_of=long_first)], n_redundant=1) as (made, fleet):
+        rollouts, pending = made.next_batch(1)
+        rollouts.check()
+        assert rollouts.group_B.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        for row, (group, sample) in enumerate((g, s) for g in range(4) for s in (1, 2)):
+            seed = request_seed(1, "train", group, sample, 0)
+            assert rollouts.response_ids_T.split(5)[row].tolist() == tokens_of(seed, 5).tolist()
+        assert len(fleet.asked) == 12 and fleet.left == {}
+        pending.wait()
+        metrics = made.metrics()
+        assert metrics["redundancy/discarded_episodes"] == 4
+        assert 4 * 5 <= metrics["redundancy/discarded_tokens"] < 4 * 40
+        assert metrics["redundancy/episode_length/used"] == 5 < metrics["redundancy/episode_length/begun"]
+
+
+def test_a_race_replaces_episodes_that_hang_or_are_lost(data: PromptDataset) -> None:
+    """The first of each group hangs, the second crashes at once: it is not among the first that end well."""
+    ended, hangs = [], True
+
+    class Game(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            if sample == 0 and hangs:
+                try:
+                    await asyncio.sleep(1000)
+                finally:
+                    ended.append(prompt.group)
+            if sample == 1:
+                return Episode.lost(prompt, EpisodeFailure(kind="crash", message="the environment crashed"))
+            return await super().run(prompt, sample, ask)
+
+    with collector(data, runner=Game(), n_redundant=2) as (made, fleet):
+        _, pending = made.next_batch(1)
+        pending.wait()
+        assert pending.result().valid_B.all()
+        assert sorted(ended) == [0, 1, 2, 3] and {r.request_id.split("-")[2] for r in fleet.asked} == {"2", "3"}
+    hangs = False
+    with collector(data, runner=Game(), n_redundant=1, n=4) as (made, fleet):  # one lost episode is needed after all
+        assert len(made.next_batch(1)[0]) == 16 and len(fleet.asked) == 16
+
+
+def test_a_race_has_its_baseline_besides(data: PromptDataset) -> None:
+    with collector(data, n_redundant=1, greedy_too=True, algorithm=AlgorithmConfig(adv_estimator="remax")) as (made, f):
+        assert len(made.next_batch(1)[0]) == 8
+        greedy = [request for request in f.asked if not request.sampling.do_sample]
+        assert [request.request_id for request in greedy] == [f"train-{group}-3-0" for group in range(4)]
+
+
+def test_an_error_in_a_race_is_the_steps(data: PromptDataset) -> None:
+    class Broken(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            raise KeyError("a mistake of the runner")
+
+    with collector(data, runner=Broken(), n_redundant=1) as (made, _), pytest.raises(KeyError, match="a mistake"):
+        made.next_batch(1)
 
 
 # ---- plain batches

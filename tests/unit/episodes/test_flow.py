@@ -202,6 +202,23 @@ def _ignoring_the_end(made: Any) -> None:
         made.next_batch(1)
 
 
+def test_races_leave_their_places_to_others(data: PromptDataset) -> None:
+    """What ran in vain no longer counts as running: as many groups are begun, and each is trained once."""
+
+    class Paced(FakeTimeEngine):
+        def step(self) -> list[Completion]:
+            time.sleep(0.01)
+            return super().step()
+
+    engines = [Paced(length_of=lambda request: 60 if request.request_id.split("-")[2] == "0" else 4)]
+    with collector(data, engines=engines, asynchronous=rules(), n_redundant=1, total_steps=6) as (made, fleet):
+        run = Steps(made, fleet).make(6)
+        assert sorted(run.trained) == list(range(ROWS)) and fleet.left == {}
+        assert {len(ids) for ids in run.responses.values()} == {4}
+        assert made._flow._running == made._flow._sampled_from == 0
+        assert run.metrics["redundancy/discarded_episodes"] == 4
+
+
 def test_groups_that_wait_for_their_grader_count_as_begun(data: PromptDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grader that does not answer: no more groups are drawn than may be under way, also with `continue`."""
     monkeypatch.setattr(Rewards, "submit", lambda self, calls: [Future() for _ in calls])
