@@ -117,9 +117,11 @@ def test_janitor_cleans_up_after_a_killed_driver(tmp_path: Path) -> None:
     entry = Path("/dev/shm") / f"test_{run_id}"
     entry.write_text("x")
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as driver:
-        assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
-        assert len(processes_of_run(run_id)) == 1
-        driver.kill()
+        try:
+            assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
+            _wait_for(lambda: len(processes_of_run(run_id)) == 1)  # the kernel shows its environment a little later
+        finally:
+            driver.kill()
     _wait_for(lambda: not processes_of_run(run_id) and not entry.exists() and not (tmp_path / "session").exists())
 
 
