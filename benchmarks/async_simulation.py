@@ -33,6 +33,7 @@ from verl_like.rollout.fake_time import DECODE_S, FakeTimeEngine, seed_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.rollout.router import Router
 from verl_like.rollout.simulation import SimulatedLink, VirtualClock
+from verl_like.trainer.garbage import settle
 
 
 class Engine(FakeTimeEngine):
@@ -116,11 +117,9 @@ class Simulation:
 
     def pump(self) -> None:
         """Let the event loop do what is ready."""
-        while True:
+        while self.loop._ready:  # type: ignore[attr-defined]
             self.loop.call_soon(self.loop.stop)
             self.loop.run_forever()
-            if not self.loop._ready:  # type: ignore[attr-defined]
-                return
 
     def mean_drawn(self) -> float:
         """[tokens] Of the responses that are prescribed, not only those that get trained."""
@@ -185,6 +184,7 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--beyond", default="wait")
     simulation = Simulation(parser.parse_args())
+    settle()  # as a run does
     total: dict[str, float] = {}
     for number in range(1, simulation.options.steps + 1):
         found = simulation.step(number)

@@ -51,11 +51,13 @@ _Result = tuple[_Entry, "Completion | Exception"]
 @dataclass(slots=True, eq=False)
 class _Replica:
     link: Link
+    number: int  # in the order in which they came
     running: dict[str, _Entry] = field(default_factory=dict)
     queue: _Queue = field(default_factory=list)  # what must run here
     load: int = 0  # tokens
     alive: bool = True
     held: bool = False
+    listed: int | None = None  # its load in the router's heap of loads: not above the real one
 
 
 class Router:
@@ -92,6 +94,7 @@ class Router:
         self._entries: dict[str, _Entry] = {}
         self._num_running = 0  # of them
         self._queue: _Queue = []  # what may run anywhere
+        self._loads: list[tuple[int, int, _Replica]] = []  # a heap: (listed load, number, replica)
         self._homes: OrderedDict[str, _Replica] = OrderedDict()
         self._lengths: dict[str | None, tuple[int, int]] = {}  # source -> tokens, responses
         self._known = {} if deterministic else self._lengths  # what routing may look at
@@ -107,8 +110,9 @@ class Router:
     def attach(self, link: Link) -> None:
         """One replica more, which serves as of now (or as of `release`)."""
         with self._lock:
-            replica = _Replica(link, held=self._held)
+            replica = _Replica(link, number=len(self._replicas), held=self._held)
             self._replicas.append(replica)
+            self._list(replica)
             self._num_alive += 1
             self._all_held = self._all_held and self._held
             self._count_serving()
@@ -126,9 +130,11 @@ class Router:
                 raise ValueError(f"request id {request.request_id!r} is already in use")
             entry = _Entry(request, (request.priority, next(self._arrivals)), request.resume, request.resume)
             entry.future.set_running_or_notify_cancel()  # `abort` ends a request: cancelling would hide its tokens
+            nobody_waits = len(self._entries) == self._num_running
             self._entries[request.request_id] = entry
-            self._enqueue(entry)
-            self._admit()
+            if not (nobody_waits and not self._deterministic and self._begin(entry)):
+                self._enqueue(entry)
+                self._admit()
         return entry.future
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -221,6 +227,51 @@ class Router:
             self._admit()
         _resolve(results)
 
+    def _begin(self, entry: _Entry) -> bool:
+        """Begin one request that nobody waits before. What `_enqueue` and `_admit` do, without a look at all replicas.
+        False where it has to wait."""
+        replica = self._home(entry)
+        if replica is None:
+            replica = self._lightest()
+            if replica is not None:
+                self._settle(entry, replica)
+        if replica is None or not self._has_place(replica):
+            return False
+        self._assign(entry, replica)
+        self._run(entry, replica)
+        replica.link.send([entry.request], ())
+        return True
+
+    def _lightest(self) -> _Replica | None:
+        """The one with the least load of those that have a place; of equals the first."""
+        full = []
+        found = None
+        while self._loads and found is None:
+            listed, number, replica = heappop(self._loads)
+            if listed != replica.listed or not replica.alive:
+                continue  # it stands elsewhere with a smaller load
+            if replica.load != listed:
+                replica.listed = replica.load
+                heappush(self._loads, (replica.load, number, replica))
+                continue
+            full.append((listed, number, replica))
+            if self._has_place(replica):
+                found = replica
+        for each in full:
+            heappush(self._loads, each)
+        return found
+
+    def _list(self, replica: _Replica) -> None:
+        """Its load may be less than is listed."""
+        if replica.listed is None or replica.load < replica.listed:
+            replica.listed = replica.load
+            heappush(self._loads, (replica.load, replica.number, replica))
+        if len(self._loads) > 4 * len(self._replicas) + 64:  # most are void
+            self._loads = [(r.load, r.number, r) for r in self._replicas if r.alive]
+            heapify(self._loads)
+            for _, _, each in self._loads:
+                each.listed = each.load
+
     def _enqueue(self, entry: _Entry) -> None:
         home = self._home(entry)
         if home is None and self._deterministic:
@@ -265,8 +316,7 @@ class Router:
                     heappush(replica.queue, (entry.place, entry))
                     continue
                 heappush(loads, (replica.load, free[replica], replica))
-            replica.running[entry.request.request_id] = entry
-            self._num_running += 1
+            self._run(entry, replica)
             orders.setdefault(replica, []).append(entry.request)
             if not self._has_place(replica):
                 del free[replica]
@@ -305,12 +355,17 @@ class Router:
         entry.replica, entry.tokens = replica, self._expected_tokens(entry)
         replica.load += entry.tokens
 
+    def _run(self, entry: _Entry, replica: _Replica) -> None:
+        replica.running[entry.request.request_id] = entry
+        self._num_running += 1
+
     def _unassign(self, entry: _Entry) -> None:
         if entry.replica is not None:
             if entry.replica.running.pop(entry.request.request_id, None) is not None:
                 self._num_running -= 1
             if not self._deterministic:
                 entry.replica.load -= entry.tokens
+                self._list(entry.replica)
         entry.replica = None
 
     def _expected_tokens(self, entry: _Entry) -> int:
@@ -332,6 +387,7 @@ class Router:
                 if not self._deterministic:
                     replica.load -= entry.tokens
                     self._assign(entry, replica)
+                    self._list(replica)
 
     def _end(self, entry: _Entry) -> None:
         entry.ended = True

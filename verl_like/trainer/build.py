@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -66,6 +65,7 @@ from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
+from verl_like.trainer.garbage import settle
 from verl_like.trainer.inputs import check_vision, end_token_ids, max_model_len, refuse_media, refuse_missing_answers
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
@@ -242,11 +242,7 @@ def started(
         loader = train_loader(config, inputs.train, plan)
         parts = (loader, ready.costs, rewards, pools, report, stop, checkpoints, stack)
         trainer = assemble(config, plan, inputs, *parts, kind or trainer_class(config))
-        # What is there now stays as long as the run. Without this the collector of garbage looks through all of it (a
-        # million objects of torch and transformers) every few hundred episodes.
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        stack.callback(settle())
         yield trainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 import time
@@ -80,6 +81,31 @@ def test_work_is_spread_by_tokens_to_come() -> None:
     assert fleet.at_replicas() == [["r0"], ["r1", "r2", "r3"]]
     fleet.clock.run()
     assert [replica.load for replica in fleet.router._replicas] == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_goes_to_the_one_that_has_least_to_do_whatever_happened_before(seed: int) -> None:
+    """Against a look at all replicas; what the router remembers of their loads does not grow."""
+    fleet, dice = Fleet(5, capacity=4), random.Random(seed)
+    router, alive = fleet.router, []
+    for i in range(600):
+        with_place = [r for r in router._replicas if len(r.running) < 4]
+        best = min(with_place, key=lambda r: (r.load, r.number)) if with_place else None
+        router.submit(request(i, dice.choice([10, 50, 200])))
+        alive.append(f"r{i}")
+        found = [r for r in router._replicas if f"r{i}" in r.running]
+        assert found == ([] if best is None else [best])
+        what = dice.random()
+        if what < 0.5:
+            fleet.clock.run(fleet.clock.now + dice.random())
+        elif what < 0.6:
+            router.snapshot()
+        elif what < 0.8 or len(router._entries) > 18:
+            router.abort([alive.pop(dice.randrange(len(alive))) for _ in range(min(3, len(alive)))])
+            fleet.clock.run(fleet.clock.now)
+        while best is None and len(router._entries) > router._num_running:
+            fleet.clock.run(fleet.clock.now + 0.5)  # somebody waits: `_admit` is tested elsewhere
+    assert len(router._loads) <= 4 * 5 + 64
 
 
 def test_what_ended_tells_what_to_expect_of_its_source() -> None:
