@@ -296,7 +296,7 @@ class Flow:
             return "tool"  # of an episode, or its environment
         if len(self._book.ended) >= self._wanted:
             return "trainer"  # it has a batch to train first
-        if any(not flight.left and flight.group is None for flight in self._flights.values()):
+        if len(self._flights) > self._sampled_from + len(self._book.ended):  # of some, all responses have ended
             return "grader"
         return "tail"
 
