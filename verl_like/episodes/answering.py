@@ -77,7 +77,7 @@ class Member:
         prompt_ids, row = self.episode.rows()[-1][0].observation_ids, self.prompt.row
         if self.episode.info:
             row = dataclasses.replace(row, extra_info={**row.extra_info, **self.episode.info})
-        return Answer(row=row, prompt_ids=prompt_ids, response_ids=self.episode.response_ids())
+        return Answer(row=row, prompt_ids=prompt_ids, response_ids=self.episode.response_array())
 
     def known_outcome(self) -> RewardOutcome | None:
         """Of an episode that needs no grader."""

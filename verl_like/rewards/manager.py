@@ -185,7 +185,7 @@ class RewardManager:
         return graded
 
     def _ungraded(self, answer: Answer, known: RewardOutcome | None) -> Graded:
-        row, text = answer.row, self._tokenizer.decode(answer.response_ids, skip_special_tokens=True)
+        row, text = answer.row, self._tokenizer.decode(answer.response, skip_special_tokens=True)
         if known is not None:
             done: Future[RewardOutcome] = Future()
             done.set_result(known)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from verl_like.batch import PromptRow, RewardFailure, Scores
 from verl_like.config import RewardModelConfig
@@ -27,7 +29,12 @@ class Answer:
 
     row: PromptRow
     prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
+    response_ids: Sequence[int] | NDArray[np.int32]
+
+    @property
+    def response(self) -> list[int]:
+        """The response's tokens as numbers of Python, which take nine times the memory: not to be kept."""
+        return np.asarray(self.response_ids).tolist()
 
 
 class ModelScore:
@@ -79,13 +86,13 @@ class ModelScore:
         )
 
     def _templated(self, answer: Answer) -> list[int]:
-        text = self._policy_tokenizer.decode(answer.response_ids, skip_special_tokens=True)
+        text = self._policy_tokenizer.decode(answer.response, skip_special_tokens=True)
         messages = [*answer.row.messages, {"role": "assistant", "content": text}]
         return list(self._own_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 
 def _as_sampled(answer: Answer) -> list[int]:
-    return [*answer.prompt_ids, *answer.response_ids]
+    return [*answer.prompt_ids, *answer.response]
 
 
 def without_rule(count: int) -> Scores:
