@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,8 @@ from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
 from verl_like.episodes.tools.tool_call import LOST, ROW_KEY, ToolOutcome, state_id
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.episodes.transcript import Transcript
-from verl_like.models.images import MediaError, header
-from verl_like.models.videos import clip_of
+from verl_like.models.images import MediaError, decoded, header
+from verl_like.models.videos import clip_of, frames_of
 from verl_like.models.vision import VisionProcessor
 from verl_like.rollout.rollout_engine import Completion, Sampled
 
@@ -236,7 +236,7 @@ class ToolAgent:
                 progress.rewards.setdefault(call.name, []).append(outcome.reward)
                 rewards.append(outcome.reward)
             state = state if outcome.state is None else outcome.state
-            content, media = self._content(outcome, call.name, progress.num_media)
+            content, media = await self._content(outcome, call.name, progress.num_media)
             progress.num_media += len(media)
             shown += media
             answers.append(_answer(number, call.name, content))
@@ -253,7 +253,7 @@ class ToolAgent:
         progress.state_id = state_id("\n".join(read)) if state is None else state
         return answers, shown, None
 
-    def _content(self, outcome: ToolOutcome, name: str, number: int) -> tuple[Any, list[MediaHandle]]:
+    async def _content(self, outcome: ToolOutcome, name: str, number: int) -> tuple[Any, list[MediaHandle]]:
         """What the model is given of a tool's answer: a text, or parts with images and videos before it. `number`: of
         the first of them. Of those that cannot be used the model is told, as of a tool that fails."""
         said, media = outcome.text, outcome.media
@@ -265,8 +265,7 @@ class ToolAgent:
             for place, (kind, source) in enumerate(media)
         ]
         try:
-            for handle in found:
-                (header if handle.kind == "image" else clip_of)(handle, self._max_megapixels)
+            await asyncio.to_thread(_look_through, found, self._max_megapixels)
         except MediaError as error:
             return f"Error executing tool '{name}': {error}", []
         parts = [{"type": handle.kind} for handle in found] + ([{"type": "text", "text": said}] if said else [])
@@ -317,6 +316,16 @@ class ToolAgent:
             info=info,
             counts={**progress.counts, **played},
         )
+
+
+def _look_through(media: Sequence[MediaHandle], max_megapixels: float) -> None:
+    """MediaError for an image or video that is damaged anywhere: the engine would refuse the whole request."""
+    for handle in media:
+        if handle.kind == "image":
+            header(handle, max_megapixels)
+            decoded(handle)
+        else:
+            deque(frames_of(handle, clip_of(handle, max_megapixels)), maxlen=0)
 
 
 def _label(prompt: Prompt, sample: int, progress: _Progress) -> str:

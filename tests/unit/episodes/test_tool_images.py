@@ -40,6 +40,8 @@ from verl_like.rollout.rollout_engine import Completion, Sampled
 from verl_like.trainer import recording
 
 TOOLS = '''
+import io
+
 import numpy as np
 from PIL import Image
 from verl.tools.schemas import ToolResponse
@@ -52,9 +54,13 @@ def look(number: int):
     Args:
         number: which one
     """
-    if number < 0:
+    if number == -1:
         return ToolResponse(text="broken", image=[b"no image"])
-    pixels = np.random.default_rng(number).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(abs(number)).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+    if number < 0:
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "PNG")
+        return ToolResponse(text="cut off", image=[{"bytes": file.getvalue()[:400]}])
     return ToolResponse(text="seen", image=[Image.fromarray(pixels)])
 
 @function_tool
@@ -261,6 +267,9 @@ def test_images_that_cannot_be_used_are_told(folder: Path, hf: Any, vision: Visi
     episode = converse(box, prompt_of(folder, vision, tokenizer), model, vision)
     text = tokenizer.decode(episode.turns[1].observation_ids)
     assert "Error executing tool 'look': look, row 0: image 0 of column 'image' is no image that PIL" in text
+    model = Model(tokenizer, CALL.format(-2), "yes")
+    converse(box, prompt_of(folder, vision, tokenizer), model, vision)
+    assert "image 0 of column 'image' cannot be decoded: image file is truncated" in tokenizer.decode(model.asked[1][0])
     model = Model(tokenizer, CALL.format(4), "yes")
     converse(box, prompt_of(folder, vision, tokenizer), model, vision, max_megapixels=0.001)
     assert "84 x 56 pixels, more than data.max_image_megapixels=0.001" in tokenizer.decode(model.asked[1][0])
