@@ -37,7 +37,8 @@ def accuracy(metrics: list[dict[str, Any]]) -> list[float]:
     return [step["val-core/disc_color/acc/mean@1"] for step in metrics if "val-core/disc_color/acc/mean@1" in step]
 
 
-def test_the_main_job_looks_at_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=[pytest.mark.engines, pytest.mark.sglang])])
+def test_the_main_job_looks_at_images(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that differ in their pictures alone; what is saved is a whole model folder; a recorded step is made again
     from its pictures, with the same loss and gradient norm."""
     monkeypatch.syspath_prepend(str(RECIPE))
@@ -52,7 +53,7 @@ def test_the_main_job_looks_at_images(tmp_path: Path, monkeypatch: pytest.Monkey
     settings = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.save_freq=1"]
     settings += ["trainer.record_freq=1"]
     settings += ["actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]", "trainer.total_training_steps=2"]
-    metrics = run(tmp_path, tmp_path / "out", *settings, timeout=200, ROLLOUT="hf")
+    metrics = run(tmp_path, tmp_path / "out", *settings, timeout=200, ROLLOUT=engine)
     found = replay(tmp_path / "out", 2, [], 1e-6)
     assert {each.where for each in found} >= {"media", "actor/grad_norm", "advantages_T"}
     assert all(each.same for each in found), [each for each in found if not each.same]
