@@ -35,7 +35,7 @@ CASES = [
     pytest.param(("vllm", "qwen2_5_vl"), id="vllm-qwen2_5_vl", marks=[pytest.mark.engines, pytest.mark.slow]),
     pytest.param(("vllm", "qwen3_vl"), id="vllm-qwen3_vl", marks=pytest.mark.engines),
     pytest.param(("vllm-server", "qwen2_5_vl"), id="server-qwen2_5_vl", marks=pytest.mark.engines),
-    pytest.param(("sglang", "qwen2_vl"), id="sglang-qwen2_vl", marks=SGLANG),
+    pytest.param(("sglang", "qwen2_vl"), id="sglang-qwen2_vl", marks=[*SGLANG, pytest.mark.slow]),
     pytest.param(("sglang", "qwen2_5_vl"), id="sglang-qwen2_5_vl", marks=[*SGLANG, pytest.mark.slow]),
     pytest.param(("sglang", "qwen3_vl"), id="sglang-qwen3_vl", marks=SGLANG),
 ]
@@ -219,7 +219,7 @@ def test_the_answer_depends_on_the_picture(bench: Bench) -> None:
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("name", ["vllm", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.mark.parametrize("name", ["vllm", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow])])
 def test_two_ranks_are_one_replica(name: str, tmp_path: Path) -> None:
     """Each has a half of both towers, and reads the images itself."""
     for out in run_on_two_ranks(__file__, tmp_path, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from support import ROOT, metrics_of
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+from verl_like.cli.main import main
 from verl_like.trainer.replaying import replay
 
 RECIPE = ROOT / "recipes" / "vision"
@@ -40,7 +42,7 @@ def accuracy(metrics: list[dict[str, Any]]) -> list[float]:
 @pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=[pytest.mark.engines, pytest.mark.sglang])])
 def test_the_main_job_looks_at_images(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that differ in their pictures alone; what is saved is a whole model folder; a recorded step is made again
-    from its pictures, with the same loss and gradient norm."""
+    from its pictures, with the same loss and gradient norm; and the saved model answers as in the run."""
     monkeypatch.syspath_prepend(str(RECIPE))
     for module in ("prepare", "scene"):  # other recipes have files of that name
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -62,6 +64,10 @@ def test_the_main_job_looks_at_images(engine: str, tmp_path: Path, monkeypatch: 
     saved = tmp_path / "out" / "global_step_2" / "actor" / "huggingface"
     AutoModelForImageTextToText.from_pretrained(saved)
     assert AutoImageProcessor.from_pretrained(saved, backend="pil").patch_size == 14
+    keys = [f"data.val_files={tmp_path / 'data' / 'val.parquet'}", "data.max_prompt_length=16"]
+    keys += [f"custom_reward_function.path={RECIPE.parent / 'quickstart' / 'reward.py'}", "data.max_response_length=3"]
+    main(["eval", str(saved), *keys, "actor_rollout_ref.rollout.name=hf", "--json", str(tmp_path / "all.json")])
+    assert json.loads((tmp_path / "all.json").read_text())["val-core/disc_color/acc/mean@1"] == accuracy(metrics)[-1]
 
 
 @pytest.mark.slow
