@@ -98,7 +98,7 @@ def held_by(model: nn.Module, layout: Layout, reader: Reader) -> Iterator[Held]:
 def _as_it_came(path: str, fused: dict[str, list[str]], layout: Layout) -> bool:
     """Whether a fused module with one Hugging Face name holds the rows in their order: if vLLM lists it and does not
     split it (Phi-3). Of others its loader exchanges rows (GPT-NeoX); split, each rank has several ranges of them, which
-    are known of towers alone."""
+    are known where all are of one length (a tower's)."""
     leaf = path.rpartition(".")[2]
     return leaf in fused and (layout.size == 1 or fused[leaf] == [leaf])
 
@@ -172,7 +172,8 @@ def _of_module(
 
 
 def _of_each_part(name: str, place: str, local: Tensor, sizes: list[int], layout: Layout) -> Iterator[Held]:
-    """Of a tower's attention: some heads of the queries, then of the keys, then of the values, as many of each."""
+    """Of a tower's attention: some heads of the queries, then of the keys, then of the values, as many of each. vLLM's
+    and SGLang's loaders cut what they get whole into these."""
     whole = layout.shapes[name][0] // len(sizes)
     if sum(sizes) != local.shape[0] or any(size * layout.size != whole for size in sizes):
         return
