@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A tiny vision-language model learns what colours are called: GRPO in one process. Settings: OUT (folder), SEED,
-# ROLLOUT (vllm or hf), CONTROL=1 (pictures dealt to other questions). More keys: as arguments.
+# ROLLOUT (vllm, sglang or hf), CONTROL=1 (pictures dealt to other questions). More keys: as arguments.
 set -euo pipefail
 HERE=$(cd "$(dirname "$0")" && pwd)
 OUT=${OUT:-outputs/vision}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 from support import ROOT, metrics_of
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from verl_like.cli.main import main
+from verl_like.trainer.replaying import replay
 
 RECIPE = ROOT / "recipes" / "vision"
 
@@ -35,8 +39,10 @@ def accuracy(metrics: list[dict[str, Any]]) -> list[float]:
     return [step["val-core/disc_color/acc/mean@1"] for step in metrics if "val-core/disc_color/acc/mean@1" in step]
 
 
-def test_the_main_job_looks_at_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that differ in their pictures alone; what is saved is a whole model folder."""
+@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=[pytest.mark.engines, pytest.mark.sglang])])
+def test_the_main_job_looks_at_images(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that differ in their pictures alone; what is saved is a whole model folder; a recorded step is made again
+    from its pictures, with the same loss and gradient norm; and the saved model answers as in the run."""
     monkeypatch.syspath_prepend(str(RECIPE))
     for module in ("prepare", "scene"):  # other recipes have files of that name
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -46,14 +52,22 @@ def test_the_main_job_looks_at_images(tmp_path: Path, monkeypatch: pytest.Monkey
         prepare.write(tmp_path / "data", split, prepare.draw_rows(16, split, rng), rng)
     tokenizer = scene.build_tokenizer()
     scene.save(tmp_path / "model", scene.build_model(tokenizer, 1), tokenizer)
-    settings = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.save_freq=2"]
+    settings = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.save_freq=1"]
+    settings += ["trainer.record_freq=1"]
     settings += ["actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]", "trainer.total_training_steps=2"]
-    metrics = run(tmp_path, tmp_path / "out", *settings, timeout=200, ROLLOUT="hf")
+    metrics = run(tmp_path, tmp_path / "out", *settings, timeout=200, ROLLOUT=engine)
+    found = replay(tmp_path / "out", 2, [], 1e-6)
+    assert {each.where for each in found} >= {"media", "actor/grad_norm", "advantages_T"}
+    assert all(each.same for each in found), [each for each in found if not each.same]
     gaps = [step[name] for step in metrics if (name := "training/rollout_probs_diff_max") in step]
     assert len(gaps) == 2 and max(gaps) < 1e-4
     saved = tmp_path / "out" / "global_step_2" / "actor" / "huggingface"
     AutoModelForImageTextToText.from_pretrained(saved)
     assert AutoImageProcessor.from_pretrained(saved, backend="pil").patch_size == 14
+    keys = [f"data.val_files={tmp_path / 'data' / 'val.parquet'}", "data.max_prompt_length=16"]
+    keys += [f"custom_reward_function.path={RECIPE.parent / 'quickstart' / 'reward.py'}", "data.max_response_length=3"]
+    main(["eval", str(saved), *keys, "actor_rollout_ref.rollout.name=hf", "--json", str(tmp_path / "all.json")])
+    assert json.loads((tmp_path / "all.json").read_text())["val-core/disc_color/acc/mean@1"] == accuracy(metrics)[-1]
 
 
 @pytest.mark.slow

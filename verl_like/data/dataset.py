@@ -172,7 +172,8 @@ class PromptDataset:
         sees = self._vision is not None
         meant = {k: c for k, c in self._media_keys.items() if sees or c != DEFAULT_MEDIA_KEYS[k]}
         refuse_tags(messages, {k: c for k, c in meant.items() if c not in file.rows.columns}, place)
-        messages = insert_media(messages, media, self._media_keys, place) if media else messages
+        tags = self._media_keys if media else {k: c for k, c in meant.items() if c in file.rows.columns}
+        messages = insert_media(messages, media, tags, place) if tags else messages
         tools = self._tools(row, place)
         return PromptRow(
             index=position,

@@ -75,7 +75,8 @@ class WeightExport:
                 ((_, values),) = self._of_adapters(form).scaled([(name, part.values.float())])
             else:
                 values = part.values
-            for stored, piece in self._cut(name, shape, replace(part, values=values.to(dtype))):
+            cast = replace(part, values=values.to(dtype))
+            for stored, piece in [(name, cast)] if name in shapes else self._cut(name, shape, cast):
                 sums.setdefault(stored, []).append(checksum_of(piece))
         names = [*self.names(form), *(shapes if form == "merged" else {})]
         found = dict(zip(names, self._summed([sums.get(name, []) for name in names]), strict=True))
@@ -96,10 +97,11 @@ class WeightExport:
 
         def watched() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._full(dtype, lambda name: name in adapted or name in shapes):
-                gathered[name] = checksum(tensor)
+                stored = name if name in shapes else next(self._stored.views(name, tensor))[0]
+                gathered[stored] = checksum(tensor)
                 yield name, tensor
 
-        merged = {name: checksum(tensor) for name, tensor in adapters.merged(watched())}
+        merged = {name: checksum(tensor) for name, tensor in self._as_stored(adapters.merged(watched()))}
         wrong = [n for n, total in zip(gathered, values_of(list(gathered.values())), strict=True) if total != found[n]]
         if wrong:
             raise RuntimeError(f"{len(wrong)} tensors to be merged differ from the trainer's shards: {wrong[:8]}")

@@ -126,12 +126,13 @@ class FSDPEngine:
         if training and config.enable_gradient_checkpointing:
             blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
         model.requires_grad_(training)
+        tower = None
         if role.freeze_vision_tower and families.sees(self.hf_config):
-            model.hf.base_model.get_submodule("visual").requires_grad_(False)
+            tower = model.hf.base_model.get_submodule("visual").requires_grad_(False)
         self._head_names = model.head_names()
         self._stored = CheckpointNames(model.hf)
         if with_lora:
-            self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed)
+            self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed, left_out=tower)
         return model
 
     def _shard(self) -> sharding.Sharding:

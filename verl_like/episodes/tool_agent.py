@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,8 @@ from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
 from verl_like.episodes.tools.tool_call import LOST, ROW_KEY, ToolOutcome, state_id
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.episodes.transcript import Transcript
-from verl_like.models.images import MediaError, header
+from verl_like.models.images import MediaError, decoded, header
+from verl_like.models.videos import clip_of, frames_of
 from verl_like.models.vision import VisionProcessor
 from verl_like.rollout.rollout_engine import Completion, Sampled
 
@@ -61,7 +62,7 @@ class _Progress:
     used: int = 0  # tokens after the prompt
     num_calls: int = 0
     state_id: int = 0  # before the next turn
-    num_images: int = 0  # of tools
+    num_media: int = 0  # images and videos of tools
     counts: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, list[float]] = field(default_factory=dict)  # of each tool's calls
     turn_scores: list[float] = field(default_factory=list)  # by a simulated user
@@ -73,8 +74,8 @@ class ToolAgent:
     end_ids: tokens that end a turn. follow_template: see Transcript. malformed_end: a call that cannot be read ends the
     episode, instead of being answered with what is wrong. environment: its reward, where it gives one, is the score;
     otherwise graders score, and find the tools' rewards in extra_info["rollout_reward_scores"]. Rows with agent_name
-    single_turn_agent have one turn. vision: of a model that looks at images, which sees those that tools return, up to
-    max_megapixels; another one is told how many they were.
+    single_turn_agent have one turn. vision: of a model that looks at images and videos, which sees those that tools
+    return, up to max_megapixels; another one is told how many they were.
     """
 
     def __init__(
@@ -235,9 +236,9 @@ class ToolAgent:
                 progress.rewards.setdefault(call.name, []).append(outcome.reward)
                 rewards.append(outcome.reward)
             state = state if outcome.state is None else outcome.state
-            content, images = self._content(outcome, call.name, progress.num_images)
-            progress.num_images += len(images)
-            shown += images
+            content, media = await self._content(outcome, call.name, progress.num_media)
+            progress.num_media += len(media)
+            shown += media
             answers.append(_answer(number, call.name, content))
         for number, call in calls[self._bounds.calls :]:
             what = f"not run: at most {self._bounds.calls} call(s) at once"
@@ -252,22 +253,22 @@ class ToolAgent:
         progress.state_id = state_id("\n".join(read)) if state is None else state
         return answers, shown, None
 
-    def _content(self, outcome: ToolOutcome, name: str, number: int) -> tuple[Any, list[MediaHandle]]:
-        """What the model is given of a tool's answer: a text, or parts with images before it. `number`: of the first
-        image. Of images that cannot be used the model is told, as of a tool that fails."""
-        said, images = outcome.text, outcome.images
-        if images and self._vision is None:
-            return "\n".join([*([said] if said else []), f"[{len(images)} image]"]), []
+    async def _content(self, outcome: ToolOutcome, name: str, number: int) -> tuple[Any, list[MediaHandle]]:
+        """What the model is given of a tool's answer: a text, or parts with images and videos before it. `number`: of
+        the first of them. Of those that cannot be used the model is told, as of a tool that fails."""
+        said, media = outcome.text, outcome.media
+        if media and self._vision is None:
+            kinds = Counter(kind for kind, _ in media)
+            return "\n".join([*([said] if said else []), *(f"[{count} {kind}]" for kind, count in kinds.items())]), []
         found = [
-            MediaHandle(kind="image", path=name, column="image", row=0, number=number + place, source=source)
-            for place, source in enumerate(images)
+            MediaHandle(kind=kind, path=name, column=kind, row=0, number=number + place, source=source)
+            for place, (kind, source) in enumerate(media)
         ]
         try:
-            for handle in found:
-                header(handle, self._max_megapixels)
+            await asyncio.to_thread(_look_through, found, self._max_megapixels)
         except MediaError as error:
             return f"Error executing tool '{name}': {error}", []
-        parts = [{"type": "image"} for _ in found] + ([{"type": "text", "text": said}] if said else [])
+        parts = [{"type": handle.kind} for handle in found] + ([{"type": "text", "text": said}] if said else [])
         return (parts, found) if found else (said, [])
 
     async def _reply(
@@ -315,6 +316,16 @@ class ToolAgent:
             info=info,
             counts={**progress.counts, **played},
         )
+
+
+def _look_through(media: Sequence[MediaHandle], max_megapixels: float) -> None:
+    """MediaError for an image or video that is damaged anywhere: the engine would refuse the whole request."""
+    for handle in media:
+        if handle.kind == "image":
+            header(handle, max_megapixels)
+            decoded(handle)
+        else:
+            deque(frames_of(handle, clip_of(handle, max_megapixels)), maxlen=0)
 
 
 def _label(prompt: Prompt, sample: int, progress: _Progress) -> str:

@@ -23,6 +23,7 @@ LORA = "LoRA"
 RANKS = "two ranks"  # gradients of two FSDP2 ranks equal those of one
 HF = "hf rollout"  # weight sync with its proof, and generated tokens scored by the trainer
 VLLM = "vLLM"  # the same with vLLM (its CPU build)
+SGLANG = "SGLang"  # the same with SGLang (on a CPU)
 
 IMAGES = "images, videos"  # padded and packed, shared prompts, trained and frozen tower
 
@@ -70,7 +71,7 @@ def _no_segments() -> Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": _windows(_EVERYTHING),
+    "qwen2": _windows(_EVERYTHING | {SGLANG}),
     "qwen3": _dense(),
     "llama": _dense(),
     "mistral": _windows(),
@@ -123,7 +124,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": _recurrent("mamba", "mixture of experts, hybrid"),
     "lfm2": _recurrent("conv"),
 }
-_IMAGES = frozenset({IMAGES, RANKS, HF, VLLM})
+_IMAGES = frozenset({IMAGES, RANKS, HF, VLLM, SGLANG})
 VISION: dict[str, Family] = {
     "qwen2_vl": Family(kind="images, videos, text", tested=_IMAGES | {LORA}),
     "qwen2_5_vl": Family(kind="images, videos, text", tested=_IMAGES),

@@ -134,13 +134,16 @@ def adapters_apart(model: ModelConfig) -> bool:
     return model.lora_rank > 0 and not model.lora.merge
 
 
-def attach(hf: PreTrainedModel, model: ModelConfig, *, dtype: torch.dtype, seed: int) -> Adapters:
+def attach(
+    hf: PreTrainedModel, model: ModelConfig, *, dtype: torch.dtype, seed: int, left_out: nn.Module | None = None
+) -> Adapters:
     """Put adapters into the target modules, in place, and freeze everything else but a value head.
 
-    dtype: of the adapters (and the value head); the base keeps its own. Raises ValueError when nothing is targeted.
+    dtype: of the adapters (and the value head); the base keeps its own. left_out: gets none. Raises ValueError when
+    nothing is targeted.
     """
     linear = {name: part for name, part in hf.named_modules() if isinstance(part, nn.Linear)}
-    names = _targets(hf, linear, model)
+    names = _targets(hf, linear, model, set(() if left_out is None else left_out.modules()))
     hf.requires_grad_(False)
     modules = []
     with torch.random.fork_rng(devices=[]):
@@ -176,9 +179,11 @@ def peft_name(name: str) -> str:
     return f"{_PEFT_PREFIX}{name}"
 
 
-def _targets(hf: PreTrainedModel, linear: dict[str, nn.Module], model: ModelConfig) -> list[str]:
-    heads = {id(hf.get_output_embeddings()), id(dict(hf.named_children()).get(_VALUE_HEAD))}
-    body = [name for name, part in linear.items() if id(part) not in heads]
+def _targets(
+    hf: PreTrainedModel, linear: dict[str, nn.Module], model: ModelConfig, left_out: set[nn.Module]
+) -> list[str]:
+    others = {hf.get_output_embeddings(), dict(hf.named_children()).get(_VALUE_HEAD), *left_out}
+    body = [name for name, part in linear.items() if part not in others]
     _check_frozen_matrices(hf, linear, body, model.target_modules)
     _refuse_impossible(hf, set(body), model.target_modules)
     chosen = [name for name in body if _matches(name, model.target_modules)]
@@ -214,9 +219,8 @@ def _check_frozen_matrices(hf: PreTrainedModel, linear: dict[str, nn.Module], bo
 
 
 def _matrices_without_layer(hf: PreTrainedModel, linear: dict[str, nn.Module]) -> list[str]:
-    """Modules, by the names of checkpoints, whose matrices belong neither to a linear layer nor to an embedding."""
-    tables = [name for name, part in hf.named_modules() if isinstance(part, nn.Embedding)]
-    owned = {*linear, *tables}
+    """Modules, by the names of checkpoints, whose matrices belong to no linear layer, embedding or convolution."""
+    owned = {*linear, *(n for n, part in hf.named_modules() if isinstance(part, nn.Embedding | nn.Conv2d | nn.Conv3d))}
     stored = CheckpointNames(hf)
     loose = [(name, p) for name, p in hf.named_parameters() if p.ndim > 1 and name.rpartition(".")[0] not in owned]
     views = (view for name, parameter in loose for view, _ in stored.views(name, parameter.detach()))
@@ -232,7 +236,11 @@ def _refuse_impossible(hf: PreTrainedModel, body: set[str], wanted: Any) -> None
         if any(_matches(name, [end]) for name in body):
             continue
         kind = next((f", a {kind}" for name, kind in others.items() if _matches(name, [end])), "")
-        why = "gets no adapter: only linear layers before the head do" if kind else "is no module of this model"
+        why = (
+            "gets no adapter: only linear layers before the head do, and none of a frozen tower"
+            if kind
+            else "is no module of this model"
+        )
         raise ValueError(f"model.target_modules={list(wanted)!r}: {end}{kind} {why}; {_instead(body)}")
 
 

@@ -75,13 +75,19 @@ class VisionProcessor:
         self.merge = int(config.vision_config.spatial_merge_size)
         self.max_patches = model.vision_max_patches_per_gpu
         self._patch = int(self._images.patch_size)
-        if (self.merge, self._patch) != (self._images.merge_size, config.vision_config.patch_size):
-            raise ValueError(
-                f"model.path={model.path}: config.json has patches of {config.vision_config.patch_size} pixels, of "
-                f"which {self.merge} x {self.merge} make a token, preprocessor_config.json {self._patch} and "
-                f"{self._images.merge_size}"
-            )
         self._times = int(self._images.temporal_patch_size)  # frames in a patch; an image is twice the same
+        theirs = config.vision_config.patch_size, config.vision_config.temporal_patch_size
+        if (self.merge, self._patch, self._times) != (self._images.merge_size, *theirs):
+            raise ValueError(
+                f"model.path={model.path}: config.json has patches of {theirs[0]} pixels and {theirs[1]} frames, "
+                f"{self.merge} x {self.merge} of which make a token; preprocessor_config.json or "
+                f"model.mm_processor_kwargs {self._patch}, {self._times} and {self._images.merge_size}"
+            )
+        if not self._images.do_resize:
+            raise ValueError(
+                "model.mm_processor_kwargs.do_resize=False (or in preprocessor_config.json): images are cut into whole "
+                "patches, for which they must be resized; leave it at True"
+            )
         self.patch_width = 3 * self._times * self._patch**2  # numbers in a patch
         self._frame_bounds = self._bounds_of_videos(model)
         self._settings = repr((path, self._frame_bounds, sorted(self._images.to_dict().items(), key=str)))
@@ -138,6 +144,18 @@ class VisionProcessor:
             placed.append(replace(handle, starts=tuple(starts)))
             done = at + 1
         return [*expanded, *ids[done:]], placed
+
+    def check_places(self, what: str, ids: Sequence[int], media: Media) -> None:
+        """ValueError unless the images' tokens stand where their handles say."""
+        for handle in media:
+            count = self.num_tokens(handle) // max(1, len(handle.starts))
+            for start in handle.starts:
+                found = [self._token_ids.get(token) for token in ids[start : start + count]]
+                if found != [handle.kind] * count:
+                    raise ValueError(
+                        f"{what}: {handle.kind} {handle.number} of {handle.path}, row {handle.row}, has {count} tokens "
+                        f"from token {start} on, but {found.count(handle.kind)} placeholders stand there"
+                    )
 
     def _measured(self, handle: MediaHandle, max_megapixels: float) -> tuple[MediaHandle, list[list[int]]]:
         """The image with its grid, and what is written before each of its times, if anything is."""

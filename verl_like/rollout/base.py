@@ -37,13 +37,14 @@ class EngineBase:
         keeps_adapters: bool = False,
         reads_text: bool = False,
         vision: VisionProcessor | None = None,
+        sees: bool = False,
     ) -> None:
         self.dtype = dtype
         self.tokenizer_size = tokenizer_size
         self.max_model_len = max_model_len
         self.keeps_adapters = keeps_adapters
         self._reads_text = reads_text  # it has a tokenizer
-        self._vision = vision
+        self._vision, self.sees = vision, sees or vision is not None
         self._seed, self._unseeded = seed, itertools.count()
         self._in_memory: HeldWeights | None = None  # stays when they are unloaded: what runs ends with them
         self._unloaded = True
@@ -83,8 +84,10 @@ class EngineBase:
                 f"{what}: {len(request.resume)} tokens to resume from leave nothing to sample of max_tokens="
                 f"{sampling.max_tokens}"
             )
-        if request.media and self._vision is None:
+        if request.media and not self.sees:
             raise ValueError(f"{what} has images, but the model of this engine reads text only")
+        if self._vision is not None:
+            self._vision.check_places(what, request.prompt_ids, request.media)
         if sampling.stop and not self._reads_text:
             raise ValueError(
                 f"{what}: stop={list(sampling.stop)} needs the tokenizer, which the engine loads when rollout.stop is "

@@ -56,6 +56,8 @@ class Layout:
     def held(self, name: str, place: str, local: Tensor) -> Held | None:
         """`local`, which is this rank's part of `name` along every axis; None where it cannot be one."""
         shape = self.shapes[name]
+        if self.size == 1:  # SGLang pads towers on a CPU
+            local = local[tuple(slice(length) for length in shape[: local.ndim])]
         starts = [self._start(mine, whole) for mine, whole in zip(local.shape, shape, strict=False)]
         if len(shape) != local.ndim or None in starts:
             return None
@@ -95,8 +97,10 @@ def held_by(model: nn.Module, layout: Layout, reader: Reader) -> Iterator[Held]:
 
 def _as_it_came(path: str, fused: dict[str, list[str]], layout: Layout) -> bool:
     """Whether a fused module with one Hugging Face name holds the rows in their order: if vLLM lists it and does not
-    split it (Phi-3). Of others its loader exchanges rows (GPT-NeoX); split, each rank has several ranges of them."""
-    return layout.size == 1 and path.rpartition(".")[2] in fused
+    split it (Phi-3). Of others its loader exchanges rows (GPT-NeoX); split, each rank has several ranges of them, which
+    are known where all are of one length (a tower's)."""
+    leaf = path.rpartition(".")[2]
+    return leaf in fused and (layout.size == 1 or fused[leaf] == [leaf])
 
 
 def checksums(parts: Iterator[Held], layout: Layout, dtype: torch.dtype, group: Any) -> list[tuple[str, int]]:
@@ -154,13 +158,28 @@ def _of_module(
         rows = as_matrix(local[: end - start])
         yield Held(names[0], place, Slice(rows, 0, start) if local.ndim < 2 else Slice(rows, start, 0))
         return
-    sizes = [local.shape[0]] if len(names) == 1 else reader.rows_of_parts(module)
+    parts = reader.rows_of_parts(module)
+    if len(names) == 1 and len(parts) > 1 and layout.size > 1:
+        yield from _of_each_part(names[0], place, local, parts, layout)
+        return
+    sizes = [local.shape[0]] if len(names) == 1 else parts
     if len(sizes) != len(names) or sum(sizes) != local.shape[0]:
         return
     for name, piece in zip(names, local.split(sizes), strict=True):
         held = layout.held(name, place, piece)
         if held is not None:
             yield held
+
+
+def _of_each_part(name: str, place: str, local: Tensor, sizes: list[int], layout: Layout) -> Iterator[Held]:
+    """Of a tower's attention: some heads of the queries, then of the keys, then of the values, as many of each. vLLM's
+    and SGLang's loaders cut what they get whole into these."""
+    whole = layout.shapes[name][0] // len(sizes)
+    if sum(sizes) != local.shape[0] or any(size * layout.size != whole for size in sizes):
+        return
+    for number, piece in enumerate(local.split(sizes)):
+        first, rows = number * whole + layout.rank * sizes[0], as_matrix(piece)
+        yield Held(name, place, Slice(rows, 0, first) if local.ndim < 2 else Slice(rows, first, 0))
 
 
 def _experts(path: str, module: nn.Module, layout: Layout, reader: Reader) -> Iterator[Held]:

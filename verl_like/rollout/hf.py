@@ -94,6 +94,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
+        if self._vision is not None:
+            for handle in request.media:
+                self._vision.pixels(handle)  # one that is damaged fails this request, not the step that all are in
         insort(self._waiting, Row(request, self._seed_of(request), next(self._places)), key=_ORDER)
 
     @torch.no_grad()

@@ -204,6 +204,8 @@ class RolloutEngine(Protocol):
     """Most tokens of a prompt with its response."""
     keeps_adapters: bool
     """LoRA adapters come apart from the base weights (model.lora.merge=False)."""
+    sees: bool
+    """Requests may bring images and videos."""
     num_rescues: int
     """How often memory ran out while it sampled, and fewer sequences at once went on."""
 

@@ -29,6 +29,7 @@ from verl_like.rollout import vllm_lora, vllm_versions, vllm_vision
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of
+from verl_like.rollout.placed_images import placed_images
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import (
@@ -128,17 +129,12 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
                 lora_request=self._lora_request,
                 place=next(self._places),
                 priority=request.priority,
-                images=self._images(request),
+                images=placed_images(request.media, self._vision),
             )
         except compat.refusals() as error:
             raise ValueError(f"request {request.request_id}: {error}") from error
         running = _Running(request, [(0, self._sampling_version)], cached_tokens)
         self._running[request.request_id] = running
-
-    def _images(self, request: GenerationRequest) -> list[vllm_vision.PlacedImage]:
-        if self._vision is None:
-            return []
-        return [image for handle in request.media for image in vllm_vision.PlacedImage.of(handle, self._vision)]
 
     def step(self) -> list[Completion]:
         done = []

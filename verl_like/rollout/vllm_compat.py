@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from verl_like.rollout.placed_images import PlacedImage
 from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.rollout.vllm_versions import require_engine
-from verl_like.rollout.vllm_vision import PlacedImage, with_images
+from verl_like.rollout.vllm_vision import with_images
 
 _engine_number = itertools.count()
 

@@ -14,14 +14,12 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, float64, tensor
+from torch import float64, tensor
 
-from verl_like.batch import MediaHandle
-from verl_like.models.vision import VisionProcessor
+from verl_like.rollout.placed_images import PlacedImage
 
 _MODELS = {  # vLLM's module of each architecture
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
@@ -35,37 +33,6 @@ _STAND_INS = [
     "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlacedImage:
-    """One image of a request: its patches, their grid, its first token, how many it has, and its name in caches; or a
-    video, with the seconds from one time to the next."""
-
-    pixels: Tensor
-    grid: tuple[int, int, int]
-    start: int
-    length: int
-    name: str
-    seconds: float | None = None
-
-    @classmethod
-    def of(cls, handle: MediaHandle, vision: VisionProcessor) -> list[PlacedImage]:
-        """Of a placed handle; its pixels are read here, unless this process has them. A video with text between its
-        times is an image each time, for vLLM as for the model."""
-        pixels, name = vision.pixels(handle), vision.key(handle)
-        spans = vision.spans(handle)
-        return [
-            cls(
-                pixels=part,
-                grid=grid,
-                start=start,
-                length=vision.num_tokens(handle) // len(spans),
-                name=name if len(spans) == 1 else f"{name}-{number}",
-                seconds=handle.seconds if handle.kind == "video" and not vision.tells_seconds else None,
-            )
-            for number, ((start, grid), part) in enumerate(zip(spans, pixels.chunk(len(spans)), strict=True))
-        ]
 
 
 def engine_options(limit_images: int | None) -> dict[str, Any]:

@@ -382,6 +382,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     hf_config = load_hf_config(model, "actor_rollout_ref.model.path")
+    check_vision(config, hf_config)
     if needs_critic(config.critic, config.algorithm):
         refuse_vision(
             load_hf_config(config.critic.model, "critic.model.path"), "critic.model.path", "name a text model"
@@ -390,7 +391,6 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         if role.kind == "policy":
             check_ulysses(model, hf_config, role.ulysses)
     check_tensor_parallel(config, hf_config)
-    check_vision(config, hf_config)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(

@@ -31,17 +31,9 @@ def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> Non
 
 def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
     """ValueError for what cannot be done with a vision-language model, before anything heavy is started."""
-    rollout, model, actor = (
-        config.actor_rollout_ref.rollout,
-        config.actor_rollout_ref.model,
-        config.actor_rollout_ref.actor,
-    )
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if not sees(hf_config):
         return
-    if rollout.name == "sglang":
-        refuse_vision(hf_config, "rollout.name=sglang", "use vllm or hf")
-    if rollout.server:
-        refuse_vision(hf_config, "rollout.server=True", "set it to False")
     if adapters_apart(model):
         refuse_vision(hf_config, "model.lora.merge=False", "set it to True")
     if actor.strategy == "fsdp":

@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 ONE_PROCESS = (
+    "algorithm.adv_estimator=grpo",  # no critic
     "actor_rollout_ref.model.lora_rank=0",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "trainer.nnodes=1",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.unit.engine import tiny, vision_scenarios
 from tests.unit.engine.tiny import assert_same
@@ -64,8 +66,16 @@ def test_a_frozen_tower_stays_and_the_language_model_learns_the_same(
     assert moved and not any("visual" in name for name in moved) and moved == two[0]["qwen2_vl"]["moved"]
 
 
-def test_adapters_are_trained_in_both_towers(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+def test_adapters_are_trained_in_both_towers(
+    one: dict[str, Any], two: list[dict[str, Any]], paths: dict[str, str]
+) -> None:
+    """Merged, they leave under the names of checkpoints; where the tower is frozen it has none."""
     adapters = one["qwen2_vl"]["adapters"]
     assert_same(adapters, two[1]["qwen2_vl"]["adapters"], 2e-5)
     for tower in ("visual", "language_model"):
         assert any(tower in name and "lora_B" in name and gradient.any() for name, gradient in adapters.items())
+    assert one["qwen2_vl"]["half"] == [name for name in adapters if "visual" not in name]
+    stored = load_file(Path(paths["qwen2_vl"]) / "model.safetensors")
+    for result in (one, *two):
+        assert result["qwen2_vl"]["told"] == result["qwen2_vl"]["sent"]
+        assert result["qwen2_vl"]["sent"].keys() == stored.keys()

@@ -15,6 +15,7 @@ from verl_like.batch import Experience
 from verl_like.config import ModelConfig, OptimConfig
 from verl_like.models.loading import load_hf_config
 from verl_like.models.vision import processor_of
+from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo
 
 SIZES: dict[str, Any] = {"tokenizer_size": None}
@@ -54,6 +55,12 @@ def everything(process: ProcessInfo, paths: dict[str, str]) -> dict[str, Any]:
                 found[way] = gradients(build_engine(process, path, **SIZES, **changes), mine, batch)
             adapted = build_engine(process, path, model={"lora_rank": 2}, optim=OptimConfig(lr=1e-2), **SIZES)
             found["adapters"] = gradients(adapted, mine, batch)
+            adapted.train_minibatch(mine, PolicyLoss(), denominators(batch), rule=RULE)
+            sent = {name: checksum(tensor) for name, tensor in adapted.export_weights(torch.float32)}
+            found["sent"] = {name: int(number) for name, number in sent.items()}
+            found["told"] = adapted.weight_checksums(torch.float32)
+            half = {"model": {"lora_rank": 2}, "freeze_vision_tower": True, "optim": OptimConfig(lr=1e-2)}
+            found["half"] = list(gradients(build_engine(process, path, **half, **SIZES), mine, batch))
             frozen = build_engine(process, path, freeze_vision_tower=True, **SIZES)
             before = weights(frozen)
             frozen.train_minibatch(mine, PolicyLoss(), denominators(batch), rule=RULE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
+import json
 import string
 import types
 from collections.abc import Iterator, Sequence
@@ -19,23 +20,28 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from tests.unit.models import tiny_vision as tiny
-from verl_like.batch import MediaHandle, Prompt, PromptRow
+from tests.unit.models.test_videos import write_video
+from verl_like.batch import MediaHandle, Prompt, PromptRow, Rollouts
 from verl_like.config import ModelConfig
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import Episode
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
-from verl_like.episodes.tools.pictures import sources_of
+from verl_like.episodes.tools.pictures import media_of
 from verl_like.episodes.tools.tool_call import ToolSpec
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.models import loading, packing
 from verl_like.models.images import decoded
 from verl_like.models.shared_prompts import shared_prefixes
+from verl_like.models.videos import clip_of, frames_of
 from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.rollout.rollout_engine import Completion, Sampled
+from verl_like.trainer import recording
 
 TOOLS = '''
+import io
+
 import numpy as np
 from PIL import Image
 from verl.tools.schemas import ToolResponse
@@ -48,18 +54,36 @@ def look(number: int):
     Args:
         number: which one
     """
-    if number < 0:
+    if number == -1:
         return ToolResponse(text="broken", image=[b"no image"])
-    pixels = np.random.default_rng(number).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(abs(number)).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+    if number < 0:
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "PNG")
+        return ToolResponse(text="cut off", image=[{"bytes": file.getvalue()[:400]}])
     return ToolResponse(text="seen", image=[Image.fromarray(pixels)])
+
+@function_tool
+def watch(number: int):
+    """Watch something.
+
+    Args:
+        number: which one
+    """
+    size = (4, 84, 112, 3) if number > 0 else (4, 8, 8, 3)
+    frames = [np.random.default_rng(100 * abs(number) + i).integers(0, 256, size[1:], dtype=np.uint8) for i in range(4)]
+    options = {"sample_fps": 3} if number > 0 else {"fsp": 3}
+    return ToolResponse(text="seen", video=[{"video": np.stack(frames), **options}])
 '''
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] | replace('hmm', '') }}"
     "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endfor %}assistant:"
 )
 CALL = '<tool_call>{{"name": "look", "arguments": {{"number": {}}}}}</tool_call>'
+WATCH = CALL.replace("look", "watch")
 
 
 def letters() -> Any:
@@ -170,10 +194,33 @@ def test_what_a_tool_shows_is_seen_and_trained_with(
     assert [not mask for mask in rows.response_mask_T[: rows.response_length_B[0]]].count(True) == len(seen) + 10
     numbers, shared = shared_prefixes(rows)
     assert numbers == [0, 0] and shared.tolist() == [len(prompt.ids)] * 2
-    _check_log_probs(folder, hf, vision, rows, [4, 5])
+    _check_log_probs(folder, hf, vision, rows, [tool_picture(4), tool_picture(5)])
 
 
-def _check_log_probs(folder: Path, hf: Any, vision: VisionProcessor, rows: Any, numbers: Sequence[int]) -> None:
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_what_a_tool_films_is_seen_and_trained_with(family: str, tmp_path: Path, box: Toolbox) -> None:
+    """Behind the prompt's image; Qwen3-VL reads the seconds before each of its times. Also where the step was recorded
+    and is read again."""
+    hf = tiny.save(tmp_path, family, vocab_size=192, max_position_embeddings=1024).double()
+    vision = processor_of(ModelConfig(path=str(tmp_path)), hf.config)
+    assert vision is not None
+    tokenizer = letters()
+    if family == "qwen3_vl":
+        tokenizer.save_pretrained(tmp_path)
+    prompt = prompt_of(tmp_path, vision, tokenizer)
+    model = Model(tokenizer, WATCH.format(4), "yes")
+    episode = converse(box, prompt, model, vision)
+    assert episode.failure is None and len(episode.turns) == 2
+    ids, media = model.asked[1]
+    assert [handle.kind for handle in media] == ["image", "video"] and ids.count(tiny.VIDEO) == 2 * 12
+    rows = assemble_rollouts([prompt], [[episode]])
+    recording.write_step(tmp_path / "step", {"rollouts": rows}, {})
+    again = recording.read_step(tmp_path / "step").stage("rollouts", Rollouts)
+    assert again.media == rows.media and again.rows == rows.rows
+    _check_log_probs(tmp_path, hf, vision, again, [tiny.film(4)])
+
+
+def _check_log_probs(folder: Path, hf: Any, vision: VisionProcessor, rows: Any, shown: Sequence[Any]) -> None:
     """Of the last turn of each row, packed with shared prompts."""
     model: Any = loading.build_token_model(
         ModelConfig(path=str(folder)),
@@ -189,9 +236,9 @@ def _check_log_probs(folder: Path, hf: Any, vision: VisionProcessor, rows: Any, 
         found_T = inputs.unpack(model(inputs, frozenset({"log_probs"}), 1.0)["log_probs"])
     found = found_T.split(rows.response_length_B.tolist())
     answers = rows.response_ids_T.split(rows.response_length_B.tolist())
-    for place, (prompt_ids, answer, number) in enumerate(zip(rows.prompt_lists(), answers, numbers, strict=True)):
+    for place, (prompt_ids, answer, file) in enumerate(zip(rows.prompt_lists(), answers, shown, strict=True)):
         ids, last = answer.tolist(), 4  # "yes" and its end
-        files = [tiny.picture(1), tool_picture(number)]
+        files = [tiny.picture(1), file]
         with torch.no_grad():
             expected = tiny.oracle(hf, [*prompt_ids, *ids[:-last]], ids[-last:], files)
         assert (found[place][-last:] - expected).abs().max() < 1e-12
@@ -220,9 +267,15 @@ def test_images_that_cannot_be_used_are_told(folder: Path, hf: Any, vision: Visi
     episode = converse(box, prompt_of(folder, vision, tokenizer), model, vision)
     text = tokenizer.decode(episode.turns[1].observation_ids)
     assert "Error executing tool 'look': look, row 0: image 0 of column 'image' is no image that PIL" in text
+    model = Model(tokenizer, CALL.format(-2), "yes")
+    converse(box, prompt_of(folder, vision, tokenizer), model, vision)
+    assert "image 0 of column 'image' cannot be decoded: image file is truncated" in tokenizer.decode(model.asked[1][0])
     model = Model(tokenizer, CALL.format(4), "yes")
     converse(box, prompt_of(folder, vision, tokenizer), model, vision, max_megapixels=0.001)
     assert "84 x 56 pixels, more than data.max_image_megapixels=0.001" in tokenizer.decode(model.asked[1][0])
+    model = Model(tokenizer, WATCH.format(-1), "yes")
+    converse(box, prompt_of(folder, vision, tokenizer), model, vision)
+    assert "'fsp' is no option of a video; they are fps" in tokenizer.decode(model.asked[1][0])
 
 
 def test_a_model_that_reads_text_is_told_how_many(folder: Path, box: Toolbox) -> None:
@@ -232,6 +285,9 @@ def test_a_model_that_reads_text_is_told_how_many(folder: Path, box: Toolbox) ->
     model = Model(tokenizer, CALL.format(4), "yes")
     converse(box, prompt, model, None)
     assert "tool:seen\n[1 image]<|im_end|>" in tokenizer.decode(model.asked[1][0])
+    model = Model(tokenizer, WATCH.format(4), "yes")
+    converse(box, prompt, model, None)
+    assert "tool:seen\n[1 video]<|im_end|>" in tokenizer.decode(model.asked[1][0])
 
 
 def test_every_form_of_a_tools_image(tmp_path: Path) -> None:
@@ -245,12 +301,36 @@ def test_every_form_of_a_tools_image(tmp_path: Path) -> None:
         file.read_bytes(),
         str(file),
         {"bytes": file.read_bytes()},
+        {"bytes": None, "image": expected},
         {"url": f"file://{file}"},
     ]
-    sources = sources_of(types.SimpleNamespace(text="", image=forms))
-    assert len(sources) == len(forms) and sources_of("text") == sources_of({"image": [1]}) == []
-    for number, source in enumerate(sources):
-        handle = MediaHandle(kind="image", path="tool", column="image", row=0, number=number, source=source)
-        assert np.array_equal(np.asarray(decoded(handle)), expected)
+    found = media_of(types.SimpleNamespace(text="", image=forms))
+    assert len(found) == len(forms) and media_of("text") == media_of({"image": [1]}) == []
+    for number, (kind, source) in enumerate(found):
+        handle = MediaHandle(kind=kind, path="tool", column="image", row=0, number=number, source=source)
+        assert kind == "image" and np.array_equal(np.asarray(decoded(handle)), expected)
     with pytest.raises(ValueError, match="a tool's image must be one of PIL's, an array, bytes, a path or a URL"):
-        sources_of(types.SimpleNamespace(text="", image=[object()]))
+        media_of(types.SimpleNamespace(text="", image=[object()]))
+
+
+def test_every_form_of_a_tools_video(tmp_path: Path) -> None:
+    """A file's frames come through, and those of lists and arrays; what was said of them stays beside them."""
+    data, film = write_video(tmp_path / "a.avi"), tiny.film(2, 3, 56, 56)
+    pixels = [np.asarray(Image.open(io.BytesIO(frame))) for frame in film]
+    files = [data, str(tmp_path / "a.avi"), {"bytes": data}, {"video": data, "fps": 5}]
+    lists = [pixels, np.stack(pixels), film, {"type": "video", "video": [{"bytes": frame} for frame in film]}]
+    found = media_of(types.SimpleNamespace(text="", image=None, video=[*files, *lists]))
+    for number, (kind, source) in enumerate(found):
+        handle = MediaHandle(kind=kind, path="tool", column="video", row=0, number=number, source=source)
+        assert kind == "video" and json.loads(json.dumps(source)) == source
+        clip = clip_of(handle)
+        frames = [np.asarray(frame) for frame in frames_of(handle, clip)]
+        if number < len(files):
+            assert len(clip.numbers) == (10 if number == 3 else 4) and frames[0].shape == (48, 64, 3)
+        else:
+            assert all(np.array_equal(a, b) for a, b in zip(frames, pixels, strict=True))
+    for wrong in (7, {"fps": 2}, {"video": None}):
+        with pytest.raises(
+            ValueError, match="a tool's video must be a file's bytes, a path or a URL, a list of images"
+        ):
+            media_of(types.SimpleNamespace(text="", video=[wrong]))

@@ -144,6 +144,9 @@ def test_rows_that_do_not_fit_their_images(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has <image>, but the file has no column 'images' \(data.image_key\)"):
         dataset(model, other).check_rows()
     assert len(dataset(model, other, image_key="pictures")[0][1].media) == 1
+    none = write_rows(tmp_path / "none.parquet", ("<image>", [picture]), ("<image>", []))
+    with pytest.raises(ValueError, match=r"row 1: the prompt has 1 <image> tags, but the row has 0 images"):
+        dataset(model, none)[1]
 
 
 def test_the_processor_of_the_folder(model: Path, tmp_path: Path) -> None:
@@ -156,6 +159,9 @@ def test_the_processor_of_the_folder(model: Path, tmp_path: Path) -> None:
     tiny.tiny_vision("qwen2_vl").config.save_pretrained(bare)
     with pytest.raises(ValueError, match=r"its image processor \(preprocessor_config.json\) cannot be loaded"):
         vision(bare)
+    for wrong in ({"temporal_patch_size": 1}, {"do_resize": False}):
+        with pytest.raises(ValueError, match=r"model.mm_processor_kwargs"):
+            vision(model, mm_processor_kwargs=wrong)
     placed = vision(model).expand([tiny.IMAGE], image, 1)[1][0]
     with pytest.raises(MediaError, match=r"gives \(1, 8, 8\) patches, but its prompt was made for \(1, 2, 2\)"):
         vision(model).pixels(dataclasses.replace(placed, grid=(1, 2, 2), path=placed.path, number=0, source=""))

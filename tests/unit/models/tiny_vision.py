@@ -38,7 +38,7 @@ _TOWER = {
     "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
     "qwen2_5_vl": {
         "hidden_size": 32,
-        "intermediate_size": 48,
+        "intermediate_size": 64,
         "out_hidden_size": 64,
         "window_size": 56,
         "fullatt_block_indexes": [1],

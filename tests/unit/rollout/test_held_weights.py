@@ -114,16 +114,28 @@ def test_what_is_no_equal_part_is_left_out() -> None:
     assert layout.held("a", "p", torch.zeros(9, 4, 1)) is None
     found = layout.held("a", "p", torch.zeros(9, 2))
     assert found is not None and (found.part.row, found.part.column) == (0, 2)
+    padded = Layout(layout.shapes, rank=0, size=1).held("a", "p", torch.zeros(16, 4))
+    assert padded is not None and padded.part.values.shape == (9, 4)  # one rank has the whole, and rows without meaning
 
 
-@pytest.mark.parametrize("listed, size, told", [(True, 1, 1), (False, 1, 0), (True, 2, 0)])
-def test_a_fused_tensor_of_the_hub_counts_where_its_rows_keep_their_order(listed: bool, size: int, told: int) -> None:
-    layout = Layout({"a.qkv.weight": torch.Size((12, 4))}, rank=0, size=size)
-    model = nn.Module()
-    model.a = nn.Module()
-    model.a.qkv = Part({"output_partition_sizes": [4 // size] * 3}, weight=torch.ones(12 // size, 4))
-    vars(model)["packed_modules_mapping"] = {"qkv": ["qkv"]} if listed else {}
-    assert len(list(held_by(model, layout, vllm_compat))) == told
+@pytest.mark.parametrize(
+    "listed, sizes, told", [(True, [4, 4, 4], 1), (False, [4, 4, 4], 0), (True, [2, 2, 2], 3), (True, [4, 1, 1], 0)]
+)
+def test_a_fused_tensor_of_the_hub_counts_where_its_rows_are_known(listed: bool, sizes: list[int], told: int) -> None:
+    """Whole, or each rank with as many rows of every part."""
+    whole, ranks = torch.randn(12, 4), 12 // sum(sizes)
+    total = torch.zeros((), dtype=torch.int64)
+    for rank in range(ranks):
+        layout = Layout({"a.qkv.weight": whole.shape}, rank=rank, size=ranks)
+        model = nn.Module()
+        model.a = nn.Module()
+        rows = [part[rank * size : (rank + 1) * size] for part, size in zip(whole.chunk(3), sizes, strict=True)]
+        model.a.qkv = Part({"output_partition_sizes": sizes}, weight=torch.cat(rows))
+        vars(model)["packed_modules_mapping"] = {"qkv": ["qkv"]} if listed else {}
+        held = list(held_by(model, layout, vllm_compat))
+        assert len(held) == told
+        total += sum(checksum_of(item.part) for item in held)
+    assert bool(total == checksum(whole)) == bool(told)
 
 
 def test_a_tensor_held_in_another_precision_must_lose_nothing() -> None:

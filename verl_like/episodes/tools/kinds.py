@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl_like.episodes.tools import text
-from verl_like.episodes.tools.pictures import sources_of
+from verl_like.episodes.tools.pictures import media_of
 from verl_like.episodes.tools.schema import plain_schema, schema_of
 from verl_like.episodes.tools.tool_call import ToolOutcome, state_id
 
@@ -198,10 +198,9 @@ async def _state(thing: Any) -> int | None:
 def outcome_of(value: Any) -> ToolOutcome:
     """What a tool returned: a response, or (response, reward, metrics)."""
     response, reward, metrics = text.split_value(value)
-    said, images = text.to_text(response), sources_of(response)
-    if images:
-        said = said.removesuffix(f"[{len(images)} image]").rstrip("\n")
-    return ToolOutcome(text=said, images=images, reward=text.to_reward(reward), metrics=text.to_metrics(metrics))
+    media = media_of(response)
+    said = str(response.text or "") if media else text.to_text(response)
+    return ToolOutcome(text=said, media=media, reward=text.to_reward(reward), metrics=text.to_metrics(metrics))
 
 
 def _named(reward: float | None, name: str) -> dict[str, float | str | None]:

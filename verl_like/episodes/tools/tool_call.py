@@ -33,14 +33,15 @@ class ToolOutcome(Outcome):
     """What became of a call. `kind` is None when it is good, and may also be "unknown_tool", "bad_arguments" or
     "service" (ToolUnavailable).
 
-    text: what the model is to read, also where the call failed; `message` is for people, and may tell more. images: of
-    a tool's answer, as `pictures.sources_of` gives them. state: `state_id` of the environment after this, if it tells.
-    done: a simulated user or an environment has ended the conversation; truncated: it was cut off by a number of steps.
-    messages: instead of text; of a beginning, the whole prompt. anew: they are the whole context of the next turn.
+    text: what the model is to read, also where the call failed; `message` is for people, and may tell more. media:
+    images and videos of a tool's answer, as `pictures.media_of` gives them. state: `state_id` of the environment after
+    this, if it tells. done: a simulated user or an environment has ended the conversation; truncated: it was cut off by
+    a number of steps. messages: instead of text; of a beginning, the whole prompt. anew: they are the whole context of
+    the next turn.
     """
 
     text: str = ""
-    images: list[str] = field(default_factory=list)
+    media: list[tuple[str, Any]] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     anew: bool = False
     state: int | None = None

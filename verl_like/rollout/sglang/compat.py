@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.rollout.rows import Row
+from verl_like.rollout.sglang import images
 
 TESTED = "0.5.23"
 FOLDER_VARIABLE = "VERL_LIKE_SGLANG"
@@ -97,9 +98,9 @@ def starting(device: torch.device, sleeps: bool) -> AbstractContextManager[objec
     return memory_saver.configure_subprocess()
 
 
-def prepare(device: torch.device, *, quiet: bool) -> None:
+def prepare(device: torch.device, *, quiet: bool, sees: bool = False) -> None:
     """Make SGLang importable here, and import what is used of it. Raises ValueError for another version whose private
-    names are others, or none at all. quiet: errors alone are logged."""
+    names are others, or none at all. quiet: errors alone are logged. sees: for a vision-language model."""
     version = require_installed()
     if quiet:  # it tells of every model file that wants a kernel which is not there
         logging.getLogger("sglang").setLevel(logging.ERROR)
@@ -111,9 +112,14 @@ def prepare(device: torch.device, *, quiet: bool) -> None:
     os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
     if device.type == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        torch.compiler.set_stance("force_eager")  # a C++ compiler would take a minute for a few rotations of positions
         _declare("torchvision", _TORCHVISION, needed=importlib.util.find_spec("torchvision") is not None)
         _stand_in_for_kernels()
-    missing = [f"{module}.{name}" for module, name in _USED if not _has(module, name)]
+    if sees:
+        images.prepare()
+    missing = [
+        f"{module}.{name}" for module, name in (*_USED, *(images.USED if sees else ())) if not _has(module, name)
+    ]
     if missing:
         raise ValueError(f"SGLang {version} lacks {missing}: {TESTED} is the tested version; install that one")
 
@@ -309,9 +315,10 @@ def load(scheduler: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def forget(scheduler: Any) -> None:
-    """Empty the prefix cache; inside `alone`."""
+    """Empty the caches of prefixes and of images' features; inside `alone`."""
     if not scheduler.flush_cache():
         raise RuntimeError("SGLang did not empty its cache: requests are still under way")
+    images.forget()
 
 
 def release(scheduler: Any, tags: Sequence[str]) -> None:
@@ -330,12 +337,21 @@ def resume(scheduler: Any, tags: Sequence[str]) -> None:
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
     """Modules that hold several Hugging Face modules."""
     usual = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    if hasattr(model, "visual"):
+        usual["qkv"] = ["qkv"]
     return usual | (getattr(model, "packed_modules_mapping", {}) or {})
 
 
-def stored_name(_model: nn.Module, name: str, _stored: Container[str]) -> str:
-    """The checkpoint's name of a parameter's, or its beginning: the same; other than language models are not served."""
-    return name
+def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
+    """The checkpoint's name of a parameter's, or its beginning: the same, but for vision-language models. Source:
+    load_weights of SGLang's Qwen-VL models."""
+    if not hasattr(model, "visual"):
+        return name
+    old = "model.embed_tokens.weight" in stored
+    if name.startswith("visual."):
+        name = name.replace(".attn.qkv_proj", ".attn.qkv")
+        return name if old else f"model.{name}"
+    return name if old or not name.startswith("model.") else f"model.language_{name}"
 
 
 def rows_of_parts(module: nn.Module) -> list[int]:

@@ -20,15 +20,17 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
 from verl_like.models.loading import load_tokenizer
 from verl_like.models.lora import adapters_apart
+from verl_like.models.vision import processor_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.remote import local_folder
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of
+from verl_like.rollout.placed_images import placed_images
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled
 from verl_like.rollout.rows import Knobs, Row, draw_tokens
-from verl_like.rollout.sglang import compat
+from verl_like.rollout.sglang import compat, images
 from verl_like.rollout.step_loop import StepLoop
 
 _SLEEPERS = ("weights", "kv_cache")  # what can be put to sleep, in the order it must come back for a weight load
@@ -62,6 +64,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
             max_model_len=max_model_len,
             seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
             reads_text=reads_text(rollout),
+            vision=processor_of(model, hf_config),
         )
         if adapters_apart(model):
             raise ValueError("model.lora.merge=False with rollout.name=sglang: set model.lora.merge=True")
@@ -70,7 +73,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if reads_text(rollout) else None
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"
         self._asleep: set[str] = set()
-        compat.prepare(process.device, quiet=rollout.disable_log_stats)
+        compat.prepare(process.device, quiet=rollout.disable_log_stats, sees=self._vision is not None)
         kwargs = engine_arguments(
             rollout, model, hf_config, dtype, max_model_len, self._seed, process.device, sleep_mode=self._sleep_mode
         )
@@ -94,6 +97,9 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         token_ids = request.prompt_ids + request.resume.token_ids.tolist()
         made = self._new(token_ids, max_new_tokens=request.num_left, priority=request.priority)
         made.row, made.tokenizer_of_row = Row(request, self._seed_of(request)), self._tokenizer
+        if self._vision is not None and request.media:
+            positions = self._vision.positions(len(token_ids) + 1, request.media)
+            images.show(made, placed_images(request.media, self._vision), positions)
         compat.add(self._scheduler, made)
         self._rows[made.rid], self._names[request.request_id] = made, made.rid
 
@@ -280,6 +286,7 @@ def engine_arguments(
         token_bytes = 2 * text.num_hidden_layers * heads * width * dtype.itemsize
         kwargs |= {
             "attention_backend": "torch_native",
+            "mm_attention_backend": "sdpa",
             "disable_cuda_graph": True,
             "max_total_tokens": compat.room_for_cache(rollout.max_num_seqs, max_model_len, token_bytes),
         }

@@ -201,7 +201,7 @@ def test_classes_of_both_generations_keep_the_state_of_an_episode(box: Toolbox) 
     assert (again.text, again.reward, again.metrics) == ("It: a, c,!", 0.5, {"words": 3.0})
     assert called(box, "one", "newer").text == "{'x': 1} 1 user"
     assert called(box, "one", "newer", tags=["t"]).text == "{'x': 1} 2 user"
-    assert called(box, "one", "newer").images == ["data:image/png;base64,YSBmaWxl"]
+    assert called(box, "one", "newer").media == [("image", "data:image/png;base64,YSBmaWxl")]
     end = box.end("one").result(20)
     assert end.kind is None and end.metrics == {"tool_reward/older": 6.0, "tool_reward/Guessing": 0.0}
     assert end.reward == 0.0  # the environment's: it alone scores the episode. `newer` has no calc_reward of its own
