@@ -2,7 +2,8 @@
 
 Run as a file by a fresh interpreter, `python -I -S janitor.py PARENT_PID RUN_ID KILL [FOLDER ...]`: it waits until its
 parent is gone, gives the run's other processes a moment to end by themselves, kills those that remain (KILL=1, for the
-driver, whose end it tells), and removes the run's /dev/shm entries and temporary folders. It imports the standard library only and costs about 10 MB.
+driver, whose end it tells), and removes the run's /dev/shm entries and temporary folders. It imports the standard
+library only and costs about 10 MB.
 """
 
 from __future__ import annotations
