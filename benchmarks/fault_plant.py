@@ -254,5 +254,6 @@ def _wrapped(function: Any, phase: str) -> Any:
     return run
 
 
-if __name__ == "benchmarks.fault_plant" and (os.environ.get("RANK") == "1" or FAULT.get("whom") in ("run", "between")):
+PLANTS = bool(FAULT) and (os.environ.get("RANK") == "1" or FAULT["whom"] in ("run", "between"))
+if __name__ == "benchmarks.fault_plant" and PLANTS:
     plant()
