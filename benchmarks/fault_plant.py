@@ -204,7 +204,7 @@ def plant() -> None:
 
     def spoilt_loss(self: Any, found: Any) -> Any:
         value, metrics = found
-        if FAULT["phase"] == "backward":
+        if FAULT["phase"] == "backward" and value.requires_grad:
             value.register_hook(_then("backward"))
         return (value * float("nan") if act("loss") else value), metrics
 

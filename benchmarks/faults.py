@@ -93,6 +93,7 @@ FAULTS = (
     *(Fault("between", what, "update") for what in ("shard cut short", "bit flipped", "marker gone", "state gone")),
     *(Fault("between", what, "update") for what in ("data changed", "data appended", "data gone", "half uploaded")),
 )
+ROUNDING = 1e-3  # a share of a metric: float32 sums of other parts, some of them over differences
 TIMEOUT = 124  # status of a run that had to be ended
 LONGEST_S = 600
 
@@ -302,9 +303,15 @@ def compared(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> str
     """In words, step by step. A step whose validation was lost has fewer numbers."""
     by_step = {record["training/global_step"]: record for record in expected}
     pairs = [(record, by_step[record["training/global_step"]]) for record in found]
-    other = {name for a, b in pairs for name in a.keys() & b.keys() if a[name] != b[name]}
+    both = [(name, a[name], b[name]) for a, b in pairs for name in a.keys() & b.keys()]
+    other = {name for name, one, another in both if one != another}
+    gaps = [abs(x - y) / max(abs(x), abs(y)) for _, x, y in both if x != y and x is not None and y is not None]
     gone = {name for a, b in pairs for name in b.keys() - a.keys()}
-    text = f"{len(found)} steps, " + (f"OTHER NUMBERS: {', '.join(sorted(other)[:4])}" if other else "the same numbers")
+    text = f"{len(found)} steps, "
+    if other and len(gaps) and max(gaps) < ROUNDING:
+        text += f"the same numbers but for rounding (by {max(gaps):.0e} at most)"
+    else:
+        text += f"OTHER NUMBERS: {', '.join(sorted(other)[:4])}" if other else "the same numbers"
     validation = all(name.startswith("val") for name in gone)
     return text + (f", without {'the validation' if validation else ', '.join(sorted(gone)[:4])}" if gone else "")
 
