@@ -57,8 +57,8 @@ class Ledger:
     engine: str
     steps: int
     seconds: float = 0.0
-    of: Counter[str] = field(default_factory=Counter)
-    lost: Counter[int] = field(default_factory=Counter)
+    of: list[str] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
     starts: int = 1
     steps_once: bool = False
     different: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Ledger:
 
     @property
     def kills(self) -> int:
-        return sum(self.of.values())
+        return len(self.of)
 
 
 class Process(Protocol):
@@ -141,8 +141,8 @@ def killed_run(folder: Path, algorithm: str, kills: int, *, vllm: bool, seed: in
         while (status := _until(run, out, chance, step_s, stop=_enough(ledger, kills, began, minutes))) is None:
             whom = ("rank 0", "rank 1", "driver")[ledger.kills % 3] if vllm else "driver"
             _kill(run, out, whom)
-            ledger.of[whom] += 1
-            ledger.lost[max(0, len(_lines(out)) and _lines(out)[-1]["step"] - _saved(out))] += 1
+            ledger.of.append(whom)
+            ledger.lost.append(max(0, (_lines(out)[-1]["step"] if _lines(out) else 0) - _saved(out)))
             if ledger.kills % 10 == 0:
                 print(f"{algorithm}: {ledger.kills} kills, step {_saved(out)} of {steps}", file=sys.stderr, flush=True)
             if whom == "driver":
@@ -225,7 +225,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         asked = {"vllm": given.vllm, "seed": given.seed, "minutes": given.minutes}
         ledger = killed_run(Path(folder), given.algorithm, given.kills, **asked)
-    print(json.dumps(asdict(ledger) | {"kills": ledger.kills}))
+    counted = {"kills": ledger.kills, "of": Counter(ledger.of), "lost": Counter(ledger.lost)}
+    print(json.dumps(asdict(ledger) | counted))
 
 
 if __name__ == "__main__":
