@@ -68,7 +68,7 @@ def act(phase: str) -> str:
     elif what == "leaks":
         held = []
         while True:
-            held.append(bytearray(2**26))
+            held.append(bytes(2**26))  # the address space is what is limited; no page of it is touched
     elif what == "floods":
         for _ in range(200):
             print("no end of it, " * 2**16)
