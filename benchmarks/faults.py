@@ -93,7 +93,7 @@ FAULTS = (
     *(Fault("between", what, "update") for what in ("shard cut short", "bit flipped", "marker gone", "state gone")),
     *(Fault("between", what, "update") for what in ("data changed", "data appended", "data gone", "half uploaded")),
 )
-ROUNDING = 1e-3  # a share of a metric: float32 sums of other parts, some of them over differences
+ROUNDING = 1e-4  # of a metric, or of its share: float32 sums of other parts, over several steps
 TIMEOUT = 124  # status of a run that had to be ended
 LONGEST_S = 600
 
@@ -305,10 +305,10 @@ def compared(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> str
     pairs = [(record, by_step[record["training/global_step"]]) for record in found]
     both = [(name, a[name], b[name]) for a, b in pairs for name in a.keys() & b.keys()]
     other = {name for name, one, another in both if one != another}
-    gaps = [abs(x - y) / max(abs(x), abs(y)) for _, x, y in both if x != y and x is not None and y is not None]
+    gaps = [abs(x - y) / max(abs(x), abs(y), 1) for _, x, y in both if x != y and None not in (x, y)]
     gone = {name for a, b in pairs for name in b.keys() - a.keys()}
     text = f"{len(found)} steps, "
-    if other and len(gaps) and max(gaps) < ROUNDING:
+    if gaps and max(gaps) < ROUNDING:
         text += f"the same numbers but for rounding (by {max(gaps):.0e} at most)"
     else:
         text += f"OTHER NUMBERS: {', '.join(sorted(other)[:4])}" if other else "the same numbers"
