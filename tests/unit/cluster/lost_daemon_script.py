@@ -1,4 +1,4 @@
-"""For test_driver_ends.py: a Ray of our own whose daemon is killed is left, and another one started by the same driver."""
+"""For test_driver_ends.py: a Ray of our own whose daemon is killed is left, and the driver starts another one."""
 
 from __future__ import annotations
 
