@@ -342,11 +342,16 @@ nothing happened to. A run that went on without an update or a reward has other 
 run was killed in its third step, then its files were changed; what was said, and the status, are the next start's.
 
 The clock is that of the run's processes (time of day; a library in front of the C library's). The tracker is a class
-that posts each step to a server and waits for it without a limit of its own.
+that posts each step to a server and waits for it without a limit of its own. The grader that leaks has
+`custom_reward_function.memory_limit_mb`: its row is tried again in another process. Storage that does not answer holds
+up each save for minutes: the client of S3 gives up a try only then, and a save waits for the upload before it. The rows
+of a killed driver are older than the line that its janitor writes since (`error: the driver … is gone`).
 
 | who | what | in | noticed s | ended s | status | what was said | checkpoint | again |
 |---|---|---|---|---|---|---|---|---|
 {rows}
+
+Not measured yet: {missing}.
 """
 
 
@@ -365,11 +370,14 @@ def page(results: dict[str, Any]) -> str:
             )
             cells = (fault.whom, fault.what, fault.phase, *times, each["status"], told, each["checkpoint"])
             rows.append("| " + " | ".join(map(str, (*cells, _short(each["again"])[:160]))) + " |")
-    return PAGE.format(stall=STALL_S, timeout=TIMEOUT, longest=LONGEST_S, rows="\n".join(rows))
+    missing = ", ".join(fault.name for fault in FAULTS if fault.name not in results) or "none"
+    about = {"stall": STALL_S, "timeout": TIMEOUT, "longest": LONGEST_S, "missing": missing}
+    return PAGE.format(**about, rows="\n".join(rows))
 
 
 def _short(text: str) -> str:
     """Without what differs from machine to machine, as a cell of a table."""
+    text = text.replace(f"{ROOT}/", "")
     return re.sub(r"(?:/\S*/|…/)(?=stall.txt|out|train.parquet)", "…/", text).replace("|", "\\|").replace("`", "'")
 
 
