@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,11 +105,6 @@ def train(folder: Path, out: Path, *arguments: str, timeout: float = 300) -> lis
     return metrics_of(out)
 
 
-def unmeasured(record: dict[str, Any]) -> dict[str, Any]:
-    """What two equal runs have in common: all but readings of clocks and memory."""
-    return {name: value for name, value in record.items() if not re.search(r"tim(e|ing)|perf/|seconds|latency", name)}
-
-
 def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path) -> None:
     """A model that has seen some calls makes some, and reads the answers."""
     size = {"num_training": 64, "num_validation": 16, "hidden_size": 64, "num_layers": 2}
@@ -124,8 +118,6 @@ def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path
         assert step["tool/calculator/calls"] > 0 and step["outcomes/lost_fraction"] == 0
         assert step["tools/lost_episodes"] == 0 and step["training/rollout_probs_diff_max"] < 0.01
         assert step["response_length/max"] <= 40
-    same = train(tmp_path, tmp_path / "same", *small, "trainer.total_training_steps=2", "trainer.test_freq=2")
-    assert [unmeasured(step) for step in same] == [unmeasured(step) for step in steps]
     world = tmp_path / "world.py"
     world.write_text(ENVIRONMENT)
     own = (f"{MULTI_TURN}.environment_path={world}:World", f"{MULTI_TURN}.function_tool_path=null")

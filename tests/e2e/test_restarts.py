@@ -25,12 +25,7 @@ def lines(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize(
-    ("victim", "told"),
-    [("worker", "its process died during"), ("raylet", "its node was lost during")],
-)
-def test_a_killed_process_costs_the_step_it_was_in(victim: str, told: str, tmp_path: Path, tiny_model: Path) -> None:
-    """A worker, or Ray's daemon on the driver's machine, with which all workers die: then another Ray is started."""
+def test_a_killed_worker_costs_the_step_it_was_in(tmp_path: Path, tiny_model: Path) -> None:
     task, out = write_task(tmp_path), tmp_path / "out"
     settings = {
         "trainer.launcher": "ray",
@@ -53,13 +48,12 @@ def test_a_killed_process_costs_the_step_it_was_in(victim: str, told: str, tmp_p
             r"=== rank 0 of 1, run \w+, process (\d+)", (out / "workers" / "worker_rank0.log").read_text()
         )
         assert found is not None
-        parent = Path(f"/proc/{found[1]}/stat").read_text().rsplit(")", 1)[1].split()[1]
-        os.kill(int(parent if victim == "raylet" else found[1]), signal.SIGKILL)
+        os.kill(int(found[1]), signal.SIGKILL)
         text = run.communicate(timeout=200)[0]
     finally:
         run.kill()
     assert run.returncode == 0, text[-4000:]
-    assert told in text and "restart 1 of 1: trainer.max_restarts" in text
+    assert "its process died during" in text and "restart 1 of 1: trainer.max_restarts" in text
     assert [line["step"] for line in lines(out)] == list(range(1, 41))
     undisturbed = tmp_path / "undisturbed"
     done = main_ppo(overrides(task, tiny_model, undisturbed, **settings))
