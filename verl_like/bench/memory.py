@@ -99,13 +99,13 @@ def rows_of(name: str, told: Forecast, measured: dict[str, float]) -> list[Row]:
 def case(name: str, budget: int, threads: int | None) -> tuple[Forecast, dict[str, float], str]:
     """(forecast, measured GiB by phase, device) of one case; in a fresh process."""
     shape, ranks, keys = CASES[name]
-    on_cuda = torch.cuda.is_available()
+    on_cuda, length = torch.cuda.is_available(), min(240, budget // 4 - 16)
     load = Workload(
         num_prompts=max(4, 2 * budget // 1024) if on_cuda else 2,  # rows for two micro-batches
         responses_per_prompt=4,
         prompt_length=16,
-        mean_response=240,
-        max_response=240,
+        mean_response=length,
+        max_response=length,
     )
     keys = [
         f"{POLICY}.actor.ppo_max_token_len_per_gpu={budget}",

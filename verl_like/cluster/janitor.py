@@ -1,12 +1,14 @@
 """Removes what a run leaves behind when its driver can no longer do so (kill -9, out of memory).
 
 Run as a file by a fresh interpreter, `python -I -S janitor.py PARENT_PID RUN_ID KILL [FOLDER ...]`: it waits until its
-parent is gone, gives the run's other processes a moment to end by themselves, kills those that remain (KILL=1), and
-removes the run's /dev/shm entries and temporary folders. It imports the standard library only and costs about 10 MB.
+parent is gone, gives the run's other processes a moment to end by themselves, kills those that remain (KILL=1, for the
+driver, whose end it tells), and removes the run's /dev/shm entries and temporary folders. It imports the standard
+library only and costs about 10 MB.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -19,6 +21,11 @@ from pathlib import Path
 _RUN_ID_VARIABLE = "VERL_LIKE_RUN_ID"  # as in worker_group.py, which a process without site-packages cannot import
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
+_GONE = (
+    "error: the driver (process {}, run {}) is gone: it was killed (kill -9, or by the kernel for want of memory: see "
+    "dmesg), crashed, or was ended by Ray because Ray's daemon on this machine died. Its processes are ended; the same "
+    "command goes on from the newest checkpoint (trainer.resume_mode=auto)\n"
+)
 
 
 def processes_of_run(run_id: str) -> list[int]:
@@ -67,7 +74,7 @@ def start_janitor(run_id: str, *, kill: bool, folders: Sequence[str] = ()) -> su
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=None if kill else subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C of the terminal must not end it before the driver
     )
 
@@ -76,6 +83,10 @@ def _main(parent_pid: int, run_id: str, kill: bool, folders: Sequence[str]) -> N
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job, it asks the driver to stop
     while os.getppid() == parent_pid:
         time.sleep(_POLL_SECONDS)
+    if kill:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(2, _GONE.format(parent_pid, run_id).encode())
+        os.dup2(1, 2)  # whoever reads to the end is not to wait for the cleaning
     deadline = time.monotonic() + _GRACE_SECONDS
     while processes_of_run(run_id) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

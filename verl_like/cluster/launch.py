@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_OBJECT_STORE = 128 * 1024**2
 _MAX_OBJECT_STORE = 8 * 1024**3
+_DAEMONS = ("gcs_server", "raylet")  # Ray's names of the processes without which it does nothing
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning; we set CUDA_VISIBLE_DEVICES ourselves
@@ -48,6 +49,15 @@ class RaySession:
     _leave_connected: bool = False  # Ray was initialised by somebody else in this process
     _janitor: subprocess.Popen[bytes] | None = None
     _closed: bool = field(default=False, init=False)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a daemon of a Ray of our own has died: nothing can be started in it any more."""
+        node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
+        if not (self.owned and ray.is_initialized()) or node is None:
+            return False
+        daemons = [info for name in _DAEMONS for info in node.all_processes.get(name, [])]
+        return any(info.process.poll() is not None for info in daemons)
 
     def disconnect(self) -> None:
         """Write the timeline if asked for, leave Ray (stop it if it is ours) and clean up. May be called twice."""

@@ -10,8 +10,9 @@ import math
 import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,8 @@ from verl_like.user_code import check_call, is_reference, load
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3  # in a row, then a tracker is left out for the rest of the run
+_PATIENCE_S = 120.0  # one that has not come back by then is left out too: a service that is cut off may hang for ever
+_FINISH_S = 600.0  # the same at the end of the run, when a service sends what it still has
 
 
 class Tracker(Protocol):
@@ -106,7 +109,8 @@ class Trackers:
     """Sends everything to every tracker.
 
     The jsonl file is the run's record: if it cannot be written, the error is raised. Any other tracker (a service that
-    is unreachable, say) may fail: that is logged with its traceback, and after three failures in a row it is left out.
+    is unreachable, say) may fail: that is logged with its traceback, and after three failures in a row it is left out;
+    one that does not come back is left out at once.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
@@ -135,19 +139,19 @@ class Trackers:
     def finish(self) -> None:
         """Flush and close. May be called twice."""
         for tracker in self._trackers:
-            self._attempt(tracker, tracker.finish)
+            self._attempt(tracker, tracker.finish, _FINISH_S)
         self._trackers = []
 
-    def _attempt(self, tracker: Tracker, action: Any) -> None:
+    def _attempt(self, tracker: Tracker, action: Callable[[], None], patience_s: float | None = None) -> None:
         if isinstance(tracker, JsonlTracker):
             action()
             return
         try:
-            action()
+            _within(action, patience_s or _PATIENCE_S)
             self._failures[tracker.name] = 0
-        except Exception:
+        except Exception as error:
             self._failures[tracker.name] += 1
-            give_up = self._failures[tracker.name] >= _MAX_FAILURES
+            give_up = self._failures[tracker.name] >= _MAX_FAILURES or isinstance(error, _Hangs)
             logger.error("Tracker %s failed%s", tracker.name, " and is off now" if give_up else "", exc_info=True)
             if give_up:
                 self._trackers = [other for other in self._trackers if other is not tracker]
@@ -158,6 +162,29 @@ class Trackers:
             self._warned |= set(bad)
             shown = ", ".join(f"{name}={value}" for name, value in bad.items())
             logger.warning("Step %d: metrics that are not finite (each name is reported once): %s", step, shown)
+
+
+class _Hangs(Exception):
+    """A call did not come back."""
+
+
+def _within(action: Callable[[], None], seconds: float) -> None:
+    """Call it in a thread of its own, which is left behind, with _Hangs, if it takes longer; its errors are raised."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tracker", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if thread.is_alive():
+        raise _Hangs(f"no answer within {seconds:g} s")
 
 
 def _number(name: str, value: Any) -> float:

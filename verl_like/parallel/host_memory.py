@@ -39,8 +39,13 @@ def keep_freed_memory() -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """CUDA's error, Python's, or torch's on a CPU, which has no class of its own."""
-    on_cpu = isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_TEXTS)
+    on_cpu = isinstance(error, RuntimeError) and tells_of_memory(str(error))
     return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def tells_of_memory(message: str) -> bool:
+    """Whether it is that of torch on a CPU."""
+    return any(text in message for text in _CPU_TEXTS)
 
 
 def _set_by_user() -> bool:

@@ -11,6 +11,7 @@ from verl_like.checkpoint.layout import STATE_FILE, find_latest, whole_checkpoin
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerDied, WorkerError, WorkerTimeout
 from verl_like.config import TrainerConfig
+from verl_like.parallel.host_memory import tells_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -85,4 +86,5 @@ def wait_unless_stopped(seconds: float, stop: StopFlag) -> None:
 def is_loss(error: WorkerError) -> bool:
     """Whether processes (an engine's own too), a node or their memory were lost, or answered no more: not an exception
     of a program's own."""
-    return isinstance(error, (WorkerDied, WorkerTimeout)) or error.error_type in _LOST
+    of_torch = error.error_type == "RuntimeError" and tells_of_memory(str(error).splitlines()[0])  # on a CPU
+    return isinstance(error, (WorkerDied, WorkerTimeout)) or error.error_type in _LOST or of_torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from verl_like.cluster.ray_group import RayWorkerGroup
     from verl_like.cluster.watchdog import Watchdog
 
+logger = logging.getLogger(__name__)
+
 WORKER = "verl_like.workers.host:RoleHost"
 Groups = Mapping[str, WorkerGroup]  # by the pool's name
 Workers = Callable[[WorkerSpec, str], AbstractContextManager[Groups]]  # of a spec and a device
@@ -33,7 +36,8 @@ _ROOM_S = 10.0  # how long the driver waits for devices of a replica in place of
 
 class Launcher:
     """Starts the workers of trainer.launcher: `with launcher(spec, device) as groups`. A Ray session is opened with the
-    first start and kept for later ones; the launcher itself is a context manager that ends it."""
+    first start and kept for later ones, unless its daemons have died; the launcher itself is a context manager that
+    ends it."""
 
     def __init__(self, config: PPOConfig, run_id: str | None = None) -> None:
         self._config, self.run_id = config, run_id or new_run_id()
@@ -114,6 +118,9 @@ class Launcher:
         from verl_like.cluster.launch import connect
 
         ray_init = self._config.ray_init
+        if self._session is not None and self._session.lost:
+            logger.warning("a daemon of Ray on this machine has died: another Ray is started")
+            self.__exit__()
         if self._session is None:
             with start_phase("Ray"):
                 self._session = connect(

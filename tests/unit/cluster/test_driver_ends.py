@@ -111,3 +111,14 @@ def test_kill_9_of_the_raylet_is_told_as_such(driver: Driver) -> None:
 def test_kill_9_of_the_driver(driver: Driver) -> None:
     driver.process.kill()
     driver.wait_until_clean(20)
+
+
+@pytest.mark.slow
+def test_another_ray_takes_the_place_of_one_whose_daemon_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.unit.cluster.lost_daemon_script", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=110)
+    assert [line for line in done.stdout.splitlines() if line.startswith(("lost", "again"))] == [
+        "lost: False",
+        "lost: True",
+        "again: [2]",
+    ]

@@ -109,19 +109,24 @@ def test_janitor_cleans_up_after_a_killed_driver(tmp_path: Path) -> None:
         from verl_like.cluster.janitor import start_janitor
         start_janitor({run_id!r}, kill=True, folders=[{str(tmp_path / "session")!r}])
         variables = {{**os.environ, {RUN_ID_VARIABLE!r}: {run_id!r}}}
-        subprocess.Popen(["sleep", "600"], start_new_session=True, env=variables)
+        quiet = {{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}}
+        subprocess.Popen(["sleep", "600"], start_new_session=True, env=variables, **quiet)
         print("ready", flush=True)
         time.sleep(600)
     """
     (tmp_path / "session").mkdir()
     entry = Path("/dev/shm") / f"test_{run_id}"
     entry.write_text("x")
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as driver:
+    command, pipe = [sys.executable, "-c", textwrap.dedent(script)], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as driver:
         try:
             assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
             _wait_for(lambda: len(processes_of_run(run_id)) == 1)  # the kernel shows its environment a little later
         finally:
             driver.kill()
+        told = driver.communicate()[1].decode()
+        assert f"the driver (process {driver.pid}, run {run_id}) is gone" in told
+        assert processes_of_run(run_id)  # who reads what it says need not wait for the cleaning
     _wait_for(lambda: not processes_of_run(run_id) and not entry.exists() and not (tmp_path / "session").exists())
 
 

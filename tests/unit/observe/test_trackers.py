@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -336,3 +337,17 @@ def test_console_samples_cannot_smuggle_control_characters(caplog: pytest.LogCap
     message = caplog.records[0].getMessage()
     assert "\x1b" not in message and "prompt: q\\n" in message and "a ... a" in message
     assert len(message) < 1200
+
+
+def test_a_service_that_does_not_come_back_holds_up_one_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_like.observe.trackers._PATIENCE_S", 0.05)
+    hanging, freed = Flaky(failing=[]), threading.Event()
+    hanging.log = lambda step, metrics: hanging.calls.append(step) or freed.wait(60)
+    trackers = Trackers([JsonlTracker(tmp_path), hanging])
+    for step in (1, 2):
+        trackers.log(step, {"x": 1.0})
+    freed.set()
+    assert hanging.calls == [1] and trackers.names == ["jsonl"] and "is off now" in caplog.text
+    assert "no answer within 0.05 s" in caplog.text and len(read_metrics(tmp_path / "metrics.jsonl")) == 2

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from verl_like.checkpoint.layout import commit, forget, prepare_step_dir, write_trainer_state
 from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
@@ -18,6 +19,14 @@ from verl_like.trainer.restarts import Restarts, is_loss
 
 def died(kind: type[WorkerError] = WorkerDied, error_type: str = "") -> WorkerError:
     return kind("worker rank 1 of 2: its process died", rank=1, method="actor.update", error_type=error_type)
+
+
+def of_torch() -> WorkerError:
+    """What a rank tells when torch's allocator on a CPU has nothing left."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    kind = type(caught.value).__name__
+    return WorkerError(f"rank 1 failed: {kind}: {caught.value}", rank=1, method="actor.update", error_type=kind)
 
 
 def restarts(folder: Path, most: int) -> tuple[Restarts, list[float]]:
@@ -39,6 +48,8 @@ def checkpoint(folder: Path, step: int) -> None:
         (died(WorkerTimeout), True),
         (died(WorkerError, "OutOfMemoryError"), True),
         (died(WorkerError, "MemoryError"), True),
+        (died(WorkerError, "RuntimeError"), False),
+        (of_torch(), True),
         (died(WorkerError, "ValueError"), False),
         (died(GroupStopped), False),
     ],
