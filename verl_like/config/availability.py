@@ -56,6 +56,11 @@ NOT_YET: list[NotYet] = [
         for section in _MODELS
         for name in ("dtype", "model_dtype")
     ],
+    *_off(
+        "reward_model.rollout.free_cache_engine",
+        instead="set it to false: responses are graded while others are sampled; gpu_memory_utilization shares out the "
+        "memory",
+    ),
     # Rollout
     *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
