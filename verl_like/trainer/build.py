@@ -62,6 +62,7 @@ from verl_like.observe.run_folder import SAMPLES
 from verl_like.observe.sample_store import SampleStore
 from verl_like.observe.trackers import build_trackers
 from verl_like.rewards.manager import RewardManager
+from verl_like.rollout.build import require_quantization
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
@@ -139,6 +140,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
             "validate in a run; `verl-like eval` asks it, or set name=vllm"
         )
     device, ranks_per_node = resolve_world(config)
+    require_quantization(config.actor_rollout_ref.rollout, device)
     check_own_code(config)
     toolbox = open_toolbox(config, stack)
     inputs = load_inputs(config, toolbox)

@@ -69,6 +69,7 @@ SAMPLES: dict[str, Any] = {
     "reward_model.reward_manager": "prime",
     "reward_model.rollout.name": "vllm",
     "reward_model.model_type": "generative",
+    "actor_rollout_ref.rollout.quantization": "int8",
     "reward_model.judge.parser": "boxed",
     "reward_model.worker_class": "mine.py:Worker",
     "trainer.trainer_class": "mine.py:Trainer",

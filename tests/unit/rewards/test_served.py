@@ -118,7 +118,7 @@ def test_a_server_that_is_gone_is_named_and_no_zero_is_used(endpoints: list[Heal
         assert rewards.score(make_rollouts(["a"] * 4), step=1).score_B.tolist() == [1] * 4
         endpoints[1].shutdown()
         endpoints[1].server_close()
-        with pytest.raises(ConnectionError, match="^server 1 does not answer; what was graded since may be wrong"):
+        with pytest.raises(ConnectionError, match=r"^server 1 does not answer; what was graded since may be wrong"):
             rewards.score(make_rollouts(["a"] * 4), step=2)
 
 

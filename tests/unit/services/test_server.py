@@ -85,7 +85,7 @@ def test_a_server_that_does_not_start_shows_its_last_words(tmp_path: Path) -> No
         environment={},
     )
     silent.start()
-    with pytest.raises(ServerError, match="does not serve after 0.5 s"):
+    with pytest.raises(ServerError, match=r"does not serve after 0.5 s"):
         silent.wait_ready(0.5)
     assert gone(silent.pid)
 
