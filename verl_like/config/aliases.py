@@ -40,6 +40,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha)", r"\1.lora_\2"),
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
+    (r"actor_rollout_ref\.rollout\.block_size", "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size"),
     (r"trainer\.v1\.trainer_mode", "trainer.mode"),
     (r"trainer\.v1\.(?:colocate|separate)_async\.num_warmup_batches", "async_training.over_sample_rate"),
     (r"trainer\.v1\.sampler\.max_off_policy_threshold", "async_training.max_staleness"),
@@ -110,10 +111,10 @@ DROPPED: dict[str, str] = {
     r"actor_rollout_ref\.rollout\.trust_remote_code": "the engine follows actor_rollout_ref.model.trust_remote_code",
     r"(.+\.)?_target_": "every section has its class",
     r"reward_model\.use_reward_loop": _GRADED,
-    r"reward_model\.rollout\.(layered_summon|multi_stage_wake_up|scheduling_policy|full_determinism|seed)": (
+    r"(reward\.)?reward_model\.rollout\.(layered_summon|multi_stage_wake_up|scheduling_policy|full_determinism|seed)": (
         "the weights stay as they are, and the judge's temperature says how it samples"
     ),
-    r"reward_model\.rollout\.(ignore_eos|temperature|top_[kp]|do_sample|n|.*log_prob.+|val_kwargs\..+)": (
+    r"(reward\.)?reward_model\.rollout\.(ignore_eos|temperature|top_[kp]|do_sample|n|.*log_prob.+|val_kwargs\..+)": (
         "who asks the model says how it samples: custom_reward_function, or reward_model.judge"
     ),
     r"actor_rollout_ref\.rollout\.profiler(\..+)?": "generation is in the actor's profile (actor.profiler)",
@@ -137,10 +138,10 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r"async_training\.partial_rollout": (True,),
     r"trainer\.v1\.separate_async\.hybrid_rollout\.enable_switch": (False,),
     r"trainer\.v1\.sampler\.(sync_refill_failed_groups|custom_sampler\.(path|name))": (False, None),
-    r"reward_model\.rollout\.(data|expert|pipeline_model)_parallel_size": (1,),
-    r"reward_model\.rollout\.(skip_tokenizer_init|disaggregation\.enabled)": (False,),
-    r"reward_model\.rollout\.(limit_images|quantization|quantization_config_file|mtp)": (None,),
-    r"reward_model\.rollout\.load_format": ("auto", "safetensors"),
+    r"(reward\.)?reward_model\.rollout\.(data|expert|pipeline_model)_parallel_size": (1, None),
+    r"(reward\.)?reward_model\.rollout\.skip_tokenizer_init": (False, None),
+    r"(reward\.)?reward_model\.rollout\.load_format": ("auto", "safetensors", None),
+    r"reward\.reward_manager\.module\.(name|path)": ("custom_reward_manager", None),
     r"reward_model\.reward_loop_(source|module_path|class_name)": ("register", None),
 }
 

@@ -108,6 +108,17 @@ NEWER: dict[str, str] = {
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": "router replay of mixture-of-experts models",
     "actor_rollout_ref.rollout.mtp": "multi-token prediction",
     "actor_rollout_ref.rollout.qat": "quantisation-aware training",
+    **{
+        f"{section}.rollout.{name}": what
+        for section in ("reward_model", "reward.reward_model")
+        for name, what in (
+            ("disaggregation", "separate prefill and decode"),
+            ("limit_images", "reward models that look at images"),
+            ("mtp", "multi-token prediction"),
+            ("quantization", "quantised reward models (rollout.engine_kwargs.vllm.quantization asks vLLM for it)"),
+            ("quantization_config_file", "quantised reward models"),
+        )
+    },
     "critic.megatron": "Megatron training",
     "data.datagen": "generated datasets",
     "distillation": "on-policy distillation",
