@@ -66,6 +66,7 @@ def servers() -> list[int]:
 
 
 def test_a_judge_with_a_parser_grades_every_response(tmp_path: Path, tiny_model: Path) -> None:
+    """Its server is in a pool of its own."""
     pytest.importorskip("vllm")
     before = set(servers())
     (tmp_path / "parser.py").write_text(PARSER)
@@ -81,6 +82,10 @@ def test_a_judge_with_a_parser_grades_every_response(tmp_path: Path, tiny_model:
             "reward_model.judge.max_tokens": 8,
             "reward_model.judge.temperature": 1.0,
             "reward_model.rollout.engine_kwargs.vllm": "{seed:3}",
+            "reward_model.enable_resource_pool": True,
+            "reward_model.nnodes": 1,
+            "reward_model.n_gpus_per_node": 1,
+            "trainer.launcher": "ray",
         },
     )
     assert result.returncode == 0, result.stdout[-3000:]
@@ -89,6 +94,7 @@ def test_a_judge_with_a_parser_grades_every_response(tmp_path: Path, tiny_model:
     assert all(record["reward/failures"] == 0 and 0 < record["critic/score/mean"] <= 1 for record in records)
     assert all(record["reward/judged/mean"] > 0 for record in records)
     assert (tmp_path / "out" / "workers" / "judge0.log").stat().st_size > 0
+    assert (tmp_path / "out" / "workers" / "reward_rank0.log").exists()
     assert set(servers()) <= before
 
 
