@@ -2,8 +2,9 @@
 
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.config.idle import Idle
+from verl_like.config.placement import is_apart
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.roles import classifies, generates
+from verl_like.config.roles import REWARD, classifies, generates
 
 
 def impossible_reward_model(config: PPOConfig) -> list[str]:
@@ -59,10 +60,9 @@ def _generative(config: PPOConfig) -> list[str]:
             f"reward_model.judge.max_tokens={reward.judge.max_tokens} is more than the server's reward_model.rollout."
             f"response_length={rollout.response_length}; raise that"
         )
-    own = reward.enable_resource_pool or any("reward" in pool["roles"] for pool in config.trainer.placement.values())
     policy = config.actor_rollout_ref.rollout
     together = rollout.gpu_memory_utilization + policy.gpu_memory_utilization
-    if not own and policy.name in ("vllm", "sglang") and together > 1:
+    if not is_apart(config, REWARD) and policy.name in ("vllm", "sglang") and together > 1:
         problems.append(
             f"reward_model.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} and actor_rollout_ref."
             f"rollout.gpu_memory_utilization={policy.gpu_memory_utilization} are more than 1 together, on the same "

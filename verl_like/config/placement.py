@@ -154,6 +154,11 @@ def _rollout_has_own_keys(config: PPOConfig) -> bool:
     return not config.actor_rollout_ref.hybrid_engine and ROLLOUT not in _roles_named(config)
 
 
+def is_apart(config: PPOConfig, role: str) -> bool:
+    """Whether a role is in another pool than the main one."""
+    return any(role in pool.roles for pool in _others(config))
+
+
 def samples_alone(config: PPOConfig) -> bool:
     """Whether the rollout engine has its processes for itself."""
     return any(pool.roles == (ROLLOUT,) for pool in _others(config))
