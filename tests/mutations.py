@@ -54,6 +54,36 @@ OPERATIONS = [
         "cluster/test_watchdog.py",
     ),
 ]
+SERVED_AND_QUANTISED = [
+    Mutation(
+        "a reward model's server may be gone",
+        "rewards/grading.py",
+        "            if self._check is not None:\n                self._check()\n",
+        "",
+        "rewards/test_served.py",
+    ),
+    Mutation(
+        "a scale for all may be wrong",
+        "weight_sync/quantised.py",
+        " and abs(size - 1) <= _MOST * about + _SIZE",
+        "",
+        "weight_sync/test_quantised.py",
+    ),
+    Mutation(
+        "gradients stay scaled",
+        "engine/fsdp.py",
+        "            self._loss_scale.undo(self.sharding.parameters())\n",
+        "",
+        "engine/test_loss_scale.py",
+    ),
+    Mutation(
+        "the loss is not scaled",
+        "engine/loss_scale.py",
+        "return loss * 2.0**self.exponent if self._scales else loss",
+        "return loss",
+        "engine/test_loss_scale.py",
+    ),
+]
 ALGORITHMS = [
     Mutation(
         "gae without lambda",
@@ -374,7 +404,17 @@ WEIGHTS = [
         "engine/test_weight_changes.py",
     ),
 ]
-MUTATIONS = [*ALGORITHMS, *MODELS, *ENGINE_AND_ROLLOUT, *DATA_AND_REWARDS, *EPISODES, *WEIGHTS, *OPERATIONS]
+FAMILIES = (
+    ALGORITHMS,
+    MODELS,
+    ENGINE_AND_ROLLOUT,
+    DATA_AND_REWARDS,
+    EPISODES,
+    WEIGHTS,
+    OPERATIONS,
+    SERVED_AND_QUANTISED,
+)
+MUTATIONS = [mutation for family in FAMILIES for mutation in family]
 
 
 def survives(mutation: Mutation, copy: Path) -> bool:

@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "verl_shim": {"rewards", "episodes", "user_code"},
     "observe": ENGINE_LEVEL,
     "cluster": BASE,
-    "workers": ROLE_LEVEL | {"cluster", "observe"},
+    "workers": ROLE_LEVEL | {"cluster", "observe", "services"},
     "trainer": TRAINER_LEVEL,
     "cli": TRAINER_LEVEL | {"trainer", "bench"},
     "bench": TRAINER_LEVEL | {"trainer"},

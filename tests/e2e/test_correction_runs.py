@@ -147,3 +147,20 @@ def test_the_optimal_token_baseline_learns(tmp_path: Path, tiny_model: Path, est
     records = run(tmp_path, tiny_model, **settings)
     assert all(record["timing_s/old_log_prob"] > 0 for record in records)  # the pass that gives sums of squares
     assert records[-1]["critic/score/mean"] > records[0]["critic/score/mean"]
+
+
+def test_quantised_responses_are_proved_and_weighed(tmp_path: Path, tiny_model: Path) -> None:
+    """8-bit weights sample from slightly other probabilities, in every step alike: weights stay near 1."""
+    quantised = {"actor_rollout_ref.rollout.quantization": "int8", f"{S}.rollout_is": "token"}
+    records = run(tmp_path, tiny_model, **quantised, **{"trainer.total_training_steps": 3})
+    for record in records:
+        assert 1e-5 < record["training/rollout_probs_diff_max"] < 0.05
+        assert record["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.02)
+        assert record["weight_sync/probe_gap"] > 1e-5
+    assert records[-1]["training/rollout_probs_diff_mean"] < 3 * records[0]["training/rollout_probs_diff_mean"]
+
+
+def test_fp8_is_refused_on_a_cpu_before_anything_starts(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {"actor_rollout_ref.rollout.quantization": "fp8", "actor_rollout_ref.rollout.name": "vllm"}
+    with pytest.raises(SystemExit, match=r"rollout.quantization=fp8 on device cpu: vLLM's kernels for 8-bit floats"):
+        run(tmp_path, tiny_model, **settings, **{f"{S}.rollout_is": "token"})

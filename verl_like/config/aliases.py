@@ -40,6 +40,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha)", r"\1.lora_\2"),
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
+    (r"actor_rollout_ref\.rollout\.block_size", "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size"),
     (r"trainer\.v1\.trainer_mode", "trainer.mode"),
     (r"trainer\.v1\.(?:colocate|separate)_async\.num_warmup_batches", "async_training.over_sample_rate"),
     (r"trainer\.v1\.sampler\.max_off_policy_threshold", "async_training.max_staleness"),
@@ -66,14 +67,14 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"(?:reward|reward_model)\.reward_kwargs\.overlong_buffer_cfg\.(.+)", r"reward_model.overlong_buffer.\1"),
     (r"reward\.reward_kwargs(\..+)?", r"reward_model.reward_kwargs\1"),
     (r"reward\.reward_model\.model_path", "reward_model.model.path"),
-    (r"reward\.reward_model\.(enable|enable_resource_pool|n_gpus_per_node|nnodes)", r"reward_model.\1"),
+    (
+        r"reward\.reward_model\.(enable|enable_resource_pool|n_gpus_per_node|nnodes|model_type|rollout\..+)",
+        r"reward_model.\1",
+    ),
+    (r"reward_model\.model\.type", "reward_model.model_type"),
 )
 
 # Patterns of verl's keys that say nothing here: dropped with a warning that says why.
-_BY_FORWARD = (
-    "the reward model is a sequence classifier that scores in one forward pass (reward_model.micro_batch_size_per_gpu, "
-    "reward_model.model.fsdp_config); for a generative one see reward_model.judge"
-)
 _GRADED = "responses are graded as they end, with a reward model or without"
 _TRACES = "trainer.profile_tool records every step of trainer.profile_steps into <log_dir>/profile"
 DROPPED: dict[str, str] = {
@@ -110,7 +111,12 @@ DROPPED: dict[str, str] = {
     r"actor_rollout_ref\.rollout\.trust_remote_code": "the engine follows actor_rollout_ref.model.trust_remote_code",
     r"(.+\.)?_target_": "every section has its class",
     r"reward_model\.use_reward_loop": _GRADED,
-    r"(reward\.)?reward_model\.rollout(\..+)?": _BY_FORWARD,
+    r"(reward\.)?reward_model\.rollout\.(layered_summon|multi_stage_wake_up|scheduling_policy|full_determinism|seed)": (
+        "the weights stay as they are, and the judge's temperature says how it samples"
+    ),
+    r"(reward\.)?reward_model\.rollout\.(ignore_eos|temperature|top_[kp]|do_sample|n|.*log_prob.+|val_kwargs\..+)": (
+        "who asks the model says how it samples: custom_reward_function, or reward_model.judge"
+    ),
     r"actor_rollout_ref\.rollout\.profiler(\..+)?": "generation is in the actor's profile (actor.profiler)",
     r".+\.profiler\.(tool|save_path|tool_config\.(?!\w+\.discrete$).+)": _TRACES,
     r"global_profiler\.(profile_continuous_steps|save_path|global_tool_config\.torch_memory(\..+)?)": _TRACES,
@@ -132,6 +138,10 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r"async_training\.partial_rollout": (True,),
     r"trainer\.v1\.separate_async\.hybrid_rollout\.enable_switch": (False,),
     r"trainer\.v1\.sampler\.(sync_refill_failed_groups|custom_sampler\.(path|name))": (False, None),
+    r"(reward\.)?reward_model\.rollout\.(data|expert|pipeline_model)_parallel_size": (1, None),
+    r"(reward\.)?reward_model\.rollout\.skip_tokenizer_init": (False, None),
+    r"(reward\.)?reward_model\.rollout\.load_format": ("auto", "safetensors", None),
+    r"reward\.reward_manager\.module\.(name|path)": ("custom_reward_manager", None),
     r"reward_model\.reward_loop_(source|module_path|class_name)": ("register", None),
 }
 
@@ -153,7 +163,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("auto", "dtensor", "dummy", "safetensors", "dummy_megatron", "megatron"), "dummy_dtensor"),
         "hf": "dummy_hf",
     },
-    r"actor_rollout_ref\.rollout\.dtype|.+\.fsdp_config\.(model_dtype|dtype|mixed_precision\.(reduce|buffer)_dtype)": {
+    r"\w+\.rollout\.dtype|.+\.fsdp_config\.(model_dtype|dtype|mixed_precision\.(reduce|buffer)_dtype)": {
         "bf16": "bfloat16",
         "fp16": "float16",
         "half": "float16",

@@ -52,10 +52,14 @@ NOT_YET: list[NotYet] = [
         for section in (_ACTOR, _REF, "critic", "reward_model")
     ],
     *[
-        NotYet(f"{section}.{name}", _is("float16", "fp16"), "use bfloat16: there is no loss scaling")
+        NotYet(f"{section}.model_dtype", _is("float16", "fp16"), "use float32: updates would be lost to rounding")
         for section in _MODELS
-        for name in ("dtype", "model_dtype")
     ],
+    *_off(
+        "reward_model.rollout.free_cache_engine",
+        instead="set it to false: responses are graded while others are sampled; gpu_memory_utilization shares out the "
+        "memory",
+    ),
     # Rollout
     *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
@@ -99,11 +103,21 @@ NEWER: dict[str, str] = {
     "actor_rollout_ref.rollout.trace": "tracing of agent loops",
     "actor_rollout_ref.rollout.prometheus": "Prometheus metrics",
     "actor_rollout_ref.rollout.disaggregation": "separate prefill and decode",
-    "actor_rollout_ref.rollout.quantization": "quantised rollout",
-    "actor_rollout_ref.rollout.quantization_config_file": "quantised rollout",
+    "actor_rollout_ref.rollout.quantization_config_file": "quantised rollout by a file (rollout.quantization is there)",
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": "router replay of mixture-of-experts models",
     "actor_rollout_ref.rollout.mtp": "multi-token prediction",
     "actor_rollout_ref.rollout.qat": "quantisation-aware training",
+    **{
+        f"{section}.rollout.{name}": what
+        for section in ("reward_model", "reward.reward_model")
+        for name, what in (
+            ("disaggregation", "separate prefill and decode"),
+            ("limit_images", "reward models that look at images"),
+            ("mtp", "multi-token prediction"),
+            ("quantization", "quantised reward models (rollout.engine_kwargs.vllm.quantization asks vLLM for it)"),
+            ("quantization_config_file", "quantised reward models"),
+        )
+    },
     "critic.megatron": "Megatron training",
     "data.datagen": "generated datasets",
     "distillation": "on-policy distillation",

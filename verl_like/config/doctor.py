@@ -7,6 +7,7 @@ from verl_like.config.availability import not_available, without_effect
 from verl_like.config.doctor_async import ASYNC_IDLE, impossible_async
 from verl_like.config.doctor_correction import (
     CORRECTION_IDLE,
+    impossible_quantization,
     risky_baseline,
     risky_correction,
     two_policies,
@@ -64,6 +65,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + impossible_placement(config)
         + impossible_async(config)
         + impossible_endpoint(config)
+        + impossible_quantization(config)
     )
 
 
@@ -105,6 +107,12 @@ def _roles(config: PPOConfig) -> list[str]:
             f"{_ROLLOUT}.use_fire_sampling=True with presence_penalty, frequency_penalty, bad_words or stop, and "
             f"{_ROLLOUT}.name=vllm: there the first token is a request of its own, which the rest would not count; "
             "leave one out, or use name=hf or sglang"
+        )
+    drafts = rollout.engine_kwargs.vllm.get("speculative_config") if rollout.name == "vllm" else None
+    if drafts is not None and (not isinstance(drafts, dict) or drafts.get("method") != "ngram"):
+        problems.append(
+            f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config={drafts}: the weights of a draft model would not follow "
+            "the policy's; use {method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}, or leave it out"
         )
     return problems + impossible_sharding(config) + _validation_sampling(config)
 

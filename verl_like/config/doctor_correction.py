@@ -25,6 +25,26 @@ def weights_idle(config: PPOConfig) -> bool:
     return two_policies(config) and not is_reinforce(config)
 
 
+def impossible_quantization(config: PPOConfig) -> list[str]:
+    """rollout.quantization: the engine that has it, and the correction that it needs."""
+    rollout, kind = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.quantization
+    if kind is None:
+        return []
+    key, problems = f"{_ROLLOUT}.quantization={kind}", []
+    engine = {"fp8": "vllm", "int8": "hf"}[kind]
+    if rollout.name not in (engine, "recorded"):
+        why = "SGLang takes no weights after it has quantised its own; " if rollout.name == "sglang" else ""
+        problems.append(f"{key} with {_ROLLOUT}.name={rollout.name}: {why}set name={engine}, or quantization=null")
+    if config.actor_rollout_ref.model.lora_rank and not config.actor_rollout_ref.model.lora.merge:
+        problems.append(f"{key} with actor_rollout_ref.model.lora.merge=False: set it to True")
+    if config.algorithm.rollout_correction.rollout_is is None and not two_policies(config):
+        problems.append(
+            f"{key} without {_SECTION}.rollout_is: responses are sampled from other probabilities than the trainer's, "
+            f"which truncated importance weights put right; set {_SECTION}.rollout_is=token"
+        )
+    return problems
+
+
 def risky_correction(config: PPOConfig) -> list[str]:
     """Settings that work but are probably not meant."""
     rollout = config.actor_rollout_ref.rollout

@@ -6,6 +6,8 @@ from verl_like.config.doctor_environments import has_turns
 from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
 from verl_like.config.idle import Idle, other_estimator
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.reward_execution import JudgeConfig
+from verl_like.config.roles import generates
 from verl_like.config.rollout import runs_agent_loops
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -40,6 +42,10 @@ def _managers(config: PPOConfig) -> list[str]:
         f"reward_model.reward_manager={reward.reward_manager}": own,
         "reward_model.weights": bool(reward.weights),
     }
+    if reward.judge.prompt_file is not None and reward.judge.prompt != JudgeConfig().prompt:
+        problems.append(
+            f"reward_model.judge.prompt_file={reward.judge.prompt_file} with reward_model.judge.prompt: leave one out"
+        )
     if reward.judge.url is not None and not asked and any(others.values()):
         named = " and ".join(name for name, is_set in others.items() if is_set)
         problems.append(
@@ -269,7 +275,7 @@ REWARD_IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         ("reward_model.judge.",),
-        lambda c: c.reward_model.judge.url is None,
+        lambda c: c.reward_model.judge.url is None and not generates(c.reward_model, c.custom_reward_function),
         "reward_model.judge.url is not set",
     ),
     Idle(

@@ -64,7 +64,7 @@ class FSDPConfig(ConfigNode):
     model_dtype: str = "float32"
     """Precision of the master weights and the optimizer: float32, bfloat16, float16."""
     dtype: str = "auto"
-    """Precision of forward and backward; auto: bfloat16 on CUDA, float32 on CPU."""
+    """Precision of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. float16: with loss scaling."""
 
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
     """Precisions of the gradient reduction and of buffers."""

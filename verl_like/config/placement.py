@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from verl_like.config.device_lists import MAIN_POOL, sections
 from verl_like.config.idle import Idle
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.roles import ACTOR, REF, REWARD, ROLLOUT, compares_policies, every_role, roles_of
+from verl_like.config.roles import ACTOR, REF, REWARD, ROLLOUT, compares_policies, every_role, hosted_roles, roles_of
 
 _ROLLOUT_KEYS = "actor_rollout_ref.rollout"
 
@@ -40,7 +40,7 @@ class Pool:
 
 def pools_of(config: PPOConfig, world_size: int) -> tuple[Pool, ...]:
     """All pools, the main one first; those without a role of this run are left out. world_size: of the main pool."""
-    present = (*roles_of(config), ROLLOUT)
+    present = hosted_roles(config)
     others = [pool for pool in _others(config) if set(pool.roles) & set(present)]
     elsewhere = {role for pool in others for role in pool.roles}
     main = Pool(
@@ -109,7 +109,7 @@ def has_further_pools(config: PPOConfig) -> bool:
 
 def idle_placement(config: PPOConfig) -> list[str]:
     """Pools that no role of this run is in."""
-    present = {*roles_of(config), ROLLOUT}
+    present = set(hosted_roles(config))
     return [
         f"trainer.placement.{pool.name} has no effect in this run: it has no {' and no '.join(pool.roles)}"
         for pool in _named(config)
@@ -152,6 +152,11 @@ def _named(config: PPOConfig) -> list[Pool]:
 
 def _rollout_has_own_keys(config: PPOConfig) -> bool:
     return not config.actor_rollout_ref.hybrid_engine and ROLLOUT not in _roles_named(config)
+
+
+def is_apart(config: PPOConfig, role: str) -> bool:
+    """Whether a role is in another pool than the main one."""
+    return any(role in pool.roles for pool in _others(config))
 
 
 def samples_alone(config: PPOConfig) -> bool:

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.actor import not_both
-from verl_like.config.base import ConfigNode, above, at_least, between, reference_or_none, require
+from verl_like.config.base import ConfigNode, above, at_least, between, one_of, reference_or_none, require
 from verl_like.config.enums import REWARD_MANAGERS, Strategy
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.profiler import ProfilerConfig
 from verl_like.config.reward_execution import JudgeConfig, SandboxConfig, SandboxFusionConfig
+from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.config.shaping import LengthRewardConfig, OverlongBufferConfig
 from verl_like.user_code import FORMS, is_reference
 
@@ -43,7 +44,7 @@ class RewardNetworkConfig(ConfigNode):
     """`reward_model.model.*`: a sequence classifier that scores."""
 
     path: str | None = None
-    """Folder of a Hugging Face sequence-classification model with one label."""
+    """Folder of a Hugging Face model: a sequence classifier with one label, or one that writes text (model_type)."""
     input_tokenizer: str | None = None
     """Folder of the policy's tokenizer when the reward model has a tokenizer or chat template of its own: responses are
     then decoded and written with that. Null: the reward model reads the policy's tokens."""
@@ -67,6 +68,12 @@ class RewardModelConfig(ConfigNode):
 
     enable: bool = False
     """Score with a reward model (`model.path`)."""
+    model_type: str | None = None
+    """discriminative: a sequence classifier, which scores in the trainer's processes. generative: it writes text, on a
+    server of rollout.name; custom_reward_function asks it, or else judge.* does. Null: generative where there are both
+    rollout.name and custom_reward_function.path, as in verl."""
+    rollout: RewardRolloutConfig = field(default_factory=RewardRolloutConfig)
+    """The server of a reward model that writes text."""
     model_weight: float = 1.0
     """[reward] Factor of the reward model's score."""
     rule_weight: float = 0.0
@@ -135,6 +142,8 @@ class RewardModelConfig(ConfigNode):
 
     def check(self) -> None:
         at_least(self, 1, "micro_batch_size", "micro_batch_size_per_gpu", "max_length")
+        if self.model_type is not None:
+            one_of(self, "model_type", ("discriminative", "generative"))
         reference_or_none(self, "worker_class")
         at_least(self, 1, "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size")
         at_least(self, 0, "n_gpus_per_node", "nnodes")

@@ -82,6 +82,12 @@ class JudgeConfig(EndpointConfig):
     prompt: str = _JUDGE_PROMPT
     """What the judge is asked. {question} (last user message), {response} and {reference} (ground_truth) are filled
     in."""
+    prompt_file: str | None = None
+    """Text file with that, in place of `prompt`."""
+    parser: str | None = None
+    """What reads the score from the judge's answer, in the reward processes: a built-in grader by name, or your own,
+    file.py:name, called as a reward function with the answer as solution_str, and with the response that was judged
+    as extra_info["response"]. Null: score_pattern does."""
     score_pattern: str = r"(?i)score:\s*(-?[0-9.]+)"
     """Regular expression whose last match holds the score; without a match the last yes (1) or no (0) counts."""
     score_scale: float = 10.0

@@ -19,7 +19,7 @@ from verl_like.config.model import ModelConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
-from verl_like.config.reward import RewardModelConfig
+from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 
 ACTOR, REF, CRITIC, REWARD, ROLLOUT = "actor", "ref", "critic", "reward", "rollout"
 Kind = Literal["policy", "value"]
@@ -94,9 +94,27 @@ def roles_of(config: PPOConfig) -> dict[str, RoleConfig]:
         ACTOR: True,
         REF: needs_reference(config),
         CRITIC: needs_critic(config.critic, config.algorithm),
-        REWARD: config.reward_model.enable,
+        REWARD: classifies(config.reward_model, config.custom_reward_function),
     }
     return {name: role for name, role in every_role(config).items() if needed[name]}
+
+
+def generates(reward: RewardModelConfig, custom: CustomRewardFunctionConfig) -> bool:
+    """Whether the run serves a reward model that writes text."""
+    if reward.model_type is None:
+        return reward.enable and reward.rollout.name is not None and custom.path is not None
+    return reward.enable and reward.model_type == "generative"
+
+
+def classifies(reward: RewardModelConfig, custom: CustomRewardFunctionConfig) -> bool:
+    """Whether a sequence classifier scores in the trainer's processes."""
+    return reward.enable and not generates(reward, custom)
+
+
+def hosted_roles(config: PPOConfig) -> tuple[str, ...]:
+    """What the worker processes host: those roles, a reward model's server, the rollout engine."""
+    served = (REWARD,) if generates(config.reward_model, config.custom_reward_function) else ()
+    return (*roles_of(config), *served, ROLLOUT)
 
 
 def every_role(config: PPOConfig) -> dict[str, RoleConfig]:

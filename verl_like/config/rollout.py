@@ -295,6 +295,9 @@ class RolloutConfig(ConfigNode):
     """[tokens] Longest response; follows data.max_response_length."""
     dtype: str = "auto"
     """Precision of the rollout weights; auto: bfloat16 on CUDA, float32 on CPU."""
+    quantization: str | None = None
+    """Precision of the matrices that responses are sampled with, quantised at each weight sync: fp8 (vLLM, on GPUs) or
+    int8 (hf: weights alone, a scale for each row). Null: dtype."""
     gpu_memory_utilization: float = 0.5
     """[share of a GPU] Memory of the rollout engine: weights and KV cache."""
     enforce_eager: bool = False
@@ -379,6 +382,8 @@ class RolloutConfig(ConfigNode):
         at_least(self, 0, "nnodes", "n_gpus_per_node", "n_redundant")
         one_of(self, "mode", ROLLOUT_MODES)
         one_of(self, "dtype", DTYPES)
+        if self.quantization is not None:
+            one_of(self, "quantization", ("fp8", "int8"))
         not_both(self, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
         needed = self.prompt_length + self.response_length
         fits = self.max_model_len is None or self.max_model_len >= needed

@@ -21,6 +21,7 @@ from verl_like.engine import microbatch, packing_check, state
 from verl_like.engine.background import BackgroundWriter, Part
 from verl_like.engine.expert_load import ExpertLoad
 from verl_like.engine.export import WeightExport
+from verl_like.engine.loss_scale import LossScale
 from verl_like.engine.microbatch import Batch
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.rescue import Rescue
@@ -97,6 +98,7 @@ class FSDPEngine:
         self.changes = WeightChanges()
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
         self._rescue = Rescue(self.sharding, alone=self.process.world_size == 1)
+        self._loss_scale = LossScale(self.compute_dtype)
         self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
         self._reference: FSDPEngine | None = None
         self._params_offloaded = self._optimizer_offloaded = False
@@ -334,6 +336,7 @@ class FSDPEngine:
                     metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
             self.sharding.reshard()  # first: the shards hold the gradients, also where weights were kept gathered
             self.sharding.complete_gradients()
+            self._loss_scale.undo(self.sharding.parameters())
             return [*metrics, microbatch.fill_metrics(parts, watched, rule, share_prompts=self.shares_prompts)]
 
     def _watch(
@@ -383,7 +386,7 @@ class FSDPEngine:
             if not loss.requires_grad:  # it selected no token: the collectives of backward must run all the same
                 loss = loss + _zero_loss(outputs)
         with self._rescue.backward():
-            loss.backward()
+            self._loss_scale.of(loss).backward()
         return self._counted_once(metrics)
 
     def _loss(
@@ -418,11 +421,8 @@ class FSDPEngine:
                 "gradient norm %s: optimizer step skipped (schedule step %d)", float(norm), self.schedule.steps_done
             )
         skipped = float(not finite and self.process.rank == 0)  # counted once, not once per rank
-        return {
-            "grad_norm": Metric(value=float(norm)),
-            "lr": Metric(value=rate),
-            "skipped_steps": Metric(value=skipped, reduction="sum"),
-        }
+        metrics = {"grad_norm": Metric(value=float(norm)), "lr": Metric(value=rate), **self._loss_scale.stepped(finite)}
+        return metrics | {"skipped_steps": Metric(value=skipped, reduction="sum")}
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
@@ -527,6 +527,7 @@ class FSDPEngine:
             counters = state.load_extra(folder / "extra", self.process.rank)
             if self.schedule is not None:
                 self.schedule.steps_done = counters["schedule_steps"]
+                self._loss_scale.restore(counters)
 
     def _parts(self, folder: Path, contents: Sequence[str]) -> list[Part]:
         parts: list[Part] = []
@@ -577,7 +578,8 @@ class FSDPEngine:
         state.export_adapter(tensors, config, folder, rank=self.process.rank)
 
     def _counters(self) -> dict[str, int]:
-        return {"schedule_steps": 0 if self.schedule is None else self.schedule.steps_done}
+        done = 0 if self.schedule is None else self.schedule.steps_done
+        return {"schedule_steps": done, **self._loss_scale.counters()}
 
     def export_hf(self, path: str) -> None:
         """See TrainEngine.export_hf. Weights keep the precision of the shards."""

@@ -46,7 +46,7 @@ class Graded:
     scorers: Sequence[Scorer] = ()
     futures: Sequence[Future[RewardOutcome]] = ()  # one for each scorer; none where a batch is graded as a whole
 
-    def call(self, scorer: Scorer) -> RewardCall:
+    def call(self, scorer: Scorer, server: str = "") -> RewardCall:
         """What this scorer is asked."""
         row = self.answer.row
         return RewardCall(
@@ -56,6 +56,7 @@ class Graded:
             extra_info=row.extra_info,
             question=question_of(row),
             grader=scorer.grader,
+            server=server,
         )
 
 
@@ -80,9 +81,12 @@ class Grading:
         failure_penalty: float | None = None,
         max_failure_fraction: float = 1.0,
         graded_by: str = "",
+        server: str = "",
+        check: Callable[[], None] | None = None,
     ) -> None:
         """quiet: failures are not logged: `report` is due for the whole. failure_penalty: score of failed rows.
-        max_failure_fraction: more failed rows are a RewardError, which names `graded_by`.
+        max_failure_fraction: more failed rows are a RewardError, which names `graded_by`. check: raises where what
+        graded them is not there any more.
 
         Responses without futures are graded by one call of `submit` for all of them.
         """
@@ -90,12 +94,12 @@ class Grading:
         self._model, self._failure_penalty = model, failure_penalty
         self._rule = model is None or model.needs_rule
         self._most = max_failure_fraction if failure_penalty is None else 1.0
-        self._graded_by = graded_by
+        self._graded_by, self._check = graded_by, check
         self._futures = [each.futures for each in graded]
         left = [place for place, futures in enumerate(self._futures) if not futures]
         if self._rule and left:
             scorer = graded[left[0]].scorers[0]  # one function for the whole batch
-            for place, future in zip(left, scorer.submit([graded[i].call(scorer) for i in left]), strict=True):
+            for place, future in zip(left, scorer.submit([graded[i].call(scorer, server) for i in left]), strict=True):
                 self._futures[place] = [future]
         self._scores: Scores | None = None
 
@@ -111,6 +115,8 @@ class Grading:
         """
         if self._scores is None:
             scores = self._by_rule() if self._rule or any(self._futures) else without_rule(len(self._graded))
+            if self._check is not None:
+                self._check()
             answers = [each.answer for each in self._graded]
             self._scores = scores if self._model is None else self._model.add_to(scores, answers)
             if not self._quiet:

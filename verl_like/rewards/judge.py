@@ -1,4 +1,5 @@
-"""A language model as judge, behind an OpenAI-compatible endpoint: rate-limited, with typed failures.
+"""A language model as judge, behind an OpenAI-compatible endpoint, or on servers of the run: rate-limited, with typed
+failures.
 
 Requests are made by threads of the trainer's process: they only wait for the network, and one process can keep one
 limit. Each request is bounded by its time limit, so no thread can hang.
@@ -6,18 +7,21 @@ limit. Each request is bounded by its time limit, so no thread can hang.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
 import math
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from verl_like.config.reward_execution import JudgeConfig
-from verl_like.rewards.http_json import ServiceError, answer_of, chat_service
+from verl_like.rewards.http_json import Service, ServiceError, answer_of, chat_service
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 
 logger = logging.getLogger(__name__)
@@ -58,17 +62,32 @@ class RateLimit:
 
 
 class Judge:
-    """Grades calls through the endpoint. `close` drops what has not begun."""
+    """Grades calls through the endpoint. `close` drops what has not begun.
 
-    def __init__(self, config: JudgeConfig) -> None:
-        """ValueError if the API key's environment variable is named but not set."""
-        self._config = config
-        self._service = chat_service(config, "reward_model.judge")
+    parse: grades an answer in a reward process (reward_model.judge.parser); None: score_pattern reads it.
+    """
+
+    def __init__(self, config: JudgeConfig, parse: Callable[[RewardCall], Future[RewardOutcome]] | None = None) -> None:
+        """ValueError if the API key's environment variable is named but not set, or prompt_file cannot be read."""
+        self._config, self._parse = config, parse
+        self._template = config.prompt
+        if config.prompt_file is not None:
+            try:
+                self._template = Path(config.prompt_file).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"reward_model.judge.prompt_file={config.prompt_file}: {error}") from error
+        self._services: Iterator[Service] = itertools.cycle([chat_service(config, "reward_model.judge")])
         self._closing = threading.Event()
         sleep = self._closing.wait  # ends at once when the judge is closed
         self._requests, self._tokens = RateLimit(config.max_rpm, sleep=sleep), RateLimit(config.max_tpm, sleep=sleep)
         self._pattern = re.compile(config.score_pattern)
         self._threads = ThreadPoolExecutor(max_workers=config.max_concurrent, thread_name_prefix="judge")
+
+    def use_servers(self, addresses: Sequence[str], model: str) -> None:
+        """Ask these servers (host:port) of the run in turn, under that model's name."""
+        endpoints = [dataclasses.replace(self._config, url=f"http://{address}/v1") for address in addresses]
+        self._config = dataclasses.replace(self._config, model=model)
+        self._services = itertools.cycle([chat_service(each, "reward_model.judge") for each in endpoints])
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
         """One future per call; each gets a RewardOutcome."""
@@ -87,11 +106,19 @@ class Judge:
         except ServiceError as error:
             return RewardOutcome(kind="service", message=str(error), seconds=time.perf_counter() - started)
         seconds = time.perf_counter() - started
+        shown = answer[-_SHOWN_CHARS:]
+        if self._parse is not None:
+            about = {**call.extra_info, "response": call.solution_str}
+            outcome = self._parse(
+                dataclasses.replace(call, solution_str=answer, extra_info=about, grader=self._config.parser)
+            ).result()
+            seconds = time.perf_counter() - started
+            return dataclasses.replace(outcome, extras={"judge": shown, **outcome.extras}, seconds=seconds)
         score = self.read_score(answer)
         if score is None:
-            message = f"no score in the judge's answer {answer[-_SHOWN_CHARS:]!r}"
+            message = f"no score in the judge's answer {shown!r}"
             return RewardOutcome(kind="bad_value", message=message, seconds=seconds)
-        return RewardOutcome(score=score, extras={"judge": answer[-_SHOWN_CHARS:]}, seconds=seconds)
+        return RewardOutcome(score=score, extras={"judge": shown}, seconds=seconds)
 
     def _ask(self, text: str) -> str:
         body = {
@@ -117,13 +144,13 @@ class Judge:
                 entry[1] = used
             return answer
 
-        return self._service.post(body, read, before_each=take)
+        return next(self._services).post(body, read, before_each=take)
 
     def prompt(self, call: RewardCall) -> str:
-        """reward_model.judge.prompt, filled in."""
+        """reward_model.judge.prompt, or its file, filled in."""
         fields = {"question": call.question, "response": call.solution_str, "reference": str(call.ground_truth)}
         pattern = re.compile("|".join(re.escape("{" + name + "}") for name in fields))
-        return pattern.sub(lambda found: fields[found.group()[1:-1]], self._config.prompt)
+        return pattern.sub(lambda found: fields[found.group()[1:-1]], self._template)
 
     def read_score(self, answer: str) -> float | None:
         """The last match of score_pattern over score_scale; else the last yes (1) or no (0); else None."""

@@ -14,6 +14,7 @@ from verl_like.user_code import check_call, find, load, load_module
 
 _BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+SERVED = ("reward_router_address", "reward_model_tokenizer", "reward_model_path")
 
 
 def load_scorer(spec: ScorerSpec) -> Callable[..., Any]:
@@ -28,7 +29,41 @@ def own_arguments(spec: ScorerSpec) -> dict[str, Any]:
     """Keyword arguments of every call of what `load_scorer` gives, besides the four of a reward function."""
     if spec.manager is not None:
         return {}
+    if spec.served_path is not None and spec.path is not None:
+        return _of_server(spec) | spec.kwargs
     return spec.kwargs if spec.path is not None else {"options": spec.options}
+
+
+def _of_server(spec: ScorerSpec) -> dict[str, Any]:
+    """verl's arguments of a function that asks the reward model, but for the server's address, which each call has."""
+    asked = _asks_for(_load_function(spec))
+    given: dict[str, Any] = {}
+    if "reward_model_path" in asked:
+        given["reward_model_path"] = spec.served_path
+    if "reward_model_tokenizer" in asked:
+        from transformers import AutoTokenizer
+
+        given["reward_model_tokenizer"] = AutoTokenizer.from_pretrained(
+            spec.served_path, trust_remote_code=spec.served_trust
+        )
+    return given
+
+
+def _asks_for(function: Callable[..., Any]) -> list[str]:
+    """Those of SERVED that it takes; what is caught by **kwargs is not loaded for nothing."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return []
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return [name for name in SERVED if name in parameters or (takes_all and name == SERVED[0])]
+
+
+def takes_address(spec: ScorerSpec, function: Callable[..., Any]) -> bool:
+    """Whether it is to be told where the reward model is served; not one that the user's arguments tell."""
+    if spec.served_path is None or spec.path is None or spec.manager is not None:
+        return False
+    return SERVED[0] in _asks_for(function) and SERVED[0] not in spec.kwargs
 
 
 def _load_manager(spec: ScorerSpec, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,6 +127,8 @@ def _check_signature(function: Callable[..., Any], spec: ScorerSpec) -> None:
     except ValueError:  # some compiled functions do not tell
         return
     names = _BATCH_ARGUMENTS if spec.batch else _ARGUMENTS
+    if spec.served_path is not None:
+        names = (*names, *(name for name in _asks_for(function) if name not in spec.kwargs))
     clash = sorted(set(spec.kwargs) & set(names))
     if clash:
         raise RewardFunctionError(f"custom_reward_function.reward_kwargs may not set {', '.join(clash)}")

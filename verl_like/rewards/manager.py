@@ -19,6 +19,7 @@ from typing import Any
 from verl_like.batch import PromptRow, Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.enums import REWARD_MANAGERS
+from verl_like.config.roles import classifies, generates
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
 from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, question_of, report, require_enough
@@ -26,6 +27,7 @@ from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
+from verl_like.rewards.served import ServedModel
 from verl_like.services.pool import WorkerPool
 from verl_like.user_code import is_reference, resolve_path
 
@@ -51,7 +53,10 @@ class RewardManager:
     ) -> None:
         _check_supported(custom, reward_model)
         self._model: ModelScore | None = None
-        self.rule_grades = not reward_model.enable or reward_model.rule_weight != 0
+        self._served: ServedModel | None = None
+        self.awaits_servers = generates(reward_model, custom)
+        """Whether `use_servers` must come before anything is graded."""
+        self.rule_grades = not classifies(reward_model, custom) or reward_model.rule_weight != 0
         self._choice = graders.choose(reward_model.rule, reward_model.rule_by_source, reward_model.rule_kwargs)
         self._tokenizer = tokenizer
         self._custom = custom.path is not None
@@ -60,11 +65,18 @@ class RewardManager:
         self._max_failure_fraction = reward_model.max_failure_fraction
         self.graded_by = _graded_by(custom, reward_model)
         self._known_scorers: dict[tuple[str, str], tuple[Scorer, ...]] = {}  # of a (data source, style)
-        has_judge = reward_model.judge.url is not None
+        has_judge = reward_model.judge.url is not None or self.awaits_servers
         self._weights = Weights(reward_model.weights, has_custom=self._custom, has_judge=has_judge)
         num_workers = _num_workers(custom, self._manager)
         self._execution = ExecutionPlace(reward_model, num_workers=num_workers, call_timeout=custom.timeout)
-        self._judge = Judge(reward_model.judge) if has_judge else None
+        parser = reward_model.judge.parser
+        if parser is not None and not graders.is_grader(parser):
+            raise ValueError(
+                f"reward_model.judge.parser={parser}: there is no such grader; name a built-in one, or your own, "
+                "file.py:name"
+            )
+        parse = None if parser is None else lambda call: self._pool.submit([call])[0]
+        self._judge = Judge(reward_model.judge, parse) if has_judge else None
         self._pool: WorkerPool[RewardCall, RewardOutcome] = WorkerPool(
             self._spec(custom, reward_model), num_workers=num_workers, max_pending=custom.max_pending
         )
@@ -86,6 +98,8 @@ class RewardManager:
             manager_kwargs=dict(reward_model.reward_kwargs) if own else {},
             own_graders=self._own_graders(reward_model),
             batch=self._manager == "batch",
+            served_path=reward_model.model.path if self.awaits_servers else None,
+            served_trust=reward_model.model.trust_remote_code,
             timeout=float(custom.timeout),
             memory_limit_mb=custom.memory_limit_mb,
         )
@@ -93,6 +107,7 @@ class RewardManager:
     def _own_graders(self, reward_model: RewardModelConfig) -> dict[str, str]:
         """Graders that the configuration names by reference, by the key that does."""
         named = {"reward_model.rule": reward_model.rule or ""}
+        named |= {"reward_model.judge.parser": reward_model.judge.parser or ""} if self._judge is not None else {}
         named |= {f"reward_model.rule_by_source.{source}": name for source, name in self._choice.by_source.items()}
         named |= {f"reward_model.weights.*.{name}": name for name in self._weights.names()}
         return {key: name for key, name in named.items() if is_reference(name)}
@@ -100,6 +115,12 @@ class RewardManager:
     def use_model(self, model: ModelScore) -> None:
         """Score with a reward model too, once its workers are there (reward_model.enable)."""
         self._model = model
+
+    def use_servers(self, served: ServedModel) -> None:
+        """Where the run serves its reward model, once it does; another time after its workers were started anew."""
+        self._served = served
+        if self._judge is not None:
+            self._judge.use_servers(served.addresses, served.path)
 
     def check_rows(self, rows: Iterable[tuple[str, str]]) -> None:
         """ValueError if there is no reward for a (data_source, style). Call it with the data set's before training."""
@@ -133,6 +154,7 @@ class RewardManager:
                 extra_info=row.extra_info,
                 question=question_of(row),
                 grader=scorers[0].grader,
+                server=self._server(),
             )
             for response in responses
         ]
@@ -178,7 +200,7 @@ class RewardManager:
         calls: dict[Submit, list[tuple[Graded, RewardCall]]] = {}  # one message for all that goes the same way
         for each in graded:
             for scorer in () if each.futures else each.scorers:
-                calls.setdefault(scorer.submit, []).append((each, each.call(scorer)))
+                calls.setdefault(scorer.submit, []).append((each, each.call(scorer, self._server())))
         futures = {submit: iter(submit([call for _, call in of])) for submit, of in calls.items()}
         for each in (each for each in graded if not each.futures):
             each.futures = [next(futures[scorer.submit]) for scorer in each.scorers]
@@ -214,7 +236,12 @@ class RewardManager:
             failure_penalty=self._failure_penalty,
             max_failure_fraction=self._max_failure_fraction,
             graded_by=self.graded_by,
+            server=self._server(),
+            check=None if self._served is None else self._served.require_alive,
         )
+
+    def _server(self) -> str:
+        return "" if self._served is None else self._served.next_address()
 
     def score(self, rollouts: Rollouts, *, step: int) -> Scores:
         """One reward per response of rollouts that are complete: `grade` and `gather` in one."""
@@ -322,6 +349,8 @@ def _graded_by(custom: CustomRewardFunctionConfig, reward_model: RewardModelConf
         return f"reward_model.reward_manager={reward_model.reward_manager}"
     if custom.path is not None:
         return f"custom_reward_function.path={custom.path}, name={custom.name}"
+    if generates(reward_model, custom):
+        return f"the reward model {reward_model.model.path}"
     return "the built-in graders" if reward_model.judge.url is None else f"the judge {reward_model.judge.url}"
 
 

@@ -55,7 +55,9 @@ def _parts(source: str, parts: Any, *, has_custom: bool, has_judge: bool) -> tup
         if name == CUSTOM and not has_custom:
             raise ValueError(f"{key}.{name}: custom_reward_function.path is not set")
         if name == JUDGE and not has_judge:
-            raise ValueError(f"{key}.{name}: reward_model.judge.url is not set")
+            raise ValueError(
+                f"{key}.{name}: reward_model.judge.url is not set, and there is no generative reward model"
+            )
         if name not in (CUSTOM, JUDGE) and not is_grader(name):
             known = ", ".join((CUSTOM, JUDGE, *GRADERS))
             raise ValueError(f"{key}.{name}: there is no such part; choose one of {known}, or your own: {FORMS}")

@@ -47,6 +47,8 @@ class ScorerSpec(ServiceSpec):
     manager: str | None = None  # a class around the function: file.py:Name or pkg://module:Name
     manager_kwargs: dict[str, Any] = field(default_factory=dict)
     own_graders: dict[str, str] = field(default_factory=dict)  # graders named by reference: config key -> file.py:name
+    served_path: str | None = None  # of the reward model on servers of the run, which the function may ask
+    served_trust: bool = False  # its tokenizer may be code of its own
 
     outcome: ClassVar[type[Outcome]] = RewardOutcome
     error: ClassVar[type[ServiceError]] = RewardFunctionError
@@ -70,6 +72,7 @@ class RewardCall:
     extra_info: dict[str, Any] = field(default_factory=dict)
     question: str = ""  # the last user message of the prompt
     grader: str | None = None  # built-in grader by name; None where the user's own function scores
+    server: str = ""  # host:port of a server of the run's reward model
 
 
 def is_finite_reward(value: float) -> bool:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from verl_like.rewards import graders
-from verl_like.rewards.loading import is_async, load_scorer, own_arguments
+from verl_like.rewards.loading import SERVED, is_async, load_scorer, own_arguments, takes_address
 from verl_like.rewards.reward_call import RewardOutcome, ScorerSpec, is_finite_reward
 
 _TEXT_CHARS = 500
@@ -25,6 +25,7 @@ class Grader:
         self._spec = spec
         self._scorer = load_scorer(spec)
         self._arguments = own_arguments(spec)
+        self._wants_address = takes_address(spec, self._scorer)
         self.is_async = is_async(self._scorer)
 
     def call(self, payload: Any) -> Any:
@@ -35,10 +36,10 @@ class Grader:
                 solution_strs=[call.solution_str for call in payload],
                 ground_truths=[call.ground_truth for call in payload],
                 extra_infos=[call.extra_info for call in payload],
-                **self._arguments,
+                **self._with_address(payload[0].server),
             )
             return _read(values, lambda values: _outcomes(values, len(payload)))
-        scorer, arguments = self._scorer, self._arguments
+        scorer, arguments = self._scorer, self._with_address(payload.server)
         if payload.grader is not None:
             scorer, arguments = graders.compute_score, {"grader": payload.grader, "options": self._spec.options}
         value = scorer(
@@ -49,6 +50,9 @@ class Grader:
             **arguments,
         )
         return _read(value, to_outcome)
+
+    def _with_address(self, server: str) -> dict[str, Any]:
+        return {**self._arguments, SERVED[0]: server} if self._wants_address else self._arguments
 
 
 def _read(value: Any, reader: Callable[[Any], Any]) -> Any:

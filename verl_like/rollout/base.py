@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
@@ -143,6 +143,9 @@ class EngineBase:
             self._in_memory = HeldWeights(version=version, mark=mark)
             self._weights_changed()
             self._unloaded = False
+
+    def weight_sketches(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, Tensor]]:
+        return []
 
     def _require_base(self, partial: bool) -> None:
         if partial and self.held is None:

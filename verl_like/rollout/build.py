@@ -22,6 +22,15 @@ def rollout_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
     return _DTYPES[rollout.dtype]
 
 
+def require_quantization(rollout: RolloutConfig, device_type: str) -> None:
+    """ValueError where rollout.quantization asks for what this device cannot."""
+    if rollout.quantization == "fp8" and device_type == "cpu":
+        raise ValueError(
+            "actor_rollout_ref.rollout.quantization=fp8 on device cpu: vLLM's kernels for 8-bit floats are CUDA's; set "
+            "quantization=int8 with name=hf, or null"
+        )
+
+
 def build_rollout_engine(
     rollout: RolloutConfig,
     model: ModelConfig,
@@ -48,6 +57,7 @@ def build_rollout_engine(
         raise ValueError(
             f"rollout.tensor_model_parallel_size={tp} does not divide the {process.world_size} processes of the run"
         )
+    require_quantization(rollout, process.device.type)
     dtype = rollout_dtype(rollout, process.device)
     vocab_size = hf_config.get_text_config().vocab_size
     if rollout.name == "vllm":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl_like.parallel.checksum import Slice, as_matrix, checksum_of, total, values_of
+from verl_like.parallel.sketch import WIDTH, sketch
 
 Box = tuple[int, int, int, int]  # row, column, rows, columns
 _EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of checkpoints: gate, up, down
@@ -74,8 +75,9 @@ class Layout:
         return self.rank * parts // self.size * mine
 
 
-def held_by(model: nn.Module, layout: Layout, reader: Reader) -> Iterator[Held]:
-    """Every part of the tensors of `layout` that can be found in the model; a packed copy beside a plain one counts."""
+def held_by(model: nn.Module, layout: Layout, reader: Reader, *, quantised: bool = False) -> Iterator[Held]:
+    """Every part of the tensors of `layout` that can be found in the model; a packed copy beside a plain one counts.
+    quantised: of what is quantised alone, as it is computed with; else all but that."""
     fused = reader.fused_parts(model)
     owners = {id(p): reader.stored_name(model, name, layout.shapes) for name, p in model.named_parameters()}
     for where, module in model.named_modules():
@@ -89,6 +91,12 @@ def held_by(model: nn.Module, layout: Layout, reader: Reader) -> Iterator[Held]:
             names = _names(f"{path}.{leaf}", fused, layout) or _names(owners.get(id(parameter), ""), fused, layout)
             if len(names) == 1 and len(reader.rows_of_parts(module)) > 1 and not _as_it_came(path, fused, layout):
                 continue
+            if leaf == "weight" and ((meant := dequantised(module)) is not None or quantised):
+                if quantised and names and meant is not None:
+                    yield from _of_module(module, names, f"{path}.quantised", meant, layout, reader)
+                continue
+            if quantised:
+                continue
             packed = reader.unpacked_linear(module) if names and leaf == "weight" else None
             for place, local in ((f"{path}.{leaf}", parameter.detach()), (f"{path}.packed", packed)):
                 if names and local is not None and local.numel():
@@ -101,6 +109,39 @@ def _as_it_came(path: str, fused: dict[str, list[str]], layout: Layout) -> bool:
     are known where all are of one length (a tower's)."""
     leaf = path.rpartition(".")[2]
     return leaf in fused and (layout.size == 1 or fused[leaf] == [leaf])
+
+
+def dequantised(module: nn.Module) -> Tensor | None:
+    """The weight [outputs, inputs] of a linear layer that vLLM has quantised to 8 bits, which it keeps the other way
+    round; None for others. Source: vLLM 0.32, layers/quantization/online/fp8.py."""
+    weight, scale = module._parameters.get("weight"), module._parameters.get("weight_scale")
+    if weight is None or scale is None or weight.element_size() > 1 or weight.ndim != 2:
+        return None
+    return weight.detach().t().float() * scale.detach().float().reshape(-1, 1)
+
+
+def sketches(parts: Iterator[Held], layout: Layout, group: Any) -> list[tuple[str, Tensor]]:
+    """(Hugging Face name, sketch) of whole matrices; collective over `group`. Left out: those of which a part was not
+    found."""
+    mine: dict[str, dict[Box, Tensor]] = {}
+    for item in parts:
+        part = item.part
+        mine.setdefault(item.name, {})[part.row, part.column, *part.values.shape] = sketch(part)
+    everyones = [mine]
+    if group is not None:
+        everyones = [{} for _ in range(layout.size)]
+        dist.all_gather_object(everyones, mine, group=group)
+    found = []
+    for name in mine:
+        boxes: dict[Box, Tensor] = {}
+        for theirs in everyones:
+            boxes |= theirs.get(name, {})
+        if sum(rows * columns for _, _, rows, columns in boxes) == layout.shapes[name].numel():
+            whole = torch.zeros(layout.shapes[name][0], WIDTH, dtype=torch.float64)
+            for (row, _, rows, _), part in boxes.items():
+                whole[row : row + rows] += part
+            found.append((name, whole))
+    return found
 
 
 def checksums(parts: Iterator[Held], layout: Layout, dtype: torch.dtype, group: Any) -> list[tuple[str, int]]:

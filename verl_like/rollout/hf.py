@@ -28,11 +28,13 @@ from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class, padded_attention
 from verl_like.models.loading import load_tokenizer
 from verl_like.models.vision import VisionInput, processor_of
-from verl_like.parallel.checksum import checksum, values_of
+from verl_like.parallel.checksum import Slice, checksum, values_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.host_memory import is_out_of_memory
+from verl_like.parallel.sketch import sketch
 from verl_like.rollout.base import SteppedRolloutEngine
 from verl_like.rollout.hf_batch import Batch
+from verl_like.rollout.int8 import Int8Linear, quantise_linears
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, WeightLoadError
 from verl_like.rollout.rows import Row
@@ -83,6 +85,10 @@ class HFRolloutEngine(SteppedRolloutEngine):
             if self.keeps_adapters:
                 _attach_adapters(self._model, model, dtype)
         self._stored = CheckpointNames(self._module)
+        self._quantised: dict[str, Int8Linear] = {}  # by the names of checkpoints
+        if rollout.quantization is not None:
+            exchanged = quantise_linears(self._module)
+            self._quantised = {self._stored_name(name): module for name, module in exchanged.items()}
         self._places = itertools.count()
         self._waiting: list[Row] = []  # in the order in which they are taken up
         self._taken_up: list[Row] = []  # whose prompts are computed in the step under way
@@ -250,8 +256,14 @@ class HFRolloutEngine(SteppedRolloutEngine):
         if partial:
             parameters = {name: tensor for name, tensor in parameters.items() if lora.is_adapter(name)}
         missing = {id(parameter): name for name, parameter in reversed(parameters.items())}
+        missing |= {id(module): name for name, module in self._quantised.items()}
         for name, tensor in stream:
-            parameter = parameters.get(name)
+            quantised = self._quantised.get(name)
+            if quantised is not None and quantised.weight_int8.shape == tensor.shape:
+                quantised.take(tensor)
+                missing.pop(id(quantised), None)
+                continue
+            parameter = parameters.get(name) if quantised is None else quantised.weight_int8
             if parameter is None:
                 raise WeightLoadError(f"the model has no {'adapter' if partial else 'weight'} {name}")
             if parameter.shape != tensor.shape:
@@ -265,6 +277,17 @@ class HFRolloutEngine(SteppedRolloutEngine):
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
         named = {name: tensor for name, tensor in self._named_weights().items() if name in shapes}
         return list(zip(named, values_of([checksum(tensor) for tensor in named.values()]), strict=True))
+
+    def weight_sketches(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, Tensor]]:
+        return [
+            (name, sketch(Slice(module.dequantised(), 0, 0)))
+            for name, module in self._quantised.items()
+            if name in shapes
+        ]
+
+    def _stored_name(self, name: str) -> str:
+        """Of a linear layer's weight, in checkpoints."""
+        return next(self._stored.views(name, torch.empty(0)))[0]
 
     def _named_weights(self) -> dict[str, Tensor]:
         """Parameters under the names of checkpoints, all of them (tied ones have several), and the buffers that are

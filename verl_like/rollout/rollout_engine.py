@@ -287,6 +287,11 @@ class RolloutEngine(Protocol):
         place where one is held; collective over a tensor-parallel replica. What the engine cannot tell is left out."""
         ...
 
+    def weight_sketches(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, Tensor]]:
+        """(Hugging Face name, sketch [rows, K] of the whole matrix) of what the engine has quantised, as it computes
+        with it (parallel/sketch.py); collective over a tensor-parallel replica. None where it quantises nothing."""
+        ...
+
     def cached_tokens(self) -> int:
         """How many tokens of one long prompt, always the same, the engine took from its cache instead of computing
         them: 0 right after a load, or the cache was not emptied. Leaves the prompt in the cache. Always 0 of an engine

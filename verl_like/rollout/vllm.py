@@ -27,7 +27,7 @@ from verl_like.remote import local_folder
 from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora, vllm_versions, vllm_vision
 from verl_like.rollout.base import SteppedRolloutEngine
-from verl_like.rollout.held_weights import Layout, checksums, held_by
+from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.placed_images import placed_images
 from verl_like.rollout.requests import request_seed
@@ -77,7 +77,8 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             vision=vision,
         )
         compat.set_environment(process.device)
-        vllm_versions.require_names(process.device, adapters=self.keeps_adapters, images=vision is not None)
+        options = {"images": vision is not None, "speculates": "speculative_config" in rollout.engine_kwargs.vllm}
+        vllm_versions.require_names(process.device, adapters=self.keeps_adapters, **options)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         self._asleep: set[str] = set()
         kwargs = engine_arguments(
@@ -206,6 +207,12 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         group = None if self._lockstep is None else self._lockstep.group
         with self._exclusive():
             return checksums(parts, layout, self.dtype, group)
+
+    def weight_sketches(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, Tensor]]:
+        layout = Layout(dict(shapes), rank=self._rank_in_replica, size=self._tp)
+        group = None if self._lockstep is None else self._lockstep.group
+        with self._exclusive():
+            return sketches(held_by(self._model, layout, compat, quantised=True), layout, group)
 
     def _cached_tokens(self) -> int:
         """What the cache has of one long prompt, the same at every call; a sleeping cache holds nothing."""
@@ -383,6 +390,8 @@ def engine_arguments(
         kwargs |= vllm_lora.engine_options(model.lora_rank)
     if model.override_config:
         kwargs["hf_overrides"] = dict(model.override_config)
+    if rollout.quantization is not None:
+        kwargs["quantization"] = rollout.quantization  # of what `reload` brings, layer by layer
     if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
         kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
     extra = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}

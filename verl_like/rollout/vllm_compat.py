@@ -57,6 +57,8 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
     else:
         _draw_nothing_for_cut_prompts(llm)
     _leave_global_generators_alone(llm, device)
+    if device.type == "cpu" and "speculative_config" in kwargs:
+        _expand_in_torch()
     return llm
 
 
@@ -69,7 +71,7 @@ class _OwnDraws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.randint, Tensor.exponential_) and kwargs.get("generator") is None:
+        if func in (torch.rand, torch.randint, Tensor.exponential_) and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._own}
         return func(*args, **kwargs)
 
@@ -83,7 +85,16 @@ def _leave_global_generators_alone(llm: Any, device: torch.device) -> None:
     """
     own = torch.Generator(device=device)
     draws = _OwnDraws(own) if device.type == "cpu" else nullcontext()
-    sampler = getattr(llm.collective_rpc(lambda worker: worker.model_runner)[0].sampler, "topk_topp_sampler", None)
+    runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    if (rejection := getattr(runner, "rejection_sampler", None)) is not None:  # with speculative decoding
+        reject = rejection.forward
+
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            with _OwnDraws(own):
+                return reject(*args, **kwargs)
+
+        rejection.forward = chosen
+    sampler = getattr(runner.sampler, "topk_topp_sampler", None)
     if sampler is None:  # the second model runner: its noise is a function of seeds alone
         return
     forward = sampler.forward
@@ -117,6 +128,21 @@ def _draw_nothing_for_cut_prompts(llm: Any) -> None:
             batch.generators.update(resting)
 
     runner.sample_tokens = sample
+
+
+def _expand_in_torch() -> None:
+    """On CPU vLLM 0.32 writes the temperatures of draft tokens into a copy, rounded to whole numbers, and throws it
+    away: drafts are then accepted by chance. Source: vllm/utils/cpu_triton_utils.py, _expand_kernel_impl."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(
+        x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+    ) -> Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+        put = torch.where(x == replace_from, torch.full_like(x, replace_to), x) if replace_from != replace_to else x
+        return put.repeat_interleave(counts, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def _do_not_compile_token_ranks() -> None:

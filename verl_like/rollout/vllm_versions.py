@@ -45,6 +45,7 @@ ON_CPU = (
     "vllm.v1.sample.ops.topk_topp_sampler: TopKTopPSampler.forward_cpu",
     "vllm.v1.sample.sampler: batched_count_greater_than",
 )
+OF_SPECULATION = ("vllm.v1.sample.rejection_sampler: RejectionSampler.forward expand_batch_to_tokens",)
 OF_ADAPTERS = (
     "vllm.config.lora: MaxLoRARanks",
     "vllm.lora.lora_model: LoRAModel.from_lora_tensors",
@@ -86,10 +87,11 @@ def version() -> str:
     )
 
 
-def require_names(device: torch.device, *, adapters: bool, images: bool) -> None:
+def require_names(device: torch.device, *, adapters: bool, images: bool, speculates: bool = False) -> None:
     """Before the start. ValueError, with what is missing, where vLLM cannot be driven; a warning for untested ones."""
     found = version()
     wanted = [*USED, *(ON_CPU if device.type == "cpu" else ()), *(OF_ADAPTERS if adapters else ())]
+    wanted += OF_SPECULATION if speculates else ()
     missing = missing_names([*wanted, *(OF_IMAGES if images else ())])
     _refuse(found, missing)
     if found.partition("+")[0] not in TESTED:

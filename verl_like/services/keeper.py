@@ -99,7 +99,8 @@ def _guard(worker_pid: int, temporary: str) -> None:
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+            with contextlib.suppress(OSError):  # SIGKILL has no handler to put back
+                signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
             os.kill(os.getpid(), os.WTERMSIG(status))
     finally:
         os._exit(os.WEXITSTATUS(status))

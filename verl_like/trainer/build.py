@@ -19,11 +19,16 @@ from verl_like.batch import Prompt
 from verl_like.checkpoint.layout import recover
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE
-from verl_like.config import DataConfig, PPOConfig, RewardModelConfig
+from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.placement import has_further_pools
-from verl_like.config.roles import ACTOR, REWARD, ROLLOUT, needs_critic, reward_network, roles_of
+from verl_like.config.roles import (
+    ACTOR,
+    ROLLOUT,
+    needs_critic,
+    roles_of,
+)
 from verl_like.data.build import build_dataset
 from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset, make_encoder
@@ -42,7 +47,6 @@ from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.models.cost import ModelCost
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import (
-    check_score_head,
     check_ulysses,
     load_hf_config,
     load_tokenizer,
@@ -58,7 +62,7 @@ from verl_like.observe.run_folder import SAMPLES
 from verl_like.observe.sample_store import SampleStore
 from verl_like.observe.trackers import build_trackers
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.model_score import ModelScore
+from verl_like.rollout.build import require_quantization
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
@@ -76,7 +80,8 @@ from verl_like.trainer.replicas import RolloutGroup, StandingRolloutGroup
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import self_check, try_out
-from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardModelGroup, RoleGroup
+from verl_like.trainer.reward_models import load_reward_model, use_reward_model
+from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.told import start_phase, worker_start_text
@@ -135,6 +140,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
             "validate in a run; `verl-like eval` asks it, or set name=vllm"
         )
     device, ranks_per_node = resolve_world(config)
+    require_quantization(config.actor_rollout_ref.rollout, device)
     check_own_code(config)
     toolbox = open_toolbox(config, stack)
     inputs = load_inputs(config, toolbox)
@@ -229,9 +235,11 @@ def started(
             groups = stack.enter_context(workers(ready.spec, ready.device))
         pools = Pools(groups, plan, config.trainer.rpc_timeout)
         logger.info("start: %s", worker_start_text(pools.ask("start_seconds")))
-        if REWARD in plan.roles:
-            scorer = RewardModelGroup(pools.of(REWARD), plan, balance=True, timeout_s=config.trainer.rpc_timeout)
-            rewards.use_model(model_score(config, inputs, scorer))
+        tokenizers = inputs.reward_tokenizers or (inputs.tokenizer, None)
+        use_reward_model(config, plan, pools, rewards, tokenizers)
+        if rewards.awaits_servers:
+            with input_errors():
+                try_rewards(config, inputs, rewards)
         stop = stack.enter_context(graceful_interrupt())
         timeout = config.trainer.rpc_timeout
         peaks = {name: group.call_all("device_peak").wait(timeout=timeout) for name, group in groups.items()}
@@ -253,17 +261,15 @@ def check_rewards(config: PPOConfig, inputs: Inputs, rewards: RewardManager) -> 
     for dataset in filter(None, (inputs.train, inputs.val)):
         refuse_missing_answers(config, dataset)
     rewards.warn_of_unknown_sources(source for source, _ in styles)
+    if not rewards.awaits_servers:
+        try_rewards(config, inputs, rewards)
+
+
+def try_rewards(config: PPOConfig, inputs: Inputs, rewards: RewardManager) -> None:
+    """Grade a few responses before the first step, as soon as the graders can."""
     try_out(inputs.train, rewards)
     if config.data.self_check_rows and rewards.rule_grades:
         self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
-
-
-def model_score(config: PPOConfig, inputs: Inputs, scorer: RewardModelGroup) -> ModelScore:
-    """The reward model's side of the scores, with its own tokenizer where input_tokenizer says that texts differ."""
-    policy_tokenizer, own_tokenizer = inputs.reward_tokenizers or (inputs.tokenizer, None)
-    return ModelScore(
-        config.reward_model, scorer.scores, policy_tokenizer=policy_tokenizer, own_tokenizer=own_tokenizer
-    )
 
 
 @contextmanager
@@ -397,7 +403,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
             f"actor_rollout_ref.model.path={model.path}: its vocabulary has {vocab_size} ids, but the tokenizer "
             f"({data.tokenizer or model.path}) knows {len(tokenizer)}; set data.tokenizer to the model's own tokenizer"
         )
-    reward_tokenizers = load_reward_model(config.reward_model) if config.reward_model.enable else None
+    reward_tokenizers = load_reward_model(config)
     seed = config.trainer.seed
     options: dict[str, Any] = {"seed": seed, "tools": () if toolbox is None else toolbox.schemas}
     vision = processor_of(model, hf_config)
@@ -435,20 +441,6 @@ def environment_datasets(
     batch = {"batch_size": data.train_batch_size, "steps": settings.total_training_steps}
     train = EnvironmentDataset.train(config.env, encoder, seed=settings.seed, **batch)
     return train, EnvironmentDataset.val(config.env, encoder, seed=settings.seed) if config.env.val.tags else None
-
-
-def load_reward_model(section: RewardModelConfig) -> tuple[Any, Any] | None:
-    """Check the reward model; the two tokenizers of reward_model.model.input_tokenizer, None without it."""
-    network, model, key = reward_network(section), section.model, "reward_model.model.path"
-    network_hf = load_hf_config(network, key)
-    refuse_vision(network_hf, key, "name a text model")
-    if section.worker_class is None:
-        check_score_head(network, network_hf, key)
-    check_ulysses(network, network_hf, section.ulysses_sequence_parallel_size)
-    if model.input_tokenizer is None:
-        return None
-    policy = load_tokenizer(model.input_tokenizer, model.trust_remote_code, "reward_model.model.input_tokenizer")
-    return policy, load_tokenizer(network.path, model.trust_remote_code, key)
 
 
 def check_tensor_parallel(config: PPOConfig, hf_config: PretrainedConfig) -> None:

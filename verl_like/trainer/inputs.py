@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl_like.config import PPOConfig
-from verl_like.config.roles import needs_critic
+from verl_like.config.roles import generates, needs_critic
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import ForeignDataset
 from verl_like.models.families import refuse_vision, sees
@@ -50,6 +50,7 @@ def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
     own = config.custom_reward_function.path is not None or reward.judge.url is not None
     parts = [name for table in reward.weights.values() for name in table]
     others = [reward.rule or "", *reward.rule_by_source.values(), reward.reward_manager, *parts]
+    own = own or generates(reward, config.custom_reward_function)
     if own or (reward.enable and reward.rule_weight == 0) or any(map(is_reference, others)):
         return
     for file in dataset.files if type(dataset) is PromptDataset else ():  # a class of the user's may know answers

@@ -52,11 +52,18 @@ class Probe:
     The mean is what is limited and calibrated. The largest difference is one unlikely token in a context no model was
     trained on: after some training float32 rounding alone makes it 5e-5 or more, while the mean stays below 5e-6. So it
     only has to stay within a hundred times the limit, which a fault in a few rows of one tensor does not. With a 16-bit
-    format on either side it says nothing and is not limited.
+    format on either side, or an engine that quantises, it says nothing and is not limited.
     """
 
-    def __init__(self, rollout_dtype: torch.dtype, trainer_dtype: torch.dtype, tolerance: float | None) -> None:
-        self._exact = rollout_dtype == trainer_dtype == torch.float32
+    def __init__(
+        self,
+        rollout_dtype: torch.dtype,
+        trainer_dtype: torch.dtype,
+        tolerance: float | None,
+        *,
+        quantised: bool = False,
+    ) -> None:
+        self._exact = rollout_dtype == trainer_dtype == torch.float32 and not quantised
         self._limits = _EXACT if self._exact else _HALF
         self._fixed = tolerance
         self._calibrated: float | None = None

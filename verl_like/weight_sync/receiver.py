@@ -23,6 +23,7 @@ from verl_like.weight_sync.channel import ChannelError, ReceivingEnd
 from verl_like.weight_sync.header import Header, Wanted
 from verl_like.weight_sync.ledger import WeightLedger
 from verl_like.weight_sync.probe import Gap, Probe
+from verl_like.weight_sync.quantised import QuantisedLedger
 from verl_like.weight_sync.verdict import Problems, Receipt, WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class WeightReceiver:
         self._name = name.format(process.rank)
         self._names = [name.format(rank) for rank in range(process.world_size)]
         self._whole_first = config.load_format == LoadFormat.dummy_hf
-        self._tolerance = config.sync_probe_tolerance
+        self._tolerance, self._quantization = config.sync_probe_tolerance, config.quantization
+        self._quantised: QuantisedLedger | None = None  # of the sync under way
         self._probe: Probe | None = None
         self._has_said = False
 
@@ -120,10 +122,12 @@ class WeightReceiver:
             self._rollout.unload()
         errors: list[Exception] = []
         coming, problems = _recording(stream, errors), list[str]()
+        watched = ledger.watch(coming)
+        if self._quantization is not None and header.checksums is not None:
+            self._quantised = QuantisedLedger(self._quantization)
+            watched = self._quantised.watch(watched)
         try:
-            self._rollout.load_weights(
-                self._order(ledger.watch(coming)), header.version, partial=partial, mark=header.mark
-            )
+            self._rollout.load_weights(self._order(watched), header.version, partial=partial, mark=header.mark)
         except Exception as error:
             if not errors:
                 logger.exception("loading weights into the rollout engine failed")
@@ -143,15 +147,20 @@ class WeightReceiver:
     def _proved(self, header: Header, ledger: WeightLedger) -> tuple[int, Gap]:
         """After a load: how many tensors were compared inside the engine, and the probe's gap."""
         held: list[tuple[str, int]] = []
+        quantised: list[tuple[str, Tensor]] = []
 
         def look_inside() -> list[str]:
             held.extend(self._rollout.weight_checksums(header.shapes))
+            if self._quantised is not None:
+                quantised.extend(self._rollout.weight_sketches(header.shapes))
+                if problems := self._quantised.differences(quantised):
+                    return problems
             stale = self._rollout.cached_tokens()
             cache = [f"the prefix cache was not emptied: {stale} tokens of a prompt of before"] if stale else []
             return ledger.differences(held) + cache
 
         self._checked("reading the rollout engine", look_inside)
-        names = {name for name, _ in held}
+        names = {name for name, _ in held} | {name for name, _ in quantised}
         if not self._has_said and len(names) < len(header.shapes):
             left_out = sorted(header.shapes.keys() - names)
             logger.info("%d tensors cannot be compared inside the engine: %s ...", len(left_out), left_out[:3])
@@ -160,7 +169,8 @@ class WeightReceiver:
 
     def _compare(self, header: Header) -> Gap:
         if self._probe is None:
-            self._probe = Probe(self._rollout.dtype, header.trainer_dtype, self._tolerance)
+            quantised = self._quantization is not None
+            self._probe = Probe(self._rollout.dtype, header.trainer_dtype, self._tolerance, quantised=quantised)
         probe, text, gaps = self._probe, header.probe, list[Gap]()
         assert text is not None
 

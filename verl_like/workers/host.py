@@ -27,6 +27,7 @@ from verl_like.workers.profiling import WorkerProfiler
 from verl_like.workers.reference import ReferenceRole
 from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.reward import build_reward_worker
+from verl_like.workers.reward_server import RewardServer
 from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
 from verl_like.workers.weights import WeightsReceiver, WeightsSender, WeightsWithin
@@ -43,7 +44,7 @@ _MEASURED = {  # calls whose memory is told, under the names of the step's clock
     (CRITIC, "update"): "update_critic",
 }
 _ANY_PHASE = frozenset(
-    {"saved", "open_link", "listen", "join", "wanted", "unload"}
+    {"saved", "where", "open_link", "listen", "join", "wanted", "unload"}
 )  # methods that touch no device memory
 
 
@@ -70,9 +71,10 @@ class RoleHost:
 
     def _build(self, spec: WorkerSpec, env: RankEnv) -> None:
         """The rollout engine comes last: at its start gpu_memory_utilization of the device must be free."""
+        plans = spec.plan.roles
         makers = {
             CRITIC: lambda: CriticRole(spec, self.process),
-            REWARD: lambda: build_reward_worker(spec, self.process),
+            REWARD: lambda: build_reward_worker(spec, self.process) if REWARD in plans else RewardServer(spec, env),
             ACTOR: lambda: ActorRole(spec, self.process),
             REF: lambda: ReferenceRole(spec, self.process, self.roles.get(ACTOR)),
             ROLLOUT: lambda: RolloutRole(spec, self.process, env),
@@ -134,8 +136,8 @@ class RoleHost:
     def shutdown(self) -> None:
         """Stop the rollout engine before the process group: vLLM's exit handler still talks to its peers."""
         try:
-            for name, end in ((WEIGHTS, "close"), (ROLLOUT, "shutdown")):
-                if name in self.roles:
+            for name, end in ((WEIGHTS, "close"), (ROLLOUT, "shutdown"), (REWARD, "shutdown")):
+                if hasattr(self.roles.get(name), end):
                     getattr(self.roles[name], end)()
         finally:
             shutdown_distributed()
@@ -150,7 +152,8 @@ def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:
     """The recorder of this rank, with the section of each role that it hosts; the actor's covers generation and weight
     sync."""
     plans = spec.plan.roles
-    sections = {name: plans[ACTOR if name == ROLLOUT else name].config.profiler for name in spec.roles}
+    models = {name: ACTOR if name == ROLLOUT else name for name in spec.roles}
+    sections = {name: plans[model].config.profiler for name, model in models.items() if model in plans}
     if ACTOR in sections or ROLLOUT in sections:
         sections[WEIGHTS] = plans[ACTOR].config.profiler
     return WorkerProfiler(

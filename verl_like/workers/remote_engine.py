@@ -176,6 +176,9 @@ class RemoteEngine(EngineBase):
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
         return self._there.call("weight_checksums", dict(shapes))
 
+    def weight_sketches(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, Tensor]]:
+        return self._there.call("weight_sketches", dict(shapes))
+
     def unload(self) -> None:
         super().unload()
         self._call_living("unload")

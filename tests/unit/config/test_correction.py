@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from verl_like.config.correction import Bounds, Rejection, parse_rejections, wei
 from verl_like.config.correction_aliases import PRESETS, Change, correction_spellings
 from verl_like.trainer.compose import compose, compose_with_warnings
 
+INT8 = "actor_rollout_ref.rollout.quantization=int8"
 S, A, R = "algorithm.rollout_correction", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ["algorithm=grpo", f"{R}.n=2", "data.train_batch_size=256"]
 
@@ -184,3 +186,28 @@ def test_a_whole_batch_mean_is_taken_before_the_update() -> None:
 
 def test_remax_alone_is_not_warned_about() -> None:
     assert not [line for line in compose_with_warnings([*GRPO, "algorithm.adv_estimator=remax"])[1] if "remax" in line]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([INT8, f"{R}.name=hf"], f"quantization=int8 without {S}.rollout_is: responses are sampled from other"),
+        ([INT8, f"{R}.name=vllm", f"{S}.rollout_is=token"], "set name=hf, or quantization=null"),
+        ([f"{R}.quantization=fp8", f"{R}.name=sglang", f"{S}.rollout_is=token"], "SGLang takes no weights after"),
+        ([f"{R}.quantization=int4"], "quantization='int4': Did you mean 'int8'"),
+        (
+            [f"{R}.engine_kwargs.vllm.speculative_config={{method: eagle}}", f"{R}.name=vllm"],
+            "a draft model would not follow the policy's",
+        ),
+    ],
+)
+def test_what_engines_cannot_be_asked_for(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compose([*GRPO, *overrides])
+
+
+def test_quantised_rollout_composes_with_its_correction() -> None:
+    assert (
+        compose([*GRPO, INT8, f"{R}.name=hf", f"{S}.rollout_is=token"]).actor_rollout_ref.rollout.quantization == "int8"
+    )
+    compose([*GRPO, INT8, f"{R}.name=hf", f"{S}.bypass_mode=true"])

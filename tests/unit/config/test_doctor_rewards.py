@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.roles import hosted_roles, roles_of
 from verl_like.trainer.compose import compose_with_warnings
 
 R, G = "actor_rollout_ref.rollout", "algorithm=grpo"
@@ -12,6 +13,8 @@ ADDITIONAL = "actor_rollout_ref.rollout.scheduler.additional_prompts"
 GRPO = [G, f"{R}.n=4"]
 FILTER = "algorithm.filter_groups"
 JUDGE = "reward_model.judge.url=http://localhost/v1"
+MODEL = ["reward_model.enable=true", "reward_model.model.path=m"]
+SERVED = [*MODEL, "reward_model.model_type=generative", "reward_model.rollout.name=vllm"]
 BUFFER = "reward_model.overlong_buffer"
 
 
@@ -54,6 +57,14 @@ BUFFER = "reward_model.overlong_buffer"
         ([f"{R}.outcomes.grader_error=retry", f"{R}.scheduler.mode=batch"], "too late to sample one again"),
         ([f"{R}.outcomes.tool_error=mask"], "choose one of drop, retry; its reward is not known"),
         (["reward_model.reward_manager=a.py:A", "reward_model.weights={x: {gsm8k: 1}}"], "gives the whole reward"),
+        ([*SERVED, "reward_model.rollout.name=null"], "model_type=generative without reward_model.rollout.name"),
+        ([*SERVED, JUDGE], "the judge would be two"),
+        ([*SERVED, "reward_model.judge.max_tokens=4096"], "judge.max_tokens=4096 is more than the server's"),
+        ([*SERVED, "reward_model.reward_manager=a.py:A"], "a class of your own is not told where the server is"),
+        ([*SERVED, "reward_model.rollout.free_cache_engine=true"], "free_cache_engine=True: not available yet"),
+        ([*SERVED, "reward_model.rollout.gpu_memory_utilization=0.6"], "are more than 1 together, on the same"),
+        ([*SERVED, "reward_model.judge.prompt=a", "reward_model.judge.prompt_file=b"], "leave one out"),
+        ([*SERVED, "reward_model.rollout.name=trtllm"], "choose one of vllm, sglang"),
         ([JUDGE, "custom_reward_function.path=a.py"], "custom_reward_function.path: the judge would never be asked"),
         ([JUDGE, "reward_model.weights={x: {gsm8k: 1}}"], "reward_model.weights: the judge would never be asked"),
         ([JUDGE, "reward_model.reward_manager=a.py:A"], "reward_manager=a.py:A: the judge would never be asked"),
@@ -154,3 +165,25 @@ def test_a_reward_model_alone_leaves_graders_without_work() -> None:
     warnings = str(compose_with_warnings([*model, *keys])[1])
     assert "data.self_check_rows" in warnings and "reward_model.weights" in warnings
     assert "data.self_check_rows" not in str(compose_with_warnings([*model, *keys, "reward_model.rule_weight=1"])[1])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hosted"),
+    [
+        ([*MODEL, "reward_model.rollout.name=vllm"], "plan"),  # verl: without a function it is a classifier
+        ([*MODEL, "reward_model.rollout.name=vllm", "custom_reward_function.path=a.py"], "server"),
+        (SERVED, "server"),
+        ([*SERVED, "reward_model.enable=false"], ""),
+    ],
+)
+def test_which_reward_models_are_served(overrides: list[str], hosted: str) -> None:
+    config, warnings = compose_with_warnings(overrides)
+    assert ("reward" in hosted_roles(config)) is bool(hosted)
+    assert ("reward" in roles_of(config)) is (hosted == "plan")
+    idle = [line for line in warnings if "reward_model.rollout.name has no effect" in line]
+    assert bool(idle) is (hosted != "server")
+
+
+def test_a_served_model_leaves_the_classifiers_keys_idle() -> None:
+    _, warnings = compose_with_warnings([*SERVED, "reward_model.micro_batch_size_per_gpu=3"])
+    assert any("micro_batch_size_per_gpu has no effect" in line and "writes text" in line for line in warnings)

@@ -139,7 +139,6 @@ def test_did_you_mean(typed, meant):
     "typed",
     [
         "actor_rollout_ref.ref.router.enable",
-        "reward_model.rollout.name",
         "reward_model.model.type",
         "environment.train.seed",
         "actor_rollout_ref.rollout.seed",

@@ -70,6 +70,12 @@ def test_scripts_for_our_engines_compose_or_are_refused_for_a_known_reason(outco
     assert [script for _, script in REFUSED if script not in page] == []
 
 
+RM_CONFIG = (
+    "hydra:\n  searchpath:\n    - file://verl/trainer/config\n\ndefaults:\n  - ppo_trainer\n  - _self_\n\n"
+    "reward_model:\n  _target_: verl.workers.config.RewardModelConfig\n"
+)
+
+
 def sglang_configs(folder: Path) -> None:
     """The files that verl's SGLang scripts name with --config-name, whose folders are in its repository alone: the same
     keys in our words."""
@@ -95,19 +101,26 @@ def sglang_configs(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
 
 
-def test_scripts_for_sglang_compose(shared_data: Path, tmp_path: Path) -> None:
-    """30 of 33, with their configuration files: the others' reward model is one that generates."""
+def test_scripts_for_sglang_compose(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 33, with their configuration files, and with the reward functions that ask a model that generates."""
     sglang_configs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rm_config.yaml").write_text(RM_CONFIG)
+    (tmp_path / "recipe" / "fapo").mkdir(parents=True)
+    for name in ("reward_fn.py", "reward_fn_reasoning.py"):
+        (tmp_path / "recipe" / "fapo" / name).write_text("def compute_score_fapo(**kwargs): ...")
     commands = [json.loads(line) for line in (shared_data / "verl_commands.jsonl").read_text().splitlines()]
-    refused = []
+    count, served = 0, []
     for command in (command for command in commands if command["kind"] == "sglang"):
         here = [f"--config-path={tmp_path}" if a.startswith("--config-path=") else a for a in command["argv"]]
+        here = [str(tmp_path) if argument.endswith("recipe/fapo/config") else argument for argument in here]
         found = outcome({**command, "argv": here})
-        if found.plan is None:
-            refused.append((found.script, found.error))
-    fapo = ["recipe/fapo/run_fapo_32b.sh", "recipe/fapo/run_fapo_7b.sh", "recipe/fapo/run_fapo_32b.sh"]
-    assert [script for script, _ in refused] == fapo, refused
-    assert all("no file" in error or "would never be called" in error for _, error in refused)
+        assert found.plan is not None, (found.script, found.error)
+        count += 1
+        if any(pool.roles == ("reward",) for pool in found.plan.pools):
+            served.append(found.script)
+    assert count == 33
+    assert served == ["recipe/fapo/run_fapo_32b.sh", "recipe/fapo/run_fapo_7b.sh", "recipe/fapo/run_fapo_32b.sh"]
 
 
 @pytest.mark.parametrize(
@@ -143,10 +156,7 @@ def test_micro_batches_are_what_the_script_says(
 
 def test_a_yaml_of_verls_recipes_composes(tmp_path: Path) -> None:
     """recipe/fapo: hydra's search path, verl's entry config, a class name."""
-    (tmp_path / "rm_config.yaml").write_text(
-        "hydra:\n  searchpath:\n    - file://verl/trainer/config\n\ndefaults:\n  - ppo_trainer\n  - _self_\n\n"
-        "reward_model:\n  _target_: verl.workers.config.RewardModelConfig\n"
-    )
+    (tmp_path / "rm_config.yaml").write_text(RM_CONFIG)
     seen: list[PPOConfig] = []
     run_main(seen.append, ["--config-path", str(tmp_path), "--config-name", "rm_config.yaml", "data.seed=3"])
     assert seen[0].data.seed == 3

@@ -1,0 +1,31 @@
+"""Sketches of matrices: what is left of W in W @ R, with R fixed random signs. They add up over parts, as checksums do.
+
+For a copy that is not exact (quantised weights), compared without keeping the original: if it differs by e, the
+sketches do by e @ R, which is normal with the deviation of e's rows. Source: Alon, Matias and Szegedy, "The space
+complexity of approximating the frequency moments" (1996).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from verl_like.parallel.checksum import Slice
+
+WIDTH = 8
+
+
+def sketch(part: Slice) -> Tensor:
+    """What a part of a matrix adds to the sketch of its rows: float64 [r, WIDTH], on the CPU."""
+    signs_CK = _signs(part.column + part.values.shape[1])[part.column :].to(part.values.device)
+    return (part.values.detach().float() @ signs_CK).double().cpu()
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(count: int) -> Tensor:
+    """The first rows of R, the same in every process."""
+    with torch.inference_mode(False):
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(2, (count, WIDTH), generator=generator).float().mul_(2).sub_(1)

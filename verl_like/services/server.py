@@ -1,0 +1,107 @@
+"""A program that serves HTTP for the run: started, waited for, looked after, and ended with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from verl_like.services import keeper
+
+# The keeper's worker becomes the program: what it starts ends with it, and it ends with this process.
+_BOOTSTRAP = (
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[3]); from verl_like.services.keeper import keep; "
+    "keep(int(sys.argv[1]), os.open(os.devnull, os.O_RDONLY), sys.argv[2]); os.execvp(sys.argv[4], sys.argv[4:])"
+)
+_LOOK_S = 0.2
+_END_S = 15.0
+_TAIL_BYTES, _TAIL_LINES = 8192, 15
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or is not there any more."""
+
+
+class Server:
+    """One such program. health: the URL that answers 200 once it serves. log: file of its output, appended to.
+
+    `start` and `wait_ready`, then `end`. environment: on top of this process's.
+    """
+
+    def __init__(self, command: Sequence[str], *, health: str, log: Path, environment: Mapping[str, str]) -> None:
+        self._command, self._health, self.log = list(command), health, log
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="verl_like_server_")  # its temporary files; the keeper removes it
+        arguments = [str(os.getpid()), folder, json.dumps(sys.path), *self._command]
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._environment, "TMPDIR": folder},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process that looks after it."""
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when it serves. ServerError, with the end of its log, when it ended or takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while not answers(self._health, _LOOK_S * 10):
+            if (ended := self.ended()) or time.monotonic() > deadline:
+                what = ended or f"does not serve after {timeout_s:g} s"
+                self.end()
+                raise ServerError(f"the server {what}; the end of {self.log}:\n{tail(self.log)}")
+            time.sleep(_LOOK_S)
+
+    def ended(self) -> str:
+        """How it ended; "" while it runs."""
+        assert self._process is not None, "the server was not started"
+        code = self._process.poll()
+        return "" if code is None else f"has ended (exit code {code})"
+
+    def end(self) -> None:
+        """Kill it, and everything that it started. Safe to call twice."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, keeper.END)
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def answers(url: str, timeout_s: float) -> bool:
+    """Whether a GET of this URL is answered with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as reply:
+            return reply.status == 200
+    except (OSError, ValueError):  # nobody listens, or says something else than HTTP
+        return False
+
+
+def tail(log: Path) -> str:
+    """The last lines of a file."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])

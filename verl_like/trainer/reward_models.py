@@ -1,0 +1,55 @@
+"""What the trainer has of a reward model: its check, its scores, its servers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from verl_like.cluster.worker_group import WorkerDied
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.roles import REWARD, classifies, generates, reward_network
+from verl_like.models.families import refuse_vision
+from verl_like.models.loading import check_score_head, check_ulysses, load_hf_config, load_tokenizer
+from verl_like.rewards.manager import RewardManager
+from verl_like.rewards.model_score import ModelScore
+from verl_like.rewards.served import ServedModel
+from verl_like.trainer.pools import Pools
+from verl_like.trainer.roles import RewardModelGroup
+
+
+def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
+    """Check the reward model, where there is one; the two tokenizers of reward_model.model.input_tokenizer, None
+    without it."""
+    section, key = config.reward_model, "reward_model.model.path"
+    network, model = reward_network(section), section.model
+    if generates(section, config.custom_reward_function):
+        load_hf_config(network, key)
+    if not classifies(section, config.custom_reward_function):
+        return None
+    network_hf = load_hf_config(network, key)
+    refuse_vision(network_hf, key, "name a text model")
+    if section.worker_class is None:
+        check_score_head(network, network_hf, key)
+    check_ulysses(network, network_hf, section.ulysses_sequence_parallel_size)
+    if model.input_tokenizer is None:
+        return None
+    policy = load_tokenizer(model.input_tokenizer, model.trust_remote_code, "reward_model.model.input_tokenizer")
+    return policy, load_tokenizer(network.path, model.trust_remote_code, key)
+
+
+def use_reward_model(
+    config: PPOConfig, plan: BatchPlan, pools: Pools, rewards: RewardManager, tokenizers: tuple[Any, Any]
+) -> None:
+    """Let the graders know the reward model of these workers, where there is one. tokenizers: of the policy's texts,
+    and of the reward model where these differ (None: it reads the policy's tokens)."""
+    section, timeout_s = config.reward_model, config.trainer.rpc_timeout
+    if rewards.awaits_servers:
+        found = pools.of(REWARD).call_all(f"{REWARD}.where").wait(timeout=timeout_s)
+        lost = partial(WorkerDied, rank=0, method="where")  # as a worker is: trainer.max_restarts begins again
+        places = [place for place in found if place is not None]
+        rewards.use_servers(ServedModel(path=section.model.path or "", places=places, lost=lost))
+    elif REWARD in plan.roles:
+        scorer = RewardModelGroup(pools.of(REWARD), plan, balance=True, timeout_s=timeout_s)
+        policy, own = tokenizers
+        rewards.use_model(ModelScore(section, scorer.scores, policy_tokenizer=policy, own_tokenizer=own))
