@@ -38,7 +38,7 @@ from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rollout import random_weights
 from verl_like.bench.shapes import MODELS, Workload
 from verl_like.data.chat import PromptEncoder
-from verl_like.episodes.answering import Answering, Asker, Collection
+from verl_like.episodes.answering import Answering, Asker, Collection, Trail
 from verl_like.episodes.episode import Ask, Episode, EpisodeRunner, Turn
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.tool_agent import Bounds, ToolAgent
@@ -228,7 +228,8 @@ async def play(
 
     async def run(number: int) -> Episode:
         prompt = _prompt(encoder, number, name)
-        return await runner.run(prompt, 0, _Timed(Asker(collection, prompt, 0, sampling), work.lengths[number]))
+        ask = Asker(collection, Trail(prompt, 0), sampling)
+        return await runner.run(prompt, 0, _Timed(ask, work.lengths[number]))
 
     ended = await asyncio.gather(*map(run, episodes))
     for number, episode in zip(episodes, ended, strict=True):

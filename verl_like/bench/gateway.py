@@ -24,7 +24,7 @@ from verl_like.bench.bars import bar
 from verl_like.bench.inputs import word_tokenizer
 from verl_like.bench.report import Report, Row, finish
 from verl_like.data.chat import PromptEncoder
-from verl_like.episodes.answering import Answering, Asker, Collection
+from verl_like.episodes.answering import Answering, Asker, Collection, Trail
 from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.gateway.server import GatewayServer
 from verl_like.episodes.gateway.session import Rules, Session
@@ -77,7 +77,7 @@ class Bench:
         arrivals = Arrivals(asyncio.get_running_loop())
         collection = Collection(how, self.router, cast(RewardManager, None), arrivals)  # nothing is graded
         row = PromptRow(index=number, data_source="bench/gateway", messages=[])
-        return Asker(collection, Prompt(ids=[7], row=row, group=number, position=number), 0, sampling)
+        return Asker(collection, Trail(Prompt(ids=[7], row=row, group=number, position=number), 0), sampling)
 
 
 def main(arguments: argparse.Namespace) -> Report:

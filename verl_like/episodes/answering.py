@@ -98,7 +98,7 @@ class Group:
     members: list[Member]
     has_baseline: bool = False
     scores: Scores | None = None  # of the episodes, where the group had to be judged
-    discarded: Sequence[Asker] = ()
+    discarded: Sequence[Trail] = ()
 
     @property
     def sampled(self) -> list[Member]:
@@ -133,7 +133,7 @@ class Collection:
     kept: dict[int, Kept] = field(default_factory=dict)  # by sample: what a checkpoint has of it
     on_end: Callable[[], None] = lambda: None
     ended: bool = False
-    askers: list[Asker] = field(default_factory=list)
+    trails: list[Trail] = field(default_factory=list)
     _to_grade: list[Member] = field(default_factory=list)
 
     async def group(self, prompt: Prompt) -> Group:
@@ -145,8 +145,8 @@ class Collection:
         if not how.n_redundant:
             return Group(prompt, await all_of([*members, *baseline]), has_baseline=how.greedy_too)
         kept, ended = await first_of(members, how.n, lambda member: member.episode.failure is None, baseline)
-        begun = [asker for asker in self.askers if asker.prompt is prompt and asker.sample < how.num_begun]
-        discarded = [asker for asker in begun if asker.sample not in kept]
+        begun = [trail for trail in self.trails if trail.prompt is prompt and trail.sample < how.num_begun]
+        discarded = [trail for trail in begun if trail.sample not in kept]
         return Group(prompt, [*kept.values(), *ended], has_baseline=how.greedy_too, discarded=discarded)
 
     async def end(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -159,14 +159,14 @@ class Collection:
                     logger.error("an episode that was no longer wanted goes on: %r", task.get_coro())
                 elif not task.cancelled() and isinstance(error := task.exception(), Exception):
                     logger.warning("an episode that was no longer wanted failed", exc_info=error)
-        requests = {name: future for asker in self.askers for name, future in asker.requests if not future.done()}
+        requests = {name: future for trail in self.trails for name, future in trail.requests if not future.done()}
         if requests:
             self.client.abort(list(requests))
             await asyncio.wait([asyncio.wrap_future(each) for each in requests.values()], timeout=GRACE_S)
 
     def sampled_tokens(self) -> list[int]:
         """Of each episode that was begun, without baselines: tokens sampled so far."""
-        return [asker.num_sampled() for asker in self.askers if asker.sample < self.how.num_begun]
+        return [trail.num_sampled() for trail in self.trails if trail.sample < self.how.num_begun]
 
     async def _member(self, prompt: Prompt, sample: int, sampling: SamplingParams) -> Member:
         """One episode; where it is lost, and the policy is to retry, another one in its place, with other seeds."""
@@ -195,10 +195,10 @@ class Collection:
         return "grader_error" if score is None else None
 
     async def _attempt(self, prompt: Prompt, sample: int, sampling: SamplingParams, attempt: int) -> Episode:
-        ask = Asker(self, prompt, sample, sampling, attempt)
-        self.askers.append(ask)
+        trail = Trail(prompt, sample, attempt)
+        self.trails.append(trail)
         try:
-            return await self._in_time(prompt, self._run(ask))
+            return await self._in_time(prompt, self._run(Asker(self, trail, sampling)))
         except EpisodeAborted as error:
             if self.ended:
                 raise
@@ -206,7 +206,7 @@ class Collection:
 
     async def _run(self, ask: Asker) -> Episode:
         try:
-            return await self.how.runner.run(ask.prompt, ask.sample, ask)
+            return await self.how.runner.run(ask.trail.prompt, ask.trail.sample, ask)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and nobody would hear of it
             raise RuntimeError(f"{ask} tried to end the process: {error!r}") from error
         except asyncio.CancelledError as error:
@@ -245,16 +245,29 @@ class Collection:
             logger.warning("%d episodes that ended could not be given to the graders: %r", len(members), error)
 
 
+@dataclass(slots=True, eq=False)
+class Trail:
+    """What one episode has asked for. Nothing leads from here to its collection: tokens are freed with the last who
+    wants them, not when Python's collector of garbage finds a circle."""
+
+    prompt: Prompt
+    sample: int
+    attempt: int = 0  # how many episodes were lost in its place before
+    requests: list[tuple[str, Future[Completion]]] = field(default_factory=list)  # one for each turn
+
+    def num_sampled(self) -> int:
+        """Tokens of the turns that have ended, in whatever way."""
+        done = [future for _, future in self.requests if future.done() and future.exception() is None]
+        return sum(len(future.result().sampled) for future in done)
+
+
 @dataclass(slots=True)
 class Asker:
     """`Ask` for one episode: names, seeds and places its requests."""
 
     of: Collection
-    prompt: Prompt
-    sample: int
+    trail: Trail
     sampling: SamplingParams
-    attempt: int = 0  # how many episodes were lost in its place before
-    requests: list[tuple[str, Future[Completion]]] = field(default_factory=list)  # one for each turn
 
     async def __call__(
         self,
@@ -265,22 +278,23 @@ class Asker:
         media: Sequence[MediaHandle] | None = None,
     ) -> Completion:
         """See `episode.Ask`."""
-        how, group, turn = self.of.how, self.prompt.group, len(self.requests)
+        how, trail = self.of.how, self.trail
+        group, turn = trail.prompt.group, len(trail.requests)
         if self.of.ended:
             raise EpisodeAborted(f"prompt {group} is no longer wanted")
         sampling = sampling or self.sampling
         if max_tokens is not None and max_tokens < sampling.max_tokens:
             sampling = dataclasses.replace(sampling, max_tokens=max_tokens)
-        draw: tuple[int | str, ...] = (how.purpose, group, self.sample, turn)
-        if self.attempt:
-            draw += (f"retry{self.attempt}",)
+        draw: tuple[int | str, ...] = (how.purpose, group, trail.sample, turn)
+        if trail.attempt:
+            draw += (f"retry{trail.attempt}",)
         request = GenerationRequest(
             request_id="-".join(map(str, draw)),
             prompt_ids=context_ids,
             sampling=sampling,
             media=self._media_of(context_ids) if media is None else media,
             seed=None if how.seed is None else request_seed(how.seed, *draw),
-            session=f"{how.purpose}-{group}-{self.sample}" if how.spread else f"{how.purpose}-{group}",
+            session=f"{how.purpose}-{group}-{trail.sample}" if how.spread else f"{how.purpose}-{group}",
             turn=turn,
             priority=how.priority,
         )
@@ -291,31 +305,31 @@ class Asker:
 
     async def _completed(self, request: GenerationRequest) -> Completion:
         """What is sampled of this request, from what is kept of it on."""
-        name, kept = request.request_id, None
-        if not self.requests and self.attempt == 0:
-            kept = self.of.kept.pop(self.sample, None)
+        name, kept, requests = request.request_id, None, self.trail.requests
+        if not requests and self.trail.attempt == 0:
+            kept = self.of.kept.pop(self.trail.sample, None)
         if kept is not None and kept.finish_reason is not None:
             done: Future[Completion] = Future()
             done.set_result(Completion(request_id=name, sampled=kept.sampled, finish_reason=kept.finish_reason))
-            self.requests.append((name, done))
+            requests.append((name, done))
             return done.result()
         if kept is not None:
             request = dataclasses.replace(request, resume=kept.sampled)
         future = self.of.client.submit(request)
-        self.requests.append((name, future))
+        requests.append((name, future))
         try:
             return await self.of.arrivals.wait_for(future)
         except asyncio.CancelledError:  # the episode has ended, or the runner's patience with this turn
             self.of.client.abort([name])
             raise
         except ResumeError:  # the engine cannot go on from there
-            self.requests.pop()
+            requests.pop()
             return await self._completed(dataclasses.replace(request, resume=NOTHING))
 
     def _media_of(self, context_ids: list[int]) -> list[MediaHandle]:
         """The prompt's images. ValueError for a context that does not begin with the prompt: nobody knows where they
         are in it."""
-        media, ids = self.prompt.row.media, self.prompt.ids
+        media, ids = self.trail.prompt.row.media, self.trail.prompt.ids
         if media and context_ids[: len(ids)] != ids:
             raise ValueError(
                 f"{self} has images, but was asked to go on behind other tokens than those of its prompt: agent loops "
@@ -324,13 +338,8 @@ class Asker:
         return media
 
     def __str__(self) -> str:
-        row = self.prompt.row
-        return f"the episode of prompt {self.prompt.group} (dataset index {row.index}), sample {self.sample},"
-
-    def num_sampled(self) -> int:
-        """Tokens of the turns that have ended, in whatever way."""
-        done = [future for _, future in self.requests if future.done() and future.exception() is None]
-        return sum(len(future.result().sampled) for future in done)
+        prompt = self.trail.prompt
+        return f"the episode of prompt {prompt.group} (dataset index {prompt.row.index}), sample {self.trail.sample},"
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:

@@ -60,6 +60,10 @@ class _Told:
     stale_tokens: int = 0
 
 
+def _nothing() -> None:
+    pass
+
+
 class Flow:
     """Begins groups, keeps them going, and gives each step those that it trains.
 
@@ -165,14 +169,14 @@ class Flow:
         found = {name: dict(samples) for name, samples in self.kept.items()}
         for flight in self._all():
             samples: dict[int, Kept] = dict(flight.collection.kept)
-            for asker in flight.collection.askers:
-                if asker.attempt == 0 and asker.requests:
-                    name, future = asker.requests[0]
+            for trail in flight.collection.trails:
+                if trail.attempt == 0 and trail.requests:
+                    name, future = trail.requests[0]
                     done = future.result() if future.done() and future.exception() is None else None
                     if done is not None and done.finish_reason != "abort":
-                        samples[asker.sample] = Kept(sampled=done.sampled, finish_reason=done.finish_reason)
+                        samples[trail.sample] = Kept(sampled=done.sampled, finish_reason=done.finish_reason)
                     elif len(sampled := running.get(name, NOTHING)):
-                        samples[asker.sample] = Kept(sampled=sampled, finish_reason=None)
+                        samples[trail.sample] = Kept(sampled=sampled, finish_reason=None)
             if samples:
                 found[flight.prompt.group] = samples
         return found
@@ -261,6 +265,7 @@ class Flow:
     def _let_go(self, flight: _Flight) -> None:
         self._sampled_from -= flight.left > 0
         self._running, flight.left = self._running - flight.left, 0
+        flight.collection.on_end = _nothing  # a circle, that would keep the tokens
 
     def _forget(self, flight: _Flight) -> None:
         self._let_go(flight)

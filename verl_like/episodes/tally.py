@@ -95,7 +95,7 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 def race_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """redundancy/*, where more episodes were begun than are kept: how many were discarded, with how many tokens, and
     the mean length of those that are used and of all, aborted ones as far as they came: short ones win."""
-    discarded = [asker.num_sampled() for group in groups for asker in group.discarded]
+    discarded = [trail.num_sampled() for group in groups for trail in group.discarded]
     if not discarded:
         return {}
     used = [member.episode.num_sampled for group in groups for member in group.sampled]

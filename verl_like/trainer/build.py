@@ -250,7 +250,7 @@ def started(
         loader = train_loader(config, inputs.train, plan)
         parts = (loader, ready.costs, rewards, pools, report, stop, checkpoints, stack)
         trainer = assemble(config, plan, inputs, *parts, kind or trainer_class(config))
-        stack.callback(settle())
+        stack.callback(settle(seldom=config.trainer.launcher != "local"))
         yield trainer
 
 

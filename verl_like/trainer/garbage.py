@@ -1,22 +1,25 @@
-"""Python's collector of garbage in a process with millions of objects that stay, and thousands that come at once."""
+"""Python's collector of garbage in a process with a million objects that stay, and thousands that come at once."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 
-# New objects until the next look at them. Python's own 700 makes the driver of 16,000 episodes spend half of its time
-# on looks that find nothing: what episodes leave is freed without the collector.
-_NEW = 20_000
+# New objects until the collector looks through them, and looks of one kind until one of the next. Python's own numbers
+# (700, 10, 10) make the driver of 16,000 episodes spend half of its time on looks that find nothing: what episodes
+# leave is freed without them.
+_SELDOM = (50_000, 20, 20)
 
 
-def settle() -> Callable[[], None]:
-    """What is there now stays as long as the run, and is not looked through any more (a million objects of torch and
-    transformers). What undoes it."""
+def settle(*, seldom: bool) -> Callable[[], None]:
+    """What is there now (most of it torch's and transformers') stays as long as the run, and is not looked through any
+    more. seldom: look at what is new less often; not for a process with an engine, where garbage may hold the memory of
+    a device. What undoes it."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_NEW, *before[1:])
+    if seldom:
+        gc.set_threshold(*_SELDOM)
 
     def undo() -> None:
         gc.set_threshold(*before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -22,6 +23,7 @@ from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import read_prompts
 from verl_like.episodes import kept
+from verl_like.episodes.answering import Collection, Trail
 from verl_like.episodes.episode import Ask, Episode, SingleTurn
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.requests import request_seed
@@ -396,3 +398,16 @@ def test_many_runs_with_tools_that_take_time_lose_nothing(data: PromptDataset) -
     ):
         run = Steps(made, fleet).make(6)
         assert sorted(run.trained) == list(range(ROWS))
+
+
+def test_what_a_step_leaves_is_freed_at_once(data: PromptDataset) -> None:
+    """Not when Python's collector comes by: a batch's tokens are gigabytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+            Steps(made, fleet).make(6)
+            left = [each for each in gc.get_objects() if type(each) in (Trail, Collection)]
+    finally:
+        gc.enable()
+    assert left == []
