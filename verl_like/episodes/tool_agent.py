@@ -264,12 +264,14 @@ class ToolAgent:
             MediaHandle(kind=kind, path=name, column=kind, row=0, number=number + place, source=source)
             for place, (kind, source) in enumerate(media)
         ]
+        if not found:
+            return said, []
         try:
             await asyncio.to_thread(_look_through, found, self._max_megapixels)
         except MediaError as error:
             return f"Error executing tool '{name}': {error}", []
         parts = [{"type": handle.kind} for handle in found] + ([{"type": "text", "text": said}] if said else [])
-        return (parts, found) if found else (said, [])
+        return parts, found
 
     async def _reply(
         self, messages: Messages, session: str, progress: _Progress
