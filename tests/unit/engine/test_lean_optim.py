@@ -164,6 +164,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert state_bytes(resumed) == state_bytes(engine)  # states keep their precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", LEAN)
 def test_it_learns_as_float32_does(process: ProcessInfo, path: str, optimizer: str) -> None:
     """The same 20 steps on one batch, with bfloat16 weights too: the loss falls as far, to a tenth."""

@@ -90,7 +90,6 @@ def test_a_wrong_image_key(tmp_path: Path, tiny_model: Path) -> None:
     [
         "actor_rollout_ref.actor.strategy=fsdp",
         "actor_rollout_ref.actor.use_torch_compile=True",
-        "actor_rollout_ref.rollout.server=True",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
         "critic.enable=True",

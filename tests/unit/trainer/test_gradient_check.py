@@ -431,8 +431,10 @@ def test_a_mean_of_means_over_ranks_is_found(
     "settings",
     [
         [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.entropy_coeff=0.1", *FULL_KL],
-        [f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.loss_agg_mode=token-sum"],
-        ["actor_rollout_ref.model.lora_rank=4", *FULL_KL],
+        pytest.param(
+            [f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.loss_agg_mode=token-sum"], marks=pytest.mark.slow
+        ),
+        pytest.param(["actor_rollout_ref.model.lora_rank=4", *FULL_KL], marks=pytest.mark.slow),
         ["actor_rollout_ref.model.use_remove_padding=False", f"{ACTOR}.sample_weight.length=True"],
         [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.ratio_skip_threshold=1.02", f"{ACTOR}.sft_loss_coef=0.1"],
     ],

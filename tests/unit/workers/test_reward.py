@@ -60,6 +60,7 @@ def test_scores_are_those_of_hugging_face(recipe: Any, tmp_path: Path, overrides
         workers.shutdown()
 
 
+@pytest.mark.slow
 def test_a_model_trained_on_preferences_prefers_what_people_chose(
     recipe: Any, tmp_path: Path, shared_data: Path
 ) -> None:
