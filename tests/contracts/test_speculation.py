@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.unit.rollout.tiny import TOKENIZER_SIZE, build, single_process, state, tiny_model
 from verl_like.config import EngineKwargsConfig
+from verl_like.parallel.dist import shutdown_distributed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutEngine, SamplingParams
 
 pytestmark = pytest.mark.engines
@@ -24,9 +25,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
     pytest.importorskip("vllm")
     drafts = EngineKwargsConfig(vllm={"speculative_config": DRAFTS})
     made = build("vllm", tmp_path_factory.mktemp("model"), single_process(), engine_kwargs=drafts)
-    made.load_weights(iter(state(model()).items()), 1)
-    yield made
-    made.shutdown()
+    try:
+        made.load_weights(iter(state(model()).items()), 1)
+        yield made
+    finally:
+        made.shutdown()
+        shutdown_distributed()
 
 
 def model() -> torch.nn.Module:
