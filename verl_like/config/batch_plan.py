@@ -18,7 +18,8 @@ from verl_like.config.enums import OPTIMAL_BASELINE_ESTIMATORS, OldLogProbs
 from verl_like.config.errors import raise_if_any
 from verl_like.config.loss_knobs import SELECTING_LOSSES
 from verl_like.config.micro_batches import MicroBatchRule
-from verl_like.config.placement import Pool, idle_placement, impossible_placement, pools_of
+from verl_like.config.placement import idle_placement, impossible_placement, pools_of
+from verl_like.config.pools import Pool
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import (
     ACTOR,

@@ -7,35 +7,14 @@ reward_model.enable_resource_pool are its short forms for the rollout engine and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from verl_like.config.device_lists import MAIN_POOL, sections
 from verl_like.config.idle import Idle
+from verl_like.config.pools import MAIN_POOL, Pool, named_pools
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ACTOR, REF, REWARD, ROLLOUT, compares_policies, every_role, hosted_roles, roles_of
 
 _ROLLOUT_KEYS = "actor_rollout_ref.rollout"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """Processes that host the same roles. nnodes x ranks_per_node of them."""
-
-    name: str
-    roles: tuple[str, ...]
-    nnodes: int
-    ranks_per_node: int
-    keys: tuple[str, str]  # that say its two sizes
-
-    @property
-    def world_size(self) -> int:
-        """Its processes."""
-        return self.nnodes * self.ranks_per_node
-
-    @property
-    def size_text(self) -> str:
-        """`trainer.nnodes x trainer.n_gpus_per_node = 8`, for messages."""
-        return f"{self.keys[0]} x {self.keys[1]} = {self.world_size}"
 
 
 def pools_of(config: PPOConfig, world_size: int) -> tuple[Pool, ...]:
@@ -57,11 +36,11 @@ def impossible_placement(config: PPOConfig) -> list[str]:
     """What cannot be placed so: keys, values, fix."""
     others, movable = _others(config), [*(role for role in every_role(config) if role != ACTOR), ROLLOUT]
     problems = [
-        f"trainer.placement: {role} in the pool {section.name}: choose among {', '.join(movable)}; the actor stays in "
+        f"trainer.placement: {role} in the pool {pool.name}: choose among {', '.join(movable)}; the actor stays in "
         f"the pool {MAIN_POOL}"
-        for section in sections(config.trainer.placement)
-        for role in section.roles
-        if role not in movable and (section.name, role) != (MAIN_POOL, ACTOR)
+        for pool in named_pools(config.trainer.placement)
+        for role in pool.roles
+        if role not in movable and (pool.name, role) != (MAIN_POOL, ACTOR)
     ]
     problems += [
         f"{pool.size_text}: the pool of {', '.join(pool.roles)} needs both sizes above 0"
@@ -137,17 +116,7 @@ def _roles_named(config: PPOConfig) -> set[str]:
 
 
 def _named(config: PPOConfig) -> list[Pool]:
-    return [
-        Pool(
-            name=section.name,
-            roles=section.roles,
-            nnodes=section.nnodes,
-            ranks_per_node=section.n_gpus_per_node,
-            keys=section.keys,
-        )
-        for section in sections(config.trainer.placement)
-        if section.name != MAIN_POOL
-    ]
+    return [pool for pool in named_pools(config.trainer.placement) if pool.name != MAIN_POOL]
 
 
 def _rollout_has_own_keys(config: PPOConfig) -> bool:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, one_of, reference_or_none, require
-from verl_like.config.device_lists import MAIN_POOL, PlacementError, sections
 from verl_like.config.enums import (
     HEALTH_ACTIONS,
     HEALTH_RULES,
@@ -17,6 +16,7 @@ from verl_like.config.enums import (
     ProfileTool,
     ResumeMode,
 )
+from verl_like.config.pools import MAIN_POOL, PlacementError, named_pools
 from verl_like.user_code import FORMS, is_reference
 
 _CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
@@ -207,14 +207,14 @@ class TrainerConfig(ConfigNode):
     def _take_sizes_from_placement(self) -> None:
         """Where trainer.placement lists the actor's devices, they are nnodes x n_gpus_per_node."""
         try:
-            main = [section for section in sections(self.placement) if section.name == MAIN_POOL]
+            main = [pool for pool in named_pools(self.placement) if pool.name == MAIN_POOL]
         except PlacementError as error:
             require(False, "placement", self.placement, str(error))
             return
-        for section in main:
+        for pool in main:
             if self.n_gpus_per_node == "auto":
-                self.nnodes, self.n_gpus_per_node = section.nnodes, section.n_gpus_per_node
-            fits = (self.nnodes, self.n_gpus_per_node) == (section.nnodes, section.n_gpus_per_node)
+                self.nnodes, self.n_gpus_per_node = pool.nnodes, pool.ranks_per_node
+            fits = (self.nnodes, self.n_gpus_per_node) == (pool.nnodes, pool.ranks_per_node)
             fix = f"trainer.nnodes={self.nnodes} trainer.n_gpus_per_node={self.n_gpus_per_node} say something else"
             require(fits, "placement", {"actor": self.placement["actor"]}, f"{fix}; leave them out")
 

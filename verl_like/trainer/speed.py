@@ -12,7 +12,7 @@ import torch
 from verl_like.batch import Rollouts
 from verl_like.config import ModelConfig, PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.config.device_lists import MAIN_POOL
+from verl_like.config.pools import MAIN_POOL
 from verl_like.config.roles import ACTOR, CRITIC
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of

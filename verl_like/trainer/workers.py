@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
-from verl_like.config.device_lists import MAIN_POOL
 from verl_like.config.errors import ConfigError
-from verl_like.config.placement import Pool
+from verl_like.config.pools import MAIN_POOL, Pool
 from verl_like.config.roles import ROLLOUT
 from verl_like.trainer.fleet import Fleet, Replica
 from verl_like.trainer.folders import log_dir, profile_dir

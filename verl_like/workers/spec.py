@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.config.device_lists import MAIN_POOL
+from verl_like.config.pools import MAIN_POOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.config.placement import Pool
+from verl_like.config.pools import Pool
 from verl_like.trainer.compose import compose, compose_with_warnings
 
 OWN_ROLLOUT = ("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.nnodes=1")

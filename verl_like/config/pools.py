@@ -1,4 +1,4 @@
-"""The forms of trainer.placement: pools with their roles and sizes, or roles with their devices."""
+"""A pool of processes, and the forms of trainer.placement: pools with roles and sizes, or roles with their devices."""
 
 from __future__ import annotations
 
@@ -17,17 +17,27 @@ class PlacementError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """One pool of the table, the main one included. keys: that say its two sizes."""
+class Pool:
+    """Processes that host the same roles. nnodes x ranks_per_node of them."""
 
     name: str
     roles: tuple[str, ...]
     nnodes: int
-    n_gpus_per_node: int
-    keys: tuple[str, str]
+    ranks_per_node: int
+    keys: tuple[str, str]  # that say its two sizes
+
+    @property
+    def world_size(self) -> int:
+        """Its processes."""
+        return self.nnodes * self.ranks_per_node
+
+    @property
+    def size_text(self) -> str:
+        """`trainer.nnodes x trainer.n_gpus_per_node = 8`, for messages."""
+        return f"{self.keys[0]} x {self.keys[1]} = {self.world_size}"
 
 
-def sections(placement: dict[str, Any]) -> list[Section]:
+def named_pools(placement: dict[str, Any]) -> list[Pool]:
     """The pools of trainer.placement. Roles with the same devices are in one pool; those with the actor's are in the
     main one, which is named only where the actor is. Raises PlacementError."""
     by_devices: dict[tuple[tuple[int, ...], ...], list[str]] = {}
@@ -39,25 +49,25 @@ def sections(placement: dict[str, Any]) -> list[Section]:
             if value < 1 or name == ACTOR_IN_TABLE:
                 raise PlacementError(f"{name}: write {_ROLE}; the actor's number is trainer.n_gpus_per_node")
             keys = (f"1 node of trainer.placement.{name}", f"trainer.placement.{name}")
-            found.append(Section(name=name, roles=(name,), nnodes=1, n_gpus_per_node=value, keys=keys))
+            found.append(Pool(name=name, roles=(name,), nnodes=1, ranks_per_node=value, keys=keys))
         else:
             by_devices.setdefault(_devices(name, value), []).append(name)
     _refuse_partial_overlap(by_devices)
     for devices, roles in by_devices.items():
         where = f"trainer.placement.{roles[0]}"
         found.append(
-            Section(
+            Pool(
                 name=MAIN_POOL if ACTOR_IN_TABLE in roles else "_".join(roles),
                 roles=tuple(roles),
                 nnodes=len(devices),
-                n_gpus_per_node=len(devices[0]),
+                ranks_per_node=len(devices[0]),
                 keys=(f"nodes of {where}", f"devices of each node in {where}"),
             )
         )
     return found
 
 
-def _pool(name: str, value: dict[str, Any]) -> Section:
+def _pool(name: str, value: dict[str, Any]) -> Pool:
     if not name.isidentifier() or name in (MAIN_POOL, "worker"):
         raise PlacementError(
             f"{name}: write {_POOL}; letters and digits, but not worker or {MAIN_POOL}, the pool of trainer.nnodes"
@@ -72,7 +82,7 @@ def _pool(name: str, value: dict[str, Any]) -> Section:
     if not isinstance(roles, list) or not roles or not all(isinstance(role, str) for role in roles):
         raise PlacementError(f"{name}.roles: write {_POOL}")
     keys = (f"trainer.placement.{name}.nnodes", f"trainer.placement.{name}.n_gpus_per_node")
-    return Section(name=name, roles=tuple(roles), nnodes=nnodes, n_gpus_per_node=each, keys=keys)
+    return Pool(name=name, roles=tuple(roles), nnodes=nnodes, ranks_per_node=each, keys=keys)
 
 
 def _devices(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
