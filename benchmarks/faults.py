@@ -343,9 +343,8 @@ run was killed in its third step, then its files were changed; what was said, an
 
 The clock is that of the run's processes (time of day; a library in front of the C library's). The tracker is a class
 that posts each step to a server and waits for it without a limit of its own. The grader that leaks has
-`custom_reward_function.memory_limit_mb`: its row is tried again in another process. Storage that does not answer holds
-up each save for minutes: the client of S3 gives up a try only then, and a save waits for the upload before it. The rows
-of a killed driver are older than the line that its janitor writes since (`error: the driver … is gone`).
+`custom_reward_function.memory_limit_mb`: its row is tried again in another process. The rows of a killed driver are
+older than the line that its janitor writes since (`error: the driver … is gone`).
 
 | who | what | in | noticed s | ended s | status | what was said | checkpoint | again |
 |---|---|---|---|---|---|---|---|---|

@@ -13,12 +13,15 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
+import queue
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,12 @@ CACHE = Path("~/.cache/verl_like/models")
 _ARROW = ("hdfs", "viewfs", "s3", "gs")
 _STEP = re.compile(r"global_step_(\d+)")
 _TRIES, _PAUSE_S = 3, 2.0
+_FILE_S, _SLOWEST = (
+    60.0,
+    20e6,
+)  # storage that takes longer for a file than so long, and at so many bytes a second, is away
+_LAST_S = 600.0  # further patience at the end of a run
+_LOOK_S = 1.0
 
 
 def is_remote(name: str | None) -> bool:
@@ -48,17 +57,24 @@ class RemoteFolder:
         self.url, self.key = url.rstrip("/"), key
         with self._told("cannot be opened"):
             self._fs, self._root = _open(self.url)
+        self._due = math.inf
+
+    @property
+    def overdue_s(self) -> float:
+        """By how many seconds the upload under way is late; negative while it has time."""
+        return time.monotonic() - self._due
 
     def upload(self, folder: Path) -> None:
         """Copy a local folder to one of the same name, its marker last: not where files were deleted meanwhile."""
         sizes = _sizes(folder)
         target = f"{self._root}/{folder.name}"
-        with self._told(f"{folder.name} cannot be written"):
+        with self._told(f"{folder.name} cannot be written"), self._timed():
             if not sizes:
                 raise FileNotFoundError(f"{folder} holds no file")
             if self._fs.exists(f"{target}/{MARKER}"):  # of an older checkpoint of this step
                 self._fs.rm_file(f"{target}/{MARKER}")
             for name, size in sizes.items():
+                self._due = _due(size)
                 self._fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
                 self._fs.put_file(str(folder / name), f"{target}/{name}")
                 self._check(f"{target}/{name}", size)
@@ -122,6 +138,14 @@ class RemoteFolder:
             raise OSError(f"{path} has {there} bytes after the upload, {size} here")
 
     @contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._due = _due(0)
+        try:
+            yield
+        finally:
+            self._due = math.inf
+
+    @contextmanager
     def _told(self, what: str) -> Iterator[None]:
         try:
             yield
@@ -148,6 +172,10 @@ def _open(url: str) -> tuple[Any, str]:
     return system, root.rstrip("/")
 
 
+def _due(size: int) -> float:
+    return time.monotonic() + _FILE_S + size / _SLOWEST
+
+
 def _files(folder: Path) -> Iterable[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -158,35 +186,62 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 class Uploader:
     """Uploads checkpoints in the background, one after the other; what failed is tried again with the next one: once,
-    until the storage is there again, so that a run does not wait for it the longer the more it has saved."""
+    until the storage is there again, so that a run does not wait for it the longer the more it has saved. Storage that
+    does not answer holds nothing up after its time (RemoteFolder.overdue_s)."""
 
     def __init__(self, remote: RemoteFolder) -> None:
         self.remote = remote
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._tasks: queue.SimpleQueue[tuple[Path, Future[None]]] = queue.SimpleQueue()
         self._pending: dict[Path, Future[None]] = {}
         self._away = False  # the last upload failed
+        # of its own: one from a pool would keep the process from ending, as long as the storage does not answer
+        threading.Thread(target=self._work, name="upload", daemon=True).start()
 
     def start(self, checkpoint: Path) -> None:
-        """Upload this one too, once the ones before are done: a copy that lags does not pile up."""
-        failed = self._ended()
-        for path in (*failed, checkpoint):
-            self._pending[path] = self._thread.submit(self._upload, path)
+        """Upload this one too, once the ones before are done: a copy that lags does not pile up. Not where the storage
+        is away."""
+        for path in (*self._failed(-math.inf if self._away else 0.0), checkpoint):
+            self._submit(path)
 
     def finish(self) -> list[str]:
         """Wait; what could not be uploaded, after one more try."""
-        for path in self._ended():
-            self._pending[path] = self._thread.submit(self._upload, path)
-        return [str(path) for path in self._ended()]
+        for path in self._failed(_LAST_S):
+            self._submit(path)
+        return [str(path) for path in (*self._failed(_LAST_S), *self._pending)]
 
     @property
     def pending(self) -> list[Path]:
         """Those that are not known to be whole there: deleted here, they would be lost."""
         return list(self._pending)
 
-    def _ended(self) -> list[Path]:
-        """Wait for all; those that failed and are still here."""
-        pending, self._pending = self._pending, {}
-        return [path for path, future in pending.items() if future.exception() is not None and path.is_dir()]
+    def _submit(self, path: Path) -> None:
+        self._pending[path] = Future()
+        self._tasks.put((path, self._pending[path]))
+
+    def _failed(self, patience_s: float) -> list[Path]:
+        """Wait until all have ended, or the storage is late by so much; those that failed and are still here."""
+        while busy := [future for future in self._pending.values() if not future.done()]:
+            if self.remote.overdue_s > patience_s:
+                log.warning(
+                    "%s=%s does not answer: %s stay here until it does",
+                    *(self.remote.key, self.remote.url, ", ".join(path.name for path in self._pending)),
+                )
+                break
+            wait(busy, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+        ended = {path: future for path, future in self._pending.items() if future.done()}
+        for path in ended:
+            del self._pending[path]
+        return [path for path, future in ended.items() if future.exception() is not None and path.is_dir()]
+
+    def _work(self) -> None:
+        while True:
+            path, future = self._tasks.get()
+            try:
+                self._upload(path)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
     def _upload(self, path: Path) -> None:
         tries = 1 if self._away else _TRIES

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,7 @@ def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path:
     monkeypatch.setattr(storage, "upload", upload)
     first, second = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     uploader.start(first)
-    assert uploader._ended() == [first]  # after three tries
+    assert uploader._failed(0.0) == [first] and len(tries) == 3
     uploader.start(first)
     down[0] = False
     uploader.start(second)
@@ -95,6 +97,25 @@ def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path:
     down[0], tries[:] = True, []
     uploader.start(first)
     assert uploader.finish() == [str(first)] and len(tries) == 3 + 1  # the storage is known to be away
+
+
+def test_storage_that_does_not_answer_holds_nothing_up(
+    storage: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "_FILE_S", 0.3)
+    monkeypatch.setattr(remote, "_LOOK_S", 0.05)
+    monkeypatch.setattr(remote, "_LAST_S", 0.5)
+    answers, put = threading.Event(), storage._fs.put_file
+    monkeypatch.setattr(storage._fs, "put_file", lambda *paths: answers.wait(60) and put(*paths))
+    uploader, paths = Uploader(storage), [checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    began = time.monotonic()
+    for path in paths:
+        uploader.start(path)
+    assert uploader.pending == paths and "does not answer: global_step_1 stay" in caplog.text
+    assert uploader.finish() == [*map(str, paths)] and time.monotonic() - began < 30
+    answers.set()
+    monkeypatch.setattr(remote, "_LAST_S", 30.0)
+    assert uploader.finish() == [] and storage.steps() == [1, 2, 3]
 
 
 def test_a_model_is_fetched_once_and_again_when_it_changed(tmp_path: Path, monkeypatch: Any) -> None:
