@@ -321,6 +321,7 @@ class Rollouts(Sequences):
     weight_version_T: Tensor = tokens()  # int32: version of the weights that sampled each token
     finish_reasons: list[str]  # "stop" (end token), "length" (response budget used up) or "abort"
     rows: list[PromptRow]
+    episode_names: list[str] | None = None  # as in logs and samples: train-17-0
     # Multi-turn only. A turn is what the policy sampled between two observations; it is counted in the whole episode.
     step_T: Tensor | None = tokens(fill=-1, default=None)  # int32: turn of a sampled token, 0, 1, 2 ...; -1
     anchor_T: Tensor | None = tokens(fill=-1, default=None)  # int64: id of the state before the turn

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ MARGIN = 10  # times the slowest pace seen so far: a machine that others use too
 _SIZE = 8192
 _STACKS = "verl_like_stacks"
 _WRITE_S = 0.05  # ends of spans at most so often; begins at once: nothing may run any more after them
+EPISODE: ContextVar[str] = ContextVar("EPISODE", default="")  # that the code at hand works for: train-17-0
 _LOOK_S = 2.0  # how often a thread writes down what was too quick, and the last collective of one that waits
 
 

@@ -126,7 +126,8 @@ class TrainerConfig(ConfigNode):
     log_dir: str | None = None
     """Folder of logs and metrics. Null: default_local_dir."""
     log_format: str = "text"
-    """Form of <log_dir>/verl_like.log. json: an object a line, with time, level, logger, message and the run's id."""
+    """Form of <log_dir>/verl_like.log. json: an object a line, with time, level, logger, message, the run's id
+    and, where it is about one, the episode's, which the samples have too."""
     prometheus_port: int | None = None
     """[port] Serve the newest metrics to Prometheus at http://127.0.0.1:<port>/metrics; 0: any free port. Null: not."""
     prometheus_host: str = "127.0.0.1"

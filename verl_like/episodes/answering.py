@@ -17,6 +17,7 @@ from verl_like.episodes.kept import Kept
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.race import GRACE_S, all_of, cancel, first_of
+from verl_like.progress import EPISODE
 from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import Answer
@@ -197,12 +198,16 @@ class Collection:
     async def _attempt(self, prompt: Prompt, sample: int, sampling: SamplingParams, attempt: int) -> Episode:
         trail = Trail(prompt, sample, attempt)
         self.trails.append(trail)
+        name = f"{self.how.purpose}-{prompt.group}-{sample}" + (f"-retry{attempt}" if attempt else "")
+        EPISODE.set(name)  # an episode is a task of its own
         try:
-            return await self._in_time(prompt, self._run(Asker(self, trail, sampling)))
+            episode = await self._in_time(prompt, self._run(Asker(self, trail, sampling)))
         except EpisodeAborted as error:
             if self.ended:
                 raise
-            return Episode.lost(prompt, EpisodeFailure(kind="aborted", message=str(error), outcome="aborted"))
+            failure = EpisodeFailure(kind="aborted", message=str(error), outcome="aborted")
+            episode = Episode.lost(prompt, failure)
+        return dataclasses.replace(episode, name=name)
 
     async def _run(self, ask: Asker) -> Episode:
         try:

@@ -73,7 +73,8 @@ class Episode:
     """One answer to one prompt: at least one turn.
 
     reward: the environment's for the whole, which is its score; None: graders score it. info: what graders find in
-    extra_info beside the row's own. counts: what happened, summed over a batch in the metrics tools/*.
+    extra_info beside the row's own. counts: what happened, summed over a batch in the metrics tools/*. name: in logs
+    and samples; whoever has it run gives it.
     """
 
     turns: tuple[Turn, ...]
@@ -81,6 +82,7 @@ class Episode:
     failure: EpisodeFailure | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
+    name: str = ""
 
     @classmethod
     def lost(cls, prompt: Prompt, failure: EpisodeFailure) -> Episode:

@@ -38,6 +38,7 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
         rollout_log_probs_T=_column(turns_of, lambda turn: turn.sampled.log_probs, _nothing, torch.float32),
         weight_version_T=_column(turns_of, lambda turn: turn.sampled.weight_versions, _nothing, torch.int32),
         finish_reasons=[turns[-1].finish_reason for turns in turns_of],
+        episode_names=[flat[number][1].name for _, number, _ in rows],
         rows=[prompts[place].row for place, _, _ in rows],
         media=media if any(media) else None,
         **_turn_columns(turns_of, numbers_of),

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from verl_like.observe.redaction import hidden
+from verl_like.progress import EPISODE
 
 _PACKAGE = "verl_like"
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -37,6 +38,8 @@ class DiscreetFormatter(logging.Formatter):
             return text
         message, _, rest = text.partition("\nTraceback (most recent call last):\n")
         facts = {"time": record.created, "level": record.levelname, "logger": record.name, "run_id": self._run_id}
+        if episode := EPISODE.get():
+            facts["episode"] = episode
         return json.dumps({**facts, "message": message, **({"traceback": rest} if rest else {})}, ensure_ascii=False)
 
 
@@ -52,7 +55,8 @@ def setup_driver_logging(
 
     With a terminal, lines go through rich, so that they appear above the live display and never through it. The file
     takes every level down to DEBUG; it is appended to when a run resumes. Calling again replaces the handlers.
-    Loggers of other packages are left alone. as_json: the file holds an object a line, with run_id.
+    Loggers of other packages are left alone. as_json: the file holds an object a line, with run_id and,
+    where it is about one, the episode.
     """
     handlers: list[logging.Handler] = [_terminal_handler(console or driver_console())]
     handlers[0].setLevel(level)

@@ -69,6 +69,8 @@ def make_samples(
             sample["advantage"] = float(advantages.mean()) if len(advantages) else 0.0
         if rollouts.step_T is not None:
             sample["turns"] = max(rollouts.step_T[own].tolist(), default=-1) + 1
+        if rollouts.episode_names is not None:
+            sample["episode"] = rollouts.episode_names[i]
         if row.validation_set:
             sample["validation_set"] = row.validation_set
         if row.prompt_id is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from verl_like.config import AlgorithmConfig, FilterGroupsConfig, LengthRewardCo
 from verl_like.data.dataset import PromptDataset
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
+from verl_like.observe.logs import DiscreetFormatter
 from verl_like.rewards.grading import RewardError
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.requests import request_seed
@@ -48,6 +50,24 @@ def steps(made: Any, count: int, first: int = 1) -> list[tuple[list[int], list[i
             )
         )
     return taken
+
+
+def test_what_is_logged_of_an_episode_has_the_name_that_its_row_has(data: PromptDataset) -> None:
+    formatter, lines = DiscreetFormatter("%(message)s", as_json=True), list[str]()
+
+    class Talks(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            await asyncio.sleep(0.001 * (7 * prompt.group + 3 * sample % 5))  # in any order
+            lines.append(formatter.format(logging.makeLogRecord({"msg": f"{prompt.group} {sample}"})))
+            return await super().run(prompt, sample, ask)
+
+    with collector(data, runner=Talks()) as (made, _):
+        names = made.next_batch(1)[0].episode_names
+    assert names == [f"train-{group}-{sample}" for group in range(4) for sample in range(N)]
+    told = [json.loads(line) for line in lines]
+    assert sorted(each["episode"] for each in told) == sorted(names)
+    assert all(each["episode"].split("-")[1:] == each["message"].split() for each in told)
+    assert "episode" not in formatter.format(logging.makeLogRecord({"msg": "of none"}))
 
 
 # ---- races: more episodes than are needed

@@ -52,6 +52,7 @@ def test_a_lost_episode_is_sampled_again_with_another_seed(made: Bench) -> None:
         f"train-{made.prompts[0].group}-0-{turn}-retry1" for turn in (0, 1)
     ]
     assert len({request.seed for request in (first, *again)}) == 3
+    assert rollouts.episode_names[:2] == [f"train-{made.prompts[0].group}-0-retry1", f"train-{made.prompts[1].group}-0"]
 
 
 def test_retries_are_bounded_and_then_it_is_lost(made: Bench) -> None:

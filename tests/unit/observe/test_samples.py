@@ -43,6 +43,8 @@ def test_records_have_verls_fields_without_padding_or_special_tokens() -> None:
     }  # fmt: skip
     assert set(samples[0]) - {"acc"} <= FIELDS and set(samples[1]) <= FIELDS  # the report tells reward parts by them
     assert samples[1]["outcome"] == "grader_error"
+    named = make_samples(rollouts.replace(episode_names=["train-0-0", "train-0-1"]), scores, LetterTokenizer(), step=7)
+    assert [sample["episode"] for sample in named] == ["train-0-0", "train-0-1"] and set(named[1]) <= FIELDS
     judged = make_samples(rollouts, scores.replace(outcomes=["solved", "tool_error"]), LetterTokenizer(), step=7)
     assert [sample["outcome"] for sample in judged] == ["solved", "tool_error"]
     assert (samples[1]["input"], samples[1]["output"]) == ("b", "e")

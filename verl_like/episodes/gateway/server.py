@@ -15,6 +15,7 @@ from aiohttp import web
 from verl_like.episodes.episode import EpisodeAborted
 from verl_like.episodes.gateway.protocols import Chat, Event, Messages, Responses, new_identity
 from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply, Session
+from verl_like.progress import EPISODE
 
 MODEL = "policy"
 _MOST_BYTES = 64 << 20
@@ -98,6 +99,7 @@ class GatewayServer:
         session = self._session(request)
         if session is None:
             return _error(401, "the API key is no session's, or its episode has ended", "authentication_error")
+        EPISODE.set(session.episode)
         try:
             body = json.loads(await request.read())
             if not isinstance(body, dict):

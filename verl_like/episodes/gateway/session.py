@@ -24,6 +24,7 @@ from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import Ask, Turn
 from verl_like.episodes.tool_calls.call import Parsed, ToolCallParser
 from verl_like.episodes.transcript import Transcript
+from verl_like.progress import EPISODE
 from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 
 Message = dict[str, Any]
@@ -88,6 +89,7 @@ class Session:
 
     def __init__(self, rules: Rules, ask: Ask) -> None:
         self.rules, self._ask = rules, ask
+        self.episode = EPISODE.get()  # whose it is, for logs
         self.replies: list[Reply] = []
         self.counts: Counter[str] = Counter()
         self.waiting = 0  # requests that have no answer yet

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from verl_like.episodes.gateway.server import GatewayServer
 from verl_like.episodes.gateway.session import Asked, Refused, Rules, Session
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.episodes.tool_calls.formats import parser_of
+from verl_like.progress import EPISODE
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -42,7 +44,7 @@ class Policy:
     sampling = SamplingParams(max_tokens=100)
 
     def __init__(self, says: Callable[[str], str]) -> None:
-        self.says, self.asked, self.limits = says, list[str](), list[int | None]()
+        self.says, self.asked, self.limits, self.episodes = says, list[str](), list[int | None](), list[str]()
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -56,6 +58,7 @@ class Policy:
     ) -> Completion:
         self.asked.append("".join(map(chr, context_ids)))
         self.limits.append(max_tokens)
+        self.episodes.append(EPISODE.get())
         await self.gate.wait()
         ids = [*TOKENIZER.encode(self.says(self.asked[-1])), END]
         cut = max_tokens is not None and len(ids) > max_tokens
@@ -127,6 +130,21 @@ def test_a_conversation_over_openais_client_is_one_row_of_sampled_tokens() -> No
         assert "".join(map(chr, ids)) == policy.asked[place]
         ids += turn.sampled.token_ids.tolist()
     assert turns[2].sampled.weight_versions.tolist() == [3] * 9 and np.allclose(turns[2].sampled.log_probs, -0.5)
+
+
+def test_requests_belong_to_their_episode_in_logs() -> None:
+    policy = Policy(count_up)
+
+    async def talk(url: str, key: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
+            await client.chat.completions.create(model="policy", messages=[user("Hello.")])
+
+    def named() -> None:
+        EPISODE.set("train-3-1")
+        served(policy, talk)
+
+    copy_context().run(named)
+    assert policy.episodes == ["train-3-1"]
 
 
 def test_tool_calls_of_three_protocols_and_streams_go_on_in_one_row() -> None:
