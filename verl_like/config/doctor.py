@@ -24,9 +24,9 @@ from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle, other_estimator
-from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement
+from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement, is_apart
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.roles import needs_critic, needs_reference, roles_of
+from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, roles_of
 from verl_like.config.rollout import distortions
 from verl_like.config.schema import keys
 
@@ -122,7 +122,7 @@ def _without_engine(config: PPOConfig) -> list[str]:
     problems = []
     if trainer.val_before_train or trainer.val_only or trainer.test_freq != -1:
         problems.append(f"{key}: nothing answers a validation; set trainer.val_before_train=False trainer.test_freq=-1")
-    if not config.actor_rollout_ref.hybrid_engine or any("rollout" in s["roles"] for s in trainer.placement.values()):
+    if is_apart(config, ROLLOUT):
         problems.append(f"{key}: there is no engine to be in a pool of its own; leave hybrid_engine and placement out")
     return problems
 

@@ -61,7 +61,7 @@ def impossible_placement(config: PPOConfig) -> list[str]:
         if names.count(name) > 1
     ]
     counts: dict[str, list[str]] = {}
-    for pool in others:
+    for pool in (*(pool for pool in named_pools(config.trainer.placement) if pool.name == MAIN_POOL), *others):
         for role in pool.roles:
             counts.setdefault(role, []).append(pool.name)
     problems += [
@@ -70,7 +70,7 @@ def impossible_placement(config: PPOConfig) -> list[str]:
         for role, names in counts.items()
         if len(names) > 1
     ]
-    if REF in counts and REF in roles_of(config):
+    if is_apart(config, REF) and REF in roles_of(config):
         why = ""
         if config.actor_rollout_ref.model.lora_rank > 0:
             why = f"with actor_rollout_ref.model.lora_rank={config.actor_rollout_ref.model.lora_rank} it is the actor"

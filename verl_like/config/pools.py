@@ -43,6 +43,10 @@ def named_pools(placement: dict[str, Any]) -> list[Pool]:
     by_devices: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     found = []
     for name, value in placement.items():
+        if name in (MAIN_POOL, "worker"):
+            raise PlacementError(
+                f"{name}: write {_POOL} or {_ROLE}; any name but worker and {MAIN_POOL}, the pool of trainer.nnodes"
+            )
         if isinstance(value, dict):
             found.append(_pool(name, value))
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -68,10 +72,8 @@ def named_pools(placement: dict[str, Any]) -> list[Pool]:
 
 
 def _pool(name: str, value: dict[str, Any]) -> Pool:
-    if not name.isidentifier() or name in (MAIN_POOL, "worker"):
-        raise PlacementError(
-            f"{name}: write {_POOL}; letters and digits, but not worker or {MAIN_POOL}, the pool of trainer.nnodes"
-        )
+    if not name.isidentifier():
+        raise PlacementError(f"{name}: write {_POOL}; a name of letters and digits")
     unknown = sorted(set(value) - {"roles", "nnodes", "n_gpus_per_node"})
     nnodes, each = (value.get(key, 1) for key in ("nnodes", "n_gpus_per_node"))
     if unknown or not all(isinstance(size, int) and size >= 1 for size in (nnodes, each)):

@@ -213,7 +213,7 @@ class TrainerConfig(ConfigNode):
             require(False, "placement", self.placement, str(error))
             return
         for pool in main:
-            if self.n_gpus_per_node == "auto":
+            if self.n_gpus_per_node == "auto" and self.nnodes in (1, pool.nnodes):
                 self.nnodes, self.n_gpus_per_node = pool.nnodes, pool.ranks_per_node
             fits = (self.nnodes, self.n_gpus_per_node) == (pool.nnodes, pool.ranks_per_node)
             fix = f"trainer.nnodes={self.nnodes} trainer.n_gpus_per_node={self.n_gpus_per_node} say something else"

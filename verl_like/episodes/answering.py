@@ -16,7 +16,7 @@ from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, 
 from verl_like.episodes.kept import Kept
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.outcomes import Policies
-from verl_like.episodes.race import GRACE_S, all_of, cancel, first_of
+from verl_like.episodes.race import GRACE_S, all_of, end, first_of
 from verl_like.progress import EPISODE
 from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
@@ -134,7 +134,7 @@ class Collection:
     kept: dict[int, Kept] = field(default_factory=dict)  # by sample: what a checkpoint has of it
     on_end: Callable[[], None] = lambda: None
     ended: bool = False
-    trails: list[Trail] = field(default_factory=list)
+    _trails: dict[int, list[Trail]] = field(default_factory=dict)  # by prompt
     _to_grade: list[Member] = field(default_factory=list)
 
     async def group(self, prompt: Prompt) -> Group:
@@ -146,24 +146,25 @@ class Collection:
         if not how.n_redundant:
             return Group(prompt, await all_of([*members, *baseline]), has_baseline=how.greedy_too)
         kept, ended = await first_of(members, how.n, lambda member: member.episode.failure is None, baseline)
-        begun = [trail for trail in self.trails if trail.prompt is prompt and trail.sample < how.num_begun]
+        begun = [trail for trail in self._trails[prompt.group] if trail.sample < how.num_begun]
         discarded = [trail for trail in begun if trail.sample not in kept]
+        for trail in discarded:
+            trail.over = True
         return Group(prompt, [*kept.values(), *ended], has_baseline=how.greedy_too, discarded=discarded)
 
     async def end(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Nothing more is asked for: end these tasks, and return when no request of the collection is left."""
         self.ended = True
-        if left := cancel(tasks):
-            await asyncio.wait(left, timeout=GRACE_S)
-            for task in left:
-                if not task.done():
-                    logger.error("an episode that was no longer wanted goes on: %r", task.get_coro())
-                elif not task.cancelled() and isinstance(error := task.exception(), Exception):
-                    logger.warning("an episode that was no longer wanted failed", exc_info=error)
+        await end(tasks)
         requests = {name: future for trail in self.trails for name, future in trail.requests if not future.done()}
         if requests:
             self.client.abort(list(requests))
             await asyncio.wait([asyncio.wrap_future(each) for each in requests.values()], timeout=GRACE_S)
+
+    @property
+    def trails(self) -> list[Trail]:
+        """Of all episodes that were begun, those that were lost and sampled again included."""
+        return [trail for trails in self._trails.values() for trail in trails]
 
     def sampled_tokens(self) -> list[int]:
         """Of each episode that was begun, without baselines: tokens sampled so far."""
@@ -197,7 +198,7 @@ class Collection:
 
     async def _attempt(self, prompt: Prompt, sample: int, sampling: SamplingParams, attempt: int) -> Episode:
         trail = Trail(prompt, sample, attempt)
-        self.trails.append(trail)
+        self._trails.setdefault(prompt.group, []).append(trail)
         name = f"{self.how.purpose}-{prompt.group}-{sample}" + (f"-retry{attempt}" if attempt else "")
         EPISODE.set(name)  # an episode is a task of its own
         try:
@@ -207,6 +208,8 @@ class Collection:
                 raise
             failure = EpisodeFailure(kind="aborted", message=str(error), outcome="aborted")
             episode = Episode.lost(prompt, failure)
+        if not trail.over:
+            trail.failure = episode.failure
         return dataclasses.replace(episode, name=name)
 
     async def _run(self, ask: Asker) -> Episode:
@@ -232,7 +235,7 @@ class Collection:
             if task.done():
                 return task.result()
         finally:
-            await _ended(task)
+            await end([task])
         what = f"not ended within rollout.outcomes.episode_timeout={limit:g} s"
         return Episode.lost(prompt, EpisodeFailure(kind="episode_timeout", message=what, outcome="timed_out"))
 
@@ -259,6 +262,8 @@ class Trail:
     sample: int
     attempt: int = 0  # how many episodes were lost in its place before
     requests: list[tuple[str, Future[Completion]]] = field(default_factory=list)  # one for each turn
+    failure: EpisodeFailure | None = None  # of an episode that was lost
+    over: bool = False  # nobody wants it any more
 
     def num_sampled(self) -> int:
         """Tokens of the turns that have ended, in whatever way."""
@@ -285,7 +290,7 @@ class Asker:
         """See `episode.Ask`."""
         how, trail = self.of.how, self.trail
         group, turn = trail.prompt.group, len(trail.requests)
-        if self.of.ended:
+        if self.of.ended or trail.over:
             raise EpisodeAborted(f"prompt {group} is no longer wanted")
         sampling = sampling or self.sampling
         if max_tokens is not None and max_tokens < sampling.max_tokens:
@@ -345,13 +350,3 @@ class Asker:
     def __str__(self) -> str:
         prompt = self.trail.prompt
         return f"the episode of prompt {prompt.group} (dataset index {prompt.row.index}), sample {self.trail.sample},"
-
-
-async def _ended(task: asyncio.Task[Any]) -> None:
-    """Cancel it, unless it is done, and wait for its end."""
-    if left := cancel([task]):
-        await asyncio.wait(left, timeout=GRACE_S)
-        if not task.done():
-            logger.error("an episode that is over its time goes on: %r", task.get_coro())
-        elif not task.cancelled() and isinstance(error := task.exception(), Exception):
-            logger.warning("an episode that was over its time failed", exc_info=error)

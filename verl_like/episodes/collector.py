@@ -30,13 +30,14 @@ from verl_like.episodes import kept
 from verl_like.episodes.answering import Answering, Collection, Group, Member, all_graded
 from verl_like.episodes.baseline import with_baseline
 from verl_like.episodes.choosing import Choosing
+from verl_like.episodes.episode import EpisodeFailure
 from verl_like.episodes.flow import Flow
 from verl_like.episodes.loop import EpisodeLoop
 from verl_like.episodes.outcomes import outcome_metrics, trained_too
 from verl_like.episodes.pending import PendingBatch, of_rows
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.episodes.staleness import staleness_metrics
-from verl_like.episodes.tally import Ledger, conversation_metrics, filter_metrics, race_metrics
+from verl_like.episodes.tally import Ledger, conversation_metrics, filter_metrics, lost_in_races, race_metrics
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
 
@@ -241,16 +242,17 @@ class Collector:
             graded = all_graded(itertools.chain.from_iterable(members), self.rewards)
             pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=validation))
         flat = list(itertools.chain.from_iterable(members))
-        pending.then(partial(self._with_outcomes if validation else self._by_outcome, flat))
+        judge = self._with_outcomes if validation else partial(self._by_outcome, lost_in_races(groups))
+        pending.then(partial(judge, flat))
         pending.then(partial(of_rows, episode_of_row=episode_of_rows(episodes)))
         return rollouts, pending
 
-    def _by_outcome(self, members: Sequence[Member], scores: Scores) -> Scores:
+    def _by_outcome(self, in_races: Sequence[EpisodeFailure], members: Sequence[Member], scores: Scores) -> Scores:
         """After the policy of each episode's outcome. RunStopped where too many were lost."""
         episodes, retried = [member.episode for member in members], [name for m in members for name in m.retried]
         scores, outcomes = self.how.policies.apply(episodes, scores)
-        self._metrics |= outcome_metrics(outcomes, retried)
-        self.how.policies.require_few_lost(episodes, outcomes, retried)
+        self._metrics |= outcome_metrics(outcomes, retried, len(in_races))
+        self.how.policies.require_few_lost(episodes, outcomes, retried, in_races)
         return scores.replace(outcomes=outcomes)
 
     def _with_outcomes(self, members: Sequence[Member], scores: Scores) -> Scores:

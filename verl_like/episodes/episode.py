@@ -149,7 +149,8 @@ class EpisodeRunner(Protocol):
     """Turns a prompt into an episode. One object runs all of them, in one event loop: it must not block."""
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
-        """The episode with this number of the prompt's group (0 ... n - 1)."""
+        """The episode with this number of the prompt's group: 0 ... n - 1, and further ones where more are begun than
+        are needed (rollout.n_redundant), or one is for a baseline."""
         ...
 
 

@@ -21,7 +21,7 @@ from verl_like.batch import Scores
 from verl_like.config import OutcomesConfig
 from verl_like.config.errors import RunStopped
 from verl_like.config.outcomes import GRADED, LOST
-from verl_like.episodes.episode import Episode
+from verl_like.episodes.episode import Episode, EpisodeFailure
 
 logger = logging.getLogger(__name__)
 _SHOWN_FAILURES = 3
@@ -103,21 +103,29 @@ class Policies:
             scores = scores.replace(trained_B=trained_too(scores, unmasked_B))
         return scores, outcomes
 
-    def require_few_lost(self, episodes: Sequence[Episode], outcomes: Sequence[str], retried: Sequence[str]) -> None:
+    def require_few_lost(
+        self,
+        episodes: Sequence[Episode],
+        outcomes: Sequence[str],
+        retried: Sequence[str],
+        in_races: Sequence[EpisodeFailure] = (),
+    ) -> None:
         """RunStopped, with the first failures, if more than `max_lost` were lost. retried: outcomes of episodes that
-        were sampled again."""
-        num_lost, total = num_lost_of(outcomes) + len(retried), len(outcomes) + len(retried)
+        were sampled again. in_races: of those that others took the place of."""
+        further = len(retried) + len(in_races)
+        num_lost, total = num_lost_of(outcomes) + further, len(outcomes) + further
         if num_lost <= self.max_lost * total:
             return
-        kinds = Counter([*retried, *(outcome for outcome in outcomes if outcome in LOST)])
+        known = [failure.outcome for failure in in_races]
+        kinds = Counter([*retried, *known, *(outcome for outcome in outcomes if outcome in LOST)])
         told = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        failures = [episode.failure for episode in episodes if episode.failure is not None][:_SHOWN_FAILURES]
+        failures = [*(episode.failure for episode in episodes if episode.failure is not None), *in_races]
         what = (
             f"{num_lost} of {total} episodes were lost ({told}; {len(retried)} of them were sampled again), more than "
             f"actor_rollout_ref.rollout.outcomes.max_lost_fraction={self.max_lost:g} (null there: "
             "reward_model.max_failure_fraction). The first:"
         )
-        shown = [f"{failure.outcome}, {failure.kind}: {failure.message}" for failure in failures]
+        shown = [f"{failure.outcome}, {failure.kind}: {failure.message}" for failure in failures[:_SHOWN_FAILURES]]
         raise RunStopped("\n  ".join([what, *shown]))
 
 
@@ -126,16 +134,15 @@ def trained_too(scores: Scores, rows_B: torch.Tensor) -> torch.Tensor:
     return rows_B if scores.trained_B is None else scores.trained_B & rows_B
 
 
-def outcome_metrics(outcomes: Sequence[str], retried: Sequence[str]) -> dict[str, float]:
+def outcome_metrics(outcomes: Sequence[str], retried: Sequence[str], num_in_races: int = 0) -> dict[str, float]:
     """outcomes/<name> of a batch; outcomes/retried: lost ones that were sampled again, by their outcome too;
-    outcomes/lost_fraction: of all that were sampled."""
-    counts, again = Counter(outcomes), Counter(retried)
-    lost = num_lost_of(outcomes) + len(retried)
+    outcomes/lost_fraction: of all that were sampled. num_in_races: lost ones that others took the place of."""
+    counts, again, further = Counter(outcomes), Counter(retried), len(retried) + num_in_races
     return {
         **{f"outcomes/{name}": float(counts[name]) for name in (*GRADED, *LOST)},
         "outcomes/retried": float(len(retried)),
         **{f"outcomes/retried/{name}": float(count) for name, count in again.items()},
-        "outcomes/lost_fraction": lost / max(len(outcomes) + len(retried), 1),
+        "outcomes/lost_fraction": (num_lost_of(outcomes) + further) / max(len(outcomes) + further, 1),
     }
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GRACE_S = 10.0  # for what is no longer wanted
 
@@ -16,7 +18,7 @@ async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await _end(tasks)
+        await end(tasks)
 
 
 async def first_of(
@@ -26,35 +28,37 @@ async def first_of(
     besides: Sequence[Coroutine[Any, Any, T]] = (),
 ) -> tuple[dict[int, T], list[T]]:
     """The first `count` good results, by their places; where there are fewer, others in their stead. All others are
-    ended. besides: runs along, and is waited for. The first error ends everything."""
+    ended at once. besides: runs along, and is waited for. The first error ends everything."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in racing]
     others = [asyncio.ensure_future(coroutine) for coroutine in besides]
-    order: list[asyncio.Task[T]] = []
-    for task in tasks:
-        task.add_done_callback(order.append)
+    ended: list[asyncio.Task[T]] = []
+    running = {*tasks, *others}
     try:
         while True:
-            good = [task for task in order if is_good(task.result())][:count]
-            if len(good) == count or len(order) == len(tasks):
+            good = [task for task in ended if is_good(task.result())][:count]
+            if len(good) == count or len(ended) == len(tasks):
                 break
-            await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
-        kept = [*good, *(task for task in order if task not in good)][:count]
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in others:
+                if task in done:
+                    task.result()  # its error
+            ended += [task for task in tasks if task in done]
+        kept = [*good, *(task for task in ended if task not in good)][:count]
+        await end([task for task in tasks if task not in kept])
         return {place: task.result() for place, task in enumerate(tasks) if task in kept}, await asyncio.gather(*others)
     finally:
-        await _end([*tasks, *others])
-        for task in (*tasks, *others):
-            if task.done() and not task.cancelled():
-                task.exception()  # asyncio would complain that nobody has asked
+        await end([*tasks, *others])
 
 
-def cancel(tasks: Iterable[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
-    """Tell those that have not ended to end; which these are."""
-    left = [task for task in tasks if not task.done()]
-    for task in left:
-        task.cancel()
-    return left
-
-
-async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    if left := cancel(tasks):
+async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel those that have not ended, wait for them, and say what they did instead of ending."""
+    tasks = list(tasks)
+    if left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
         await asyncio.wait(left, timeout=GRACE_S)
+    for task in tasks:
+        if not task.done():
+            logger.error("an episode that was no longer wanted goes on: %r", task.get_coro())
+        elif not task.cancelled() and isinstance(error := task.exception(), Exception) and task in left:
+            logger.warning("an episode that was no longer wanted failed", exc_info=error)

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_like.batch import Scores
 from verl_like.episodes.answering import Group
-from verl_like.episodes.episode import Episode
+from verl_like.episodes.episode import Episode, EpisodeFailure
 
 # What a conversation counts beside its calls, as far as it happened.
 CONVERSATION_COUNTS = (
@@ -94,17 +94,26 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def race_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """redundancy/*, where more episodes were begun than are kept: how many were discarded, with how many tokens, and
-    the mean length of those that are used and of all, aborted ones as far as they came: short ones win."""
-    discarded = [trail.num_sampled() for group in groups for trail in group.discarded]
-    if not discarded:
+    the mean length of those that are used and of all, aborted ones as far as they came: short ones win. How many of the
+    discarded were lost: these count in outcomes/lost_fraction."""
+    trails = [trail for group in groups for trail in group.discarded]
+    if not trails:
         return {}
+    last = {(trail.prompt.group, trail.sample): trail for trail in trails}  # not what was lost before in its place
+    discarded = [trail.num_sampled() for trail in last.values()]
     used = [member.episode.num_sampled for group in groups for member in group.sampled]
     return {
         "redundancy/discarded_episodes": float(len(discarded)),
-        "redundancy/discarded_tokens": float(sum(discarded)),
+        "redundancy/discarded_tokens": float(sum(trail.num_sampled() for trail in trails)),
+        "redundancy/lost_episodes": float(len(lost_in_races(groups))),
         "redundancy/episode_length/used": sum(used) / len(used),
         "redundancy/episode_length/begun": sum(used + discarded) / len(used + discarded),
     }
+
+
+def lost_in_races(groups: Sequence[Group]) -> list[EpisodeFailure]:
+    """Of episodes that were lost, and whose place another one took without a second try."""
+    return [trail.failure for group in groups for trail in group.discarded if trail.failure is not None]
 
 
 def _of_environments(counts: Mapping[str, float]) -> dict[str, float]:

@@ -96,15 +96,22 @@ def test_the_table_shows_every_pool() -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["trainer.placement={main:{roles:[critic]}}"], "but not worker or main, the pool of trainer.nnodes"),
-        (["trainer.placement={worker:{roles:[critic]}}"], "but not worker or main"),
+        (["trainer.placement={main:{roles:[critic]}}"], "any name but worker and main, the pool of trainer.nnodes"),
+        (["trainer.placement={worker:{roles:[critic]}}"], "any name but worker and main"),
         (["trainer.placement={a: {roles: [[critic]]}}"], "a.roles: write"),
         (
             [*OWN_ROLLOUT, "actor_rollout_ref.rollout.n_gpus_per_node=1",
              "trainer.placement={rollout:{roles:[critic]}}"],
             "another pool has this name already",
         ),
-        (["trainer.placement={main:{}}"], "but not worker or main"),
+        (["trainer.placement={main:{}}"], "any name but worker and main"),
+        (["trainer.placement={main:2}"], "any name but worker and main"),
+        (["trainer.placement={actor:[0,1],rollout:[2,3],main:[0,1]}"], "any name but worker and main"),
+        (["trainer.placement={a-b:{roles:[critic]}}"], "a name of letters and digits"),
+        (
+            ["trainer.placement={actor:[0,1],rollout:[2,3]}", "trainer.nnodes=2"],
+            "trainer.nnodes=2 trainer.n_gpus_per_node=auto say something else",
+        ),
         (["trainer.placement={a:{roles:[actor]}}"], "the actor stays in the pool main"),
         (["trainer.placement={a:{roles:[critc]}}"], "choose among ref, critic, reward, rollout"),
         (["trainer.placement={a:{roles:[]}}"], "a.roles: write"),
@@ -120,6 +127,20 @@ def test_the_table_shows_every_pool() -> None:
         (["trainer.placement={a:{roles:[critic],nnodes:0}}"], "with sizes of at least 1"),
         (["trainer.placement={a:{roles:[critic]},b:{roles:[critic]}}"], "critic is in the pools a, b"),
         ([*OWN_REWARD, "trainer.placement={a:{roles:[reward]}}"], "reward is in the pools a, reward"),
+        (
+            ["trainer.placement={actor:[0,1],rollout:[0,1],p:{roles:[rollout]}}"],
+            "rollout is in the pools main, p",
+        ),
+        (
+            [*OWN_ROLLOUT, "actor_rollout_ref.rollout.n_gpus_per_node=2",
+             "trainer.placement={actor:[0,1],rollout:[0,1]}"],
+            "rollout is in the pools main, rollout",
+        ),
+        ([*OWN_REWARD, "trainer.placement={actor:[0],reward:[0]}"], "reward is in the pools main, reward"),
+        (
+            ["actor_rollout_ref.rollout.name=recorded", "trainer.placement={actor:[0],rollout:[1]}"],
+            "there is no engine to be in a pool of its own",
+        ),
         (["trainer.launcher=local", "trainer.placement={a:{roles:[critic]}}"], "set trainer.launcher=ray"),
         (list(OWN_ROLLOUT), "n_gpus_per_node = 0: the pool of rollout needs both sizes above 0"),
         (

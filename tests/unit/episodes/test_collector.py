@@ -16,9 +16,11 @@ import torch
 from tests.unit.episodes.fleet import N, Verdict, collector, dataset, teaches
 from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig, LengthRewardConfig, RewardModelConfig
+from verl_like.config.errors import RunStopped
 from verl_like.data.dataset import PromptDataset
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
+from verl_like.episodes.outcomes import Policies
 from verl_like.observe.logs import DiscreetFormatter
 from verl_like.rewards.grading import RewardError
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
@@ -121,6 +123,12 @@ def test_a_race_replaces_episodes_that_hang_or_are_lost(data: PromptDataset) -> 
         pending.wait()
         assert pending.result().valid_B.all()
         assert sorted(ended) == [0, 1, 2, 3] and {r.request_id.split("-")[2] for r in fleet.asked} == {"2", "3"}
+        metrics = made.metrics()  # what was lost is not hidden by those that took its place
+        assert metrics["redundancy/lost_episodes"] == 4 and metrics["redundancy/discarded_episodes"] == 8
+        assert metrics["outcomes/lost_fraction"] == pytest.approx(4 / 12)
+    few = {"runner": Game(), "n_redundant": 2, "policies": Policies(max_lost=0.3)}
+    with collector(data, **few) as (made, _), pytest.raises(RunStopped, match=r"4 of 12 .*\n.*environment crashed"):
+        made.next_batch(1)[1].result()
     hangs = False
     with collector(data, runner=Game(), n_redundant=1, n=4) as (made, fleet):  # one lost episode is needed after all
         assert len(made.next_batch(1)[0]) == 16 and len(fleet.asked) == 16
