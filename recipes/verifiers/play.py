@@ -41,7 +41,7 @@ async def run(data: dict[str, Any], base_url: str, api_key: str, **more: Any) ->
         ended = await played.run_rollout(json.loads(chosen["example"]), client, "policy", {})
     if ended["error"]:
         raise RuntimeError(f"{chosen['name']}: {ended['error']}")
-    return {"reward": float(ended["reward"]), **ended["metrics"]}
+    return {**ended["metrics"], "reward": float(ended["reward"])}  # a part may have that name too
 
 
 def main() -> None:

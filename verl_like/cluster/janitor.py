@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 _RUN_ID_VARIABLE = "VERL_LIKE_RUN_ID"  # as in worker_group.py, which a process without site-packages cannot import
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
+_TELL_SECONDS = 1.0
 _GONE = (
     "error: the driver (process {}, run {}) is gone: it was killed (kill -9, or by the kernel for want of memory: see "
     "dmesg), crashed, or was ended by Ray because Ray's daemon on this machine died. Its processes are ended; the same "
@@ -79,13 +81,24 @@ def start_janitor(run_id: str, *, kill: bool, folders: Sequence[str] = ()) -> su
     )
 
 
+def _tell(text: str) -> None:
+    """Write it on stderr, a moment long: whoever has the other end of a full pipe may not read."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError):  # nobody has it any more
+            os.write(2, text.encode())
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(_TELL_SECONDS)
+
+
 def _main(parent_pid: int, run_id: str, kill: bool, folders: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job, it asks the driver to stop
     while os.getppid() == parent_pid:
         time.sleep(_POLL_SECONDS)
     if kill:
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            os.write(2, _GONE.format(parent_pid, run_id).encode())
+        _tell(_GONE.format(parent_pid, run_id))
         os.dup2(1, 2)  # whoever reads to the end is not to wait for the cleaning
     deadline = time.monotonic() + _GRACE_SECONDS
     while processes_of_run(run_id) and time.monotonic() < deadline:

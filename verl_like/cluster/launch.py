@@ -65,7 +65,9 @@ class RaySession:
             return
         self._closed = True
         try:
-            if self.timeline_json_file:
+            if self.timeline_json_file and self.lost:
+                logger.warning("ray_init.timeline_json_file: Ray's daemon died, and what it had recorded with it")
+            elif self.timeline_json_file:
                 _write_timeline(self.timeline_json_file)
         finally:
             if self.owned and ray.is_initialized():

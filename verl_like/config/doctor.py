@@ -114,6 +114,21 @@ def _roles(config: PPOConfig) -> list[str]:
             f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config={drafts}: the weights of a draft model would not follow "
             "the policy's; use {method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}, or leave it out"
         )
+    elif drafts is not None:
+        if drafts.get("rejection_sample_method") == "synthetic":
+            problems.append(
+                f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config.rejection_sample_method=synthetic: it accepts at a "
+                "rate of its own, and so does not sample from the policy; leave it out"
+            )
+        for key, value in (
+            (f"{_ROLLOUT}.min_p", rollout.min_p),
+            (f"{_ROLLOUT}.val_kwargs.min_p", rollout.val_kwargs.min_p),
+        ):
+            if value:
+                problems.append(
+                    f"{key}={value} with {_ROLLOUT}.engine_kwargs.vllm.speculative_config: vLLM refuses such requests; "
+                    "leave one out"
+                )
     return problems + impossible_sharding(config) + _validation_sampling(config)
 
 

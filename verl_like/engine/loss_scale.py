@@ -29,6 +29,11 @@ class LossScale:
         """What backward starts from."""
         return loss * 2.0**self.exponent if self._scales else loss
 
+    @property
+    def settles(self) -> bool:
+        """Whether a gradient that is not finite may be the scale's doing, which smaller ones put right."""
+        return self._scales and self.exponent > 0
+
     @torch.no_grad()
     def undo(self, parameters: Iterable[nn.Parameter]) -> None:
         """Turn the gradients of scaled losses into those of the losses; a power of two loses no bit of float32."""
@@ -40,7 +45,8 @@ class LossScale:
         """Learn from an optimizer step, or from one that was left out; the scale that it had, as a metric."""
         if not self._scales:
             return {}
-        told = {"loss_scale": Metric(value=2.0**self.exponent)}
+        overflow = float(self.settles and not finite)
+        told = {"loss_scale": Metric(value=2.0**self.exponent), "loss_scale_overflows": Metric(value=overflow)}
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
             self.exponent -= 1

@@ -8,14 +8,16 @@ import json
 import logging
 import math
 import os
+import queue
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
@@ -29,6 +31,7 @@ from verl_like.observe.services import COLUMNS, SERVICES, require
 from verl_like.user_code import check_call, is_reference, load
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MAX_FAILURES = 3  # in a row, then a tracker is left out for the rest of the run
 _PATIENCE_S = 120.0  # one that has not come back by then is left out too: a service that is cut off may hang for ever
@@ -65,7 +68,7 @@ def build_trackers(
     ValueError if trainer.logger names one that does not exist or whose package is missing.
     """
     folder, config = Path(log_dir).expanduser(), redacted_tree(resolved_config)
-    names = check_trackers(trainer)
+    names, callers = check_trackers(trainer), dict[str, _Caller]()
     trackers: list[Tracker] = [JsonlTracker(folder, new_run=resumed_at is None, last_step=resumed_at)]
     if "console" in names:
         trackers.append(ConsoleTracker())
@@ -77,10 +80,12 @@ def build_trackers(
             trackers.append(SERVICES[name](trainer, config, folder, resumed=resumed_at is not None))
         elif is_reference(name):
             options = trainer.logger_kwargs.get(name, {})
-            trackers.append(OwnTracker(name, options, config=config, folder=folder, resumed_at=resumed_at))
+            callers[name] = _Caller(name)
+            build = partial(OwnTracker, name, options, config=config, folder=folder, resumed_at=resumed_at)
+            trackers.append(callers[name].call(build, _PATIENCE_S))
     if trainer.prometheus_port is not None:
         trackers.append(PrometheusTracker(trainer, run_id))
-    return Trackers(trackers)
+    return Trackers(trackers, callers)
 
 
 def check_trackers(trainer: TrainerConfig) -> list[str]:
@@ -113,8 +118,9 @@ class Trackers:
     one that does not come back is left out at once.
     """
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = list(trackers)
+    def __init__(self, trackers: Sequence[Tracker], callers: Mapping[str, _Caller] | None = None) -> None:
+        """callers: of those that were built in a thread of their own."""
+        self._trackers, self._callers = list(trackers), dict(callers or {})
         self._failures = dict.fromkeys((tracker.name for tracker in trackers), 0)
         self._warned: set[str] = set()
 
@@ -140,14 +146,18 @@ class Trackers:
         """Flush and close. May be called twice."""
         for tracker in self._trackers:
             self._attempt(tracker, tracker.finish, _FINISH_S)
-        self._trackers = []
+        for caller in self._callers.values():
+            caller.end()
+        self._trackers, self._callers = [], {}
 
     def _attempt(self, tracker: Tracker, action: Callable[[], None], patience_s: float | None = None) -> None:
         if isinstance(tracker, JsonlTracker):
             action()
             return
         try:
-            _within(action, patience_s or _PATIENCE_S)
+            if tracker.name not in self._callers:
+                self._callers[tracker.name] = _Caller(tracker.name)
+            self._callers[tracker.name].call(action, patience_s or _PATIENCE_S)
             self._failures[tracker.name] = 0
         except Exception as error:
             self._failures[tracker.name] += 1
@@ -168,23 +178,33 @@ class _Hangs(Exception):
     """A call did not come back."""
 
 
-def _within(action: Callable[[], None], seconds: float) -> None:
-    """Call it in a thread of its own, which is left behind, with _Hangs, if it takes longer; its errors are raised."""
-    errors: list[Exception] = []
+class _Caller:
+    """A thread of its own for all calls of one tracker: some packages are tied to one (sqlite3), and it can be left
+    behind where a call does not come back."""
 
-    def run() -> None:
-        try:
-            action()
-        except Exception as error:
-            errors.append(error)
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
 
-    thread = threading.Thread(target=run, name="tracker", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if thread.is_alive():
-        raise _Hangs(f"no answer within {seconds:g} s")
+    def call(self, action: Callable[[], T], seconds: float) -> T:
+        """Its result, or error; _Hangs if it takes longer."""
+        future: Future[T] = Future()
+        self._calls.put((action, future))
+        if not wait([future], timeout=seconds).done:
+            raise _Hangs(f"no answer within {seconds:g} s")
+        return future.result()
+
+    def end(self) -> None:
+        """After the calls that were made."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            action, future = call
+            try:
+                future.set_result(action())
+            except Exception as error:
+                future.set_exception(error)
 
 
 def _number(name: str, value: Any) -> float:

@@ -84,9 +84,9 @@ class Grading:
         server: str = "",
         check: Callable[[], None] | None = None,
     ) -> None:
-        """quiet: failures are not logged: `report` is due for the whole. failure_penalty: score of failed rows.
-        max_failure_fraction: more failed rows are a RewardError, which names `graded_by`. check: raises where what
-        graded them is not there any more.
+        """quiet: failures are not logged, nor `check` called: `report` is due for the whole. failure_penalty: score of
+        failed rows. max_failure_fraction: more failed rows are a RewardError, which names `graded_by`. check: raises
+        where what graded them is not there any more.
 
         Responses without futures are graded by one call of `submit` for all of them.
         """
@@ -115,7 +115,7 @@ class Grading:
         """
         if self._scores is None:
             scores = self._by_rule() if self._rule or any(self._futures) else without_rule(len(self._graded))
-            if self._check is not None:
+            if self._check is not None and not self._quiet:
                 self._check()
             answers = [each.answer for each in self._graded]
             self._scores = scores if self._model is None else self._model.add_to(scores, answers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from verl_like.config.endpoint import EndpointConfig
+from verl_like.services.server import DIRECT
 
 _REPLY_BYTES = 64 * 1024**2
 _TRANSIENT_STATUS = (408, 425, 429)  # and 500 upwards
@@ -43,6 +44,7 @@ class Service:
     max_retries: int = 3
     retry_delay: float = 1.0  # [s] before the first further try; doubles each time
     headers: Mapping[str, str] = field(default_factory=dict)
+    is_ours: bool = False  # a server of the run: no proxy leads there
 
     def post(
         self, body: Any, read: Callable[[Any], Result], *, before_each: Callable[[], None] = lambda: None
@@ -64,7 +66,7 @@ class Service:
         deadline = time.monotonic() + self.timeout
         request = urllib.request.Request(self.url, data=json.dumps(body).encode(), headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            with (DIRECT.open if self.is_ours else urllib.request.urlopen)(request, timeout=self.timeout) as response:
                 return json.loads(_read_all(response, deadline))
         except urllib.error.HTTPError as error:
             if error.code in _TRANSIENT_STATUS or error.code >= 500:

@@ -87,7 +87,8 @@ class Judge:
         """Ask these servers (host:port) of the run in turn, under that model's name."""
         endpoints = [dataclasses.replace(self._config, url=f"http://{address}/v1") for address in addresses]
         self._config = dataclasses.replace(self._config, model=model)
-        self._services = itertools.cycle([chat_service(each, "reward_model.judge") for each in endpoints])
+        services = [chat_service(each, "reward_model.judge") for each in endpoints]
+        self._services = itertools.cycle([dataclasses.replace(each, is_ours=True) for each in services])
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
         """One future per call; each gets a RewardOutcome."""

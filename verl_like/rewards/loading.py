@@ -44,7 +44,7 @@ def _of_server(spec: ScorerSpec) -> dict[str, Any]:
         from transformers import AutoTokenizer
 
         given["reward_model_tokenizer"] = AutoTokenizer.from_pretrained(
-            spec.served_path, trust_remote_code=spec.served_trust
+            spec.served_folder, trust_remote_code=spec.served_trust
         )
     return given
 

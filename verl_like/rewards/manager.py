@@ -11,18 +11,20 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from verl_like.batch import PromptRow, Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.config.roles import classifies, generates
+from verl_like.remote import local_folder
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, question_of, report, require_enough
+from verl_like.rewards.grading import Graded, Grading, RewardError, Scorer, Submit, question_of, report, require_enough
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
@@ -88,6 +90,7 @@ class RewardManager:
 
     def _spec(self, custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig) -> ScorerSpec:
         own = self._manager not in REWARD_MANAGERS
+        served = reward_model.model.path if self.awaits_servers else None
         return ScorerSpec(
             path=None if custom.path is None else resolve_path(custom.path, "custom_reward_function.path"),
             name=custom.name,
@@ -98,7 +101,8 @@ class RewardManager:
             manager_kwargs=dict(reward_model.reward_kwargs) if own else {},
             own_graders=self._own_graders(reward_model),
             batch=self._manager == "batch",
-            served_path=reward_model.model.path if self.awaits_servers else None,
+            served_path=served,
+            served_folder=None if served is None else local_folder(served, "reward_model.model.path"),
             served_trust=reward_model.model.trust_remote_code,
             timeout=float(custom.timeout),
             memory_limit_mb=custom.memory_limit_mb,
@@ -237,7 +241,7 @@ class RewardManager:
             max_failure_fraction=self._max_failure_fraction,
             graded_by=self.graded_by,
             server=self._server(),
-            check=None if self._served is None else self._served.require_alive,
+            check=self._require_servers,
         )
 
     def _server(self) -> str:
@@ -253,17 +257,29 @@ class RewardManager:
         return self.gather(self.grade(answers), step=step).result()
 
     def report(self, scores: Scores, graded: Sequence[Graded], *, step: int) -> None:
-        """Log the failures among these scores."""
+        """Log the failures among these scores. Raises what ends the run where a server that graded them is gone."""
+        self._require_servers()
         report(scores, graded, step=step, failure_penalty=self._failure_penalty)
 
     def require_enough(self, batches: Sequence[Scores], *, step: int) -> None:
         """RewardError if too few of the rewards of these batches, taken together, could be computed."""
         most = self._max_failure_fraction if self._failure_penalty is None else 1.0
-        require_enough(batches, step=step, most=most, graded_by=self.graded_by)
+        self._require(partial(require_enough, batches, step=step, most=most, graded_by=self.graded_by))
 
     def require_any(self, batches: Sequence[Scores], *, step: int) -> None:
         """RewardError if none could."""
-        require_enough(batches, step=step, graded_by=self.graded_by)
+        self._require(partial(require_enough, batches, step=step, graded_by=self.graded_by))
+
+    def _require(self, enough: Callable[[], None]) -> None:
+        try:
+            enough()
+        except RewardError:
+            self._require_servers()  # their loss explains it, and is a reason to begin again
+            raise
+
+    def _require_servers(self) -> None:
+        if self._served is not None:
+            self._served.require_alive()
 
     def _scorers_of(self, row: PromptRow) -> list[Scorer]:
         """The parts that reward_model.weights names, or the one way that grades the row."""

@@ -48,6 +48,7 @@ class ScorerSpec(ServiceSpec):
     manager_kwargs: dict[str, Any] = field(default_factory=dict)
     own_graders: dict[str, str] = field(default_factory=dict)  # graders named by reference: config key -> file.py:name
     served_path: str | None = None  # of the reward model on servers of the run, which the function may ask
+    served_folder: str | None = None  # where that model lies on this machine
     served_trust: bool = False  # its tokenizer may be code of its own
 
     outcome: ClassVar[type[Outcome]] = RewardOutcome

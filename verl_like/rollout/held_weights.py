@@ -122,7 +122,7 @@ def dequantised(module: nn.Module) -> Tensor | None:
 
 def sketches(parts: Iterator[Held], layout: Layout, group: Any) -> list[tuple[str, Tensor]]:
     """(Hugging Face name, sketch) of whole matrices; collective over `group`. Left out: those of which a part was not
-    found."""
+    found. A rank sees its own part where others hold the same, as in `checksums`."""
     mine: dict[str, dict[Box, Tensor]] = {}
     for item in parts:
         part = item.part
@@ -134,7 +134,7 @@ def sketches(parts: Iterator[Held], layout: Layout, group: Any) -> list[tuple[st
     found = []
     for name in mine:
         boxes: dict[Box, Tensor] = {}
-        for theirs in everyones:
+        for theirs in [*everyones, mine]:
             boxes |= theirs.get(name, {})
         if sum(rows * columns for _, _, rows, columns in boxes) == layout.shapes[name].numel():
             whole = torch.zeros(layout.shapes[name][0], WIDTH, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +30,13 @@ def server_command(
         module, options = "sglang.launch_server", _sglang(rollout, folder)
         extra = rollout.engine_kwargs.sglang
     options |= {"host": host, "port": port, "served-model-name": path, "trust-remote-code": trust_remote_code}
-    return [sys.executable, "-m", module, *_arguments(options | {k.replace("_", "-"): v for k, v in extra.items()})]
+    for key, value in extra.items():
+        name = key.replace("_", "-")
+        if value is False and rollout.name == "vllm":  # its switches have an opposite; SGLang's are off where not given
+            options |= {name: None, f"no-{name}": True}
+        else:
+            options |= {name: value, f"no-{name}": None}
+    return [sys.executable, "-m", module, *_arguments(options)]
 
 
 def server_environment(device: str, cuda_devices: str | None) -> dict[str, str]:
@@ -85,10 +92,10 @@ def _longest(rollout: RewardRolloutConfig) -> int:
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:
-    """--name value; true is a flag alone, false and null are left out."""
+    """--name value; true is a flag alone, false and null are left out, dictionaries are JSON."""
     words: list[str] = []
     for name, value in options.items():
         if value is not None and value is not False:
             values = [] if value is True else value if isinstance(value, list) else [value]
-            words += [f"--{name}", *map(str, values)]
+            words += [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
     return words

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from verl_like.services import keeper
+from verl_like.services.temp_folder import TempFolder
 
 # The keeper's worker becomes the program: what it starts ends with it, and it ends with this process.
 _BOOTSTRAP = (
@@ -40,19 +42,20 @@ class Server:
         self._command, self._health, self.log = list(command), health, log
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
+        self._temporary: TempFolder | None = None  # of the program
 
     def start(self) -> None:
         """Begin; returns at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix="verl_like_server_")  # its temporary files; the keeper removes it
-        arguments = [str(os.getpid()), folder, json.dumps(sys.path), *self._command]
+        self._temporary = TempFolder()
+        arguments = [str(os.getpid()), self._temporary.path, json.dumps(sys.path), *self._command]
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment, "TMPDIR": folder},
+                env={**os.environ, **self._environment, "TMPDIR": self._temporary.path},
                 start_new_session=True,
             )
 
@@ -80,23 +83,30 @@ class Server:
 
     def end(self) -> None:
         """Kill it, and everything that it started. Safe to call twice."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or self._temporary is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, keeper.END)
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, keeper.END)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+        with contextlib.suppress(ProcessLookupError):  # what is left of its group, also where the keeper was killed
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._temporary.remove()
+        self._temporary = None
+
+
+# To servers of the run: the variables http_proxy and the like are meant for the world outside.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def answers(url: str, timeout_s: float) -> bool:
-    """Whether a GET of this URL is answered with 200."""
+    """Whether a GET of this URL is answered with 200, without a proxy."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as reply:
+        with DIRECT.open(url, timeout=timeout_s) as reply:
             return reply.status == 200
-    except (OSError, ValueError):  # nobody listens, or says something else than HTTP
+    except (OSError, ValueError, http.client.HTTPException):  # nobody listens, or says something else than HTTP
         return False
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from verl_like.parallel.checksum import Slice
-from verl_like.parallel.sketch import sketch
+from verl_like.parallel.sketch import blocks, sketch
 
 _FP8_STEP, _FP8_LARGEST, _FP8_SMALLEST = 2.0**-4, 448.0, 2.0**-9  # e4m3: share at most; largest; step near 0
 _MOST = 8.0  # deviations that a sum of roundings may be away: with 1e9 of them never by chance
@@ -62,11 +63,13 @@ def _ratio(found_RK: Tensor, sent_RK: Tensor, deviation_R1: Tensor) -> tuple[flo
 
 def _deviation(tensor_RC: Tensor, kind: str) -> Tensor:
     """Of an entry of each row's sketch, when every number is rounded by itself: float64 [R, 1]."""
-    numbers = tensor_RC.detach().double()
+    largest_R, squares_R = (
+        torch.cat(found)
+        for found in zip(*((rows.abs().amax(1), rows.square().sum(1)) for rows in blocks(tensor_RC)), strict=True)
+    )
     if kind == "int8":  # steps of a row are equal
-        step_R = numbers.abs().amax(1) / 127
-        variance_R = tensor_RC.shape[1] * step_R.square() / 12
+        variance_R = tensor_RC.shape[1] * (largest_R / 127).square() / 12
     else:  # a share of each number, and a step near 0 that one scale for the tensor makes
-        step = float(numbers.abs().max()) / _FP8_LARGEST * _FP8_SMALLEST
-        variance_R = (numbers.square().sum(1) * _FP8_STEP**2 + tensor_RC.shape[1] * step**2) / 3
+        step = float(largest_R.max()) / _FP8_LARGEST * _FP8_SMALLEST
+        variance_R = (squares_R * _FP8_STEP**2 + tensor_RC.shape[1] * step**2) / 3
     return variance_R.sqrt()[:, None].cpu()

@@ -150,14 +150,14 @@ class WeightReceiver:
         quantised: list[tuple[str, Tensor]] = []
 
         def look_inside() -> list[str]:
+            problems = list[str]()  # not returned before all that ranks do together is done
             held.extend(self._rollout.weight_checksums(header.shapes))
             if self._quantised is not None:
                 quantised.extend(self._rollout.weight_sketches(header.shapes))
-                if problems := self._quantised.differences(quantised):
-                    return problems
+                problems, self._quantised = self._quantised.differences(quantised), None
             stale = self._rollout.cached_tokens()
             cache = [f"the prefix cache was not emptied: {stale} tokens of a prompt of before"] if stale else []
-            return ledger.differences(held) + cache
+            return problems + ledger.differences(held) + cache
 
         self._checked("reading the rollout engine", look_inside)
         names = {name for name, _ in held} | {name for name, _ in quantised}

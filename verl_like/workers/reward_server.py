@@ -7,6 +7,7 @@ grades asks it over HTTP, also while this process samples or trains.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from verl_like.cluster.environment import free_port
@@ -16,6 +17,7 @@ from verl_like.rollout.servers import server_command, server_environment
 from verl_like.services.server import Server
 from verl_like.workers.spec import WorkerSpec
 
+_IMPORTED = time.monotonic()  # the group counts since about then, and is not to give up first: it knows no log
 ServerPlace = tuple[str, str]  # host:port, and what to call it in messages
 
 
@@ -57,7 +59,8 @@ class RewardServer:
         self._server.start()
         self.place = address, f"the reward model's server at {address} (process {self._server.pid}, log {log})"
         try:
-            timeout_s = spec.config.trainer.worker_start_timeout
+            limit_s = spec.config.trainer.worker_start_timeout
+            timeout_s = max(limit_s / 2, 0.9 * limit_s - (time.monotonic() - _IMPORTED))
             with span("start of the reward model's server", expected_s=timeout_s):
                 self._server.wait_ready(timeout_s)
         except BaseException:

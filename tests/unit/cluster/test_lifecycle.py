@@ -130,6 +130,29 @@ def test_janitor_cleans_up_after_a_killed_driver(tmp_path: Path) -> None:
     _wait_for(lambda: not processes_of_run(run_id) and not entry.exists() and not (tmp_path / "session").exists())
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_janitor_cleans_up_where_nobody_reads_the_drivers_words(tmp_path: Path) -> None:
+    script = f"""
+        import os, time
+        from verl_like.cluster.janitor import start_janitor
+        start_janitor({new_run_id()!r}, kill=True, folders=[{str(tmp_path / "session")!r}])
+        os.set_blocking(2, False)
+        try:
+            while True:
+                os.write(2, b"x" * 4096)  # until the pipe is full
+        except BlockingIOError:
+            os.set_blocking(2, True)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    (tmp_path / "session").mkdir()
+    command, pipe = [sys.executable, "-c", textwrap.dedent(script)], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as driver:
+        assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
+        driver.kill()
+        _wait_for(lambda: not (tmp_path / "session").exists(), 30)
+
+
 def _wait_for(condition: object, seconds: float = 15) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]

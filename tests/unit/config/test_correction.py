@@ -199,6 +199,17 @@ def test_remax_alone_is_not_warned_about() -> None:
             [f"{R}.engine_kwargs.vllm.speculative_config={{method: eagle}}", f"{R}.name=vllm"],
             "a draft model would not follow the policy's",
         ),
+        (
+            [f"{R}.engine_kwargs.vllm.speculative_config={{method: ngram}}", f"{R}.name=vllm", f"{R}.min_p=0.1"],
+            "rollout.min_p=0.1 with actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config: vLLM refuses",
+        ),
+        (
+            [
+                f"{R}.engine_kwargs.vllm.speculative_config={{method: ngram, rejection_sample_method: synthetic}}",
+                f"{R}.name=vllm",
+            ],
+            "rejection_sample_method=synthetic: it accepts at a rate of its own",
+        ),
     ],
 )
 def test_what_engines_cannot_be_asked_for(overrides: list[str], message: str) -> None:

@@ -68,17 +68,25 @@ def test_gradients_are_those_of_float32(process: ProcessInfo, path: str, strateg
 
 def test_overflow_costs_the_step_and_halves_the_scale(process: ProcessInfo, path: str) -> None:
     engine = half(process, path)
-    before, scales, skipped = weights(engine), [], []
+    before, scales, overflows = weights(engine), [], []
     for _ in range(12):
         metrics = step(engine, factor=64)
         scales.append(metrics["loss_scale"])
-        skipped.append(metrics["skipped_steps"])
-        if not skipped[-1]:
+        overflows.append(metrics["loss_scale_overflows"])
+        assert metrics["skipped_steps"] == 0  # of which ten in a row end a run
+        if not overflows[-1]:
             break
         torch.testing.assert_close(weights(engine), before, rtol=0, atol=0)
-    assert skipped[0] == 1 and skipped[-1] == 0
+    assert overflows[0] == 1 and overflows[-1] == 0
     assert scales == [2.0 ** (16 - i) for i in range(len(scales))]
     assert any(not torch.equal(new, old) for new, old in zip(weights(engine).values(), before.values(), strict=True))
+
+
+def test_what_no_scale_puts_right_counts_as_skipped(process: ProcessInfo, path: str) -> None:
+    engine = half(process, path)
+    engine._loss_scale.exponent = 1
+    told = [step(engine, factor=float("nan")) for _ in range(3)]
+    assert [(each["skipped_steps"], each["loss_scale_overflows"]) for each in told] == [(0, 1), (1, 0), (1, 0)]
 
 
 def test_the_scale_grows_and_is_kept() -> None:

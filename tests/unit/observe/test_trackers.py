@@ -4,6 +4,7 @@ import html
 import json
 import logging
 import re
+import sqlite3
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -247,6 +248,42 @@ def test_a_class_of_the_users_takes_arguments_too(tmp_path: Path) -> None:
     assert (tmp_path / "color.txt").read_text() == "red"
     with pytest.raises(ValueError, match=r"missing a required argument: 'color'"):
         build_trackers(TrainerConfig(logger=[name]), {}, tmp_path, resumed_at=None)
+
+
+BOUND = """
+import sqlite3
+
+class Bound:
+    def __init__(self, config, folder, resumed_at):
+        self.path = folder / "own.db"
+        self.connection = sqlite3.connect(self.path)
+        self.connection.execute("create table metrics (step, name, value)")
+
+    def log(self, step, metrics):
+        self.connection.executemany("insert into metrics values (?, ?, ?)", [(step, *each) for each in metrics.items()])
+        self.connection.commit()
+
+    def finish(self):
+        self.connection.close()
+"""
+
+
+def test_a_tracker_may_be_tied_to_its_thread(tmp_path: Path) -> None:
+    (tmp_path / "bound.py").write_text(BOUND)
+    config = TrainerConfig(logger=[f"{tmp_path}/bound.py:Bound"])
+    trackers = build_trackers(config, {}, tmp_path, resumed_at=None)
+    for step in (1, 2):
+        trackers.log(step, {"x": float(step)})
+    assert len(trackers.names) == 2
+    trackers.finish()
+    with sqlite3.connect(tmp_path / "own.db") as database:
+        assert database.execute("select * from metrics").fetchall() == [(1, "x", 1.0), (2, "x", 2.0)]
+    assert not [thread for thread in threading.enumerate() if "bound.py" in thread.name and _stays(thread)]
+
+
+def _stays(thread: threading.Thread) -> bool:
+    thread.join(5)
+    return thread.is_alive()
 
 
 SECRETS = {

@@ -10,9 +10,12 @@ import pytest
 
 from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from tests.unit.rewards.test_judge import Endpoint
+from verl_like.batch import RewardFailure
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, JudgeConfig, RewardModelConfig
 from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.rewards import served as served_module
 from verl_like.rewards.manager import RewardManager
+from verl_like.rewards.model_score import Answer
 from verl_like.rewards.served import ServedModel
 
 pytestmark = pytest.mark.timeout(60)
@@ -120,6 +123,34 @@ def test_a_server_that_is_gone_is_named_and_no_zero_is_used(endpoints: list[Heal
         endpoints[1].server_close()
         with pytest.raises(ConnectionError, match=r"^server 1 does not answer; what was graded since may be wrong"):
             rewards.score(make_rollouts(["a"] * 4), step=2)
+
+
+def test_groups_that_are_judged_one_by_one_ask_no_server_for_its_health(
+    endpoints: list[Healthy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dynamic sampling, in the event loop of the episodes: once for all groups of a batch."""
+    asked, there = [], [True]
+    monkeypatch.setattr(served_module, "answers", lambda url, seconds: asked.append(url) or there[0])
+    for name in ("http_proxy", "HTTP_PROXY"):  # no way to a server of the run
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for each in endpoints:
+        each.answer = lambda prompt: "Score: 8"
+    with manager() as rewards:
+        rewards.use_servers(served(endpoints))
+        for _ in range(3):
+            answers = [Answer(row=row, prompt_ids=[1], response_ids=[97]) for row in make_rollouts(["a", "b"]).rows]
+            graded = rewards.grade(answers)
+            scores = rewards.gather(graded, step=1, may_all_fail=True, quiet=True).result()
+        assert asked == [] and scores.valid_B.all()
+        rewards.report(scores, graded, step=1)
+        assert len(asked) == 2
+        there[0] = False
+        with pytest.raises(ConnectionError, match=r"^server 0 does not answer"):
+            rewards.report(scores, graded, step=1)
+        failures = [RewardFailure(row=row, data_source="", kind="service", message="") for row in range(2)]
+        lost = scores.replace(valid_B=~scores.valid_B, failures=failures)
+        with pytest.raises(ConnectionError, match=r"^server 0 does not answer"):  # not: no reward could be computed
+            rewards.require_any([lost], step=1)
 
 
 def test_what_is_wrong_with_prompt_and_parser_is_said_at_the_start(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from verl_like.parallel.checksum import checksum, checksum_of, total
+from verl_like.parallel.checksum import Slice, checksum, checksum_of, total
+from verl_like.parallel.sketch import sketch
 from verl_like.rollout import vllm_compat
-from verl_like.rollout.held_weights import Layout, checksums, held_by
+from verl_like.rollout.held_weights import Held, Layout, checksums, held_by, sketches
 
 HEADS, KV, WIDTH, HIDDEN, VOCAB = 4, 2, 6, 8, 11  # rows of q: HEADS x 2, of k and v: KV x 2
 SHAPES = {
@@ -105,6 +106,22 @@ def test_a_fault_on_one_rank_is_seen(state: dict[str, Tensor], rank: int, monkey
     wrong = [{name for name in SHAPES if one[name] != right[name]} for one in found]
     assert wrong[rank] == {"attn.k.weight", "norm.weight", "attn.o.weight"}
     assert all("attn.o.weight" in one for one in wrong)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_sketches_its_own_copy(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that two ranks hold alike: one of them may be wrong."""
+    right = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    layout = Layout({"k.weight": right.shape}, rank=rank, size=2)
+    everyones = [{"k.weight": {(0, 0, 4, 6): sketch(Slice(values, 0, 0))}} for values in (right * 3, right)]
+
+    def gather(into: list[Any], mine: Any, group: Any) -> None:
+        into[:] = everyones
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    held = Held("k.weight", "k", Slice((right * 3, right)[rank], 0, 0))
+    ((_, found),) = sketches(iter([held]), layout, "group")
+    torch.testing.assert_close(found, sketch(Slice((right * 3, right)[rank], 0, 0)))
 
 
 def test_what_is_no_equal_part_is_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,6 +50,24 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["max-loras"] == ["2"] and found["dtype"] == ["auto"]
     assert not {"enforce-eager", "seed", "trust-remote-code", "enable-prefix-caching"} & found.keys()
     assert options(server_command(rollout, "/m/judge", device="cpu", **PLACE))["dtype"] == ["float32"]
+    given = {"enable_prefix_caching": False, "async_scheduling": False, "hf_overrides": {"a": [1, None]}}
+    found = options(
+        server_command(
+            RewardRolloutConfig(name="vllm", engine_kwargs=EngineKwargsConfig(vllm=given)),
+            *("/m/judge",),
+            device="cuda",
+            **PLACE,
+        )
+    )
+    assert found["no-enable-prefix-caching"] == [] == found["no-async-scheduling"]
+    assert not {"enable-prefix-caching", "async-scheduling"} & found.keys()
+    assert json.loads(found["hf-overrides"][0]) == {"a": [1, None]}
+    given = {"enable_prefix_caching": True}
+    rollout = RewardRolloutConfig(
+        name="vllm", enable_prefix_caching=False, engine_kwargs=EngineKwargsConfig(vllm=given)
+    )
+    found = options(server_command(rollout, "/m/judge", device="cuda", **PLACE))
+    assert "enable-prefix-caching" in found and "no-enable-prefix-caching" not in found
 
 
 def test_sglang_is_for_cuda() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +70,33 @@ def test_what_it_started_ends_with_it(server: Server) -> None:
     assert gone(helper_of(server)) and gone(int(child))
     server._process.wait(10)  # pyright: ignore[reportOptionalMemberAccess]
     assert server.ended() == "has ended (exit code -9)"
+
+
+def test_nothing_is_left_where_its_keeper_was_killed(server: Server) -> None:
+    server.wait_ready(30)
+    os.kill(server.pid, signal.SIGKILL)
+    (folder,) = [server._temporary.path]  # pyright: ignore[reportOptionalMemberAccess]
+    server.end()
+    assert not answers(server._health, 5) and not Path(folder).exists()
+
+
+def test_no_proxy_is_asked_for_a_server_of_ours(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    server.wait_ready(30)
+
+
+def test_who_speaks_no_http_is_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def speak() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"hello\n")
+
+        threading.Thread(target=speak, daemon=True).start()
+        assert not answers(f"http://127.0.0.1:{listening.getsockname()[1]}/health", 5)
 
 
 def test_a_server_that_does_not_start_shows_its_last_words(tmp_path: Path) -> None:

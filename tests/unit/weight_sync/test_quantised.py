@@ -12,6 +12,7 @@ from verl_like.parallel.checksum import Slice
 from verl_like.parallel.sketch import WIDTH, sketch
 from verl_like.rollout.held_weights import dequantised
 from verl_like.rollout.int8 import Int8Linear
+from verl_like.weight_sync import quantised
 from verl_like.weight_sync.quantised import QuantisedLedger
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -82,6 +83,19 @@ def test_what_is_wrong_is_named(kind: str, quantise: Callable[[Tensor], Tensor],
 def test_an_engine_that_tells_nothing_proves_nothing() -> None:
     ledger = QuantisedLedger("fp8")
     assert ledger.differences([]) == ["quantization=fp8: no quantised weight of the rollout engine could be read back"]
+
+
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix is read in blocks of rows: copies of a whole embedding in float64 would not fit beside a model."""
+    sent = weight((67, 40), "outliers")
+    whole = sketch(Slice(sent, 0, 0)), quantised._deviation(sent, "fp8"), quantised._deviation(sent, "int8")
+    seen, real = [], Tensor.double
+    monkeypatch.setattr("verl_like.parallel.sketch._BLOCK", 200)
+    monkeypatch.setattr(Tensor, "double", lambda each: seen.append(each.numel()) or real(each))
+    parts = sketch(Slice(sent, 0, 0)), quantised._deviation(sent, "fp8"), quantised._deviation(sent, "int8")
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+    assert max(seen) <= 40 * WIDTH
 
 
 def test_sketches_add_up_over_parts() -> None:

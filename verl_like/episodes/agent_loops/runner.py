@@ -17,8 +17,8 @@ from typing import Any
 from verl_like.batch import Prompt, PromptRow
 from verl_like.episodes.agent_loops.messages import AgentLoopSpec, AgentReply, AgentRequest, Answered, Asked
 from verl_like.episodes.agent_loops.turns import turns_of
-from verl_like.episodes.answering import cancel
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, EpisodeRunner, Turn
+from verl_like.episodes.race import end
 from verl_like.episodes.tools.toolbox import fields_of
 from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 from verl_like.services.pool import WorkerPool
@@ -26,7 +26,6 @@ from verl_like.services.pool import WorkerPool
 # While the policy is at work: whether the loop asks more beside it, after three times as long each time
 _POLL_S, _LONGEST_POLL_S = 0.05, 30.0
 _START_S = 600.0  # a worker imports transformers, and what the user's files import
-_END_S = 5.0
 
 
 class AgentLoops:
@@ -123,11 +122,9 @@ class _Running:
 
     async def end(self) -> None:
         """Nothing more is asked for, and the worker forgets the episode."""
-        left = cancel(self._sampling)
         self._pool.submit([AgentRequest(action="end", session=self._session)], session=self._session)
         self._pool.end_session(self._session)
-        if left:
-            await asyncio.wait(left, timeout=_END_S)
+        await end(self._sampling)
 
     async def _send(self, action: str, **fields: Any) -> AgentReply:
         request = AgentRequest(action=action, session=self._session, **fields)
