@@ -47,7 +47,9 @@ async def run(data: dict[str, Any], base_url: str, api_key: str, **more: Any) ->
 def main() -> None:
     """The same as a command: the row in VERL_LIKE_DATA_FILE, the reward as the last line."""
     data = json.loads(Path(os.environ["VERL_LIKE_DATA_FILE"]).read_text())
-    print(json.dumps(asyncio.run(run(data, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))))
+    reward = asyncio.run(run(data, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
+    print(json.dumps(reward), flush=True)
+    os._exit(0)  # nothing that ends with the process may print behind it
 
 
 if __name__ == "__main__":

@@ -423,6 +423,11 @@ IDLE: tuple[Idle, ...] = (
         lambda c: not c.actor_rollout_ref.rollout.skip_rollout and c.actor_rollout_ref.rollout.name != "recorded",
         f"{_ROLLOUT}.skip_rollout is false",
     ),
+    Idle(
+        (f"{_ROLLOUT}.n_redundant",),
+        lambda c: c.actor_rollout_ref.rollout.name == "recorded",
+        f"{_ROLLOUT}.name=recorded: the responses of each group are there",
+    ),
     Idle(("ray_init.",), lambda c: c.trainer.launcher == "local", "trainer.launcher is local"),
     Idle(
         ("custom_reward_function.name",),

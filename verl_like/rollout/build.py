@@ -58,6 +58,11 @@ def build_rollout_engine(
             f"rollout.tensor_model_parallel_size={tp} does not divide the {process.world_size} processes of the run"
         )
     require_quantization(rollout, process.device.type)
+    if rollout.quantization == "fp8" and torch.cuda.get_device_capability(process.device) < (8, 9):
+        raise ValueError(
+            f"actor_rollout_ref.rollout.quantization=fp8 on {torch.cuda.get_device_name(process.device)}: it has no "
+            "8-bit floats, and what vLLM packs instead cannot be proved; set quantization=null (Ada and Hopper have)"
+        )
     dtype = rollout_dtype(rollout, process.device)
     vocab_size = hf_config.get_text_config().vocab_size
     if rollout.name == "vllm":
