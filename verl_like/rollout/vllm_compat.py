@@ -10,7 +10,7 @@ import functools
 import gc
 import itertools
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -45,6 +45,7 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
 
     if device.type == "cpu":
         _do_not_compile_token_ranks()
+        _look_at_dictionaries_alone()
     set_num_threads = torch.set_num_threads
     try:
         llm = LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
@@ -60,6 +61,22 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
     if device.type == "cpu" and "speculative_config" in kwargs:
         _expand_in_torch()
     return llm
+
+
+def _look_at_dictionaries_alone() -> None:
+    """As it starts on a CPU, vLLM 0.32 looks for kernels in the attributes of all that is imported, and falls over
+    objects whose `__dict__` is none: llvmlite's, once numba is there, which its own n-gram proposals import."""
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # 0.26 has no such search
+        return
+
+    def attributes(value: Any) -> Any:
+        found = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    vars_of: Any = dispatcher
+    vars_of.vars = attributes  # found before the builtin one
 
 
 class _OwnDraws(TorchFunctionMode):

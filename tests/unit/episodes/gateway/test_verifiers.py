@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from tests.conftest import load_script
 from tests.unit.episodes.gateway.test_gateway import Policy, served, written
 from verl_like.episodes.gateway.session import Session
 
@@ -64,13 +64,13 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (folder / "guess_number.py").write_text(GUESS)
     monkeypatch.setattr(sys, "path", [*sys.path, str(folder), str(RECIPE)])
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    return importlib.import_module("play")
+    return load_script(RECIPE / "play.py", "verifiers_play")
 
 
 @pytest.mark.engines
 @pytest.mark.timeout(400)
 def test_an_environment_of_verifiers_is_an_episode(play: Any, tmp_path: Path) -> None:
-    prepare = importlib.import_module("prepare")
+    prepare = load_script(RECIPE / "prepare.py", "verifiers_prepare")
     (file,) = prepare.write("guess-number", '{"count": 3}', tmp_path / "rows")
     row = pq.read_table(file).to_pylist()[2]
     assert [said["role"] for said in row["prompt"]] == ["system", "user"] and len(pq.read_table(file)) == 3
