@@ -115,11 +115,10 @@ class Simulation:
         how = Answering(runner=SingleTurn(), sampling=sampling, n=options.n, seed=1, purpose="train", spread=True)
         self.flow = Flow(config, self.loader, Rewards(), how, Arrivals(self.loop), total_steps=None, never_pauses=True)  # type: ignore[arg-type]
 
-    def pump(self) -> None:
-        """Let the event loop do what is ready."""
+    async def pump(self) -> None:
+        """Let the event loop, which runs all the time as in a run, do what is ready."""
         while self.loop._ready:  # type: ignore[attr-defined]
-            self.loop.call_soon(self.loop.stop)
-            self.loop.run_forever()
+            await asyncio.sleep(0)
 
     def mean_drawn(self) -> float:
         """[tokens] Of the responses that are prescribed, not only those that get trained."""
@@ -129,28 +128,25 @@ class Simulation:
         )
         return float(np.mean([self.length_of(request) for request in asked]))
 
-    def do(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(coroutine)
-
-    def step(self, number: int) -> dict[str, float]:
+    async def step(self, number: int) -> dict[str, float]:
         began, cpu, engine_cpu = self.clock.now, time.process_time(), Engine.cpu_s
         busy = sum(engine.busy_s for engine in self.engines)
         task = self.loop.create_task(self.flow.take(self.router, number))
-        self.pump()
+        await self.pump()
         while not task.done():
             assert self.clock.step(), "nothing is left to happen"
-            self.pump()
+            await self.pump()
         waited, groups = self.clock.now - began, task.result()
         end = self.clock.now + self.options.train_s
         while self.clock._events and self.clock._events[0][0] <= end:
             self.clock.step()
-            self.pump()
+            await self.pump()
         self.clock.now = max(self.clock.now, end)
-        self.do(self.flow.trained())
+        await self.flow.trained()
         for link in self.links:
             link.pause()
             link.engine.load(number)
-        self.do(self.flow.weights_changed(number))
+        await self.flow.weights_changed(number)
         for link in self.links:
             link.open()
         tokens = sum(member.episode.num_sampled for group in groups for member in group.sampled)
@@ -187,7 +183,7 @@ def main() -> None:
     settle(seldom=True)  # as a run does
     total: dict[str, float] = {}
     for number in range(1, simulation.options.steps + 1):
-        found = simulation.step(number)
+        found = simulation.loop.run_until_complete(simulation.step(number))
         print(number, {name: round(value, 3) for name, value in found.items()}, flush=True)
         if number > 3:
             total = {name: total.get(name, 0.0) + value for name, value in found.items()}

@@ -210,7 +210,7 @@ class Collection:
             episode = Episode.lost(prompt, failure)
         if not trail.over:
             trail.failure = episode.failure
-        return dataclasses.replace(episode, name=name)
+        return episode.named(name)
 
     async def _run(self, ask: Asker) -> Episode:
         try:

@@ -90,6 +90,17 @@ class Episode:
         nothing = Turn(observation_ids=prompt.ids, sampled=Sampled.of([], [], 0), finish_reason="stop")
         return cls(turns=(nothing,), failure=failure)
 
+    def named(self, name: str) -> Episode:
+        """The same under this name; without dataclasses.replace, which is slow where thousands end at once."""
+        return Episode(
+            turns=self.turns,
+            reward=self.reward,
+            failure=self.failure,
+            info=self.info,
+            counts=self.counts,
+            name=name,
+        )
+
     def rows(self) -> list[tuple[Turn, ...]]:
         """The turns of each row, in order."""
         if len(self.turns) == 1:

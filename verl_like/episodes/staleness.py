@@ -41,10 +41,10 @@ class Book:
 
     def batch(self, version: int) -> list[int] | None:
         """The groups to be trained at this version, in the order of their draws; None while they are not there."""
+        if len(self.ended) < self.wanted:
+            return None
         oldest_first = sorted(self.ended, key=lambda group: (self.ended[group], group))
         chosen = oldest_first[: self.wanted]
-        if len(chosen) < self.wanted:
-            return None
         left = [*(self.ended[group] for group in oldest_first[self.wanted :]), *self.running.values()]
         if self._waits and self.running and not self._in_time(left, version):
             return None

@@ -6,9 +6,9 @@ import gc
 from collections.abc import Callable
 
 # New objects until the collector looks through them, and looks of one kind until one of the next. Python's own numbers
-# (700, 10, 10) make the driver of 16,000 episodes spend half of its time on looks that find nothing: what episodes
-# leave is freed without them.
-_SELDOM = (50_000, 20, 20)
+# (700, 10, 10) make the driver of 16,000 episodes spend half of its time on looks that find nothing (a third, with
+# 50,000): what episodes leave is freed without them, at the end of a step. What a user's code leaves in circles waits.
+_SELDOM = (500_000, 4, 20)
 
 
 def settle(*, seldom: bool) -> Callable[[], None]:
