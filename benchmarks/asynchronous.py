@@ -23,6 +23,7 @@ import numpy as np
 import verl_like
 from verl_like.batch import Prompt
 from verl_like.episodes.episode import Ask, Episode, SingleTurn, Turn
+from verl_like.episodes.idle import CAUSES
 
 WARM_UP = 4  # steps: the engine's first, and those that fill what is under way
 
@@ -117,10 +118,8 @@ def one(options: argparse.Namespace, mode: str) -> dict[str, Any]:
     steps = steps[WARM_UP:-2]  # the last have nothing to go on with
     total = sum(step["timing_s/step"] for step in steps)
     tokens = sum(step["response_length/mean"] * options.prompts * options.n for step in steps)
-    idle = sum(
-        fmean(step.get(f"async/idle_{cause}", 0.0) for step in steps)
-        for cause in ("tail", "tool", "grader", "trainer", "weights")
-    )
+    causes = {cause: fmean(step.get(f"async/idle_{cause}", 0.0) for step in steps) for cause in CAUSES}
+    idle = sum(causes.values())
     waited = fmean(step.get("async/trainer_waited", 0.0) for step in steps)
     return {
         "tokens/s": tokens / total,
@@ -134,6 +133,7 @@ def one(options: argparse.Namespace, mode: str) -> dict[str, Any]:
         "mixed": fmean(step.get("async/mixed_fraction", 0.0) for step in steps),
         "reprefill/token": sum(step.get("async/reprefill_tokens", 0.0) for step in steps) / tokens,
         "idle": idle,
+        **{f"idle/{cause}": share for cause, share in causes.items() if share},
         "waited": waited,
         "unexplained": min(idle, waited),  # of two pools: the slower one's waiting, which the other does not explain
         "dropped/token": sum(step.get("async/dropped_tokens", 0.0) for step in steps) / tokens,
