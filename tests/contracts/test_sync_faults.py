@@ -137,7 +137,7 @@ def test_a_cache_that_is_not_emptied(plant: Plant, request: pytest.FixtureReques
 
 @pytest.mark.engines
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ["vllm-float32", "vllm-bfloat16"])
+@pytest.mark.parametrize("engine", [pytest.param("vllm-float32", marks=pytest.mark.slow), "vllm-bfloat16"])
 def test_two_ranks(tmp_path: Path, folder: Path, engine: str) -> None:
     """Shards on two ranks into one replica of vLLM on both; faults on both ranks, and on one alone."""
     dtype = engine.removeprefix("vllm-")
