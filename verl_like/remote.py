@@ -41,7 +41,7 @@ _FILE_S, _SLOWEST = (
     60.0,
     20e6,
 )  # storage that takes longer for a file than so long, and at so many bytes a second, is away
-_LAST_S = 600.0  # further patience at the end of a run
+_LAST_S = 300.0  # further patience at the end of a run
 _LOOK_S = 1.0
 
 
