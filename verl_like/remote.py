@@ -57,11 +57,11 @@ class RemoteFolder:
         self.url, self.key = url.rstrip("/"), key
         with self._told("cannot be opened"):
             self._fs, self._root = _open(self.url)
-        self._due = math.inf
+        self._due, self._moves = math.inf, True  # since the last file that came through
 
     @property
     def overdue_s(self) -> float:
-        """By how many seconds the upload under way is late; negative while it has time."""
+        """By how many seconds the next file is late, in however many tries; negative while it has time."""
         return time.monotonic() - self._due
 
     def upload(self, folder: Path) -> None:
@@ -73,11 +73,13 @@ class RemoteFolder:
                 raise FileNotFoundError(f"{folder} holds no file")
             if self._fs.exists(f"{target}/{MARKER}"):  # of an older checkpoint of this step
                 self._fs.rm_file(f"{target}/{MARKER}")
+            self._moves = True
             for name, size in sizes.items():
-                self._due = _due(size)
+                self._expect(size)
                 self._fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
                 self._fs.put_file(str(folder / name), f"{target}/{name}")
                 self._check(f"{target}/{name}", size)
+                self._moves = True
             if _sizes(folder) != sizes:
                 raise OSError(f"the files of {folder} changed during the upload")
             with self._fs.open(f"{target}/{MARKER}", "wb") as file:
@@ -139,11 +141,13 @@ class RemoteFolder:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        self._due = _due(0)
-        try:
-            yield
-        finally:
-            self._due = math.inf
+        self._expect(0)
+        yield
+        self._due, self._moves = math.inf, True
+
+    def _expect(self, size: int) -> None:
+        if self._moves:
+            self._due, self._moves = time.monotonic() + _FILE_S + size / _SLOWEST, False
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -170,10 +174,6 @@ def _open(url: str) -> tuple[Any, str]:
         return ArrowFSWrapper(system), root.rstrip("/")
     system, root = fsspec.core.url_to_fs(url)
     return system, root.rstrip("/")
-
-
-def _due(size: int) -> float:
-    return time.monotonic() + _FILE_S + size / _SLOWEST
 
 
 def _files(folder: Path) -> Iterable[Path]:

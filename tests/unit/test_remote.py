@@ -99,6 +99,10 @@ def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path:
     assert uploader.finish() == [str(first)] and len(tries) == 3 + 1  # the storage is known to be away
 
 
+def _raises(*arguments: Any) -> bool:
+    raise OSError("no answer")
+
+
 def test_storage_that_does_not_answer_holds_nothing_up(
     storage: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,6 +117,12 @@ def test_storage_that_does_not_answer_holds_nothing_up(
         uploader.start(path)
     assert uploader.pending == paths and "does not answer: global_step_1 stay" in caplog.text
     assert uploader.finish() == [*map(str, paths)] and time.monotonic() - began < 30
+    late = storage.overdue_s
+    with pytest.raises(ValueError, match="cannot be written"):  # a further try is no sign of life
+        monkeypatch.setattr(storage._fs, "exists", _raises)
+        storage.upload(paths[0])
+    assert storage.overdue_s > late > 0.3
+    monkeypatch.undo()
     answers.set()
     monkeypatch.setattr(remote, "_LAST_S", 30.0)
     assert uploader.finish() == [] and storage.steps() == [1, 2, 3]
