@@ -359,7 +359,7 @@ def page(results: dict[str, Any]) -> str:
     rows = []
     for fault in FAULTS:
         if (each := results.get(fault.name)) is not None:
-            text = re.sub(r"(host |process |-CONT )\w+", r"\1…", _short(each["said"]))
+            text = re.sub(r"(host |process |-CONT |run (?=vl))\w+", r"\1…", _short(each["said"]))
             told = f"`{text[:220]}{'…' if len(text) > 220 else ''}`" if text else "nothing"
             told = "nothing: it is gone" if each["status"] < 0 and not text else told
             times = (
@@ -377,7 +377,7 @@ def page(results: dict[str, Any]) -> str:
 def _short(text: str) -> str:
     """Without what differs from machine to machine, as a cell of a table."""
     text = text.replace(f"{ROOT}/", "")
-    return re.sub(r"(?:/\S*/|…/)(?=stall.txt|out|train.parquet)", "…/", text).replace("|", "\\|").replace("`", "'")
+    return re.sub(r"(?:…?/\S*/|…/)(?=stall.txt|out|train.parquet)", "…/", text).replace("|", "\\|").replace("`", "'")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,24 @@ def servers() -> list[int]:
     return found
 
 
+def nobody_writes(log: Path) -> bool:
+    """Also of what the server had started, whose names are others."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        writers = [process for process in Path("/proc").glob("[0-9]*") if _output_of(process) == str(log)]
+        if not writers:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _output_of(process: Path) -> str:
+    try:
+        return os.readlink(process / "fd" / "1")
+    except OSError:
+        return ""
+
+
 def test_a_judge_with_a_parser_grades_every_response(tmp_path: Path, tiny_model: Path) -> None:
     """Its server is in a pool of its own."""
     pytest.importorskip("vllm")
@@ -95,7 +113,7 @@ def test_a_judge_with_a_parser_grades_every_response(tmp_path: Path, tiny_model:
     assert all(record["reward/judged/mean"] > 0 for record in records)
     assert (tmp_path / "out" / "workers" / "judge0.log").stat().st_size > 0
     assert (tmp_path / "out" / "workers" / "reward_rank0.log").exists()
-    assert set(servers()) <= before
+    assert set(servers()) <= before and nobody_writes(tmp_path / "out" / "workers" / "judge0.log")
 
 
 def test_a_function_asks_it_and_a_dead_server_is_named(tmp_path: Path, tiny_model: Path) -> None:
@@ -123,4 +141,4 @@ def test_a_function_asks_it_and_a_dead_server_is_named(tmp_path: Path, tiny_mode
     ), result.stdout[-3000:]
     records = metrics_of(tmp_path / "out")
     assert 0 < len(records) < 200 and all(record["critic/score/max"] > 0 for record in records)
-    assert set(servers()) <= before
+    assert set(servers()) <= before and nobody_writes(tmp_path / "out" / "workers" / "judge0.log")
