@@ -198,9 +198,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="numbers not finite",
-        metrics=("training/not_finite",),
+        metrics=("training/not_finite", "training/rollout_log_probs_nonfinite"),
         threshold=0.0,
-        means="metrics of actor or critic are NaN or infinite",
+        means="metrics of actor or critic, or log-probs of the rollout engine, are NaN or infinite",
         find=above,
         needed=1,
         fix="look for the first of them in metrics.jsonl (null there), and at the rewards of that step",

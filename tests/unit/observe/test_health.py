@@ -76,6 +76,11 @@ def test_a_fault_that_is_over_is_told_as_earlier() -> None:
     assert (found.state, found.steps) == ("fired", (30,))
 
 
+def test_log_probs_of_the_engine_that_are_no_numbers_are_told_too() -> None:
+    found = verdicts(lambda step: {"training/rollout_log_probs_nonfinite": 4.0} if step == 58 else {})
+    assert [name for name, verdict in found.items() if verdict.state != "ok"] == ["numbers not finite"]
+
+
 def test_failures_are_told_by_kind() -> None:
     kinds = {"reward/failure_fraction": 0.2, "reward/failures/crash": 1.0, "reward/failures/timeout": 4.0}
     found = verdicts(lambda step: kinds if step in (51, 52) else {})["failed rewards"]
