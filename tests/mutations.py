@@ -58,7 +58,7 @@ SERVED_AND_QUANTISED = [
     Mutation(
         "a reward model's server may be gone",
         "rewards/grading.py",
-        "            if self._check is not None:\n                self._check()\n",
+        "            if self._check is not None and not self._quiet:\n                self._check()\n",
         "",
         "rewards/test_served.py",
     ),

@@ -68,12 +68,11 @@ class RemoteFolder:
         """Copy a local folder to one of the same name, its marker last: not where files were deleted meanwhile."""
         sizes = _sizes(folder)
         target = f"{self._root}/{folder.name}"
-        with self._told(f"{folder.name} cannot be written"), self._timed():
+        with self._told(f"{folder.name} cannot be written"), self._timed(next(iter(sizes.values()), 0)):
             if not sizes:
                 raise FileNotFoundError(f"{folder} holds no file")
             if self._fs.exists(f"{target}/{MARKER}"):  # of an older checkpoint of this step
                 self._fs.rm_file(f"{target}/{MARKER}")
-            self._moves = True
             for name, size in sizes.items():
                 self._expect(size)
                 self._fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
@@ -140,9 +139,13 @@ class RemoteFolder:
             raise OSError(f"{path} has {there} bytes after the upload, {size} here")
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
-        self._expect(0)
+    def _timed(self, size: int) -> Iterator[None]:
+        self._expect(size)
         yield
+        self.rest()
+
+    def rest(self) -> None:
+        """Nothing is under way: what is tried next has its time."""
         self._due, self._moves = math.inf, True
 
     def _expect(self, size: int) -> None:
@@ -200,7 +203,7 @@ class Uploader:
     def start(self, checkpoint: Path) -> None:
         """Upload this one too, once the ones before are done: a copy that lags does not pile up. Not where the storage
         is away."""
-        for path in (*self._failed(-math.inf if self._away else 0.0), checkpoint):
+        for path in (*self._failed(None if self._away else 0.0), checkpoint):
             self._submit(path)
 
     def finish(self) -> list[str]:
@@ -218,9 +221,10 @@ class Uploader:
         self._pending[path] = Future()
         self._tasks.put((path, self._pending[path]))
 
-    def _failed(self, patience_s: float) -> list[Path]:
-        """Wait until all have ended, or the storage is late by so much; those that failed and are still here."""
-        while busy := [future for future in self._pending.values() if not future.done()]:
+    def _failed(self, patience_s: float | None) -> list[Path]:
+        """Wait until all have ended, or the storage is late by so much (None: not at all); those that failed and are
+        still here."""
+        while patience_s is not None and (busy := [each for each in self._pending.values() if not each.done()]):
             if self.remote.overdue_s > patience_s:
                 log.warning(
                     "%s=%s does not answer: %s stay here until it does",
@@ -239,6 +243,8 @@ class Uploader:
             try:
                 self._upload(path)
             except Exception as error:
+                if self._tasks.empty():
+                    self.remote.rest()
                 future.set_exception(error)
             else:
                 future.set_result(None)

@@ -99,6 +99,20 @@ def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path:
     assert uploader.finish() == [str(first)] and len(tries) == 3 + 1  # the storage is known to be away
 
 
+def test_storage_that_was_away_gets_its_time_again(
+    storage: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
+    uploader, path, real = Uploader(storage), checkpoint(tmp_path, 1), storage._fs.exists
+    monkeypatch.setattr(storage._fs, "exists", _raises)
+    uploader.start(path)
+    assert uploader._failed(60.0) == [path] and storage.overdue_s < 0
+    uploader.start(path)
+    monkeypatch.setattr(storage._fs, "exists", lambda *names: time.sleep(0.3) or real(*names))
+    monkeypatch.setattr(remote, "_LAST_S", 5.0)
+    assert uploader.finish() == [] and storage.steps() == [1]
+
+
 def _raises(*arguments: Any) -> bool:
     raise OSError("no answer")
 

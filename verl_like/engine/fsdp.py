@@ -416,14 +416,11 @@ class FSDPEngine:
             self.optimizer.step()
             exact = all(parameter.dtype == torch.float32 for parameter in self.sharding.parameters())
             self.changes = self.changes.after_step(lr=rate, grad_norm=float(norm), exact=exact)
-        elif self._loss_scale.settles:
-            log.info("float16 gradients overflow: the step is left out, and the loss scale halved")
-        else:
+        elif not self._loss_scale.settles:
             log.warning(
                 "gradient norm %s: optimizer step skipped (schedule step %d)", float(norm), self.schedule.steps_done
             )
-        told = not finite and not self._loss_scale.settles  # an overflow is expected, and told by the scale's metrics
-        skipped = float(told and self.process.rank == 0)  # counted once, not once per rank
+        skipped = float(not finite and not self._loss_scale.settles and self.process.rank == 0)  # once, not per rank
         metrics = {"grad_norm": Metric(value=float(norm)), "lr": Metric(value=rate), **self._loss_scale.stepped(finite)}
         return metrics | {"skipped_steps": Metric(value=skipped, reduction="sum")}
 

@@ -7,12 +7,15 @@ torch.amp.GradScaler does. Source: Micikevicius et al., "Mixed precision trainin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from verl_like.batch import Metric
+
+log = logging.getLogger(__name__)
 
 _FIRST, _LARGEST = 16, 24  # exponents of two
 _STEPS_TO_DOUBLE = 2000
@@ -46,6 +49,8 @@ class LossScale:
         if not self._scales:
             return {}
         overflow = float(self.settles and not finite)
+        if overflow:
+            log.info("float16 gradients overflow, as expected of 2**%d: the step is left out", self.exponent)
         told = {"loss_scale": Metric(value=2.0**self.exponent), "loss_scale_overflows": Metric(value=overflow)}
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:

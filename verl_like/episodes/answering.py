@@ -182,6 +182,7 @@ class Collection:
             retried.append(outcome)
             why = "no reward" if failure is None else failure.message
             logger.warning("prompt %d is sampled again (%s): %.500s", prompt.group, outcome, why)
+        EPISODE.set("")  # what begins from here on is no part of it
         if not self.how.grade_at_end and not self.ended and member.graded is None:
             self._grade_soon(member)
         self.on_end()

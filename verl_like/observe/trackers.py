@@ -82,7 +82,10 @@ def build_trackers(
             options = trainer.logger_kwargs.get(name, {})
             callers[name] = _Caller(name)
             build = partial(OwnTracker, name, options, config=config, folder=folder, resumed_at=resumed_at)
-            trackers.append(callers[name].call(build, _PATIENCE_S))
+            try:
+                trackers.append(callers[name].call(build, _PATIENCE_S))
+            except _Hangs as error:
+                raise ValueError(f"trainer.logger={name}: its constructor gives {error}") from None
     if trainer.prometheus_port is not None:
         trackers.append(PrometheusTracker(trainer, run_id))
     return Trackers(trackers, callers)
@@ -203,8 +206,8 @@ class _Caller:
             action, future = call
             try:
                 future.set_result(action())
-            except Exception as error:
-                future.set_exception(error)
+            except BaseException as error:  # SystemExit too: nobody else would hear of it
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 def _number(name: str, value: Any) -> float:

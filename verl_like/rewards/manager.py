@@ -24,7 +24,7 @@ from verl_like.config.roles import classifies, generates
 from verl_like.remote import local_folder
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import Graded, Grading, RewardError, Scorer, Submit, question_of, report, require_enough
+from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, question_of, report, require_enough
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
@@ -271,11 +271,8 @@ class RewardManager:
         self._require(partial(require_enough, batches, step=step, graded_by=self.graded_by))
 
     def _require(self, enough: Callable[[], None]) -> None:
-        try:
-            enough()
-        except RewardError:
-            self._require_servers()  # their loss explains it, and is a reason to begin again
-            raise
+        self._require_servers()  # first: their loss explains what is missing, and is a reason to begin again
+        enough()
 
     def _require_servers(self) -> None:
         if self._served is not None:

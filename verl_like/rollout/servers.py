@@ -11,6 +11,14 @@ from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.remote import local_folder
 from verl_like.rollout import vllm_versions
 
+# Switches of vLLM that are off where they are not given, as all of SGLang's are; the others have a --no-... as well.
+_WITHOUT_OPPOSITE = frozenset(
+    {
+        *("aggregate-engine-logging", "data-parallel-external-lb", "data-parallel-hybrid-lb", "disable-log-stats"),
+        *("data-parallel-multi-port-external-lb", "grpc", "headless"),
+    }
+)
+
 
 def server_command(
     rollout: RewardRolloutConfig, path: str, *, host: str, port: int, device: str, trust_remote_code: bool
@@ -32,7 +40,7 @@ def server_command(
     options |= {"host": host, "port": port, "served-model-name": path, "trust-remote-code": trust_remote_code}
     for key, value in extra.items():
         name = key.replace("_", "-")
-        if value is False and rollout.name == "vllm":  # its switches have an opposite; SGLang's are off where not given
+        if value is False and rollout.name == "vllm" and name not in _WITHOUT_OPPOSITE:
             options |= {name: None, f"no-{name}": True}
         else:
             options |= {name: value, f"no-{name}": None}

@@ -132,8 +132,8 @@ def _of_step(step: int, first: Recorded, second: Recorded, tolerance: float) -> 
         )
     for key in dict.fromkeys([*first.columns, *second.columns]):
         phase, _, name = key.partition(".")
-        if name == "seconds_B":
-            continue  # how long grading took
+        if name in ("seconds_B", "episode_names"):
+            continue  # how long grading took; names, which older records have not
         a, b = first.columns.get(key), second.columns.get(key)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             yield _of_tensors(step, phase, name, a, b, first.columns.get(f"{phase}.response_length_B"), tolerance)

@@ -106,7 +106,14 @@ class Reporter:
             **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.plan.world_size),
             **self.speed.metrics(rollouts, clock.seconds, metrics),
         }
-        judged = {name: value for name, value in everything.items() if name.startswith(("actor/", "critic/"))}
+        settling = {
+            f"{role}/grad_norm" for role in ("actor", "critic") if everything.get(f"{role}/loss_scale_overflows")
+        }
+        judged = {
+            name: value
+            for name, value in everything.items()
+            if name.startswith(("actor/", "critic/")) and name not in settling  # expected, with float16
+        }
         everything["training/not_finite"] = float(sum(not math.isfinite(value) for value in judged.values()))
         self._log(step, everything)
         self.health.look(step, everything)

@@ -25,6 +25,7 @@ from verl_like.data.loader import read_prompts
 from verl_like.episodes import kept
 from verl_like.episodes.answering import Collection, Trail
 from verl_like.episodes.episode import Ask, Episode, SingleTurn
+from verl_like.progress import EPISODE
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
@@ -227,6 +228,15 @@ def test_races_leave_their_places_to_others(data: PromptDataset) -> None:
         assert {len(ids) for ids in run.responses.values()} == {4}
         assert made._flow._running == made._flow._sampled_from == 0
         assert run.metrics["redundancy/discarded_episodes"] == 4
+
+
+def test_what_begins_as_an_episode_ends_is_no_part_of_it(data: PromptDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
+        draw = made.loader.draw
+        monkeypatch.setattr(made.loader, "draw", lambda count: names.append(EPISODE.get()) or draw(count))
+        Steps(made, fleet).make(6)
+    assert len(names) > 2 and set(names) == {""}
 
 
 def test_groups_that_wait_for_their_grader_count_as_begun(data: PromptDataset, monkeypatch: pytest.MonkeyPatch) -> None:

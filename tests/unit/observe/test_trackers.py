@@ -281,6 +281,12 @@ def test_a_tracker_may_be_tied_to_its_thread(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if "bound.py" in thread.name and _stays(thread)]
 
 
+def test_a_tracker_that_ends_the_process_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(BOUND.replace("self.path =", "raise SystemExit('no login'); self.path ="))
+    with pytest.raises(RuntimeError, match=r"SystemExit.*no login"):
+        build_trackers(TrainerConfig(logger=[f"{tmp_path}/ends.py:Bound"]), {}, tmp_path, resumed_at=None)
+
+
 def _stays(thread: threading.Thread) -> bool:
     thread.join(5)
     return thread.is_alive()

@@ -147,6 +147,8 @@ def test_groups_that_are_judged_one_by_one_ask_no_server_for_its_health(
         there[0] = False
         with pytest.raises(ConnectionError, match=r"^server 0 does not answer"):
             rewards.report(scores, graded, step=1)
+        with pytest.raises(ConnectionError, match=r"^server 0 does not answer"):  # a function may give 0 for it
+            rewards.require_any([scores], step=1)
         failures = [RewardFailure(row=row, data_source="", kind="service", message="") for row in range(2)]
         lost = scores.replace(valid_B=~scores.valid_B, failures=failures)
         with pytest.raises(ConnectionError, match=r"^server 0 does not answer"):  # not: no reward could be computed

@@ -51,6 +51,7 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {"enforce-eager", "seed", "trust-remote-code", "enable-prefix-caching"} & found.keys()
     assert options(server_command(rollout, "/m/judge", device="cpu", **PLACE))["dtype"] == ["float32"]
     given = {"enable_prefix_caching": False, "async_scheduling": False, "hf_overrides": {"a": [1, None]}}
+    given["disable_log_stats"] = False
     found = options(
         server_command(
             RewardRolloutConfig(name="vllm", engine_kwargs=EngineKwargsConfig(vllm=given)),
@@ -60,7 +61,8 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     )
     assert found["no-enable-prefix-caching"] == [] == found["no-async-scheduling"]
-    assert not {"enable-prefix-caching", "async-scheduling"} & found.keys()
+    assert not {"enable-prefix-caching", "async-scheduling", "disable-log-stats"} & found.keys()
+    assert "no-disable-log-stats" not in found
     assert json.loads(found["hf-overrides"][0]) == {"a": [1, None]}
     given = {"enable_prefix_caching": True}
     rollout = RewardRolloutConfig(
