@@ -60,6 +60,11 @@ def start(second_room: Allocation, session: RaySession, tmp_path: Path) -> Itera
         group.shutdown()
 
 
+def test_ranks_have_the_priority_of_their_driver(start: Callable[..., RayWorkerGroup]) -> None:
+    """Ray lowers that of its workers: a busy neighbour would leave them next to no time."""
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in start().pids} == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
 @pytest.fixture(scope="module", params=["local", "ray"])
 def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     """A healthy group, shared by the tests that leave it so."""

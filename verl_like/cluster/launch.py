@@ -31,9 +31,10 @@ logger = logging.getLogger(__name__)
 _MIN_OBJECT_STORE = 128 * 1024**2
 _MAX_OBJECT_STORE = 8 * 1024**3
 _DAEMONS = ("gcs_server", "raylet")  # Ray's names of the processes without which it does nothing
-_QUIET = {
+_OF_RAY = {  # where the environment does not say
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning; we set CUDA_VISIBLE_DEVICES ourselves
+    "RAY_worker_niceness": "0",  # by default 15: any other program on the machine leaves them next to no time
 }
 
 
@@ -231,8 +232,8 @@ def _object_store_bytes() -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No usage statistics, no chatter of Ray itself."""
-    for name, value in _QUIET.items():
+    """No usage statistics, no chatter of Ray itself; workers as important as their driver."""
+    for name, value in _OF_RAY.items():
         os.environ.setdefault(name, value)
     names = (
         "ray._private.worker",
