@@ -98,8 +98,21 @@ def rows_of(name: str, told: Forecast, measured: dict[str, float]) -> list[Row]:
 
 def case(name: str, budget: int, threads: int | None) -> tuple[Forecast, dict[str, float], str]:
     """(forecast, measured GiB by phase, device) of one case; in a fresh process."""
+    on_cuda = torch.cuda.is_available()
+    ranks = 1 if on_cuda else CASES[name][1]
+    with tempfile.TemporaryDirectory() as folder:
+        job = job_of(Path(folder) / "job", name, budget, on_cuda=on_cuda)
+        small = job_of(Path(folder) / "tiny", name, budget, on_cuda=on_cuda, tiny=True)
+        peaks = on_ranks(measure, job, small, num_ranks=ranks, device=job.device, threads=threads)
+        told = told_of(job, ranks, on_cuda=on_cuda)
+    largest = {phase: max(peak[phase] for peak in peaks) for phase in peaks[0]}
+    return told, largest, torch.cuda.get_device_name() if on_cuda else "CPU"
+
+
+def job_of(folder: Path, name: str, budget: int, *, on_cuda: bool, tiny: bool = False) -> Job:
+    """A case's step, or one of a tiny model with the same keys."""
     shape, ranks, keys = CASES[name]
-    on_cuda, length = torch.cuda.is_available(), min(240, budget // 4 - 16)
+    length = min(240, budget // 4 - 16)
     load = Workload(
         num_prompts=max(4, 2 * budget // 1024) if on_cuda else 2,  # rows for two micro-batches
         responses_per_prompt=4,
@@ -114,16 +127,14 @@ def case(name: str, budget: int, threads: int | None) -> tuple[Forecast, dict[st
         f"{POLICY}.rollout.ignore_eos=True",
         *keys,
     ]
-    ranks = 1 if on_cuda else ranks
-    with tempfile.TemporaryDirectory() as folder:
-        job = build_job(Path(folder) / "job", shape, load, keys, ranks=ranks)
-        small = build_job(Path(folder) / "tiny", TINY, replace(load, num_prompts=1), keys, ranks=ranks)
-        peaks = on_ranks(measure, job, small, num_ranks=ranks, device=job.device, threads=threads)
-        hf = load_hf_config(job.spec.config.actor_rollout_ref.model)
-    machine = Machine(on_cpu=not on_cuda, world=ranks, capacity=None)
-    told = forecast(job.spec.config, Shape.of(hf, job.cost), None, machine)
-    largest = {phase: max(peak[phase] for peak in peaks) for phase in peaks[0]}
-    return told, largest, torch.cuda.get_device_name() if on_cuda else "CPU"
+    shape, load = (TINY, replace(load, num_prompts=1)) if tiny else (shape, load)
+    return build_job(folder, shape, load, keys, ranks=1 if on_cuda else ranks)
+
+
+def told_of(job: Job, ranks: int, *, on_cuda: bool) -> Forecast:
+    """What the forecast says of it."""
+    shape = Shape.of(load_hf_config(job.spec.config.actor_rollout_ref.model), job.cost)
+    return forecast(job.spec.config, shape, None, Machine(on_cpu=not on_cuda, world=ranks, capacity=None))
 
 
 def measure(process: ProcessInfo, run_id: str, job: Job, small: Job) -> dict[str, float]:

@@ -142,17 +142,21 @@ class Model:
         shape, path = self.shape, self.path
         layer, root = self.trained_share() * shape.layer_weights, self.trained_share() * shape.root_weights
         head = 0.0 if self.name == "critic" else head_work_bytes(shape, path, tokens, backward=True)
-        reduced = path.c + 4 * (1 + 1 / self.shards)  # bytes of a unit's weight while its gradient is reduced
+        # Bytes of a weight's gradient that are not among the kept: it is added to them at once in their own precision.
+        new = 0 if self.whole(micro_batches) and path.c == 4 else path.c
         at_layers = (
             recomputed_bytes(shape, path, tokens, row)
             + layer_work_bytes(shape, path, tokens, backward=True)
-            + reduced * layer
-            + path.c * root
+            + (path.c + 4 + 4 / self.shards) * layer  # gradient, what is sent, what comes
+            + new * root
         )
         activations = activation_bytes(shape, path, tokens, row)
-        peak = max(activations + head, activations + at_layers, (path.c + reduced) * root)
+        at_root = max(new + 4, 4 + 4 / self.shards) * root + 4 * layer  # a gradient goes when it is copied to be sent
+        gradients = self.gradients(micro_batches)
+        at_head = activations + head - (gradients if micro_batches == 1 else 0)  # there are none yet
+        peak = max(at_head, activations + at_layers, at_root)
         return self._own(optimizer=True) | {
-            "gradients": self.gradients(micro_batches),
+            "gradients": gradients,
             "gathered weights": self.gathered(backward=True),
             "activations": activations,
             "work": peak - activations,
@@ -164,11 +168,14 @@ class Model:
 
     def gradients(self, micro_batches: int) -> float:
         """Those that stay between micro-batches."""
-        if self.fsdp.offload_policy:
-            return 0.0
+        if self.fsdp.offload_policy:  # shards go to the host at once
+            return 4.0 * self.trained if self.whole(micro_batches) else 0.0
         shard = self.master * self.trained / self.shards
-        once = self.alone or not self.fsdp.sync_every_micro_batch
-        return max(shard, 4.0 * self.trained) if once and micro_batches > 1 else shard
+        return max(shard, 4.0 * self.trained) if self.whole(micro_batches) else shard
+
+    def whole(self, micro_batches: int) -> bool:
+        """Whether they are reduced once, after all micro-batches."""
+        return micro_batches > 1 and (self.alone or not self.fsdp.sync_every_micro_batch)
 
     def _own(self, *, optimizer: bool) -> dict[str, float]:
         if self.fsdp.offload_policy:
@@ -397,6 +404,8 @@ def largest_budget(config: PPOConfig, phase: str, predict: Any) -> int | None:
     low, high = -(-row // (256 * cut.ulysses)), max(1, cut.budget // 256)
     if not _fits(changed(config, {cut.budget_key: 256 * low}), phase, predict):
         return None
+    if _fits(changed(config, {cut.budget_key: 256 * high}), phase, predict):
+        return 256 * high  # a batch that becomes one micro-batch may need less than with two
     while low < high:
         middle = (low + high + 1) // 2
         if _fits(changed(config, {cut.budget_key: 256 * middle}), phase, predict):

@@ -54,6 +54,15 @@ def test_published_sizes_are_counted_as_the_models_themselves() -> None:
         assert shape_of("tiny") == counted
 
 
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole(config: PPOConfig) -> None:
+    """On every rank, in float32, also where shards go to the host."""
+    trained = shape_of("1.5B").all_weights
+    once = {f"{FSDP}.sync_every_micro_batch": False, BUDGET: 8192}
+    for values in (once, once | {f"{FSDP}.offload_policy": True}):
+        assert at(config, EIGHT, values).phases["update_actor"]["gradients"] == 4 * trained
+    assert at(config, EIGHT, {f"{FSDP}.offload_policy": True}).phases["update_actor"]["gradients"] == 0
+
+
 def test_what_is_resident_by_hand(config: PPOConfig) -> None:
     weights = shape_of("1.5B").all_weights
     one, eight = at(config, ONE).phases["update_actor"], at(config, EIGHT).phases["update_actor"]
