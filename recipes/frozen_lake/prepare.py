@@ -2,8 +2,8 @@
 
     python recipes/frozen_lake/prepare.py --output-dir outputs/frozen_lake --seed 1
 
-writes OUTPUT/model (a Hugging Face folder). The warm start imitates a teacher who takes a step of a shortest path now
-and then and otherwise any step, so that the model can read maps, and loses most games.
+writes OUTPUT/model (a Hugging Face folder). The warm start imitates a teacher who knows the way, then one who takes a
+step of a shortest path now and then and otherwise any step, so that the model can read maps, and loses most games.
 """
 
 from __future__ import annotations
@@ -38,18 +38,32 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MAX_STEPS, HOLDOUT = 8, 0.1
+STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))  # row and column, in the order of ACTIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lessons:
+    """So many optimizer steps of so many games, the first moves of each. knows: how often the teacher takes a step of a
+    shortest path; else it takes any. plain: share that is kept of maps whose right moves are those towards the goal."""
+
+    steps: int
+    games: int
+    knows: float
+    moves: int = MAX_STEPS
+    plain: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides what is prepared. knows: how often the teacher takes a step of a shortest path, in the
-    lessons in which maps are learnt, then in those in which it plays badly."""
+    """Everything that decides what is prepared. reading: a game repeats its map in every turn, so that many maps with
+    one move each teach more in the same time; seven maps in ten are plain, and teach nothing about holes. losing
+    changes the last MLP and norm alone: what the others know of maps stays, for training to bring it out again."""
 
     seed: int = 1
-    knows: tuple[float, float] = (0.95, 0.25)
-    steps: tuple[int, int] = (450, 120)
-    batch: int = 32
-    learning_rate: float = 1e-3
+    reading: Lessons = Lessons(steps=1500, games=192, knows=0.95, moves=1, plain=0.1)
+    playing: Lessons = Lessons(steps=250, games=32, knows=0.95)
+    losing: Lessons = Lessons(steps=60, games=32, knows=0.25)
+    learning_rates: tuple[float, float] = (2e-3, 1e-3)  # the second: of losing
     hidden_size: int = 64
     num_layers: int = 3
 
@@ -72,35 +86,56 @@ def lake() -> FrozenLake:
     return FrozenLake(size=4, max_steps=MAX_STEPS, action_pattern="^(.*)$", holdout=HOLDOUT, view="places")
 
 
+def goal_of(game: FrozenLake) -> tuple[int, int]:
+    return next((row, tiles.index("G")) for row, tiles in enumerate(game.tiles) if "G" in tiles)
+
+
 def shortest(game: FrozenLake) -> list[int]:
     """The moves that begin a shortest path to the goal."""
-    steps = ((0, -1), (1, 0), (0, 1), (-1, 0))
-    size = len(game.tiles)
-    goal = next((r, row.index("G")) for r, row in enumerate(game.tiles) if "G" in row)
+    size, goal = len(game.tiles), goal_of(game)
     distance, queue = {goal: 0}, deque([goal])
     while queue:
         here = queue.popleft()
-        for down, right in steps:
+        for down, right in STEPS:
             near = here[0] + down, here[1] + right
             inside = 0 <= near[0] < size and 0 <= near[1] < size
             if inside and near not in distance and game.tiles[near[0]][near[1]] != "O":
                 distance[near] = distance[here] + 1
                 queue.append(near)
-    ahead = [distance.get((game.place[0] + down, game.place[1] + right), math.inf) for down, right in steps]
+    ahead = [distance.get((game.place[0] + down, game.place[1] + right), math.inf) for down, right in STEPS]
     return [move for move, far in enumerate(ahead) if far == min(ahead)]
 
 
+def is_plain(game: FrozenLake) -> bool:
+    """Whether the right moves are those towards the goal, as if there were no holes."""
+    (row, column), (goal_row, goal_column) = game.place, goal_of(game)
+    nearer = [down * (goal_row - row) + right * (goal_column - column) > 0 for down, right in STEPS]
+    return shortest(game) == [move for move, is_nearer in enumerate(nearer) if is_nearer]
+
+
+def map_of(game: FrozenLake, plain: float, rng: random.Random) -> int:
+    """The seed of a map to train on."""
+    while True:
+        seed = rng.randrange(2**40)
+        if plain == 1.0:
+            return seed
+        game.reset(seed=seed, options={"split": "train"})
+        if not is_plain(game) or rng.random() < plain:
+            return seed
+
+
 def play(
-    game: FrozenLake, seed: int, split: str, knows: float, rng: random.Random
+    game: FrozenLake, seed: int, split: str, knows: float, rng: random.Random, most: int = MAX_STEPS
 ) -> tuple[list[str], list[list[float]], list[str], bool]:
-    """A game of the teacher: what it saw, the probabilities of its moves, what it said, whether it won."""
+    """A game of the teacher, or its first moves: what it saw, the probabilities of its moves, what it said, whether it
+    won."""
     seen, moves, said = [game.reset(seed=seed, options={"split": split})[0]], list[list[float]](), list[str]()
     while True:
         best = shortest(game)
         moves.append([(1 - knows) / 4 + knows * (move in best) / len(best) for move in range(4)])
         said.append(rng.choices(ACTIONS, moves[-1])[0])
         picture, _, terminated, truncated, info = game.step(said[-1])
-        if terminated or truncated:
+        if terminated or truncated or len(said) == most:
             return seen, moves, said, info["success"]
         seen.append(picture)
 
@@ -137,32 +172,48 @@ def loss_of(
     return -(wanted_NW * log_probs_NV[:, words]).sum(-1).mean()
 
 
-def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
-    """AdamW, 20 steps of warm-up, the last 50 with a falling rate."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    rng, vocabulary, game = random.Random(recipe.seed), tokenizer.get_vocab(), lake()
-    words = torch.tensor([vocabulary[word] for word in (*ACTIONS, END)])
-    total = sum(recipe.steps)
-    for step in range(1, total + 1):
-        knows = recipe.knows[step > recipe.steps[0]]
-        optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, step / 20, (total - step + 1) / 50)
-        games = [play(game, rng.randrange(2**40), "train", knows, rng) for _ in range(recipe.batch)]
+def study(
+    model: Qwen2ForCausalLM,
+    parameters: list[Tensor],
+    lessons: list[Lessons],
+    learning_rate: float,
+    rng: random.Random,
+    vocabulary: dict[str, int],
+) -> None:
+    """Imitate the teacher. AdamW, 20 steps of warm-up, after a third a rate that falls to nothing."""
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    words, game = torch.tensor([vocabulary[word] for word in (*ACTIONS, END)]), lake()
+    steps = [kind for kind in lessons for _ in range(kind.steps)]
+    for step, kind in enumerate(steps, start=1):
+        left = (len(steps) - step + 1) / len(steps)
+        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, step / 20, 1.5 * left)
+        seeds = [map_of(game, kind.plain, rng) for _ in range(kind.games)]
+        games = [play(game, seed, "train", kind.knows, rng, kind.moves) for seed in seeds]
         loss = loss_of(model, [encode(*played, vocabulary) for *played, _ in games], words)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
-        if step % 100 == 0:
-            print(f"  step {step}/{total}  loss {loss.item():.3f}", flush=True)
+        model.zero_grad()
+        if step % 100 == 0 or step == len(steps):
+            print(f"  step {step}/{len(steps)}  loss {loss.item():.3f}", flush=True)
+
+
+def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
+    """Learn to read maps and to play, then to lose."""
+    rng, vocabulary = random.Random(recipe.seed), tokenizer.get_vocab()
+    well, badly = recipe.learning_rates
+    study(model, [*model.parameters()], [recipe.reading, recipe.playing], well, rng, vocabulary)
+    last = [*model.model.layers[-1].mlp.parameters(), *model.model.norm.parameters()]
+    study(model, last, [recipe.losing], badly, rng, vocabulary)
 
 
 def prepare(output_dir: Path, recipe: Recipe) -> None:
     """Write the warm-started model. Reuses a finished folder."""
-    chances = {knows: success_of(knows, "val") for knows in (0.0, recipe.knows[-1], 1.0)}
+    chances = {knows: success_of(knows, "val") for knows in (0.0, recipe.losing.knows, 1.0)}
     print("Share of games won on maps that nobody trains on, by how often a shortest path is taken:")
     print("  " + ", ".join(f"{knows:g}: {won:.3f}" for knows, won in chances.items()))
     done = output_dir / "prepared.json"
-    if done.exists() and json.loads(done.read_text()) == asdict(recipe):
+    if done.exists() and json.loads(done.read_text()) == json.loads(json.dumps(asdict(recipe))):
         print(f"Using the model prepared earlier in {output_dir} (delete the folder to start over).")
         return
     done.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO in an environment: a small model learns to cross frozen lakes. 2 CPU cores, no download, no data file.
-# Settings: OUT (folder), SEED, ROLLOUT (vllm or hf), PYTHON. More keys: as arguments.
+# Settings: OUT (folder), SEED, ROLLOUT (hf, vllm or sglang), PYTHON. More keys: as arguments.
 set -euo pipefail
 HERE=$(cd "$(dirname "$0")" && pwd)
 OUT=${OUT:-outputs/frozen_lake}
@@ -24,7 +24,8 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     actor_rollout_ref.model.enable_gradient_checkpointing=False \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 \
-    actor_rollout_ref.actor.optim.lr=2e-4 \
+    actor_rollout_ref.actor.optim.lr=4e-4 \
+    actor_rollout_ref.actor.optim.warmup_style=cosine \
     actor_rollout_ref.actor.optim.betas=[0.9,0.95] \
     actor_rollout_ref.actor.optim.weight_decay=0.0 \
     actor_rollout_ref.actor.use_kl_loss=False \
@@ -46,5 +47,5 @@ exec "$PYTHON" -m verl_like.trainer.main_ppo \
     trainer.test_freq=20 \
     trainer.save_freq=-1 \
     trainer.resume_mode=disable \
-    trainer.total_training_steps=60 \
+    trainer.total_training_steps=80 \
     "$@"

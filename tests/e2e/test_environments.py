@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,11 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return __import__("prepare")
 
 
+def small(recipe: ModuleType) -> Any:
+    lessons = recipe.Lessons(steps=1, games=4, knows=0.5, plain=0.5)
+    return recipe.Recipe(reading=lessons, playing=lessons, losing=lessons, hidden_size=32, num_layers=1)
+
+
 def train(folder: Path, out: Path, *arguments: str, timeout: float = 200) -> list[dict[str, Any]]:
     """The recipe's command line on the model in `folder`; the metrics."""
     line = (RECIPE / "run.sh").read_text().replace('"$PYTHON" "$HERE/prepare.py"', 'true "$HERE"')
@@ -59,7 +65,7 @@ def train(folder: Path, out: Path, *arguments: str, timeout: float = 200) -> lis
 
 def test_the_main_job_plays(recipe: ModuleType, tmp_path: Path) -> None:
     """Two tags in their shares, GiGPO on the rewards of turns, a GIF of each episode of the validation."""
-    recipe.prepare(tmp_path, recipe.Recipe(steps=(1, 1), batch=4, hidden_size=32, num_layers=1))
+    recipe.prepare(tmp_path, small(recipe))
     plain = (
         '{type: frozen_lake, instruction: "", max_steps: 3, max_tokens_per_step: 2, config: {action_pattern: "(.*)"}}'
     )
@@ -86,9 +92,40 @@ def test_the_main_job_plays(recipe: ModuleType, tmp_path: Path) -> None:
     assert len(pictures) == 6 and len(set(pictures)) == 2, "three episodes of each validation, by the weights"
 
 
+@pytest.mark.engines
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.sglang)])
+def test_the_main_job_plays_with_another_engine(engine: str, recipe: ModuleType, tmp_path: Path) -> None:
+    """Games of several turns; the engine's log-probs are the trainer's."""
+    recipe.prepare(tmp_path, small(recipe))
+    steps = train(
+        tmp_path,
+        tmp_path / "out",
+        *(f"actor_rollout_ref.rollout.name={engine}", "data.train_batch_size=4"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4", "env.val.num_groups=4"),
+        *("trainer.total_training_steps=2", "trainer.test_freq=2"),
+    )
+    trained = [step for step in steps if "actor/grad_norm" in step]
+    assert len(trained) == 2
+    for step in trained:
+        assert step["env/FrozenLake/episodes"] == 16 and step["num_turns/max"] > 2
+        assert step["outcomes/lost_fraction"] == 0 and step["training/rollout_probs_diff_max"] < 0.01
+    assert "val-core/FrozenLake/acc/mean@1" in steps[-1]
+
+
+def test_a_finished_folder_is_taken_as_it_is(recipe: ModuleType, tmp_path: Path) -> None:
+    """And made anew where the recipe is another."""
+    recipe.prepare(tmp_path, small(recipe))
+    model = tmp_path / "model" / "model.safetensors"
+    made = model.stat().st_mtime_ns
+    recipe.prepare(tmp_path, small(recipe))
+    assert model.stat().st_mtime_ns == made
+    recipe.prepare(tmp_path, replace(small(recipe), seed=2))
+    assert model.stat().st_mtime_ns > made
+
+
 def test_the_main_job_trains_on_what_a_program_asked(recipe: ModuleType, tmp_path: Path) -> None:
     """The official client, on a laptop's engine."""
-    recipe.prepare(tmp_path, recipe.Recipe(steps=(1, 1), batch=4, hidden_size=32, num_layers=1))
+    recipe.prepare(tmp_path, small(recipe))
     (tmp_path / "program.py").write_text(PROGRAM)
     out = tmp_path / "out"
     line = overrides(write_task(tmp_path, 8), tmp_path / "model", out, trainer__total_training_steps=1)
@@ -108,9 +145,9 @@ def test_the_main_job_trains_on_what_a_program_asked(recipe: ModuleType, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_whole_recipe(recipe: ModuleType, tmp_path: Path) -> None:
-    """On maps that nobody trains on, success about doubles (0.35 to 0.77 when it was measured)."""
+    """On maps that nobody trains on, success more than doubles (three seeds: README)."""
     recipe.prepare(tmp_path, recipe.Recipe())
     metric = "val-core/FrozenLake/acc/mean@1"
     won = [step[metric] for step in train(tmp_path, tmp_path / "out", timeout=1500) if metric in step]
     assert recipe.success_of(0.0, "val") < 0.25 and won[0] < 0.45
-    assert won[-1] > 0.7 and won[-1] > 1.8 * won[0], won
+    assert won[-1] > 0.8 and won[-1] > 2 * won[0], won
