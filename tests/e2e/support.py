@@ -19,6 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[2]
+# Begins of the names of metrics that two equal runs need not have in common.
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/seconds", "reward/seconds/", "time")
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

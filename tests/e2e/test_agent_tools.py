@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support import ROOT, metrics_of
+from support import MEASURED, ROOT, metrics_of
 
 RECIPE = ROOT / "recipes" / "agent_tools"
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
@@ -127,6 +127,31 @@ def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path
     assert step["critic/score/mean"] == 1.0
     assert step["critic/rewards/mean"] == pytest.approx(1.0 + 0.25 * step["tools/calls/mean"])
     assert step["critic/advantages/max"] > step["critic/advantages/min"] and step["actor/grad_norm"] > 0
+
+
+def test_two_runs_with_tools_have_equal_metrics(recipe: ModuleType, tmp_path: Path) -> None:
+    """One request at a time, as trainer.full_determinism asks. The entropy gives a gradient where all rewards are
+    equal."""
+    size = {"num_training": 16, "num_validation": 8, "hidden_size": 64, "num_layers": 2}
+    recipe.prepare(tmp_path, recipe.Recipe(asks=1.0, warm_start_steps=150, warm_start_batch=16, **size))
+    small = [f"{key}=8" for key in ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")]
+    same = (
+        "trainer.full_determinism=True",
+        "actor_rollout_ref.rollout.max_num_seqs=1",
+        "actor_rollout_ref.rollout.n=4",
+    )
+    length = ("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1")
+    entropy = "actor_rollout_ref.actor.entropy_coeff=0.01"
+    first, second = (train(tmp_path, tmp_path / str(number), *small, *same, *length, entropy) for number in range(2))
+    other = {
+        name
+        for one, two in zip(first, second, strict=True)
+        for name in one.keys() | two.keys()
+        if one.get(name) != two.get(name)
+    }
+    other = {name for name in other if not name.startswith(MEASURED) and "/seconds/" not in name}
+    assert len(first) == 2 and not other
+    assert all(step["tools/calls/mean"] > 0.3 and step["actor/grad_norm"] > 0 for step in first)
 
 
 def test_the_main_job_trains_on_what_an_agent_loop_of_the_users_returns(recipe: ModuleType, tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import metrics_of, overrides, write_task
+from support import MEASURED, metrics_of, overrides, write_task
 
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
 
-MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/seconds", "reward/seconds/", "time")
 VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.ppo_mini_batch_size": 4},
     "ppo": {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 4, "critic.optim.lr": 3e-3},

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import main_ppo, metrics_of, overrides, write_task
+from support import MEASURED, main_ppo, metrics_of, overrides, write_task
 
 from verl_like.checkpoint.layout import find_latest
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
 
 # Clock and memory readings: everything else must be equal when two runs are.
-MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/seconds", "reward/seconds/", "time")
 WITH_WEIGHTS = {"actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]"}
 
 

@@ -1,7 +1,7 @@
 """Checks of `trainer.full_determinism`: what would make a run depend on time."""
 
+from verl_like.config.doctor_environments import has_turns
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.rollout import runs_agent_loops
 
 _KEY = "trainer.full_determinism=True"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -28,8 +28,11 @@ def impossible_determinism(config: PPOConfig) -> list[str]:
             f"{_KEY} with {_ROLLOUT}.n_redundant={rollout.n_redundant}: which responses are used depends on which end "
             "first; set it to 0"
         )
-    turns = rollout.multi_turn.enable or runs_agent_loops(rollout)
-    beside = f"{_KEY} with tools or agent loops: what a request is computed beside depends on how long they"
+    turns = has_turns(config)
+    beside = (
+        f"{_KEY} with tools, environments, agent loops or programs: what a request is computed beside depends on how "
+        "long they"
+    )
     if (turns or rollout.scheduler.max_running_requests is not None) and rollout.max_num_seqs != 1:
         problems.append(
             f"{beside} take, and so do its last digits; set {_ROLLOUT}.max_num_seqs=1 (one request at a time; it is "
