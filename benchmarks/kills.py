@@ -17,6 +17,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -122,7 +123,7 @@ def finished(arguments: Sequence[str], log: Path, *, forked: bool) -> None:
 def killed_run(folder: Path, algorithm: str, kills: int, *, vllm: bool, seed: int = 0, minutes: float = 1e9) -> Ledger:
     """So many kills (or as many as the minutes allow), then the run to its end, compared."""
     began, chance, out, log = time.monotonic(), random.Random(seed), folder / "out", folder / "log"
-    steps = 3 * kills // 2 + 5
+    steps = 3 * kills + 5
     settings = {**ALGORITHMS[algorithm], **(ON_RAY if vllm else {})}
     settings |= {"trainer.save_freq": 1, "trainer.test_freq": 5, "trainer.total_training_steps": steps}
     settings |= {"trainer.max_actor_ckpt_to_keep": 2, "trainer.max_critic_ckpt_to_keep": 2}
@@ -134,11 +135,14 @@ def killed_run(folder: Path, algorithm: str, kills: int, *, vllm: bool, seed: in
     arguments = overrides(task, model, out, **settings)
     whole = time.monotonic()
     finished(overrides(task, model, folder / "whole", **settings), log, forked=not vllm)
-    step_s = (time.monotonic() - whole) / steps
+    step_s = statistics.median(line["timing_s/step"] for line in _lines(folder / "whole"))
+    start_s = time.monotonic() - whole - steps * step_s
     before = shm_left_behind()
     run = started(arguments, log, forked=not vllm)
     try:
-        while (status := _until(run, out, chance, step_s, stop=_enough(ledger, kills, began, minutes))) is None:
+        while (
+            status := _until(run, out, chance, start_s, step_s, stop=_enough(ledger, kills, began, minutes))
+        ) is None:
             whom = ("rank 0", "rank 1", "driver")[ledger.kills % 3] if vllm else "driver"
             _kill(run, out, whom)
             ledger.of.append(whom)
@@ -166,10 +170,11 @@ def _enough(ledger: Ledger, kills: int, began: float, minutes: float) -> bool:
     return ledger.kills >= kills or time.monotonic() - began > 60 * minutes
 
 
-def _until(run: Process, out: Path, chance: random.Random, step_s: float, *, stop: bool) -> int | None:
+def _until(run: Process, out: Path, chance: random.Random, start_s: float, step_s: float, *, stop: bool) -> int | None:
     """Wait for the moment of the next kill: somewhere in the start, or in the second step from here. The exit status
     where it ends before; stop: let it."""
-    wanted, heard = len(_lines(out)) + chance.choice((0, 1, 1, 1)), time.monotonic()
+    later = chance.choice((0, 1, 1, 1))
+    wanted, heard = len(_lines(out)) + later, time.monotonic()
     while stop or len(_lines(out)) < wanted:
         if (status := run.poll()) is not None:
             return status
@@ -177,7 +182,7 @@ def _until(run: Process, out: Path, chance: random.Random, step_s: float, *, sto
             heard = time.monotonic()
         assert time.monotonic() - heard < _SILENT_S, "the run is stuck"
         time.sleep(0.01)
-    time.sleep(chance.random() * 2 * step_s)
+    time.sleep(chance.random() * (2 * step_s if later else start_s))
     return run.poll()
 
 

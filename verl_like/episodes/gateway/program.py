@@ -56,6 +56,7 @@ class ProgramRequest:
     data: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     key: str = ""
+    episode: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,8 @@ class ProgramService:
         self._command = None if spec.command is None else shlex.split(spec.command)
         self._run = None if spec.path is None else load(spec.path, f"{KEYS}path")
         if self._run is not None:
-            check_call(self._run, f"{KEYS}path={spec.path}", "data", "base_url", "api_key")
+            given = dict.fromkeys(_named(self._run), "")
+            check_call(self._run, f"{KEYS}path={spec.path}", "data", "base_url", "api_key", keywords=given)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     async def call(self, payload: ProgramRequest) -> ProgramReply:
@@ -121,10 +123,8 @@ class ProgramService:
         run = self._run
         assert run is not None
         given = {"data": request.data, "base_url": f"{request.url}/v1", "api_key": request.key}
-        more = {"anthropic_base_url": request.url}
-        parameters = inspect.signature(run).parameters
-        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            given |= more
+        more = {"anthropic_base_url": request.url, "episode": request.episode}
+        given |= {name: more[name] for name in _named(run)}
         try:
             return await (run(**given) if inspect.iscoroutinefunction(run) else _in_thread(run, given))
         except (SystemExit, KeyboardInterrupt) as error:  # they would stop the event loop
@@ -150,6 +150,7 @@ class ProgramService:
                     **os.environ,
                     **{"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key},
                     **{"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key},
+                    "VERL_LIKE_EPISODE": request.episode,
                     "VERL_LIKE_DATA_FILE": data.name,  # a string of an environment has at most 128 KiB
                 },
             )
@@ -177,6 +178,16 @@ class ProgramService:
             task.cancel()
             await asyncio.wait({task}, timeout=_ENDING_S)
         return ProgramReply(ended=True)
+
+
+def _named(run: Callable[..., Any]) -> list[str]:
+    """Which of the further arguments the function takes."""
+    try:
+        parameters = inspect.signature(run).parameters
+    except (TypeError, ValueError):  # nothing that can be called, as check_call says; some compiled functions
+        return []
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return [name for name in ("anthropic_base_url", "episode") if takes_all or name in parameters]
 
 
 async def _in_thread(run: Callable[..., Any], given: dict[str, Any]) -> Any:

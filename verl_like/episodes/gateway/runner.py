@@ -60,7 +60,7 @@ class Gateway:
     async def _drive(self, prompt: Prompt, session: Session, name: str, key: str) -> ProgramReply:
         row = fields_of(prompt.row)
         row["messages"] = row.pop("prompt")
-        given: dict[str, Any] = {"data": row, "url": self.server.url, "key": key}
+        given: dict[str, Any] = {"data": row, "url": self.server.url, "key": key, "episode": session.episode}
         reply = await self._send("start", name, **given)
         session.touched_s = time.monotonic()  # it may have waited for a busy worker before it began
         while reply.kind is None and not reply.ended and session.failure is None:

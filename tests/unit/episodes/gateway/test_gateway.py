@@ -376,6 +376,9 @@ async def stubborn(data, base_url, api_key):
             if data["extra_info"].get("what") != "deaf":
                 return {"reward": 0, "code": error.code}
 
+async def named(data, base_url, api_key, episode):
+    return await run(data, base_url, api_key) | {"episode": episode}
+
 everyone = threading.Barrier(40)
 
 def together(data, base_url, api_key):
@@ -395,6 +398,7 @@ data = json.load(open(os.environ["VERL_LIKE_DATA_FILE"], encoding="utf-8"))
 answer = Anthropic().messages.create(model="m", max_tokens=20, messages=data["messages"])
 print("thinking")
 more = {"extra": data["extra_info"].get("what"), "prompt": data.get("prompt")}
+more["episode"] = os.environ["VERL_LIKE_EPISODE"]
 print(json.dumps({"reward": 0.25, "said": answer.content[0].text, **more}))
 """
 
@@ -431,6 +435,23 @@ def test_programs_end_in_rewards_or_in_named_failures(tmp_path: Path) -> None:
         made._timeout = 0.5
         (hung,) = play(made, Policy(count_up), "hang")
         assert hung.failure is not None and hung.failure.kind == "agent_program_timeout"
+
+
+def test_programs_are_told_the_name_of_their_episode(tmp_path: Path) -> None:
+    async def episode(made: Gateway, name: str) -> Episode:
+        EPISODE.set(name)
+        return await made.run(prompt(extra_info={}), 0, Policy(count_up))
+
+    async def go(made: Gateway) -> list[str]:
+        tasks = [asyncio.create_task(episode(made, name)) for name in ("train-3-0", "train-3-1")]
+        return [(await task).info["episode"] for task in tasks]
+
+    for where in (
+        {"path": f"{tmp_path / 'program.py'}:named"},
+        {"command": f"{sys.executable} {tmp_path / 'command.py'}"},
+    ):
+        with gateway(tmp_path, **where) as made:
+            assert asyncio.run(go(made)) == ["train-3-0", "train-3-1"], where
 
 
 def test_functions_and_command_lines(tmp_path: Path) -> None:
