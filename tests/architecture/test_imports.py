@@ -12,7 +12,7 @@ import pytest
 
 from tests.architecture.source import ROOT, Source, package_sources, parse
 
-BASE = {"batch", "config", "progress", "ragged", "remote", "user_code"}
+BASE = {"batch", "config", "gauges", "progress", "ragged", "remote", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
 TRAINER_LEVEL = ROLE_LEVEL | {
@@ -29,8 +29,9 @@ TRAINER_LEVEL = ROLE_LEVEL | {
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"observe", "trainer"},  # the names of a library, imported when they are first used
     "user_code": set(),
-    "services": {"user_code", "progress"},
+    "services": {"gauges", "user_code", "progress"},
     "config": {"user_code"},
+    "gauges": set(),
     "ragged": set(),
     "remote": set(),
     "progress": set(),
@@ -57,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
 # what a package may use beyond the standard library, where that is restricted
 THIRD_PARTY: dict[str, set[str]] = {
     "user_code": set(),
+    "gauges": set(),
     "progress": set(),
     "services": set(),
     "config": set(),

@@ -1,7 +1,8 @@
 """The newest metrics of a run for Prometheus, as trainer.prometheus_port asks: http://127.0.0.1:<port>/metrics.
 
 A metric `actor/pg_loss` is the gauge verl_like_actor_pg_loss{run_id=..., project=..., experiment=...}; verl_like_step
-is the newest step. What the router and the services of tools count is among the metrics of a step.
+is the newest step. What the router and the pools of workers (graders, tools, agents, programs) have in hand is read at
+each visit (verl_like/gauges.py): verl_like_now_router_requests, verl_like_now_pool_reward_calls_waiting.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from verl_like import gauges
 from verl_like.config import TrainerConfig
 from verl_like.observe.samples import Sample
 
@@ -52,6 +54,7 @@ class PrometheusTracker(Collector):
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             newest = dict(self._newest)
+        newest |= {f"now/{name}": value for name, value in gauges.readings().items()}
         for name, value in newest.items():
             gauge = GaugeMetricFamily(f"verl_like_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", name, labels=[*self._labels])
             gauge.add_metric([*self._labels.values()], value)

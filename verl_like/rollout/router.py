@@ -20,6 +20,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
+from verl_like import gauges
 from verl_like.rollout.client import Events, Link, Occupancy
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, ResumeError, RolloutError, Sampled
 
@@ -106,6 +107,7 @@ class Router:
         self._served_s, self._serving_since = 0.0, math.nan  # before, and as of when (nan: not now)
         for link in links:
             self.attach(link)
+        gauges.show(self)
 
     def attach(self, link: Link) -> None:
         """One replica more, which serves as of now (or as of `release`)."""
@@ -180,6 +182,14 @@ class Router:
             idle = sum(not replica.held and not replica.running for replica in alive)
             return Occupancy(len(alive), held, idle, len(self._entries))
 
+    def gauges(self) -> dict[str, float]:
+        """See Gauges. requests: that have not ended; running: of them, on a replica."""
+        with self._lock:
+            now, lost, running = self.occupancy(), len(self._replicas) - self._num_alive, self._num_running
+        replicas = {"": now.replicas, "_held": now.held, "_idle": now.idle, "_lost": lost}
+        found = {f"router/replicas{name}": float(value) for name, value in replicas.items()}
+        return found | {"router/requests": float(now.pending), "router/requests_running": float(running)}
+
     def hold(self, name: str | None = None) -> None:
         """Send this replica nothing new until `release`: call it before a pause. None: all, which begins a round."""
         self._set_held(name, True)
@@ -190,6 +200,7 @@ class Router:
 
     def close(self) -> None:
         """See RolloutClient. Replicas are told to end what runs, and otherwise left alone."""
+        gauges.hide(self)
         with self._lock:
             self._closed = True
             failed = self._fail_all("the router was closed")

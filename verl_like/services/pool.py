@@ -30,6 +30,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from verl_like import gauges
 from verl_like.services import keeper
 from verl_like.services.channel import BrokenChannelError, Channel
 from verl_like.services.service import Outcome, ServiceError, ServiceSpec
@@ -112,7 +113,7 @@ class WorkerPool(Generic[Payload, Answer]):
         self._waiting = Waiting(max_pending)
         self._workers: list[_Worker] = []
         self._closing = False
-        self._failed_starts = 0
+        self._failed_starts = self._num_replaced = 0
         self._next_id = 0
         self._looked = time.monotonic()  # when it was last asked which channels hold something
         self._started: Future[None] = Future()
@@ -122,6 +123,7 @@ class WorkerPool(Generic[Payload, Answer]):
         # started it ends, not when the process does.
         self._thread = threading.Thread(target=self._run, name=f"{spec.noun}-pool", daemon=True)
         self._thread.start()
+        gauges.show(self)
 
     def start(self) -> None:
         """Wait until every worker has made the service."""
@@ -157,9 +159,18 @@ class WorkerPool(Generic[Payload, Answer]):
         """Process ids of the live workers."""
         return [worker.process.pid for worker in self._workers]
 
+    def gauges(self) -> dict[str, float]:
+        """See Gauges."""
+        workers, name = list(self._workers), f"pool/{self._spec.noun}"
+        running = sum(len(worker.pending) for worker in workers)
+        found = {f"{name}/workers": len(workers), f"{name}/workers_replaced": self._num_replaced}
+        found |= {f"{name}/calls_running": running, f"{name}/calls_waiting": self._waiting.num_calls}
+        return {name: float(value) for name, value in found.items()}
+
     def close(self) -> None:
         """Kill the workers. Calls still waiting get a RuntimeError. Safe to call twice."""
         self._closing = True
+        gauges.hide(self)
         self._waiting.refuse(RuntimeError(f"the {self._spec.noun} pool is closed"))
         self._wake()
         self._thread.join()
@@ -399,6 +410,7 @@ class WorkerPool(Generic[Payload, Answer]):
 
     def _replace(self, worker: _Worker, why: str) -> None:
         worker.kill()
+        self._num_replaced += 1
         self._workers.remove(worker)
         self._workers.append(_Worker(self._spec))
         behind = self._waiting.lose(worker.place, f"the {self._spec.noun} worker that had it {why}")

@@ -65,7 +65,7 @@ class Waiting:
     """All calls that no worker has, of which there are at most about `most`. Safe to use from any thread."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._num_calls = most, 0
+        self._most, self.num_calls = most, 0
         self._queue: deque[Call] = deque()
         self._sessions: dict[Hashable, Session] = {}
         self._orders = itertools.count()
@@ -76,7 +76,7 @@ class Waiting:
         """Queue calls as soon as there is room; raises what `refuse` was told. Returns "", or why their session is
         lost, and then queues nothing."""
         with self._lock:
-            self._lock.wait_for(lambda: self._num_calls < self._most or self._refusal is not None)
+            self._lock.wait_for(lambda: self.num_calls < self._most or self._refusal is not None)
             if self._refusal is not None:
                 raise self._refusal
             session = None if key is None else self._sessions.setdefault(key, Session(key))
@@ -84,7 +84,7 @@ class Waiting:
                 call.session, call.order = session, next(self._orders)
             if session is not None and session.lost:
                 return session.lost
-            self._num_calls += len(calls)
+            self.num_calls += len(calls)
             if session is None:
                 self._queue.extend(calls)
             else:
@@ -95,7 +95,7 @@ class Waiting:
     def put_back(self, calls: Sequence[Call]) -> None:
         """Queue calls again, before all others."""
         with self._lock:
-            self._num_calls += len(calls)
+            self.num_calls += len(calls)
             for call in reversed(calls):
                 self._line(call.session).appendleft(call)
 
@@ -114,7 +114,7 @@ class Waiting:
             else:
                 # Batches shrink towards the end of the queue, so that the workers finish together.
                 calls = self._head(min(room, max(1, len(self._queue) // share)), idle=idle)
-            self._num_calls -= len(calls)
+            self.num_calls -= len(calls)
             if calls:
                 self._lock.notify_all()
             return calls
@@ -160,7 +160,7 @@ class Waiting:
             for session in place.sessions:
                 session.waiting.clear()
                 session.lost = f"{session} is lost: {why}"
-            self._num_calls -= len(calls)
+            self.num_calls -= len(calls)
             self._lock.notify_all()
             return calls
 

@@ -10,9 +10,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.listeners import listening
+from verl_like import gauges
 from verl_like.config import TrainerConfig
 from verl_like.observe.prometheus import PrometheusTracker
 from verl_like.observe.trackers import build_trackers
+
+
+class Pool:
+    def gauges(self) -> dict[str, float]:
+        return {"pool/agent program/calls_waiting": 3.0}
 
 
 def test_the_newest_values_are_served_on_this_machine_alone(tmp_path: Path) -> None:
@@ -26,12 +32,20 @@ def test_the_newest_values_are_served_on_this_machine_alone(tmp_path: Path) -> N
         assert {address for address, _ in listening({os.getpid()}) - before} == {"127.0.0.1"}
         trackers.log(1, {"actor/pg_loss": 0.5, "val-core/x/acc/mean@1": 0.25})
         trackers.log(2, {"actor/pg_loss": math.nan})
+        pools = [Pool(), Pool()]
+        for pool in pools:
+            gauges.show(pool)
         with urllib.request.urlopen(prometheus.address) as answer:
             families = {each.name: each for each in text_string_to_metric_families(answer.read().decode())}
         (loss,) = families["verl_like_actor_pg_loss"].samples
         assert math.isnan(loss.value) and loss.labels["run_id"] == "run-1" and loss.labels["experiment"] == 'a "b"'
         assert families["verl_like_step"].samples[0].value == 2
         assert families["verl_like_val_core_x_acc_mean_1"].samples[0].value == 0.25
+        (waiting,) = families["verl_like_now_pool_agent_program_calls_waiting"].samples
+        assert waiting.value == 6, "of both"
+        gauges.hide(pools.pop())
+        with urllib.request.urlopen(prometheus.address) as answer:
+            assert "calls_waiting{" in (text := answer.read().decode()) and " 3.0" in text
         taken = TrainerConfig(prometheus_port=int(prometheus.address.split(":")[2].split("/")[0]))
         with pytest.raises(ValueError, match=r"trainer.prometheus_port=\d+ at .*choose another port"):
             PrometheusTracker(taken, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_like import gauges
 from verl_like.rollout.client import Events, LocalLink
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
 from verl_like.rollout.rollout_engine import (
@@ -106,6 +108,21 @@ def test_each_goes_to_the_one_that_has_least_to_do_whatever_happened_before(seed
         while best is None and len(router._entries) > router._num_running:
             fleet.clock.run(fleet.clock.now + 0.5)  # somebody waits: `_admit` is tested elsewhere
     assert len(router._loads) <= 4 * 5 + 64
+
+
+def test_what_is_in_hand_can_be_read_meanwhile() -> None:
+    gc.collect()  # routers of other tests
+    before = gauges.readings().get("router/requests", 0)
+    fleet = Fleet(3, capacity=2)
+    for i in range(7):
+        fleet.router.submit(request(i))
+    fleet.router.hold("replica 2")
+    now = {name.removeprefix("router/"): value for name, value in fleet.router.gauges().items()}
+    assert (now["replicas"], now["replicas_held"], now["replicas_idle"], now["replicas_lost"]) == (3, 1, 0, 0)
+    assert (now["requests"], now["requests_running"]) == (7, 6)
+    assert gauges.readings()["router/requests"] == before + 7
+    fleet.router.close()
+    assert gauges.readings().get("router/requests", 0) == before
 
 
 def test_what_ended_tells_what_to_expect_of_its_source() -> None:

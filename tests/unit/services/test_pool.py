@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.unit.rewards.test_manager import gone, write
+from verl_like import gauges
 from verl_like.services.pool import WorkerPool
 from verl_like.services.service import Result, ServiceError, ServiceSpec
 
@@ -76,7 +77,7 @@ class Unreadable:
 @contextmanager
 def pool_of(folder: Path, kind: str = "Counters", *, num_workers: int = 1, **settings: Any) -> Iterator[WorkerPool]:
     path = write(folder, COUNTERS, "counters.py")
-    spec = ServiceSpec(factory=f"{path}:{kind}", noun="tool", section="tools.", **{"timeout": 20.0, **settings})
+    spec = ServiceSpec(factory=f"{path}:{kind}", section="tools.", **{"noun": "tool", "timeout": 20.0, **settings})
     pool: WorkerPool[tuple[str, Any], Result] = WorkerPool(spec, num_workers=num_workers)
     try:
         pool.start()
@@ -238,6 +239,27 @@ class TestSessions:
         assert refused.kind == "exception" and next_one.value[1] == 1
 
 
+class TestGauges:
+    def test_what_a_pool_has_in_hand_can_be_read_meanwhile(self, tmp_path: Path) -> None:
+        def shown() -> dict[str, float]:
+            start = "pool/counter/"
+            return {n.removeprefix(start): value for n, value in gauges.readings().items() if n.startswith(start)}
+
+        assert not shown()
+        with pool_of(tmp_path, noun="counter") as pool:
+            calls = pool.submit([("a", 3.0), ("a", "crash"), *[("a", "")] * 60])
+            deadline = time.monotonic() + 20
+            while shown()["calls_running"] == 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            now = shown()
+            assert now["workers"] == 1 and now["calls_waiting"] > 0
+            assert now["calls_running"] + now["calls_waiting"] <= 62
+            results(calls)
+            after = shown()
+            assert (after["calls_running"], after["calls_waiting"], after["workers_replaced"]) == (0, 0, 1)
+        assert not shown()
+
+
 class TestEnd:
     def test_nothing_is_left_of_a_pool_closed_under_load(self, tmp_path: Path) -> None:
         with pool_of(tmp_path, num_workers=2) as pool:
@@ -280,6 +302,6 @@ class TestEnd:
             assert producer.is_alive() and len(futures) < 10  # held up: a few at work or done + 4 waiting
             producer.join(20)
             assert [outcome.value[1] for outcome in results(futures)] == list(range(1, 13))
-            assert pool._waiting._num_calls == 0
+            assert pool._waiting.num_calls == 0
         finally:
             pool.close()

@@ -89,7 +89,7 @@ def test_every_call_ends_once_and_a_session_is_at_one_worker() -> None:
             elif step == "end" and session is not None:
                 waiting.end_session(session)
         assert sorted(call.payload for call in ended) == list(range(200))
-        assert waiting._num_calls == 0 and waiting.drain([], places) == []
+        assert waiting.num_calls == 0 and waiting.drain([], places) == []
         for name in "abc":
             waiting.end_session(name)
         assert not any(place.sessions for place in places)
