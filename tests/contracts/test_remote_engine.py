@@ -46,7 +46,7 @@ class Engine:
 
     def open(self) -> None: ...
 
-    def sleep(self) -> None:
+    def sleep(self, discard: bool = False) -> None:
         time.sleep(100)
 
     def wake(self) -> None:

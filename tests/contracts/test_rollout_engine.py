@@ -33,6 +33,7 @@ from tests.unit.rollout.tiny import (
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.rollout.hf import HFRolloutEngine
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
@@ -483,6 +484,36 @@ def test_weights_loaded_under_running_requests(engine: RolloutEngine) -> None:
         for model, part in ((MODEL, slice(0, first)), (other, slice(first, 100))):
             expected = log_probs(model, request.prompt_ids + done.token_ids)[len(request.prompt_ids) - 1 :]
             assert torch.allclose(torch.tensor(done.log_probs)[part], expected[part], atol=1e-5)
+    engine.pause()
+
+
+def test_an_engine_that_threw_its_weights_away_goes_on_when_they_come_again(engine: RolloutEngine) -> None:
+    """Twice, with requests under way; those of hf leave their memory indeed."""
+    engine.open()
+    futures = [engine.submit(r) for r in requests(4, ENDLESS)]
+    late = []
+    for number in (30, 31):
+        begun(engine, "r3")
+        engine.pause()
+        kept = engine.snapshot()
+        engine.sleep(discard=True)
+        assert engine.held is None
+        if isinstance(engine, HFRolloutEngine):
+            assert not any(p.untyped_storage().nbytes() for p in engine._module.parameters())
+        with pytest.raises(RolloutError, match="no weights"):
+            engine.open()
+        engine.wake()
+        with pytest.raises(RolloutError, match="no weights"):
+            engine.generate(requests(1))
+        late.append(engine.submit(requests(1, first=number)[0]))  # it waits
+        engine.load_weights(iter(state(MODEL).items()), 1)
+        assert engine.weight_version == 1
+        engine.open()
+    for request, future in zip(requests(4, ENDLESS), futures, strict=True):
+        done, first = future.result(60), kept[request.request_id]
+        assert len(done.token_ids) == 100 and done.token_ids[: len(first)] == first.token_ids.tolist()
+        assert gap(request, done) < 1e-5 and set(done.sampled.weight_versions) == {1}
+    assert all(gap(r, future.result(60)) < 1e-5 for r, future in zip(requests(2, first=30), late, strict=True))
     engine.pause()
 
 

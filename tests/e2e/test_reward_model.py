@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, load_script
-from tests.e2e.support import main_ppo, metrics_of, overrides, write_task
+from tests.e2e.support import MEASURED, main_ppo, metrics_of, overrides, write_task
 from verl_like.models.loading import load_tokenizer
 from verl_like.trainer.compose import compose
 from verl_like.trainer.main_ppo import train
+from verl_like.workers.weights import WeightsWithin
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +76,31 @@ def test_a_rule_counts_beside_the_model_also_in_validation(tmp_path: Path, tiny_
         assert "val-core/sevens/acc/mean@1" in record
 
 
+def test_weights_that_a_sleeping_engine_throws_away_change_nothing(
+    tmp_path: Path, tiny_model: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that scores a validation puts the engine to sleep, and no sync comes before the next responses."""
+    restore, restored, ways = WeightsWithin._restore, [], []
+    monkeypatch.setattr(WeightsWithin, "_restore", lambda self: restored.append(restore(self)))
+    for level in (1, 2):
+        (tmp_path / str(level)).mkdir()
+        settings = {"actor_rollout_ref.rollout.sleep_level": level, "trainer.total_training_steps": 3}
+        settings["reward_model.rule_weight"] = 1.0
+        ways.append(run(tmp_path / str(level), tiny_model, judge, **settings, **{"trainer.test_freq": 1}))
+    assert len(ways[0]) == 3 and len(restored) == 2 and ways[1][-1]["weight_sync/num_changed"] > 0
+    for one, two in zip(*ways, strict=True):
+        other = {name for name in one.keys() | two.keys() if one.get(name) != two.get(name)}
+        assert not {name for name in other if not name.startswith(MEASURED)}
+
+
 @pytest.mark.engines
-@pytest.mark.parametrize("split", ["ulysses_sequence_parallel_size", "model.fsdp_config.tensor_parallel_size"])
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param("ulysses_sequence_parallel_size", marks=pytest.mark.slow),
+        "model.fsdp_config.tensor_parallel_size",
+    ],
+)
 def test_two_ranks_that_share_a_reward_model_score_as_one(
     tmp_path: Path, tiny_model: Path, judge: Path, split: str
 ) -> None:

@@ -75,6 +75,23 @@ def test_sync_generate_sleep_sync(rollout: RolloutEngine, process: ProcessInfo) 
     assert len(rollout.generate(requests)) == 40
 
 
+def test_what_is_thrown_away_is_nowhere_and_comes_again(rollout: RolloutEngine) -> None:
+    """rollout.sleep_level=2: as much of the device is free as at level 1, and the same tokens come after a load."""
+    weights = {name: p.detach().cuda() for name, p in tiny_model(seed=3).named_parameters()}
+    sampling = SamplingParams(max_tokens=8)
+    requests = [GenerationRequest(request_id=str(i), prompt_ids=[1 + i], sampling=sampling, seed=i) for i in range(32)]
+    free, found = [], []
+    for level in (1, 2):
+        rollout.load_weights(iter(weights.items()), 8)
+        found.append([completion.token_ids for completion in rollout.generate(requests)])
+        rollout.sleep(discard=level == 2)
+        free.append(torch.cuda.mem_get_info()[0])
+    assert rollout.held is None and free[1] > free[0] - 2**26
+    rollout.load_weights(iter(weights.items()), 9)
+    found.append([completion.token_ids for completion in rollout.generate(requests)])
+    assert sum(a == b for a, b in zip(found[0], found[2], strict=True)) > 24  # other batches may flip a token
+
+
 def test_generation_begins_after_the_load(rollout: RolloutEngine) -> None:
     """Nothing waits for the device in between: both must be on one stream. A seed gives the same tokens again."""
     sampling = SamplingParams(max_tokens=8)

@@ -1,4 +1,4 @@
-"""The memory forecast against what a process really takes: ten configurations, one process each, by phase.
+"""The memory forecast against what a process really takes: twelve configurations, one process each, by phase.
 
     verl-like bench memory                 # models of 155M parameters and more, on this machine's device
     verl-like bench memory --only base bfloat16 --budget 4096
@@ -34,6 +34,7 @@ from verl_like.observe.memory import PhaseMemory
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.trainer.memory_forecast import GIB, Forecast, Machine, forecast
 from verl_like.workers.actor import ActorRole
+from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.rollout import rollout_engine
 
 SHAPE = ModelShape(
@@ -61,6 +62,7 @@ CASES: dict[str, tuple[ModelShape, int, list[str]]] = {  # name -> (shape, ranks
     "adamw_8bit": (SHAPE, 1, [f"{POLICY}.actor.optim.optimizer=adamw_8bit"]),
     "wide": (WIDE, 1, [_KEPT]),
     "large head": (LARGE_HEAD, 1, []),
+    "sleep_level=2": (SHAPE, 1, [f"{POLICY}.rollout.sleep_level=2"]),
     "LoRA": (SHAPE, 1, [f"{POLICY}.model.lora_rank=16"]),
     "two ranks": (SHAPE, 2, []),
 }
@@ -149,13 +151,20 @@ def measure(process: ProcessInfo, run_id: str, job: Job, small: Job) -> dict[str
 def work(process: ProcessInfo, run_id: str, job: Job, memory: PhaseMemory) -> None:
     """The phases of a step, as the hybrid worker has them."""
     actor, engine = ActorRole(job.spec, process), rollout_engine(job.spec, process, run_id)
+    discard = job.spec.config.actor_rollout_ref.rollout.sleep_level == 2
+    residency = Residency([actor.engine], engine, discard=discard)
+    residency.restore = lambda: engine.load_weights(random_weights(job, engine.dtype, process.device), 0)
     try:
-        engine.load_weights(random_weights(job, engine.dtype, process.device), 0)
+        residency.restore()
+        for phase in (Phase.rollout, Phase.train):
+            residency.enter(phase)
         batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
         rows, denominators = share_of_rank(job, batch, process), denominators_of(batch, job.workload.max_response)
         actor.update([(rows, denominators)])  # makes the optimizer's states
+        residency.enter(Phase.rollout)
         with memory.phase("gen"):
             engine.generate(requests_of(job, process.rank, 0))
+        residency.enter(Phase.train)
         with memory.phase("old_log_prob"):
             actor.log_probs(rows)
         with memory.phase("update_actor"):

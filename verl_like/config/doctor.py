@@ -21,6 +21,7 @@ from verl_like.config.doctor_paths import impossible_paths
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, risky_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
+from verl_like.config.doctor_sleep import impossible_sleep
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.idle import Idle, other_estimator
@@ -66,6 +67,7 @@ def impossible(config: PPOConfig) -> list[str]:
         + impossible_async(config)
         + impossible_endpoint(config)
         + impossible_quantization(config)
+        + impossible_sleep(config)
     )
 
 

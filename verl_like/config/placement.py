@@ -140,7 +140,7 @@ PLACEMENT_IDLE: tuple[Idle, ...] = (
         "the rollout engine is in the actor's processes (hybrid_engine), or in a pool of trainer.placement",
     ),
     Idle(
-        (f"{_ROLLOUT_KEYS}.free_cache_engine",),
+        (f"{_ROLLOUT_KEYS}.free_cache_engine", f"{_ROLLOUT_KEYS}.sleep_level"),
         samples_alone,
         "the rollout engine has its processes for itself",
     ),

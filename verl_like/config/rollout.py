@@ -306,6 +306,8 @@ class RolloutConfig(ConfigNode):
     """[sequences] Batch sizes to capture. Null: the engine's choice."""
     free_cache_engine: bool = True
     """Free the engine's weights and KV cache while training."""
+    sleep_level: int = 1
+    """What becomes of the freed weights. 1: they go to host memory; 2: nothing stays, and they are synced again."""
     load_format: LoadFormat = LoadFormat.dummy_dtensor
     """Weight sync: dummy_dtensor (tensor by tensor) or dummy_hf (full state dict first)."""
     layered_summon: bool = False
@@ -382,6 +384,7 @@ class RolloutConfig(ConfigNode):
         at_least(self, 0, "nnodes", "n_gpus_per_node", "n_redundant")
         one_of(self, "mode", ROLLOUT_MODES)
         one_of(self, "dtype", DTYPES)
+        between(self, 1, 2, "sleep_level")
         if self.quantization is not None:
             one_of(self, "quantization", ("fp8", "int8"))
         not_both(self, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")

@@ -47,7 +47,7 @@ class EngineBase:
         self._vision, self.sees = vision, sees or vision is not None
         self._seed, self._unseeded = seed, itertools.count()
         self._in_memory: HeldWeights | None = None  # stays when they are unloaded: what runs ends with them
-        self._unloaded = True
+        self._unloaded, self._away = True, False  # away: thrown away by `sleep`, and to come again
 
     @property
     def held(self) -> HeldWeights | None:
@@ -64,7 +64,7 @@ class EngineBase:
         return self._in_memory.version
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
-        self._require_weights()
+        self._require_weights(or_away=True)
         self._check(request)
         return self._queue(request)
 
@@ -157,10 +157,12 @@ class EngineBase:
             return self._cached_tokens()
 
     def unload(self) -> None:
-        self._unloaded = True
+        self._unloaded, self._away = True, False
 
-    def sleep(self) -> None:
-        """Nothing to give back: this backend keeps no cache between calls."""
+    def sleep(self, discard: bool = False) -> None:
+        """See RolloutEngine. A backend gives back what it has."""
+        if discard:
+            self._away, self._unloaded = self._away or not self._unloaded, True
 
     def wake(self) -> None:
         """Nothing to undo."""
@@ -191,8 +193,8 @@ class EngineBase:
         """The request's; without one, a hash of this engine's seed and of how many had none before."""
         return request_seed(self._seed, 1, next(self._unseeded), 0) if request.seed is None else request.seed
 
-    def _require_weights(self) -> None:
-        if self._unloaded:
+    def _require_weights(self, *, or_away: bool = False) -> None:
+        if self._unloaded and not (or_away and self._away):
             raise UnloadedError("the rollout engine holds no weights: a full weight sync must succeed first")
 
     def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:

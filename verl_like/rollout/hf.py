@@ -89,6 +89,8 @@ class HFRolloutEngine(SteppedRolloutEngine):
         if rollout.quantization is not None:
             exchanged = quantise_linears(self._module)
             self._quantised = {self._stored_name(name): module for name, module in exchanged.items()}
+        storages = [parameter.untyped_storage() for parameter in self._module.parameters()]
+        self._storages = [(storage, storage.nbytes()) for storage in storages]
         self._places = itertools.count()
         self._waiting: list[Row] = []  # in the order in which they are taken up
         self._taken_up: list[Row] = []  # whose prompts are computed in the step under way
@@ -243,7 +245,15 @@ class HFRolloutEngine(SteppedRolloutEngine):
         if len(done) > before:
             batch.keep(going)
 
-    # Weights and scoring: while no step runs.
+    # Weights, scoring, memory: while no step runs.
+
+    def sleep(self, discard: bool = False) -> None:
+        """See RolloutEngine. Weights go where they are thrown away; there is no cache but of requests under way."""
+        super().sleep(discard=discard)
+        if discard:
+            with self._exclusive():
+                for storage, _ in self._storages:
+                    storage.resize_(0)
 
     @property
     def _module(self) -> PreTrainedModel:
@@ -252,6 +262,8 @@ class HFRolloutEngine(SteppedRolloutEngine):
 
     @torch.no_grad()
     def _load(self, stream: Iterator[tuple[str, Tensor]], *, partial: bool) -> None:
+        for storage, num_bytes in self._storages:
+            storage.resize_(num_bytes)  # what `sleep` let go of
         parameters = self._named_weights()
         if partial:
             parameters = {name: tensor for name, tensor in parameters.items() if lora.is_adapter(name)}
@@ -313,7 +325,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._model, self._batches, self._waiting = None, [], []
+        self._model, self._storages, self._batches, self._waiting = None, [], [], []
 
 
 def _parts(rows: list[Row], max_tokens: int) -> Iterator[list[Row]]:

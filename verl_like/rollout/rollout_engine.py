@@ -302,8 +302,10 @@ class RolloutEngine(Protocol):
         """Refuse to generate until the next successful whole `load_weights`."""
         ...
 
-    def sleep(self) -> None:
-        """Give cache memory (and weights, where they are refilled anyway) back to the trainer."""
+    def sleep(self, discard: bool = False) -> None:
+        """Give the memory of cache and weights back to the trainer. discard: weights are not kept elsewhere either, so
+        that the engine is unloaded; requests may be submitted all the same, and wait until it has weights and is open.
+        """
         ...
 
     def wake(self) -> None:

@@ -265,12 +265,14 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             outputs += [output for output in self._llm.llm_engine.step() if output.finished]
         return outputs
 
-    def sleep(self) -> None:
-        """Free the KV cache and move the weights to host memory (CUDA with free_cache_engine; else nothing)."""
+    def sleep(self, discard: bool = False) -> None:
+        """See RolloutEngine. Without CUDA or free_cache_engine the memory stays."""
+        super().sleep(discard=discard)
         if self._sleep_mode and not self._asleep:
             with self._exclusive():
                 self._rest()
-                self._llm.sleep(level=1, mode="keep")  # by default vLLM would abort what is under way
+                level = 2 if discard else 1
+                self._llm.sleep(level=level, mode="keep")  # by default vLLM would abort what is under way
             self._asleep = set(_SLEEPERS)
 
     def wake(self) -> None:

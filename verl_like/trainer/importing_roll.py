@@ -132,6 +132,9 @@ class RollFile(Foreign):
             return {keys[0]: "resume_path", keys[1]: value}
         return {keys[0]: "auto" if value else "disable"}
 
+    def rule_sleep(self, name: str, value: int, keys: list[str]) -> dict[str, Any]:
+        return {keys[0]: value > 0} | ({keys[1]: value} if value > 1 else {})
+
     def rule_checkpoints(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
         if "://" not in value:
             return {keys[0]: value}

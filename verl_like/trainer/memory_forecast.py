@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from verl_like.config import FSDPConfig, PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import takes_own_log_probs, uses_sampler_log_probs
+from verl_like.config.doctor import impossible
 from verl_like.config.micro_batches import Cut
 from verl_like.config.placement import pools_of
 from verl_like.config.roles import ACTOR, CRITIC, REF, ROLLOUT, RoleConfig, roles_of
@@ -280,7 +281,8 @@ def _rollout_bytes(config: PPOConfig, machine: Machine) -> int:
 def _sleeps(config: PPOConfig, machine: Machine) -> bool:
     """Whether the engine leaves the device while the trainer works."""
     rollout = config.actor_rollout_ref.rollout
-    return rollout.name != "hf" and rollout.free_cache_engine and not machine.on_cpu
+    goes = rollout.sleep_level == 2 if rollout.name == "hf" else not machine.on_cpu
+    return rollout.free_cache_engine and goes
 
 
 def _engine(
@@ -348,6 +350,7 @@ _SWITCHES: dict[str, Any] = {  # key -> what saves memory; the cheap ones first
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
     "critic.model.enable_gradient_checkpointing": True,
     f"{_ROLLOUT}.free_cache_engine": True,
+    f"{_ROLLOUT}.sleep_level": 2,  # of hf, whose weights stay otherwise
     f"{_REF}.fsdp_config.param_offload": True,
     "critic.model.fsdp_config.optimizer_offload": True,
     "critic.model.fsdp_config.param_offload": True,
@@ -430,7 +433,8 @@ def largest_share(config: PPOConfig, predict: Any, start: float) -> float | None
 
 def _saving(config: PPOConfig) -> list[tuple[str, Any]]:
     tree = to_dict(config)
-    return [(key, value) for key, value in _SWITCHES.items() if _at(tree, key) != value]
+    others = [(key, value) for key, value in _SWITCHES.items() if _at(tree, key) != value]
+    return [(key, value) for key, value in others if not impossible(changed(config, {key: value}))]
 
 
 def _fits(config: PPOConfig, phase: str, predict: Any) -> bool:

@@ -45,6 +45,11 @@ class WeightSource:
         """Whether an engine that holds `held` has what the trainer has now; local."""
         return self._sent is not None and self._sent.changes == self._engine.changes and self._has_sent(held)
 
+    def arrived(self) -> None:
+        """What was sent last is proved to be there: the next sync compares with it, even where the engine has let go of
+        it."""
+        self._arrived = self._sent
+
     def send(self, version: int, wanted: Wanted, channel: SendingEnd, *, optimizer_moved: bool | None = None) -> Sent:
         """Send the engine's weights as `version`, to receivers that want `wanted`; problems are in the result.
 

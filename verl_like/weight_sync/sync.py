@@ -51,5 +51,6 @@ class WeightSync:
         except WeightSyncError:
             self._receiver.unload()
             raise
+        self._source.arrived()
         logger.debug("weight sync: %s", report)
         return report

@@ -60,7 +60,8 @@ class RoleHost:
         engines = [getattr(role, "engine", None) for name, role in self.roles.items() if name != ROLLOUT]
         self._models = [engine for engine in engines if isinstance(engine, FSDPEngine)]
         rollout = self.roles.get(ROLLOUT)
-        self.residency = Residency(self._models, None if rollout is None else rollout.engine)
+        discard = spec.config.actor_rollout_ref.rollout.sleep_level == 2
+        self.residency = Residency(self._models, None if rollout is None else rollout.engine, discard=discard)
         actor = self.roles.get(ACTOR)
         if actor is not None and rollout is not None:
             self.roles[WEIGHTS] = WeightsWithin(spec, self.process, actor, rollout, self.residency)

@@ -183,8 +183,9 @@ class RemoteEngine(EngineBase):
         super().unload()
         self._call_living("unload")
 
-    def sleep(self) -> None:
-        self._call_living("sleep")
+    def sleep(self, discard: bool = False) -> None:
+        super().sleep(discard)
+        self._call_living("sleep", discard)
 
     def wake(self) -> None:
         self._call_living("wake")
@@ -197,14 +198,14 @@ class RemoteEngine(EngineBase):
         with self._around_start():
             return _Process(partial(self._build, *self._arguments()), self._timeout_s)
 
-    def _call_living(self, method: str) -> None:
+    def _call_living(self, method: str, *arguments: Any) -> None:
         if not self.lost:
-            self._there.call(method)
+            self._there.call(method, *arguments)
 
-    def _require_weights(self) -> None:
+    def _require_weights(self, *, or_away: bool = False) -> None:
         if self.lost:
             raise EngineLostError(self.lost)
-        super()._require_weights()
+        super()._require_weights(or_away=or_away)
 
     def _queue(self, request: GenerationRequest) -> Future[Completion]:
         if not self._leads:

@@ -4,6 +4,7 @@ of the engine's own, by a broadcast from the actor's first rank. A host has one 
 from __future__ import annotations
 
 from verl_like.cluster.worker_group import RankEnv
+from verl_like.engine.weight_changes import WeightChanges
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
 from verl_like.weight_sync.channel import SendingEnd, TakesPart
@@ -27,13 +28,26 @@ class WeightsWithin:
     ) -> None:
         config, dtype = spec.config.actor_rollout_ref.rollout, actor.engine.compute_dtype
         self._sync = WeightSync(actor.engine, rollout.engine, config, process, trainer_dtype=dtype)
-        self._residency = residency
+        self._actor, self._residency = actor.engine, residency
+        self._synced: tuple[int, WeightChanges] | None = None  # version, the trainer's count of its updates
+        residency.restore = self._restore
 
     def sync(self, version: int) -> SyncReport:
         """Bring the rollout engine to `version` of the trained weights, and prove it."""
         report = self._sync.sync(version)
+        self._synced = version, self._actor.changes
         self._residency.enter(Phase.rollout)
         return report
+
+    def _restore(self) -> None:
+        assert self._synced is not None, "an engine had weights that nobody synced"
+        version, changes = self._synced
+        if changes != self._actor.changes:
+            raise RuntimeError(
+                f"rollout.sleep_level=2 threw the rollout engine's weights of version {version} away, and the trainer "
+                "has others by now: sync before anything is generated"
+            )
+        self._sync.sync(version)
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -19,6 +19,7 @@ MEASURED = {  # GiB: gen, old_log_prob, update_actor; docs/performance.md says w
     "adamw_8bit": (1.517, 2.226, 2.847),
     "wide": (2.116, 2.745, 3.831),
     "large head": (3.111, 4.324, 5.726),
+    "sleep_level=2": (2.352, 2.500, 3.122),
     "LoRA": (1.283, 2.007, 2.088),
     "two ranks": (1.464, 1.771, 1.972),
 }

@@ -35,6 +35,13 @@ def test_the_default_configuration_is_quiet():
         ([f"{R}.name=openai", f"{R}.openai.url=http://h", f"{R}.multi_turn.enable=true"], "answers single prompts"),
         ([f"{R}.name=openai", f"{R}.openai.url=http://h", f"{R}.ignore_eos=true"], "endpoint's tokens are its own"),
         ([f"{R}.use_fire_sampling=true", f"{R}.stop=[x]"], "there the first token is a request of its own"),
+        ([f"{R}.sleep_level=3"], "sleep_level=3: must lie between 1 and 2"),
+        ([f"{R}.sleep_level=2", f"{R}.free_cache_engine=false"], "the engine does not sleep; set it to True"),
+        ([f"{R}.sleep_level=2", f"{R}.quantization=int8", f"{R}.name=hf"], "set quantization=null, or actor_rollout"),
+        ([f"{R}.sleep_level=2", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=false"],
+          "a sync brings adapters alone; set it to True, or"),
+        ([f"{R}.sleep_level=2", "trainer.placement={other:{roles:[critic,rollout],nnodes:1,"
+          "n_gpus_per_node:1}}"], "nobody there has the weights; give the engine a pool of its own, or"),
         ([f"{R}.val_kwargs.do_sample=true"], f"{R}.val_kwargs.do_sample=True with temperature=0.0"),
         ([f"{R}.response_length=100"], f"{R}.response_length=100 with data.max_response_length=512"),
         ([f"{R}.enable_chunked_prefill=false", f"{R}.max_num_batched_tokens=1000"], "must be at least max_model_len"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl_like.rollout import vllm_compat
-from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
+from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams, UnloadedError
 from verl_like.rollout.step_loop import StepLoop
 from verl_like.rollout.vllm import VLLMRolloutEngine, _Running
 
@@ -17,6 +17,7 @@ from verl_like.rollout.vllm import VLLMRolloutEngine, _Running
 class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.level = 0
         core = SimpleNamespace(batch_queue=[])
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=self.step)
 
@@ -26,6 +27,7 @@ class Recorder:
 
     def sleep(self, level: int, mode: str = "abort") -> None:
         self.events += ["sleep"] if mode == "keep" else [mode, "sleep"]
+        self.level = level
 
     def wake_up(self, tags: list[str]) -> None:
         self.events += tags
@@ -48,7 +50,19 @@ def test_a_load_wakes_the_cache_only_after_the_weights_are_there(engine: VLLMRol
     engine.sleep()
     engine.load_weights([], version=1)
     engine.wake()  # nothing is left to wake
-    assert engine._llm.events == ["sleep", "weights", "reload", "kv_cache"]
+    assert engine._llm.events == ["sleep", "weights", "reload", "kv_cache"] and engine._llm.level == 1
+    engine.shutdown()
+
+
+def test_weights_that_are_thrown_away_must_come_again(engine: VLLMRolloutEngine) -> None:
+    engine.load_weights([], version=1)
+    engine.sleep(discard=True)
+    assert engine._llm.level == 2 and engine.held is None
+    with pytest.raises(UnloadedError):
+        engine.open()
+    assert engine._llm.events == ["reload", "sleep"], "nothing comes back before it can be filled"
+    engine.load_weights([], version=1)
+    assert engine._llm.events[2:] == ["weights", "reload", "kv_cache"] and engine.weight_version == 1
     engine.shutdown()
 
 

@@ -158,6 +158,10 @@ def test_topr_of_rolls_documentation(tmp_path: Path) -> None:
         ({"dual_clip_loss": True, "pg_clip": 0.1}, {"actor_rollout_ref.actor.clip_ratio_c": 1.2}),
         ({"resume_from_checkpoint": "o/3"}, {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "o/3"}),
         ({"logging_dir": "logs/", "exp_name": "a"}, {"trainer.log_dir": "logs/a"}),
+        ({"actor_infer__strategy_args__strategy_config__sleep_level": 2}, {
+            "actor_rollout_ref.rollout.free_cache_engine": None, "actor_rollout_ref.rollout.sleep_level": 2}),
+        ({"actor_infer__strategy_args__strategy_config__sleep_level": 0}, {
+            "actor_rollout_ref.rollout.free_cache_engine": False}),
         ({"sequence_length": 1000, "prompt_length": 300}, {"data.max_response_length": 700}),
         ({"actor_train__model_args__disable_gradient_checkpointing": True}, {
             "actor_rollout_ref.model.enable_gradient_checkpointing": False}),

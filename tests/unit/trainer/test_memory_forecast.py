@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -87,6 +88,10 @@ def test_keys_change_their_parts(config: PPOConfig) -> None:
     assert with_reference.phases["ref"]["ref weights"] == 2 * shape_of("1.5B").all_weights
     awake = at(config, ONE, {"actor_rollout_ref.rollout.free_cache_engine": False})
     assert awake.total("update_actor") == pytest.approx(base.total("update_actor") + 40e9)
+    on_cpu, hf = replace(ONE, on_cpu=True), {"actor_rollout_ref.rollout.name": "hf"}
+    assert "rollout weights" in at(config, on_cpu, hf).phases["update_actor"]
+    gone = at(config, on_cpu, hf | {"actor_rollout_ref.rollout.sleep_level": 2})
+    assert "rollout weights" not in gone.phases["update_actor"] and "rollout weights" in gone.phases["gen"]
     small = at(config, ONE, {BUDGET: 8192})
     told = activation_bytes(shape_of("1.5B"), Path(c=2), 8192, 4096)
     assert small.phases["update_actor"]["activations"] == told

@@ -34,11 +34,13 @@ class Noting:
     """An engine of either kind: what it was asked to do with its memory."""
 
     def __init__(self, heard: list[str], name: str) -> None:
-        self.heard, self.name = heard, name
+        self.heard, self.name, self.held = heard, name, None
         self.role = RoleConfig(model=ModelConfig(), fsdp=FSDPConfig(param_offload=name == "big"))
 
-    def sleep(self) -> None:
+    def sleep(self, discard: bool = False) -> None:
         self.heard.append("sleep")
+        if discard:
+            self.held = None
 
     def wake(self) -> None:
         self.heard.append("wake")
@@ -55,6 +57,24 @@ def test_models_make_room_for_the_rollout_engine_and_it_for_them() -> None:
     for phase in (Phase.train, Phase.rollout, Phase.rollout, Phase.train):
         residency.enter(phase)
     assert heard == ["sleep", "big leaves: True, False", "small leaves: False, False", "wake", "sleep"]
+
+
+def test_what_a_sleeping_engine_threw_away_is_restored_unless_a_sync_came_before() -> None:
+    heard: list[str] = []
+    models: Any = [Noting(heard, "model")]
+    rollout: Any = Noting(heard, "rollout")
+    residency = Residency(models, rollout, discard=True)
+    residency.restore = lambda: heard.append("restore")
+    residency.enter(Phase.rollout)  # it never had weights
+    rollout.held = "synced"
+    residency.enter(Phase.train)
+    rollout.held = "synced again"
+    residency.enter(Phase.rollout)
+    assert "restore" not in heard
+    residency.enter(Phase.train)
+    assert rollout.held is None
+    residency.enter(Phase.rollout)
+    assert heard[-3:] == ["restore", "model leaves: False, False", "wake"]
 
 
 def test_a_process_with_one_kind_of_engine_moves_nothing() -> None:

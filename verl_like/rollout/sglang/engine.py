@@ -207,8 +207,10 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
             while not all(request.finished() for request in requests):
                 self._step()
 
-    def sleep(self) -> None:
-        """Free the KV cache and move the weights to host memory (CUDA with free_cache_engine; else nothing)."""
+    def sleep(self, discard: bool = False) -> None:
+        """See RolloutEngine. Without CUDA or free_cache_engine the memory stays; whether weights are kept elsewhere is
+        decided at the start (rollout.sleep_level)."""
+        super().sleep(discard=discard)
         if self._sleep_mode and not self._asleep:
             with self._exclusive(), compat.alone(self._scheduler):
                 compat.release(self._scheduler, _SLEEPERS)
@@ -268,7 +270,7 @@ def engine_arguments(
         "disable_radix_cache": not rollout.enable_prefix_caching,
         "mem_fraction_static": rollout.gpu_memory_utilization,
         "enable_memory_saver": sleep_mode,
-        "enable_weights_cpu_backup": sleep_mode,
+        "enable_weights_cpu_backup": sleep_mode and rollout.sleep_level == 1,
         "enable_priority_scheduling": True,
         "schedule_low_priority_values_first": True,
         "disable_overlap_schedule": True,  # a token is drawn from a row that has all tokens before it
