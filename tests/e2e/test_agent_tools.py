@@ -129,6 +129,7 @@ def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path
     assert step["critic/advantages/max"] > step["critic/advantages/min"] and step["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_two_runs_with_tools_have_equal_metrics(recipe: ModuleType, tmp_path: Path) -> None:
     """One request at a time, as trainer.full_determinism asks. The entropy gives a gradient where all rewards are
     equal."""

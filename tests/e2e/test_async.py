@@ -166,7 +166,11 @@ def _newest(out: Path) -> str:
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("fault", "why"), [(signal.SIGKILL, "its process died"), (signal.SIGSTOP, "was stopped")], ids=["killed", "stopped"]
+    ("fault", "why"),
+    [
+        pytest.param(signal.SIGKILL, "its process died", id="killed"),
+        pytest.param(signal.SIGSTOP, "was stopped", id="stopped", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_replica_is_replaced_and_the_run_goes_on(
     fault: signal.Signals, why: str, tmp_path: Path, tiny_model: Path

@@ -93,7 +93,9 @@ def test_the_main_job_plays(recipe: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("vllm", marks=pytest.mark.slow), pytest.param("sglang", marks=pytest.mark.sglang)]
+)
 def test_the_main_job_plays_with_another_engine(engine: str, recipe: ModuleType, tmp_path: Path) -> None:
     """Games of several turns; the engine's log-probs are the trainer's."""
     recipe.prepare(tmp_path, small(recipe))

@@ -81,6 +81,7 @@ def test_checkpoint_is_rotated_and_opens_with_transformers(grpo_run: Path) -> No
     assert AutoTokenizer.from_pretrained(exported).decode([3, 4]) == "01"
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(grpo_run: Path, tiny_model: Path) -> None:
     settings = {**ON_RAY, "trainer.total_training_steps": 17, "trainer.save_freq": -1}
     result = main_ppo(overrides(write_task(grpo_run), tiny_model, grpo_run / "out", **settings))

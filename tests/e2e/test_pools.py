@@ -64,6 +64,7 @@ def test_every_role_in_a_pool_of_its_own_trains_as_all_in_one(tmp_path: Path, ti
     assert logs == {"worker_rank0.log", "rollout_rank0.log", "values_rank0.log", "frozen_rank0.log"}
 
 
+@pytest.mark.slow
 def test_adapters_travel_alone_to_a_tensor_parallel_vllm(tmp_path: Path, tiny_model: Path) -> None:
     """Two ranks train, two others are one replica: base weights come once, then A and B of each adapted layer."""
     pytest.importorskip("vllm")
@@ -89,7 +90,7 @@ def test_adapters_travel_alone_to_a_tensor_parallel_vllm(tmp_path: Path, tiny_mo
     assert late > 1.5 * early
 
 
-@pytest.mark.parametrize(("pool", "saved"), [("rollout", True), ("worker", False)])
+@pytest.mark.parametrize(("pool", "saved"), [("rollout", True), pytest.param("worker", False, marks=pytest.mark.slow)])
 def test_a_killed_pool_ends_the_run_by_its_name(tmp_path: Path, tiny_model: Path, pool: str, saved: bool) -> None:
     """What the trainer has learnt is saved when it was not the trainer that died."""
     out = tmp_path / "out"

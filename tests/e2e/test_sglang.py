@@ -61,6 +61,7 @@ def test_a_run_has_the_numbers_of_hf_though_its_engine_is_killed(tmp_path: Path,
         assert mine == pytest.approx(hfs, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_pool_of_its_own_with_merged_adapters(tmp_path: Path, tiny_model: Path) -> None:
     """One rank trains with LoRA, two others are one replica: weights come by broadcast, and go on to two engines."""
     task, out, other = write_task(tmp_path), tmp_path / "out", tmp_path / "hf"

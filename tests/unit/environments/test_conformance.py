@@ -95,7 +95,9 @@ def fetch(folder: Path, packages: list[str]) -> None:
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("kind", THEIRS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if "reasoning" in kind else kind for kind in THEIRS]
+)
 def test_the_real_packages_of_others(kind: str, fetched: Path) -> None:
     fetch(fetched, PACKAGES[kind.partition(":")[0]])
     conforms(kind, *THEIRS[kind])
