@@ -57,6 +57,7 @@ def write_model(folder: Path, shape: ModelShape, max_length: int, seed: int) -> 
 def model_config(shape: ModelShape, max_length: int) -> Qwen2Config:
     """The Hugging Face config of a shape. Saved alone it is a model that starts from random weights."""
     return Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],  # SGLang goes by it
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.bench.tiny import MODEL
-from verl_like.bench.inputs import REWARD, word_tokenizer, write_inputs
+from verl_like.bench.inputs import REWARD, model_config, word_tokenizer, write_inputs
 from verl_like.bench.shapes import MODELS, WORKLOADS, Workload
 from verl_like.models.cost import ModelCost
 from verl_like.models.loading import load_tokenizer
@@ -35,6 +35,10 @@ def test_inputs_are_a_run_of_the_trainer(tmp_path: Path) -> None:
         ids = tokenizer.apply_chat_template(row["prompt"], tokenize=True, return_dict=False)
         assert len(ids) == 5 and min(ids) > 2
         assert tokenizer.decode(ids) == row["prompt"][0]["content"]
+
+
+def test_a_config_alone_names_its_class() -> None:
+    assert model_config(MODEL, 8).architectures == ["Qwen2ForCausalLM"]  # by which SGLang finds the model
 
 
 def test_reward_is_the_share_of_even_words() -> None:
