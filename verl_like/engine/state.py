@@ -64,10 +64,12 @@ def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     if (folder / AFRESH).exists():
         log.warning("%s begins afresh: %s", folder.name, (folder / AFRESH).read_text())
         return
+    reader = HarmlessReader(folder)
     try:
         with torch.no_grad(), _watched("reading", tensors):
-            dcp.load(tensors, storage_reader=HarmlessReader(folder))
-    except CheckpointException as error:
+            reader.read_metadata()  # torch 2.11 goes on without an index that is refused, and says that there is none
+            dcp.load(tensors, storage_reader=reader)
+    except (Exception, CheckpointException) as error:
         raise RuntimeError(f"reading {folder} failed: {error}") from error
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from tests.unit.models import tiny_vision as tiny
@@ -57,6 +59,8 @@ class Case:
 
 @pytest.fixture(scope="module", params=tiny.FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    if request.param == "qwen2_5_vl" and Version(transformers.__version__) < Version("5.19"):
+        pytest.skip("this transformers rounds the seconds between frames of Qwen2.5-VL down")
     return Case(tmp_path_factory.mktemp(request.param), request.param)
 
 
