@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_like.environments.actions import ANSWER, said
-
-_WHOLE = r"^(.*)$"
+from verl_like.environments.actions import ANSWER, WHOLE, said
+from verl_like.environments.openenv import OpenEnv
 
 
 def need(module: str, package: str) -> Any:
@@ -33,7 +32,7 @@ class GymnasiumText:
         self,
         name: str,
         actions: Mapping[str, Any] | None = None,
-        pattern: str = _WHOLE,
+        pattern: str = WHOLE,
         invalid_reward: float = 0.0,
         instruction: str = "",
         **kwargs: Any,
@@ -139,4 +138,31 @@ class ReasoningGym:
         return "", score, True, False, {"action_is_valid": bool(answer), "success": score > self._success_above}
 
 
-ADAPTERS: dict[str, Any] = {"gymnasium": GymnasiumText, "reasoning_gym": ReasoningGym, "skyrl": SkyrlText}
+class Conversation(list[dict[str, Any]]):
+    """Messages where tinker-cookbook has tokens. length: of nothing, so that no limit of tokens is reached there."""
+
+    length = 0
+
+
+class TextRenderer:
+    """In place of a renderer of tinker-cookbook's, for its environments of tokens (`Env`, `ProblemEnv`): what they
+    render stays messages, and what they parse is the text that the model wrote."""
+
+    def build_generation_prompt(self, messages: Sequence[dict[str, Any]], **_: Any) -> Conversation:
+        return Conversation(messages)
+
+    def get_stop_sequences(self) -> list[str]:
+        return []
+
+    def parse_response(self, response: str) -> tuple[dict[str, Any], Any]:
+        """An answer that has ended, also one that was cut off."""
+        ended = need("tinker_cookbook.renderers", "tinker-cookbook").ParseTermination.STOP_SEQUENCE
+        return {"role": "assistant", "content": response}, ended
+
+
+ADAPTERS: dict[str, Any] = {
+    "gymnasium": GymnasiumText,
+    "openenv": OpenEnv,
+    "reasoning_gym": ReasoningGym,
+    "skyrl": SkyrlText,
+}
