@@ -93,7 +93,8 @@ class GatewayServer:
         return await self._serve(request, Responses, read)
 
     def _session(self, request: web.Request) -> Session | None:
-        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        key = request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
         return self._sessions.get(key.strip())
 
     async def _serve(self, request: web.Request, form: Any, read: Any, *, ends: str = "") -> web.StreamResponse:

@@ -105,6 +105,8 @@ def test_whatever_is_sent_the_answer_is_of_the_apis_form() -> None:
                 assert answer.status_code == status and answer.json()["error"]["type"] != "session_ended", path
                 assert answer.headers["x-should-retry"] == "false"
                 assert (answer.json().get("type") == "error") == path.startswith(MESSAGES)
+        async with httpx.AsyncClient(headers={"Authorization": f"bearer {key}"}) as client:
+            assert (await client.get(f"{url}/v1/models")).status_code == 200, "the scheme has no case"
         with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
             stranger = anthropic.AsyncAnthropic(base_url=url, api_key="sk-guess")
             await stranger.messages.create(**bodies(MESSAGES, model="m"))
