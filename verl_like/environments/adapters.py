@@ -25,7 +25,7 @@ class GymnasiumText:
 
     actions: word -> action; without it the text itself, where the space is text, or else the number in it. pattern:
     where the word stands. invalid_reward: of text that names no action, for which nothing is done. kwargs: of
-    `gymnasium.make`.
+    `gymnasium.make`. ValueError for actions that are none, or that are needed and missing.
     """
 
     def __init__(
@@ -48,6 +48,11 @@ class GymnasiumText:
         self._ansi = self.env.render_mode == "ansi"
         self._is_text = isinstance(self.env.action_space, space.Text)
         self._actions = {str(word).lower(): action for word, action in (actions or {}).items()}
+        takes = self.env.action_space
+        if odd := [word for word, action in self._actions.items() if not takes.contains(action)]:
+            raise ValueError(f"config.actions: {', '.join(odd)} is no action of {name}, whose actions are {takes}")
+        if not actions and not isinstance(takes, space.Text | space.Discrete):
+            raise ValueError(f"the actions of {name} are {takes}: name some in config.actions (word -> action)")
         self._pattern, self._invalid_reward = pattern, invalid_reward
         words = f" Answer with one of: {', '.join(actions)}." if actions else ""
         self.instruction = instruction or f"You are playing {name}.{words}"

@@ -275,6 +275,16 @@ def test_gymnasiums_lake_is_read_and_moved_on() -> None:
     assert (reward, done, info["action_is_valid"]) == (1.0, True, True) and "[G]" in text
 
 
+def test_actions_that_no_text_could_name_are_told_at_once() -> None:
+    """A game in which nothing can be done would go on for ever, with a reward of 0."""
+    pytest.importorskip("gymnasium")
+    with pytest.raises(ValueError, match=r"the actions of Pendulum-v1 are Box.*config\.actions"):
+        GymnasiumText("Pendulum-v1")
+    with pytest.raises(ValueError, match=r"config\.actions: stick is no action of Blackjack-v1.* Discrete\(2\)"):
+        GymnasiumText("Blackjack-v1", actions={"hit": 1, "stick": 9})
+    assert GymnasiumText("Pendulum-v1", actions={"left": [-1.0]}).reset(seed=1)[0]
+
+
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match="needs the package nothing-at-all, which is not installed"):
         need("nothing_at_all", "nothing-at-all")

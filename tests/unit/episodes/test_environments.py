@@ -12,6 +12,7 @@ import pytest
 from tests.unit.episodes import test_tool_agent
 from tests.unit.episodes.test_tool_agent import Model, prompt, said
 from verl_like.batch import Prompt
+from verl_like.config.environments import TEMPLATE_NAMES
 from verl_like.episodes.answering import Member
 from verl_like.episodes.episode import Episode
 from verl_like.episodes.outcomes import Policies
@@ -155,6 +156,13 @@ def test_the_prompt_is_what_the_environment_says(counts: Toolbox, folder: Path) 
     assert "2: at 1 (8 left)" in "".join(map(chr, model.asked[1]))
     broken = converse(counts, Model("up"), playing(folder, template="{observatoin}"))
     assert broken.failure is not None and "it may name observation" in broken.failure.message
+
+
+def test_a_template_is_given_all_names_that_the_configuration_lets_through(counts: Toolbox, folder: Path) -> None:
+    template = " ".join(f"{name}={{{name}}}" for name in TEMPLATE_NAMES)
+    asked = playing(folder, template=template)
+    converse(counts, model := Model("up", "up"), asked, bounds={"prompt": 1000, "response": 1000})
+    assert all(f"{name}=" in "".join(map(chr, model.asked[0])) for name in TEMPLATE_NAMES)
 
 
 def test_turn_rewards_add_up_to_the_score(counts: Toolbox, folder: Path) -> None:
