@@ -62,7 +62,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "progress": set(),
     "services": set(),
     "config": set(),
-    "environments": {"numpy", "PIL"},  # packages of others: by name, in adapters.py
+    "environments": {"aiohttp", "numpy", "PIL"},  # packages of others: by name, in adapters.py
     "batch": {"torch"},
     "algorithms": {"torch"},
 }
@@ -82,7 +82,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "pydantic": ("verl_like/verl_shim/",),
     "flash_attn": ("verl_like/models/",),
-    "aiohttp": ("verl_like/episodes/gateway/server.py",),
+    "aiohttp": ("verl_like/episodes/gateway/server.py", "verl_like/environments/openenv.py"),
     "bm25s": ("verl_like/episodes/tools/search.py",),
     "httpx": ("verl_like/episodes/tools/http_service.py",),
     "httpx2": ("verl_like/episodes/tools/mcp_client.py",),

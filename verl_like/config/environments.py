@@ -1,6 +1,7 @@
 """`env.*`: environments that a run plays in place of a file of prompts (ROLL's agentic pipeline)."""
 
 import difflib
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,11 @@ from verl_like.config.base import ConfigNode, at_least, reference_or_none, requi
 CUSTOM = (
     *("type", "config", "max_steps", "max_tokens_per_step", "format_penalty"),
     *("system", "template", "instruction", "history_length"),
+)
+# What a template may name: ROLL's names
+TEMPLATE_NAMES = (
+    *("observation", "current_observation", "turn_idx", "current_step", "step_count", "actions_left"),
+    *("max_response_length", "env_instruction", "history_length", "history"),
 )
 
 
@@ -75,3 +81,14 @@ class EnvConfig(ConfigNode):
                 legal = value is None or (isinstance(value, int) and value >= 1)
                 require(legal, f"{key}.{name}", value, "must be a whole number of at least 1")
             require(isinstance(entry.get("config") or {}, Mapping), f"{key}.config", entry.get("config"), "a mapping")
+            template = entry.get("template") or ""
+            what = f"a text that may name {', '.join(TEMPLATE_NAMES)}; a brace of its own is doubled"
+            require(_names_of(template) <= {*TEMPLATE_NAMES}, f"{key}.template", template, what)
+
+
+def _names_of(template: Any) -> set[str]:
+    """What stands in braces; "" for what is no template."""
+    try:
+        return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except (TypeError, ValueError):
+        return {""}

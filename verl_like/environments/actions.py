@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 ANSWER = r"<answer>(.*?)</answer>"
+WHOLE = r"^(.*)$"
 
 
 def said(text: str, pattern: str) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_like.environments.actions import ANSWER, said
-
-_WHOLE = r"^(.*)$"
+from verl_like.environments.actions import ANSWER, WHOLE, said
+from verl_like.environments.openenv import OpenEnv
 
 
 def need(module: str, package: str) -> Any:
@@ -26,14 +25,14 @@ class GymnasiumText:
 
     actions: word -> action; without it the text itself, where the space is text, or else the number in it. pattern:
     where the word stands. invalid_reward: of text that names no action, for which nothing is done. kwargs: of
-    `gymnasium.make`.
+    `gymnasium.make`. ValueError for actions that are none, or that are needed and missing.
     """
 
     def __init__(
         self,
         name: str,
         actions: Mapping[str, Any] | None = None,
-        pattern: str = _WHOLE,
+        pattern: str = WHOLE,
         invalid_reward: float = 0.0,
         instruction: str = "",
         **kwargs: Any,
@@ -49,6 +48,11 @@ class GymnasiumText:
         self._ansi = self.env.render_mode == "ansi"
         self._is_text = isinstance(self.env.action_space, space.Text)
         self._actions = {str(word).lower(): action for word, action in (actions or {}).items()}
+        takes = self.env.action_space
+        if odd := [word for word, action in self._actions.items() if not takes.contains(action)]:
+            raise ValueError(f"config.actions: {', '.join(odd)} is no action of {name}, whose actions are {takes}")
+        if not actions and not isinstance(takes, space.Text | space.Discrete):
+            raise ValueError(f"the actions of {name} are {takes}: name some in config.actions (word -> action)")
         self._pattern, self._invalid_reward = pattern, invalid_reward
         words = f" Answer with one of: {', '.join(actions)}." if actions else ""
         self.instruction = instruction or f"You are playing {name}.{words}"
@@ -139,4 +143,31 @@ class ReasoningGym:
         return "", score, True, False, {"action_is_valid": bool(answer), "success": score > self._success_above}
 
 
-ADAPTERS: dict[str, Any] = {"gymnasium": GymnasiumText, "reasoning_gym": ReasoningGym, "skyrl": SkyrlText}
+class Conversation(list[dict[str, Any]]):
+    """Messages where tinker-cookbook has tokens. length: of nothing, so that no limit of tokens is reached there."""
+
+    length = 0
+
+
+class TextRenderer:
+    """In place of a renderer of tinker-cookbook's, for its environments of tokens (`Env`, `ProblemEnv`): what they
+    render stays messages, and what they parse is the text that the model wrote."""
+
+    def build_generation_prompt(self, messages: Sequence[dict[str, Any]], **_: Any) -> Conversation:
+        return Conversation(messages)
+
+    def get_stop_sequences(self) -> list[str]:
+        return []
+
+    def parse_response(self, response: str) -> tuple[dict[str, Any], Any]:
+        """An answer that has ended, also one that was cut off."""
+        ended = need("tinker_cookbook.renderers", "tinker-cookbook").ParseTermination.STOP_SEQUENCE
+        return {"role": "assistant", "content": response}, ended
+
+
+ADAPTERS: dict[str, Any] = {
+    "gymnasium": GymnasiumText,
+    "openenv": OpenEnv,
+    "reasoning_gym": ReasoningGym,
+    "skyrl": SkyrlText,
+}

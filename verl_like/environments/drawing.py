@@ -48,7 +48,7 @@ def _draw_tile(canvas: ImageDraw.ImageDraw, x: int, y: int, name: str) -> None:
         corners = (x + inset, y + inset, x + _TILE - 1 - inset, y + _TILE - 1 - inset)
         is_round = part in ("player", "hole", "target")
         (canvas.ellipse if is_round else canvas.rectangle)(corners, fill=_BODY[part], outline="#222222")
-        if part == "box" and below == "target":  # a mark on top: the target below would not be seen
+        if part == thing and below == "target":  # a mark on top: the target below would not be seen
             canvas.ellipse((x + 12, y + 12, x + _TILE - 13, y + _TILE - 13), fill=_BODY["target"])
 
 

@@ -2,9 +2,9 @@
 
     Gymnasium, GEM      reset(seed=, options=) -> (observation, info);  step(action) -> five-tuple
     messages            init(**row) -> messages or text;                 step(message) -> messages, reward, done
-    tinker              initial_observation() -> messages;               step(message) -> MessageStepResult
+    tinker              initial_observation() -> messages;               step(message) -> the whole conversation
     skyrl-gym           init(prompt) -> (prompt, metadata);              step(action) -> {observations, reward, done}
-    OpenEnv             reset() -> StepResult;                           step(action) -> StepResult
+    OpenEnv             reset() -> an observation, or a result with one; step(action) -> the same
 
 Told apart by what a class has and what it returns, never by its type: nothing of theirs is imported here.
 """
@@ -12,14 +12,17 @@ Told apart by what a class has and what it returns, never by its type: nothing o
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Message = dict[str, Any]
-# What results are called: by ours, Gymnasium's and GEM's, tinker's, TitanRL's, skyrl-gym's, OpenEnv's
-_SAID = ("messages", "next_messages", "env_messages", "observations", "observation", "init_prompt_messages", "text")
+# What results are called: by ours, Gymnasium's and GEM's, TitanRL's, skyrl-gym's, OpenEnv's; in tinker's is everything
+# that was said so far, before and after the model's message
+_WHOLE = ("next_messages", "next_observation")
+_SAID = (*_WHOLE, "messages", "env_messages", "observations", "observation", "init_prompt_messages", "text")
 _REWARD = ("reward", "env_rewards")
 _DONE = ("done", "episode_done", "terminated")
 _INFO = ("info", "metadata", "metrics", "logs")
@@ -27,10 +30,12 @@ _INFO = ("info", "metadata", "metrics", "logs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment says: plain text, or messages. done: the episode is over; truncated: it was cut off."""
+    """What an environment says: plain text, or messages. whole: these are the conversation from its beginning. done:
+    the episode is over; truncated: it was cut off."""
 
     text: str = ""
     messages: tuple[Message, ...] = ()
+    whole: bool = False
     reward: float = 0.0
     done: bool = False
     truncated: bool = False
@@ -92,6 +97,9 @@ def _named(value: Any, *, ended: bool) -> Step:
     get: Callable[[str], Any] = value.get if isinstance(value, Mapping) else lambda name: getattr(value, name, None)
     found = [[each for name in names if (each := get(name)) is not None] for names in (_SAID, _REWARD, _DONE, _INFO)]
     said, rewards, done, info = found
+    is_whole = any(get(name) is not None for name in _WHOLE)
+    if not said and hasattr(value, "model_dump"):  # an observation of OpenEnv's, which has its own names
+        said = [readable(value)]
     if not said and not (ended and done):
         what = "step must return (observation, reward, terminated, truncated, info), or a result with these names"
         raise TypeError(f"{what if ended else 'reset or init must return text or messages'}, not {value!r:.200}")
@@ -101,7 +109,8 @@ def _named(value: Any, *, ended: bool) -> Step:
     )
     truncated = bool(get("truncated"))
     is_over = bool(done and done[0]) or truncated
-    return _step(_said(said[0] if said else None), reward, is_over, truncated, info[0] if info else {})
+    step = _step(_said(said[0] if said else None), reward, is_over, truncated, info[0] if info else {})
+    return replace(step, whole=is_whole)
 
 
 def _step(said: Step, reward: Any, done: bool, truncated: bool, info: Any) -> Step:
@@ -117,14 +126,48 @@ def _said(value: Any) -> Step:
     if value is None or isinstance(value, str):
         return Step(text=value or "")
     if isinstance(value, Sequence) and all(isinstance(each, Mapping) and "role" in each for each in value):
-        return Step(messages=tuple(dict(each) for each in value))
+        return Step(messages=tuple({**each, "content": text_of(each.get("content"))} for each in value))
     if isinstance(value, Mapping) and "role" in value:
-        return Step(messages=(dict(value),))
-    for name in ("text", "content", "result", "message", "observation", "echoed_message"):
+        return _said([value])
+    return Step(text=readable(value))
+
+
+def text_of(content: Any) -> str:
+    """The text of a message, which may be parts of text (and thoughts, which are left out). ValueError for others."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
+        raise ValueError(f"the content of a message must be text, or parts of text, not {content!r:.100}")
+    if odd := [part for part in content if part.get("type") not in ("text", "thinking")]:
+        raise ValueError(f"a message of the environment has a part that is no text: {odd[0]!r:.100}")
+    return "".join(str(part["text"]) for part in content if part["type"] == "text")
+
+
+def readable(value: Any) -> str:
+    """An observation as the model reads it: a text, what is called so in it, its only field, or all of them as JSON;
+    without OpenEnv's done, reward and metadata."""
+    if isinstance(value, str):
+        return value
+    for name in ("text", "content", "result", "message", "observation"):
         part = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         if isinstance(part, str):
-            return Step(text=part)
-    return Step(text=str(value))
+            return part
+    fields = value if isinstance(value, Mapping) or not hasattr(value, "model_dump") else value.model_dump()
+    if not isinstance(fields, Mapping):
+        return str(value)
+    kept = {name: each for name, each in fields.items() if name not in ("done", "reward", "metadata")}
+    (only,) = kept.values() if len(kept) == 1 else (None,)
+    return only if isinstance(only, str) else json.dumps(kept, ensure_ascii=False, default=str)
+
+
+def news(before: Sequence[Message], whole: Sequence[Message]) -> list[Message] | None:
+    """What a whole conversation says after `before`, which ends with the model's message; None where it does not begin
+    so. The model may have another role in it."""
+    same = [
+        one["role"] in ("assistant", other["role"]) and text_of(one["content"]).strip() == other["content"].strip()
+        for one, other in zip(before, whole, strict=False)
+    ]
+    return [*whole[len(before) :]] if len(whole) > len(before) and all(same) else None
 
 
 async def settled(value: Any) -> Any:

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from verl_like.cli.main import main
 from verl_like.trainer.compose import compose
@@ -46,6 +47,25 @@ def test_what_was_refused_is_told_with_its_reason_and_status_3(
     script = tmp_path / "run.sh"
     assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
     assert compose(command_of(script.read_text().replace(' "$@"', ""))).data.max_response_length == 64
+
+
+@pytest.mark.parametrize("name", ["run.sh", "run.yaml"])
+def test_texts_of_several_lines_stay_comments_in_what_is_written(
+    name: str, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompts of ROLL's environments."""
+    file = shared_data / "roll_configs" / "qwen2.5-0.5B-agentic__agent_val_frozen_lake.yaml"
+    with pytest.raises(SystemExit):  # its log_dir is refused
+        main(["import", "roll", str(file), "--out", str(tmp_path / name)])
+    written = (tmp_path / name).read_text()
+    heading = written[: written.index("\n\n")].splitlines()
+    assert all(line.startswith("#") for line in heading) and len(heading) > 100
+    if name == "run.yaml":
+        assert yaml.safe_load(written)["env"]["custom"]["FrozenLake"]["template"].count("\n") == 8
+    else:
+        assert subprocess.run(["sh", "-n", tmp_path / name], check=False).returncode == 0
+        config = compose(command_of(written.replace(' "$@"', "")))
+        assert config.env.custom["FrozenLake"]["template"].count("\n") == 8
 
 
 def test_rolls_asynchronous_ratio_carries_what_it_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,8 @@ def test_what_cannot_be_filled_is_told() -> None:
         ({"val": {"tags": ["A"]}}, "set train.tags too"),
         ({"custom": {"A": {"max_stepz": 3}}}, "did you mean max_steps"),
         ({"custom": {"A": {"max_steps": 0}}}, "must be a whole number of at least 1"),
+        ({"custom": {"A": {"template": "{observatoin}"}}}, "a text that may name observation, current_observation"),
+        ({"custom": {"A": {"template": "answer {"}}}, "a brace of its own is doubled"),
         ({"custom": {"A": 3}}, "give a mapping"),
     ],
 )

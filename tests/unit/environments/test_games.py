@@ -195,4 +195,5 @@ def test_a_game_becomes_a_gif() -> None:
     assert made.format == "GIF" and made.n_frames == 2
     tiles = [draw([[name]]).getpixel((16, 16)) for name in ("wall", "ice", "hole", "goal", "player", "box")]
     assert len(set(tiles)) == 6, "each thing has a colour of its own"
-    assert draw([["box"]]).tobytes() != draw([["box on target"]]).tobytes()
+    for thing in ("box", "player"):
+        assert draw([[thing]]).tobytes() != draw([[f"{thing} on target"]]).tobytes()

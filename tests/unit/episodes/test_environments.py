@@ -12,6 +12,7 @@ import pytest
 from tests.unit.episodes import test_tool_agent
 from tests.unit.episodes.test_tool_agent import Model, prompt, said
 from verl_like.batch import Prompt
+from verl_like.config.environments import TEMPLATE_NAMES
 from verl_like.episodes.answering import Member
 from verl_like.episodes.episode import Episode
 from verl_like.episodes.outcomes import Policies
@@ -65,12 +66,19 @@ class Result:
     metrics: dict
 
 class Tinker:
+    """Says the whole conversation each time, with parts of text in it."""
     async def initial_observation(self):
-        self.left = 1
-        return [{"role": "user", "content": "Go."}]
+        self.said = [{"role": "user", "content": [{"type": "text", "text": "Go."}]}]
+        return self.said
     async def step(self, message):
-        self.left -= 1
-        return Result(0.25, self.left < 0, [{"role": "user", "content": "Again."}], {})
+        self.said += [{**message, "role": "player"}, {"role": "user", "content": "Again."}]
+        return Result(0.25, len(self.said) > 4, self.said, {})
+
+class Forgetful(Tinker):
+    async def step(self, message):
+        result = await super().step(message)
+        result.next_messages = [{"role": "user", "content": f"So far {message['content']}."}]
+        return result
 
 class Skyrl:
     def init(self, prompt):
@@ -150,6 +158,13 @@ def test_the_prompt_is_what_the_environment_says(counts: Toolbox, folder: Path) 
     assert broken.failure is not None and "it may name observation" in broken.failure.message
 
 
+def test_a_template_is_given_all_names_that_the_configuration_lets_through(counts: Toolbox, folder: Path) -> None:
+    template = " ".join(f"{name}={{{name}}}" for name in TEMPLATE_NAMES)
+    asked = playing(folder, template=template)
+    converse(counts, model := Model("up", "up"), asked, bounds={"prompt": 1000, "response": 1000})
+    assert all(f"{name}=" in "".join(map(chr, model.asked[0])) for name in TEMPLATE_NAMES)
+
+
 def test_turn_rewards_add_up_to_the_score(counts: Toolbox, folder: Path) -> None:
     asked = playing(folder, format_penalty=-0.25)
     episode = converse(counts, Model("up", "down", "up"), asked, turn_rewards=True)
@@ -158,6 +173,15 @@ def test_turn_rewards_add_up_to_the_score(counts: Toolbox, folder: Path) -> None
     token_rewards = rollouts.step_rewards_T.clone()
     token_rewards[-1] += episode.reward  # where a score stands
     assert token_rewards[token_rewards != 0].tolist() == pytest.approx([0.5, -0.25, 0.5])
+
+
+def test_a_conversation_that_is_told_anew_is_another_row(folder: Path) -> None:
+    """As tinker's training renders it: what step returns is everything that the model reads next."""
+    with world(folder, "Forgetful") as box:
+        episode = converse(box, model := Model("a", "b"))
+    assert [len(row) for row in episode.rows()] == [1, 1] and episode.reward == 0.5 and episode.failure is None
+    first, second = ("".join(map(chr, ids)) for ids in model.asked)
+    assert "Go." in first and "So far a." in second and "Go." not in second
 
 
 def test_limits_of_turns_and_of_their_tokens(counts: Toolbox, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import secrets
 import socket
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from verl_like.episodes.episode import EpisodeAborted
 from verl_like.episodes.gateway.protocols import Chat, Event, Messages, Responses, new_identity
 from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply, Session
 from verl_like.progress import EPISODE
+
+logger = logging.getLogger(__name__)
 
 MODEL = "policy"
 _MOST_BYTES = 64 << 20
@@ -40,7 +43,7 @@ class GatewayServer:
         if self._loop is asyncio.get_running_loop():
             return
         self._loop = asyncio.get_running_loop()
-        app = web.Application(client_max_size=_MOST_BYTES)
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_as_json])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/messages", self._messages)
@@ -67,7 +70,7 @@ class GatewayServer:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if self._session(request) is None:
-            return _error(401, "the API key is no session's", "authentication_error")
+            return _stranger(request)
         found = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl_like"}
         return web.json_response({"object": "list", "data": [found]})
 
@@ -75,7 +78,7 @@ class GatewayServer:
         return await self._serve(request, Chat, lambda body: Chat.read(body), ends="data: [DONE]\n\n")
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, Messages, lambda body: Messages.read(body), is_anthropic=True)
+        return await self._serve(request, Messages, lambda body: Messages.read(body))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         def read(body: Mapping[str, Any]) -> Asked:
@@ -90,15 +93,14 @@ class GatewayServer:
         return await self._serve(request, Responses, read)
 
     def _session(self, request: web.Request) -> Session | None:
-        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        key = request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
         return self._sessions.get(key.strip())
 
-    async def _serve(
-        self, request: web.Request, form: Any, read: Any, *, ends: str = "", is_anthropic: bool = False
-    ) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, form: Any, read: Any, *, ends: str = "") -> web.StreamResponse:
         session = self._session(request)
         if session is None:
-            return _error(401, "the API key is no session's, or its episode has ended", "authentication_error")
+            return _stranger(request)
         EPISODE.set(session.episode)
         try:
             body = json.loads(await request.read())
@@ -109,16 +111,17 @@ class GatewayServer:
                 asked = dataclasses.replace(asked, is_retry=True)
             model, identity = str(body.get("model") or MODEL), new_identity()
             answering = asyncio.ensure_future(session.answer(asked))
+            answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # or nobody may ask for it
             try:
                 if body.get("stream"):
                     return await self._stream(request, session, asked, answering, (form, model, identity), ends)
                 reply = await answering
             finally:  # the connection may have broken
                 answering.cancel()
-        except ConnectionError:  # nobody reads this
+        except (ConnectionError, web.HTTPException):  # nobody reads this; the body is too large
             raise
         except (EpisodeAborted, Exception) as error:
-            return _error(400, *_told(error), is_anthropic=is_anthropic)
+            return _error(request, 400, *_told(error, session))
         written = form.write(reply, model, identity)
         self._remember(session, asked, reply, written["id"])
         return web.json_response(written)
@@ -141,11 +144,11 @@ class GatewayServer:
         try:
             reply = answering.result()
             self._remember(session, asked, reply, form.write(reply, model, identity)["id"])
-            said = "".join(map(_line, form.stream(reply, model, identity)))
+            said = "".join(map(_line, form.stream(asked, reply, model, identity)))
         except (EpisodeAborted, Exception) as error:
             if not response.prepared:  # what was refused at once is an HTTP error, as long as nothing was said
                 raise
-            said = _line(("error", {"type": "error", **_error_body(*_told(error))}))
+            said = _line(("error", {"type": "error", **_error_body(*_told(error, session))}))
         if not response.prepared:
             await response.prepare(request)
         await response.write((said + ends).encode())
@@ -163,20 +166,38 @@ def _line(event: Event) -> str:
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def _told(error: BaseException) -> tuple[str, str]:
+def _told(error: BaseException, session: Session) -> tuple[str, str]:
     """What the program reads of an error, and its code."""
     if isinstance(error, Refused):
         return str(error), error.code
-    if isinstance(error, ValueError | AttributeError | TypeError):
-        return str(error) or repr(error), "invalid_request_error"
-    return "the episode is no longer wanted", "session_ended"  # the session remembers the error, and ends with it
+    if isinstance(error, EpisodeAborted) or error is session.failure:
+        return "the episode is no longer wanted", "session_ended"  # the session ends with its error
+    if not isinstance(error, ValueError):  # of JSON, say
+        logger.warning("a request could not be read", exc_info=error)
+    return str(error) or repr(error), "invalid_request_error"
 
 
 def _error_body(message: str, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": code, "code": code, "param": None}}
 
 
-def _error(status: int, message: str, code: str, *, is_anthropic: bool = False) -> web.Response:
-    body = ({"type": "error"} if is_anthropic else {}) | _error_body(message, code)
+def _error(request: web.Request, status: int, message: str, code: str) -> web.Response:
+    body = ({"type": "error"} if request.path.startswith("/v1/messages") else {}) | _error_body(message, code)
     # The official clients would ask again after 408, 409, 429 and 5xx.
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})
+
+
+def _stranger(request: web.Request) -> web.Response:
+    what = "the API key is no session's, or its episode has ended"
+    return _error(request, 401, what, "authentication_error")
+
+
+@web.middleware
+async def _as_json(request: web.Request, handler: Any) -> web.StreamResponse:
+    """What aiohttp itself refuses, in the form of the APIs: another path or method, a body that is too large."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        what = f"a body has at most {_MOST_BYTES} bytes" if error.status == 413 else f"{request.method} {request.path}"
+        code = "not_found_error" if error.status in (404, 405) else "invalid_request_error"
+        return _error(request, error.status, f"{error.reason}: {what}", code)

@@ -29,6 +29,7 @@ from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 
 Message = dict[str, Any]
 _THINK = "<think>"
+_TOKEN_CHARS = 256  # that no token of any vocabulary has
 
 
 class Refused(Exception):
@@ -41,24 +42,29 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, whatever its protocol. is_retry: the client says that it has asked this before."""
+    """A request, whatever its protocol. most_calls: that its answer may show, None: all. wants_usage: at the end of a
+    stream. is_retry: the client says that it has asked this before."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    most_calls: int | None = None
+    wants_usage: bool = False
     is_retry: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """What came back. message: in the form of OpenAI's chat interface."""
+    """What came back. message: in the form of OpenAI's chat interface. stopped: the text of the request's that ended
+    it, which the message does not have."""
 
     context_ids: list[int]
     completion: Completion
     message: Message
     parsed: Parsed
     number: int
+    stopped: str | None = None
     parent: Reply | None = None
     transcript: Transcript | None = None
     ended_s: float = 0.0
@@ -107,7 +113,8 @@ class Session:
         one's. Refused says what cannot be asked."""
         if self.closed:
             raise Refused("the episode has ended", "session_ended")
-        key = _digest([asked.messages, asked.tools])
+        histories = _digests(asked.messages, asked.tools)
+        key = f"{histories[-1:]} {asked.max_tokens} {asked.stop}"
         known = self._open.get(key)
         if known is not None and (asked.is_retry or not any(known[1])):
             task, listening = known
@@ -116,7 +123,7 @@ class Session:
             if self.rules.requests is not None and self._number >= self.rules.requests:
                 self.counts["out_of_turns"] = 1
                 raise Refused(f"the episode has had its {self.rules.requests} requests", "too_many_requests")
-            transcript, parent = self._conversation(asked)
+            transcript, parent = self._conversation(asked, histories)
             number, self._number = self._number, self._number + 1  # at once: parallel requests count too
             task, listening = asyncio.ensure_future(self._sampled(asked, transcript, parent, number)), []
             self._tasks.add(task)
@@ -129,6 +136,8 @@ class Session:
             reply = await asyncio.shield(task)
         except asyncio.CancelledError:  # the connection broke: what is sampled is kept for the next try
             listening[place] = False
+            if task.cancelled():
+                raise Refused("the episode has ended", "session_ended") from None
             raise
         return reply
 
@@ -190,16 +199,20 @@ class Session:
             self.failure = error
             raise
 
-    def _conversation(self, asked: Asked) -> tuple[Transcript, Reply | None]:
-        """The tokens of a request's messages, and the answer that they go on from."""
+    def _conversation(self, asked: Asked, histories: Sequence[str]) -> tuple[Transcript, Reply | None]:
+        """The tokens of a request's messages, and the answer that they go on from. histories: the messages' digests."""
         rules = self.rules
         if not asked.messages:
             raise Refused("messages is empty")
+        if (chars := sum(len(message["content"]) for message in asked.messages)) > rules.total * _TOKEN_CHARS:
+            # Tokenising megabytes would hold up all other episodes.
+            what = f"the messages have {chars} characters, far more than the maximum context length"
+            raise Refused(f"{what} of {rules.total} tokens", "context_length_exceeded")
         try:
             for length in range(len(asked.messages) - 1, 0, -1):
                 if asked.messages[length - 1]["role"] != "assistant":
                     continue
-                known = self._by_history.get(_digest([asked.messages[:length], asked.tools]))
+                known = self._by_history.get(histories[length - 1])
                 if known is not None and known.transcript is not None:
                     transcript = _forked(known.transcript)
                     transcript.observe(asked.messages[length:])
@@ -213,7 +226,7 @@ class Session:
         self, asked: Asked, transcript: Transcript, parent: Reply | None, completion: Completion, number: int
     ) -> Reply:
         context_ids, ids = list(transcript.context_ids), completion.sampled.token_ids.tolist()
-        parsed = self._parsed(context_ids, ids)
+        parsed, stopped = self._parsed(asked, context_ids, ids)
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.calls:
             message["tool_calls"] = [
@@ -224,21 +237,32 @@ class Session:
                 }
                 for place, call in enumerate(parsed.calls)
             ]
-        reply = Reply(context_ids, completion, message, parsed, number, parent, ended_s=time.monotonic())
+        reply = Reply(context_ids, completion, message, parsed, number, stopped, parent, ended_s=time.monotonic())
         if ids:
             transcript.wrote(ids, message)
             reply.transcript = transcript
             self.replies.append(reply)
-            self._by_history[_digest([[*asked.messages, message], asked.tools])] = reply
+            self._by_history[_digests([*asked.messages, message], asked.tools)[-1]] = reply
         return reply
 
-    def _parsed(self, context_ids: Sequence[int], ids: list[int]) -> Parsed:
+    def _parsed(self, asked: Asked, context_ids: Sequence[int], ids: list[int]) -> tuple[Parsed, str | None]:
+        """The answer as its client is shown it, and the text of the request's that stopped it."""
         while ids and ids[-1] in self.rules.end_ids:
             ids = ids[:-1]
         tokenizer = self.rules.encoder.tokenizer
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        stops = [(text.find(stop), stop) for stop in asked.stop if stop in text]
+        text = text[: min(stops)[0]] if stops else text
         before = tokenizer.decode(context_ids[-8:], skip_special_tokens=False)
-        opened = _THINK if before.rstrip().endswith(_THINK) else ""
-        return self.rules.parser.parse(opened + tokenizer.decode(ids, skip_special_tokens=False))
+        parsed = self.rules.parser.parse((_THINK if before.rstrip().endswith(_THINK) else "") + text)
+        most = asked.most_calls if asked.tools else 0
+        if most == 0 or not parsed.calls:  # no calls for its client: what looks like some is text
+            is_markup = bool(parsed.calls or parsed.malformed)
+            content = text.rpartition("</think>")[2] if is_markup else parsed.content
+            parsed = Parsed(content=content, reasoning=parsed.reasoning)
+        elif most is not None:
+            parsed = dataclasses.replace(parsed, calls=parsed.calls[:most])
+        return parsed, min(stops)[1] if stops else None
 
 
 def _turn(reply: Reply, place: int, number: int) -> Turn:
@@ -257,10 +281,15 @@ def _forked(transcript: Transcript) -> Transcript:
     return other
 
 
-def _digest(value: Any) -> str:
-    """Equal for conversations that mean the same, however a client writes them down again."""
-    plain = [[_plain(each) for each in value[0]], value[1]]
-    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _digests(messages: Sequence[Message], tools: Any) -> list[str]:
+    """Of the first message, the first two, ...: equal for conversations that mean the same, however a client writes
+    them down again."""
+    hashed = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
+    found = []
+    for message in messages:
+        hashed.update(json.dumps(_plain(message), sort_keys=True).encode() + b"\n")
+        found.append(hashed.hexdigest())
+    return found
 
 
 def _plain(message: Message) -> list[Any]:

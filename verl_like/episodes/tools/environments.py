@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from verl_like.environments.forms import Message, Step, act, begin, settled
+from verl_like.environments.forms import Message, Step, act, begin, news, settled
 from verl_like.environments.games import make
 from verl_like.episodes.tools.text import to_text
 from verl_like.episodes.tools.tool_call import ROW_KEY, ToolOutcome, state_id
@@ -128,6 +128,9 @@ class EnvironmentWorker:
         self._draw(playing)
         truncated = step.truncated or (playing.num_steps == settings.max_steps and not step.done)
         said: dict[str, Any] = {"messages": list(step.messages)}
+        if step.whole and not step.done:
+            after = news(messages, step.messages)
+            said = {"messages": list(step.messages), "anew": True} if after is None else {"messages": after}
         if not step.messages and settings.history_length is not None:
             said = {"messages": _prompt(playing), "anew": True}
         elif not step.messages:
