@@ -150,7 +150,9 @@ def load_module(path: str, key: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may raise anything, SystemExit included
-        raise UserCodeError(f"{key}={path} could not be imported:\n{_users_traceback(error)}") from error
+        verls = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "verl"
+        hint = "\nverl is not installed here: copy what you need of it beside your file, or install it" if verls else ""
+        raise UserCodeError(f"{key}={path} could not be imported:\n{_users_traceback(error)}{hint}") from error
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -1,13 +1,15 @@
 """Old and newer spellings of verl, mapped to the one name we use. Applied to overrides and YAML before composing."""
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
 
-from verl_like.config.availability import newer_than_here
+from verl_like.config.actor import PolicyLossConfig
+from verl_like.config.availability import belongs_to, newer_than_here
 from verl_like.config.correction_aliases import Change, correction_spellings
 from verl_like.config.reward import CustomRewardFunctionConfig
-from verl_like.config.schema import find_key
+from verl_like.config.schema import find_key, sections
 
 __all__ = ["Change", "canonical", "renamed", "rest_of"]
 
@@ -17,7 +19,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"(actor_rollout_ref\.actor|critic)\.checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"(actor_rollout_ref\.actor|critic)\.optim\.clip_grad", r"\1.grad_clip"),
     (r"(actor_rollout_ref\.actor|critic)\.optim\.lr_scheduler_type", r"\1.optim.warmup_style"),
-    (r"critic\.fsdp(?:_config)?\.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size"),
+    (r"critic\.(?:model\.)?fsdp(?:_config)?\.(strategy|ulysses_sequence_parallel_size)", r"critic.\1"),
     (r"critic\.(?:fsdp|fsdp_config)\.(.+)", r"critic.model.fsdp_config.\1"),
     (
         r"actor_rollout_ref\.(actor|ref)\.fsdp_config\."
@@ -40,6 +42,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha)", r"\1.lora_\2"),
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
+    (r"data\.((?:tool_config|function_tool)_path)", r"actor_rollout_ref.rollout.multi_turn.\1"),
     (r"actor_rollout_ref\.rollout\.block_size", "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size"),
     (r"trainer\.v1\.trainer_mode", "trainer.mode"),
     (r"trainer\.v1\.(?:colocate|separate)_async\.num_warmup_batches", "async_training.over_sample_rate"),
@@ -84,6 +87,7 @@ DROPPED: dict[str, str] = {
     r"actor_rollout_ref\.actor\.data_loader_seed": "trainer.seed seeds the shuffle of actor.shuffle",
     r"critic\.data_loader_seed": "trainer.seed seeds the shuffle of critic.shuffle",
     r"critic\.model\.tokenizer_path": "the critic sees the policy's tokens",
+    r"critic\.loss_scale_factor": "the critic's seq-mean-token-sum-norm divides by data.max_response_length",
     r"trainer\.use_v1": "there is one trainer",
     r"trainer\.v1\.separate_async\.parameter_sync_step|async_training\.(trigger_parameter_sync_step|require_batches)": (
         "a step trains the data.train_batch_size / actor.ppo_mini_batch_size mini-batches of its prompts, and then "
@@ -93,7 +97,7 @@ DROPPED: dict[str, str] = {
     r"actor_rollout_ref\.actor\.calculate_entropy": "the entropy is always computed and reported",
     r"data\.return_multi_modal_inputs": "inputs are not passed through the driver",
     r"actor_rollout_ref\.rollout\.multi_stage_wake_up": "weights and cache are woken in stages where the engine can",
-    r"actor_rollout_ref\.rollout\.(sglang_engine_mode|server\..+)": (
+    r"actor_rollout_ref\.rollout\.(sglang_(engine|rollout)_mode|server\..+)": (
         "an SGLang engine is a process beside each worker, reached by a pipe: no connections, no attempts"
     ),
     r"actor_rollout_ref\.rollout\.over_sample_rate": (
@@ -101,7 +105,18 @@ DROPPED: dict[str, str] = {
     ),
     r"trainer\.tensorboard_dir": "the files are in <trainer.log_dir>/tensorboard",
     r"trainer\.rl_logging_board_dir": "trainer.rollout_data_dir keeps responses",
+    r"data\.image_patch_size": "the model's own processor has it",
+    r"trainer\.npu_profile(\..+)?": "there is no profiler of NPUs here",
+    r"trainer\.v1\.separate_async\.hybrid_rollout\.(switch|adaptive)_.+": "it belongs to hybrid_rollout.enable_switch",
+    r"skip\.(rollout_tq|async_rollout)\.dump_dir": "it belongs to the enable beside it",
     r".+\.fsdp_config\.use_orig_params": "weights always keep their own names and shapes",
+    r".+\.fsdp_config\.seed": "trainer.seed seeds all that is drawn",
+    r".+\.fsdp_config\.turbo_config(\..+)?": "it belongs to a sharding backend that is not built (strategy=fsdp_turbo)",
+    r".+\.fsdp_config\.use_no_sync_for_gradient_accumulation": "fsdp_config.sync_every_micro_batch says it",
+    r".+\.fsdp_config\.pad_to_length_bucket": "micro-batches are not padded",
+    r"(critic|reward_model)\.model\.fsdp_config\.(use_torch_compile|entropy_.+)": (
+        "this model is not compiled, and has no entropy"
+    ),
     r"(actor_rollout_ref\.ref|reward_model\.model)\.fsdp_config\.forward_only": "this model is never trained",
     r"actor_rollout_ref\.rollout\.skip_tokenizer_init": "the engine loads a tokenizer for rollout.stop, and only then",
     r"actor_rollout_ref\.rollout\.seed": "trainer.seed seeds every response (rollout.seed_per_request)",
@@ -133,17 +148,45 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r"actor_rollout_ref\.rollout\.moe_load_balance_metrics_interval": (0,),
     r".+\.optim\.optimizer_impl": ("torch.optim",),
     r".+\.optim\.override_optimizer_config": (None,),
+    r".+\.optim\.zero_indexed_step": (True,),
+    r"(actor_rollout_ref\.actor|critic\.model)\.fsdp_config\.forward_only": (False,),
+    r"actor_rollout_ref\.(actor|ref)\.(fsdp_config\.)?entropy_from_logits_chunk_size": (2048,),
+    r"(actor_rollout_ref\.(actor|ref)|critic\.model)\.(fsdp_config\.)?pad_to_length": (False,),
+    r"(actor_rollout_ref\.actor|critic)\.checkpoint\.strict": (True,),
+    r"(actor_rollout_ref\.actor|critic)\.checkpoint\.mbridge_config": ({}, None),
+    r"actor_rollout_ref\.actor\.sum_pi_squared_checkpointing": (False,),
+    r".+\.profiler\.(relocate_results|finish_hook_.+)": (False, None, []),
+    r"actor_rollout_ref\.ref\.model|(actor_rollout_ref|critic)\.model\.(hf_config_path|lora_adapter_path)": (None,),
+    r"actor_rollout_ref\.rollout\.router_config_path": (None,),
+    r"(actor_rollout_ref|critic)\.model\.lora\.(type|dropout_position|lora_[AB]_init_method)": (
+        *("lora", "pre", "xavier", "zero"),
+    ),
+    r"(actor_rollout_ref|critic)\.model\.lora\.dropout": (0.0,),
+    r"(actor_rollout_ref|critic)\.model\.lora\.freeze_.+": (True,),
+    r"(actor_rollout_ref|critic)\.model\.lora\.target_modules": (
+        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],  # Megatron's names: verl's FSDP reads lora_* alone
+    ),
+    r"actor_rollout_ref\.(actor|ref)\.router_replay\.mode": ("disabled",),
+    r"skip\.(rollout|rollout_tq|async_rollout)\.action": ("cache",),
+    r"data\.audio_key": ("audios", None),
+    r"algorithm\.filter_groups\.max_inflight_gen_batches": (1,),
+    r"trainer\.esi_redundant_time": (0,),
+    r"trainer\.checkpoint_callback_class": (None,),
     r"reward\.reward_manager\.source": ("register",),
     r"global_profiler\.tool": (None,),
     r"async_training\.partial_rollout": (True,),
     r"trainer\.v1\.separate_async\.hybrid_rollout\.enable_switch": (False,),
     r"trainer\.v1\.sampler\.(sync_refill_failed_groups|custom_sampler\.(path|name))": (False, None),
+    r"reward_model\.profiler\.tool_config": (None,),
     r"(reward\.)?reward_model\.rollout\.(data|expert|pipeline_model)_parallel_size": (1, None),
     r"(reward\.)?reward_model\.rollout\.skip_tokenizer_init": (False, None),
     r"(reward\.)?reward_model\.rollout\.load_format": ("auto", "safetensors", None),
     r"reward\.reward_manager\.module\.(name|path)": ("custom_reward_manager", None),
     r"reward_model\.reward_loop_(source|module_path|class_name)": ("register", None),
 }
+
+# Sections in which verl's null of a key that must have a value means that nothing is set there.
+UNSET = r"reward_model\..+|custom_reward_function\.num_workers|.+\.optim\.warmup_style"
 
 # Global sizes: still keys, divided by the data-parallel size in BatchPlan.
 DEPRECATED: dict[str, str] = {
@@ -219,6 +262,8 @@ VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     (r"trainer\.(save|test)_freq", lambda value: -1 if value in (0, False) else value),
     (r"custom_reward_function\.name", _null_is(CustomRewardFunctionConfig().name)),
     (r".+\.optim\.(lr_warmup_steps|total_training_steps)", _null_is(-1)),
+    (r".+\.policy_loss\.dro_beta", _null_is(PolicyLossConfig().dro_beta)),
+    (r".+\.model\.exclude_modules", lambda value: None if value == [] else value),
     (r"data\.val_files", _null_is([])),
     (r"actor_rollout_ref\.rollout\.(val_kwargs\.)?(stop|bad_words)", _as_list),
     (r"data\.(train_files|val_files)|.+\.transformer_layer_cls_to_wrap|.+\.(save|load)_contents", _as_list),
@@ -271,6 +316,9 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     result: list[Change] = []
     changes, warnings = correction_spellings(changes)
     for change in changes:
+        change = _followed(change)
+        if change is None:
+            continue
         why = _dropped(change)
         if why is not None:
             warnings.append(f"{change.key} has no effect: {why}")
@@ -297,15 +345,50 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     return result, warnings
 
 
+_REFERENCE = re.compile(r"\$\{(oc\.select:)?\s*([\w.]+)\s*(?:,(.*))?\}")
+
+
+def _followed(change: Change) -> Change | None:
+    """A setting that follows another (`${key}`, `${oc.select:key,default}`), by that one's name of today; the default,
+    where there is no such key. None: by another spelling it follows itself, as keys in verl's own files do."""
+    match = _REFERENCE.fullmatch(change.value) if isinstance(change.value, str) else None
+    if match is None or match[2].startswith((".", "oc.")):
+        return change
+    source = renamed(match[2])
+    if source == renamed(change.key):
+        return None
+    if match[1] and find_key(source) is None and source not in sections():
+        return _followed(Change(change.key, _read((match[3] or "null").strip())))
+    return Change(change.key, change.value.replace(match[2], source, 1))
+
+
+def _read(text: str) -> Any:
+    """A default in an interpolation: `null`, `false`, a number, `[]`; anything else is text."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
+
+
 def _dropped(change: Change) -> str | None:
     """Why a setting is left out, or None."""
+    if change.value == "???":
+        return "??? is what YAML writes for a value that was not given"
+    key = renamed(change.key)
     for pattern, why in DROPPED.items():
-        if re.fullmatch(pattern, change.key):
+        if re.fullmatch(pattern, change.key) or re.fullmatch(pattern, key):
             return why
-    newer = newer_than_here(change.key) if find_key(renamed(change.key)) is None else None
-    if newer is not None and (change.value is None or change.value is False):
-        return f"it is off, and not available yet ({newer})"
-    return f"{change.value} is what is done anyway" if change.value in rest_of(change.key) else None
+    known = find_key(key)
+    if known is None:
+        newer = newer_than_here(key) or newer_than_here(change.key)
+        if newer is not None and not change.value:
+            return f"it is off, and not available yet ({newer})"
+        switch = belongs_to(key) or belongs_to(change.key)
+        if switch is not None:
+            return f"it belongs to {switch}, which is off, and not available yet ({newer})"
+    elif change.value is None and re.fullmatch(UNSET, key) and not known.may_be_null:
+        return "null leaves its default"
+    return f"{change.value} is what is done anyway" if change.value in (*rest_of(change.key), *rest_of(key)) else None
 
 
 def rest_of(key: str) -> tuple[Any, ...]:

@@ -55,11 +55,6 @@ NOT_YET: list[NotYet] = [
         NotYet(f"{section}.model_dtype", _is("float16", "fp16"), "use float32: updates would be lost to rounding")
         for section in _MODELS
     ],
-    *_off(
-        "reward_model.rollout.free_cache_engine",
-        instead="set it to false: responses are graded while others are sampled; gpu_memory_utilization shares out the "
-        "memory",
-    ),
     # Rollout
     *_off(
         f"{_ROLLOUT}.agent.custom_async_server.path",
@@ -71,6 +66,7 @@ NOT_YET: list[NotYet] = [
 
 NO_EFFECT: dict[str, str] = {
     "reward_model.model.use_fused_kernels": "they belong to the language-model head, which a reward model has not",
+    "reward_model.rollout.free_cache_engine": "responses are graded while others are sampled",
     "data.dataloader_num_workers": "the driver tokenises the prompts of a batch itself",
     f"{_ROLLOUT}.prompt_length": "it must equal data.max_prompt_length, which is what counts",
     f"{_ROLLOUT}.layered_summon": "weights are always gathered tensor by tensor",
@@ -99,7 +95,9 @@ NEWER: dict[str, str] = {
     "actor_rollout_ref.actor.megatron": "Megatron training",
     "actor_rollout_ref.ref.megatron": "Megatron training",
     "actor_rollout_ref.actor.router_replay": "router replay of mixture-of-experts models",
+    "actor_rollout_ref.ref.router_replay": "router replay of mixture-of-experts models",
     "actor_rollout_ref.actor.qat": "quantisation-aware training",
+    "actor_rollout_ref.rollout.engine_kwargs.trtllm": "TensorRT-LLM; rollout.name=vllm or sglang",
     "actor_rollout_ref.rollout.trace": "tracing of agent loops",
     "actor_rollout_ref.rollout.prometheus": "Prometheus metrics",
     "actor_rollout_ref.rollout.disaggregation": "separate prefill and decode",
@@ -124,15 +122,30 @@ NEWER: dict[str, str] = {
     "env": "environments of agents",
     "global_profiler": "profiling",
     "skip": "choice of steps to record and replay (skip.rollout.enable and dump_dir are there), and asynchronous ones",
-    "trainer.npu_profile": "profiling",
     "trainer.v1": "samplers of your own, and devices that change between training and rollout",
     "transfer_queue": "the transfer queue",
     "critic.model.mtp": "multi-token prediction",
     "critic.model.tiled_mlp": "tiled MLP",
     "critic.model.lora": "more options of LoRA",
     **{f"{section}.qat": "quantisation-aware training" for section in _MODELS},
-    **{f"{section}.turbo_config": "another sharding backend" for section in _MODELS},
 }
+
+# Last name of a section of NEWER -> the setting in it that switches it on; the others say nothing while it is off.
+_SWITCHES = {
+    **dict.fromkeys(("mtp", "qat", "prometheus", "transfer_queue"), "enable"),
+    **dict.fromkeys(("tiled_mlp", "disaggregation", "distillation"), "enabled"),
+    "router_replay": "mode",
+    "trace": "backend",
+}
+
+
+def belongs_to(path: str) -> str | None:
+    """The switch of an unbuilt section that this setting says nothing without; None for a switch, or elsewhere."""
+    section = _section_of(path)
+    switch = None if section is None else _SWITCHES.get(section.rpartition(".")[2])
+    if switch is None or path.rpartition(".")[2] == switch:
+        return None
+    return f"{section}.{switch}"
 
 
 def not_available(config: PPOConfig) -> list[str]:
@@ -172,9 +185,15 @@ def governed_keys(row: NotYet) -> list[str]:
 
 def newer_than_here(path: str) -> str | None:
     """What an unknown key of newer verl is about; None for one that is known here, or nowhere."""
+    section = _section_of(path)
+    return None if section is None else NEWER[section]
+
+
+def _section_of(path: str) -> str | None:
+    """The row of NEWER that an unknown key is in."""
     if find_key(path) is not None:
         return None
-    return next((what for prefix, what in NEWER.items() if path == prefix or path.startswith(prefix + ".")), None)
+    return next((prefix for prefix in NEWER if path == prefix or path.startswith(prefix + ".")), None)
 
 
 def _shown(value: Any) -> str:

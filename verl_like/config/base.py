@@ -45,14 +45,20 @@ def at_least(node: ConfigNode, minimum: float, *keys: str) -> None:
     for key in keys:
         value = getattr(node, key)
         legal = value is None or (math.isfinite(value) and value >= minimum)
-        require(legal, key, value, f"must be at least {minimum}")
+        require(legal, key, value, f"must be {_finite(value)}at least {minimum}")
 
 
 def above(node: ConfigNode, bound: float, *keys: str) -> None:
     """Each of these fields is None or a finite number above `bound`."""
     for key in keys:
         value = getattr(node, key)
-        require(value is None or (math.isfinite(value) and value > bound), key, value, f"must be above {bound}")
+        legal = value is None or (math.isfinite(value) and value > bound)
+        require(legal, key, value, f"must be {_finite(value)}above {bound}")
+
+
+def _finite(value: float | None) -> str:
+    """What a message about inf or nan adds."""
+    return "" if value is None or math.isfinite(value) else "a finite number, "
 
 
 def between(node: ConfigNode, low: float, high: float, *keys: str) -> None:

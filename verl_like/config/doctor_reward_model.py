@@ -45,6 +45,11 @@ def _generative(config: PPOConfig) -> list[str]:
         problems.append(
             "reward_model.model_type=generative without reward_model.rollout.name: set it to vllm or sglang"
         )
+    if rollout.free_cache_engine:
+        problems.append(
+            "reward_model.rollout.free_cache_engine=True: not available yet; set it to false: responses are graded "
+            "while others are sampled; gpu_memory_utilization shares out the memory"
+        )
     if reward.judge.url is not None:
         problems.append(
             f"reward_model.judge.url={reward.judge.url} with a reward model that the run serves (reward_model."

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from verl_like.config.aliases import renamed
 from verl_like.config.foreign_names import foreign_hint
+from verl_like.config.schema import find_key
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,6 +50,8 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
     def _unknown(self, flag: str) -> str:
+        if find_key(renamed(flag.lstrip("-"))) is not None:
+            return f"{flag}: keys have no dashes before them; write {flag.lstrip('-')}=VALUE"
         return foreign_hint(flag) or f"unknown option {flag}{meant(flag, list(_options(self)))}"
 
 

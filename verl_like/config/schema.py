@@ -8,7 +8,7 @@ import re
 import textwrap
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from verl_like.config.base import ConfigNode
 from verl_like.config.errors import raise_if_any
@@ -32,6 +32,11 @@ class Key:
     def is_open(self) -> bool:
         """Whether it holds a dictionary of the user's own names."""
         return get_origin(self.type) is dict
+
+    @property
+    def may_be_null(self) -> bool:
+        """Whether null is a value of it."""
+        return self.type is Any or type(None) in get_args(self.type)
 
 
 @cache

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config import DataConfig
-from verl_like.data.rows import AnyRows, known, read_rows
+from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows
 from verl_like.data.storage import localize
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ def read_files(files: Files, data: DataConfig, *, key: str) -> list[DataFile]:
 
 
 def _read_file(location: str, name: str, data: DataConfig, key: str) -> DataFile:
+    if not location.strip():
+        raise ValueError(f"{key}= is empty (a shell variable that is not set?): name a file ({known()})")
     path = localize(location, cache_dir=data.cache_dir, use_shm=data.use_shm, key=key)
     if path.is_dir():
         raise ValueError(f"{key}: {path} is a folder; name the file in it")
@@ -156,11 +158,12 @@ def _digest(path: Path) -> str:
 
 
 def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
-    """Chat messages of a prompt column: a list of {"role", "content"}, one such message (Colossal-RL), or a string,
-    which is one user message.
+    """Chat messages of a prompt column: a list of {"role", "content"} or its JSON text, one such message (Colossal-RL),
+    or another string, which is one user message.
 
     Keys that a table fills with null because another row has them are dropped: a chat template may ask for them.
     """
+    prompt = messages_or_text(prompt) if isinstance(prompt, str) else prompt
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, dict):

@@ -257,12 +257,13 @@ def _csv_cell(name: str, cell: str, place: str) -> Any:
             return json.loads(cell)
         except json.JSONDecodeError as error:
             raise ValueError(f"{place}, column {name!r} must hold JSON: {error}. It begins {cell[:80]!r}") from error
-    if cell.startswith('[{"'):
-        return _messages_or_text(cell)
-    return cell
+    return messages_or_text(cell)
 
 
-def _messages_or_text(cell: str) -> Any:
+def messages_or_text(cell: str) -> Any:
+    """The chat messages whose JSON text this is, as tables without lists hold them; other text as it is."""
+    if not cell.startswith('[{"'):
+        return cell
     try:
         value = json.loads(cell)
     except json.JSONDecodeError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,11 +54,16 @@ class Graded:
             data_source=row.data_source,
             solution_str=self.text,
             ground_truth=row.ground_truth,
-            extra_info=row.extra_info,
+            extra_info=extra_info_of(row),
             question=question_of(row),
             grader=scorer.grader,
             server=server,
         )
+
+
+def extra_info_of(row: PromptRow) -> dict[str, Any]:
+    """The row's, with what verl adds: number of turns (a prompt and its answer are two) and rewards of tools."""
+    return {"num_turns": 2, "rollout_reward_scores": {}, **row.extra_info}
 
 
 class RewardError(RunStopped):

@@ -14,6 +14,11 @@ from verl_like.user_code import check_call, find, load, load_module
 
 _BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+# What the functions in verl/utils/reward_score call the same things.
+_OTHER_NAMES = {
+    **dict.fromkeys(("predict_str", "model_output", "completion"), "solution_str"),
+    "test_cases": "ground_truth",
+}
 SERVED = ("reward_router_address", "reward_model_tokenizer", "reward_model_path")
 
 
@@ -112,8 +117,45 @@ def _load_function(spec: ScorerSpec) -> Callable[..., Any]:
             f"custom_reward_function.name={spec.name}: {spec.path} defines it as {type(function).__name__}, "
             "which cannot be called"
         )
-    _check_signature(function, spec)
-    return function
+    taken = None if spec.batch else _arguments_by_parameter(function)
+    _check_signature(function, spec, taken)
+    return function if taken is None else _taking(function, taken)
+
+
+def _arguments_by_parameter(function: Callable[..., Any]) -> dict[str, str] | None:
+    """Parameter -> which of the four arguments it takes, where a function takes some of them only, or by verl's other
+    names; None for one that takes all four, and for one that takes no response."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return None
+    taken = {name: _OTHER_NAMES.get(name, name) for name in parameters if name in (*_ARGUMENTS, *_OTHER_NAMES)}
+    if "solution_str" not in taken.values() or len(set(taken.values())) < len(taken):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        taken |= {name: name for name in _ARGUMENTS if name not in taken.values()}
+    return None if taken.keys() == set(_ARGUMENTS) else taken
+
+
+def _taking(function: Callable[..., Any], taken: dict[str, str]) -> Callable[..., Any]:
+    """The function, to be called with all four arguments."""
+
+    @functools.wraps(function)
+    def called(
+        data_source: Any = None, solution_str: Any = None, ground_truth: Any = None, extra_info: Any = None, **own: Any
+    ) -> Any:
+        values = (data_source, solution_str, ground_truth, extra_info)
+        given: dict[str, Any] = dict(zip(_ARGUMENTS, values, strict=True))
+        return function(**{name: given[argument] for name, argument in taken.items()}, **own)
+
+    if not inspect.iscoroutinefunction(function):
+        return called
+
+    @functools.wraps(function)
+    async def awaited(*arguments: Any, **own: Any) -> Any:
+        return await called(*arguments, **own)
+
+    return awaited
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -121,7 +163,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _check_signature(function: Callable[..., Any], spec: ScorerSpec) -> None:
+def _check_signature(function: Callable[..., Any], spec: ScorerSpec, taken: dict[str, str] | None) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # some compiled functions do not tell
@@ -132,8 +174,9 @@ def _check_signature(function: Callable[..., Any], spec: ScorerSpec) -> None:
     clash = sorted(set(spec.kwargs) & set(names))
     if clash:
         raise RewardFunctionError(f"custom_reward_function.reward_kwargs may not set {', '.join(clash)}")
+    given = names if taken is None else (*taken, *(name for name in names if name not in _ARGUMENTS))
     try:
-        signature.bind(**dict.fromkeys(names), **spec.kwargs)
+        signature.bind(**dict.fromkeys(given), **spec.kwargs)
     except TypeError as error:
         extra = f", **{spec.kwargs}" if spec.kwargs else ""
         raise RewardFunctionError(

@@ -24,7 +24,16 @@ from verl_like.config.roles import classifies, generates
 from verl_like.remote import local_folder
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, question_of, report, require_enough
+from verl_like.rewards.grading import (
+    Graded,
+    Grading,
+    Scorer,
+    Submit,
+    extra_info_of,
+    question_of,
+    report,
+    require_enough,
+)
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
@@ -155,7 +164,7 @@ class RewardManager:
                 data_source=row.data_source,
                 solution_str=response,
                 ground_truth=row.ground_truth,
-                extra_info=row.extra_info,
+                extra_info=extra_info_of(row),
                 question=question_of(row),
                 grader=scorers[0].grader,
                 server=self._server(),

@@ -72,7 +72,8 @@ def _outcomes(values: Iterable[Any], count: int) -> list[RewardOutcome]:
 
 
 def to_outcome(value: Any) -> RewardOutcome:
-    """Check a reward function's return value: a finite number, or a dict with one under "score"."""
+    """Check a reward function's return value: a finite number, a dict with one under "score", or a tuple that begins
+    with either (verl's graders of PRIME return such)."""
     try:
         return _checked(value)
     except Exception as error:  # the value's own __str__ or __float__, lists inside themselves, ...
@@ -82,6 +83,8 @@ def to_outcome(value: Any) -> RewardOutcome:
 
 def _checked(value: Any) -> RewardOutcome:
     extras: dict[str, Any] = {}
+    if isinstance(value, tuple) and value:
+        value = value[0]
     if isinstance(value, dict):
         if "score" not in value:
             return _bad_value(f'the returned dict has no "score" (keys: {sorted(map(str, value))})')

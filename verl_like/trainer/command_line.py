@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,6 +75,10 @@ def user_files(arguments: argparse.Namespace) -> list[Path]:
     path = with_suffix(Path(arguments.config_path or "config").expanduser() / name)
     if path.stem == CONFIG_NAME and path.parent.name == "config" and not path.is_file():
         return []  # verl's own entry config, in the folder where its scripts name it
+    backend = re.fullmatch("ppo_(megatron|veomni|torchtitan)_trainer", path.stem)
+    if backend and not path.is_file():
+        text = f"--config-name={name}: training by {backend[1]} is not available; leave it out, with the keys of that"
+        raise ConfigError([f"{text} backend: FSDP trains here (actor.strategy=fsdp2)"])
     return [yaml_path(Path(arguments.config_path or "."), name)]
 
 

@@ -32,6 +32,7 @@ from verl_like.config.aliases import Change, canonical, renamed, rest_of
 from verl_like.config.availability import newer_than_here
 from verl_like.config.doctor import check
 from verl_like.config.errors import ConfigError, raise_if_any
+from verl_like.config.parser import meant
 from verl_like.config.schema import find_key, from_dict, get_value, keys, sections, suggest
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
@@ -159,7 +160,7 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
     inlined, problems = inline_all(_leaves(settings.changes), settings.helpers)
     settings.problems += problems
     changes, warnings = canonical(_leaves(inlined))
-    changes = [_fitted(change, settings) for change in own_data_keys(changes, settings.added)]
+    changes = [_fitted(change, settings) for change in own_data_keys(_leaves(changes), settings.added)]
     settings.problems += [problem for change in changes if (problem := _unknown(change))]
     raise_if_any(settings.problems)
     tree = _base(settings.groups)
@@ -185,9 +186,17 @@ def to_config(tree: DictConfig) -> PPOConfig:
     try:
         plain = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError([str(error).splitlines()[0]]) from error
+        raise ConfigError([_unresolved(error)]) from error
     assert isinstance(plain, dict)
     return from_dict({str(name): value for name, value in plain.items()})
+
+
+def _unresolved(error: OmegaConfBaseException) -> str:
+    """What is wrong with an interpolation, where, and how variables of the environment are named."""
+    text = str(error).splitlines()[0]
+    missing = re.fullmatch(r"Interpolation key '(\w+)' not found", text)
+    hint = f"; a variable of the environment is ${{oc.env:{missing[1]}}}" if missing else ""
+    return f"{error.full_key}: {text}{hint}" if error.full_key else f"{text}{hint}"
 
 
 def to_dict(config: PPOConfig) -> dict[str, Any]:
@@ -258,21 +267,27 @@ def _read_override(text: str, settings: Settings) -> None:
     if not text.strip():
         settings.problems.append(
             "an argument is blank: in a shell script a backslash with a space after it ends the command, and the lines "
-            "below are not read; remove the space"
+            f"below are not read; remove the space{f' ({_WINDOWS})' if chr(13) in text else ''}"
         )
+        return
+    if text.endswith("\r"):
+        settings.problems.append(f"{text.rstrip()}: {_WINDOWS}")
         return
     try:
         override = _parsed(text)
     except HydraException:
-        settings.problems.append(
-            f"cannot read {text!r}: write key=value; quote special characters, as in 'key=\"a b\"'"
-        )
+        settings.problems.append(f"cannot read {text!r}: {_how_to_write(text)}")
         return
     key = override.key_or_group
+    if not key:
+        settings.problems.append(f"cannot read {text!r}: write key=value")
+        return
     if key.split(".")[0].split("/")[0] == "hydra":
         settings.warnings.append(f"{text} has no effect: no hydra job folder, logging or sweep is used")
     elif override.is_delete():
-        settings.problems.append(f"{text}: keys cannot be deleted; set {key}=null")
+        known = find_key(renamed(key))
+        instead = f"set {key}=null" if known is not None and known.may_be_null else "leave it out, or set what you want"
+        settings.problems.append(f"{text}: keys cannot be deleted; {instead}")
     elif override.is_sweep_override():
         settings.problems.append(f"{text}: sweeps are not supported; for a list write {key}=[a,b]")
     elif _is_group(override):
@@ -294,8 +309,30 @@ def _read_mapping(values: Mapping[str, Any], settings: Settings) -> None:
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Override:
-    tilde = re.fullmatch(r"([+\w.\-/@]+)=(~[^'\"]*)", text)  # hydra's grammar has no bare ~ in values
-    return _parser().parse_override(f"{tilde[1]}='{tilde[2]}'" if tilde else text)
+    plain = re.fullmatch(r"([+\w.\-/@]+)=([^'\"\[\](){},$]+)", text)
+    try:
+        return _parser().parse_override(text)
+    except HydraException:
+        if plain is None:
+            raise
+        # hydra's grammar has no ~, =, # or letters beyond ASCII in plain values, as paths and names have
+        return _parser().parse_override(f"{plain[1]}='{plain[2]}'")
+
+
+_WINDOWS = "the script has the line ends of Windows; `sed -i 's/\\r$//' SCRIPT` mends it"
+
+
+def _how_to_write(text: str) -> str:
+    """The fix of an argument that cannot be read, with the argument itself where it has a key."""
+    key, equals, value = text.partition("=")
+    if not equals or key != key.strip():
+        return "write key=value, without spaces around the ="
+    if "$(" in value:
+        return "write key=value; $(...) is left to the shell in double quotes, not in single ones"
+    if value.startswith(("[", "{")):
+        return f"write key=value, and quote what stands in it: \"{key}=['a b','c=d']\""
+    quoted = value.replace("'", "").replace('"', "")
+    return f"write key=value, and in a shell script special characters in two pairs of quotes: '{key}=\"{quoted}\"'"
 
 
 @cache
@@ -310,6 +347,9 @@ def _is_group(override: Override) -> bool:
 
 def _group_override(group: str, package: str | None, choice: str) -> str:
     name, _, own_package = group.removeprefix("override ").strip().partition("@")
+    choices = sorted(path.stem for path in (CONFIG_DIR / name).glob("*.yaml"))
+    if choices and choice not in choices:
+        raise ConfigError([f"{name}={choice}: choose one of {', '.join(choices)}{meant(choice, choices)}"])
     package = package or own_package or GROUPS.get(name, name)
     return f"{name}={choice}" if package == name else f"{name}@{package}={choice}"
 
@@ -349,17 +389,20 @@ def _given_twice(changes: list[Change]) -> list[str]:
 
 
 def _fitted(change: Change, settings: Settings) -> Change:
-    """The value in the form that its key has: 1e3 as an integer, nothing (an unset shell variable) as false."""
+    """The value in the form that its key has: 1e3 as an integer, nothing (an unset shell variable) as false or null."""
     key, value = find_key(change.key), change.value
     kinds = () if key is None else get_args(key.type) or (key.type,)
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
         return Change(change.key, int(value))
-    if value != "" or not {bool, int, float} & set(kinds):
+    if value != "" or not {bool, int, float, str} & set(kinds):
         return change
     empty = f"{change.key}= is empty (a shell variable that is not set?)"
     if bool in kinds:
         settings.warnings.append(f"{empty}: it counts as false")
         return Change(change.key, False)
+    if str in kinds and key is not None and key.may_be_null:
+        settings.warnings.append(f"{empty}: it counts as null")
+        return Change(change.key, None)
     settings.problems.append(f"{empty}: give it a value, or leave it out")
     return Change(change.key, key.default if key else None)
 
@@ -401,5 +444,7 @@ def _apply(tree: DictConfig, change: Change) -> str | None:
             merge = isinstance(change.value, dict) and isinstance(OmegaConf.select(tree, change.key), DictConfig)
             OmegaConf.update(tree, change.key, change.value, merge=merge, force_add=True)
     except OmegaConfBaseException as error:
+        if change.value is None:
+            return f"{change.key}=null: it must have a value; leave it out, or give it one"
         return f"{change.key}={change.value!r}: {str(error).splitlines()[0]}"
     return None

@@ -70,6 +70,12 @@ def test_keys_that_only_other_rows_messages_have_are_dropped(tmp_path: Path) -> 
     assert [dataset[i][1].messages for i in range(2)] == prompts
 
 
+def test_messages_as_json_text_are_messages_and_other_texts_are_not(tmp_path: Path) -> None:
+    rows = [{"prompt": '[{"role": "user", "content": "1+1="}]'}, {"prompt": '[{"a": 1}]'}, {"prompt": '[{"role": "us'}]
+    dataset = make_dataset(write_parquet(tmp_path / "t.parquet", rows))
+    assert texts(dataset) == ["user:1+1=|assistant:", 'user:[{"a": 1}]|assistant:', 'user:[{"role": "us|assistant:']
+
+
 def test_several_files_with_different_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = write_prompts(tmp_path / "a.parquet", PROMPTS[:3])
     row = {"data_source": "other", "prompt": "plain text", "reward_model": {"ground_truth": 5}, "nums": [1]}

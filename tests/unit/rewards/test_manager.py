@@ -116,6 +116,35 @@ def test_each_kind_of_failure_is_typed_and_costs_its_own_row_only(
     assert "row 1 (dataset index 1, data_source arithmetic), response 'hang'" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def compute_score(solution_str, ground_truth, method='strict'): return solution_str == ground_truth",
+        "def compute_score(data_source, solution_str, ground_truth): return solution_str == ground_truth",
+        "def compute_score(model_output, ground_truth, timeout_score=0): return (model_output == ground_truth, 1, 'x')",
+        "def compute_score(predict_str, extra_info): return predict_str == str(extra_info['index'] + 5)",
+        "async def compute_score(solution_str, ground_truth): return {'score': solution_str == ground_truth}",
+        "def compute_score(completion, **rest): return completion == rest['ground_truth']",
+    ],
+)
+def test_a_function_may_take_some_of_the_arguments_also_by_the_names_of_verls_own_graders(
+    tmp_path: Path, source: str
+) -> None:
+    scores = score(write(tmp_path, source), make_rollouts(["5", "7"]))
+    assert scores.score_B.tolist() == [1.0, 0.0]
+
+
+def test_what_verl_adds_to_extra_info_is_there(tmp_path: Path) -> None:
+    """Its functions for conversations read these without asking; what the row or its episode says comes first."""
+    source = (
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return extra_info['num_turns'] + len(extra_info['rollout_reward_scores'])"
+    )
+    rollouts = make_rollouts(["5", "5"])
+    rollouts.rows[1].extra_info.update(num_turns=6, rollout_reward_scores={"tool": 1.0})
+    assert score(write(tmp_path, source), rollouts).score_B.tolist() == [2.0, 7.0]
+
+
 def test_all_rows_failing_raises_with_the_first_traceback(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"(?s)every response \(2\).*2 x exception.*no such thing"):
         score(write(tmp_path, BAD_ROWS), make_rollouts(["raise", "raise"]))

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
+from verl_like.config.schema import get_value
 from verl_like.trainer import compose as module
 from verl_like.trainer.command_line import run_main
 from verl_like.trainer.compose import compose, compose_with_warnings, save_resolved, to_dict
@@ -111,7 +112,62 @@ def test_groups():
     config = compose(["algorithm=grpo", "rollout@actor_rollout_ref.rollout=hf", "actor_rollout_ref.rollout.n=4"])
     assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.name) == ("grpo", "hf")
     assert compose(["trainer=debug"]).trainer.launcher == "local"
-    assert "hf rollout" in problems("rollout=trt")
+    assert problems("rollout=trt") == "rollout=trt: choose one of hf, rollout"
+    assert problems("preset=dapoo").endswith("topr; did you mean dapo?")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("trainer.project_name=/data/a=b", "trainer.project_name", "/data/a=b"),
+        ("trainer.project_name=Küche 中", "trainer.project_name", "Küche 中"),
+        ("trainer.project_name=a#b;c", "trainer.project_name", "a#b;c"),
+        ("data.train_files=~/ö.parquet", "data.train_files", ["~/ö.parquet"]),
+    ],
+)
+def test_plain_values_may_hold_what_hydras_grammar_has_not(text: str, key: str, value: object) -> None:
+    assert get_value(compose([text]), key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "data.train_files=[a,ä]",
+            "cannot read 'data.train_files=[a,ä]': write key=value, and quote what stands in it",
+        ),
+        ("trainer.project_name=a(b)", "in two pairs of quotes: 'trainer.project_name=\"a(b)\"'"),
+        ("data.max_prompt_length=$((2*3))", "$(...) is left to the shell in double quotes"),
+        ("data.train_files =a", "without spaces around the ="),
+        ("=5", "cannot read '=5': write key=value"),
+        ("~critic", "~critic: keys cannot be deleted; leave it out, or set what you want"),
+        ("~data.seed", "~data.seed: keys cannot be deleted; set data.seed=null"),
+        ("data.seed=1\r", "data.seed=1: the script has the line ends of Windows"),
+        ("\r", "the script has the line ends of Windows"),
+        ("actor_rollout_ref.rollout.n=null", "actor_rollout_ref.rollout.n=null: it must have a value"),
+        ("trainer.default_local_dir=", "trainer.default_local_dir= is empty (a shell variable that is not set?)"),
+        (
+            "data.tokenizer=${HOME}/a",
+            "data.tokenizer: Interpolation key 'HOME' not found; a variable of the environment",
+        ),
+        ("actor_rollout_ref.actor.optim.lr=inf", "lr=inf: must be a finite number, at least 0"),
+        ("actor_rollout_ref.actor.clip_ratio_c=nan", "clip_ratio_c=nan: must be a finite number, above 1"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_its_fix(text: str, message: str) -> None:
+    assert message in problems(text)
+
+
+def test_an_unset_variable_is_null_where_a_text_may_be_missing() -> None:
+    config, warnings = compose_with_warnings(["trainer.rollout_data_dir="])
+    assert config.trainer.rollout_data_dir is None
+    assert warnings == ["trainer.rollout_data_dir= is empty (a shell variable that is not set?): it counts as null"]
+
+
+@pytest.mark.parametrize("name", ["ppo_megatron_trainer", "ppo_veomni_trainer.yaml"])
+def test_verls_other_trainers_are_refused_by_name(name: str) -> None:
+    with pytest.raises(SystemExit, match=f"--config-name={name}: training by (megatron|veomni) is not available"):
+        run_main(lambda config: None, ["--config-path=config", f"--config-name={name}"])
 
 
 def test_a_users_yaml_stands_between_defaults_and_the_command_line(tmp_path):
