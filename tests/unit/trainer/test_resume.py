@@ -207,6 +207,8 @@ def test_only_this_runs_checkpoints_are_fetched(tmp_path: Path, caplog: pytest.L
     there._fs.rm(f"{there._root}/global_step_20", recursive=True)
     fetch_resume(settings)
     assert layout.find_latest(here) == here / "global_step_100"
+    with pytest.raises(ValueError, match=r"of another run, up to step 100, which a fresh start .* name another folder"):
+        fetch_resume(config_of(here, trainer__default_hdfs_dir=url, trainer__resume_mode="disable").trainer)
 
 
 def test_a_run_keeps_its_name_when_it_goes_on(tmp_path: Path) -> None:
