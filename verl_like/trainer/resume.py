@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from verl_like.checkpoint.checksums import find_faults
 from verl_like.checkpoint.files import write_atomically
@@ -221,7 +222,13 @@ def changed_keys(saved: dict[str, Any], config: PPOConfig) -> list[str]:
 def saved_config(path: Path) -> dict[str, Any]:
     """The configuration a checkpoint was saved under; empty where an older version wrote none."""
     file = path / CONFIG_FILE
-    tree = OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {}
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {}
+    except (ValueError, YAMLError) as error:
+        told = " ".join(str(error).split())
+        raise ValueError(
+            f"{file} is damaged: {told}. Without it the run goes on, not told which keys changed"
+        ) from error
     assert isinstance(tree, dict)
     return {str(name): value for name, value in tree.items()}
 

@@ -220,6 +220,16 @@ def test_a_run_keeps_its_name_when_it_goes_on(tmp_path: Path) -> None:
     assert run_of(path, config_of(tmp_path, **by_path).trainer) != "vl1" != run_of(None, config_of(tmp_path).trainer)
 
 
+def test_a_damaged_configuration_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    folder = layout.prepare_step_dir(tmp_path, 5)
+    (folder / "actor").mkdir()
+    layout.write_trainer_state(folder, {})
+    (folder / "config.yaml").write_text("trainer: !!python/object/apply:os.system ['true']")
+    layout.commit(folder)
+    with pytest.raises(ValueError, match=r"global_step_5/config.yaml is damaged: could not determine a constructor"):
+        find_resume(config_of(tmp_path))
+
+
 def test_another_number_of_processes_is_told(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 4)
     assert processes_text(path, 2) == ""  # it does not say how many there were
