@@ -74,7 +74,7 @@ def act(phase: str) -> str:
             print("no end of it, " * 2**16)
     elif what.startswith("SIG"):
         for pid in targets():
-            os.kill(pid, signal.Signals[what])
+            os.kill(pid, signal.Signals[what.partition(",")[0]])
         time.sleep(0.5)  # it does not happen behind the phase's end
     return what
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray.cluster_utils import Cluster
 
 from tests.unit.engine.tiny import free_port
 
+_STORE_BYTES = 100 * 1024**2  # of one of Ray's nodes
 SERVICE = """
 import json, pathlib, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -91,10 +93,11 @@ def movable_clock(folder: Path) -> dict[str, str]:
 
 class Server:
     """The judge, S3, a service that takes metrics, or a Ray of three nodes, for the faults that happen to it; nothing
-    for all others. settings: keys of the run that uses it."""
+    for all others. settings: keys of the run that uses it. variables: which Ray's nodes hand to their workers, as a
+    Ray of the run's own hands on the driver's."""
 
-    def __init__(self, whom: str, folder: Path) -> None:
-        self.whom, self.folder, self.port = whom, folder, free_port()
+    def __init__(self, whom: str, folder: Path, variables: Mapping[str, str] | None = None) -> None:
+        self.whom, self.folder, self.port, self._variables = whom, folder, free_port(), dict(variables or {})
         self.settings: dict[str, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._cluster: Cluster | None = None
@@ -128,11 +131,13 @@ class Server:
         if self._cluster is not None:
             self._cluster.shutdown()
             shutil.rmtree(os.environ.pop("RAY_TMPDIR"), ignore_errors=True)
+            del os.environ["RAY_AUTH_MODE"]
             self._cluster = None
 
     def again(self) -> None:
         """It runs, and well, whatever became of it."""
         self.__exit__()
+        self._variables.clear()
         (self.folder / "mode").unlink(missing_ok=True)
         self.__enter__()
 
@@ -149,11 +154,21 @@ class Server:
             urllib.request.urlopen(urllib.request.Request(address, method="PUT")).close()
 
     def _start_ray(self) -> None:
-        os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(dir="/tmp")  # short, for Ray's sockets; the address is in it
-        store = {"object_store_memory": 100 * 1024**2}
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **store}
+        os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(dir="/tmp")  # short, for Ray's sockets
+        (Path(os.environ["RAY_TMPDIR"]) / "ray").mkdir()  # where Cluster writes its address, for `auto`
+        os.environ["RAY_AUTH_MODE"] = (
+            "disabled"  # else `auto` takes this user's token, which Cluster's daemons have not
         )
-        for _ in range(2):  # the driver's machine has no rank
-            self._cluster.add_node(num_cpus=1, **store)
-        self._cluster.wait_for_nodes(60)
+        os.environ |= self._variables
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+        cluster = self._cluster = Cluster(initialize_head=True, head_node_args=head)  # has no rank
+        for _ in range(2):
+            self.one_joins()
+        cluster.wait_for_nodes(60)
+        for name in self._variables:
+            del os.environ[name]
+
+    def one_joins(self) -> None:
+        """A further node of the cluster, with room for a rank."""
+        assert self._cluster is not None
+        self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)

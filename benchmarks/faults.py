@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -74,6 +75,7 @@ FAULTS = (
     *(Fault("rank", "hang", phase) for phase in ("rollout", "update", "save")),
     *(Fault(whom, "SIGTERM", "update") for whom in ("rank", "driver", "all")),
     *(Fault(whom, "SIGKILL", "update") for whom in ("raylet", "GCS", "node")),
+    Fault("node", "SIGKILL, another joins", "update"),
     *(Fault("rank", "out of memory", phase) for phase in ("forward", "backward", "optimizer", "rollout")),
     Fault("driver", "out of memory", "credit"),
     *(Fault("rank", "nan", phase) for phase in ("loss", "rollout", "old log-probs")),
@@ -139,23 +141,35 @@ def measure(fault: Fault, expected: list[dict[str, Any]]) -> Result:
         if fault.what == "disk full":
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(out)], check=True)
         stack.callback(subprocess.run, ["umount", "-q", "-l", str(out)])
-        return _measure(fault, folder, out, expected, stack.enter_context(Server(fault.whom, folder)))
+        what = "SIGKILL" if fault.whom == "between" else fault.what
+        plant = {"phase": fault.phase, "what": what, "whom": fault.whom, "folder": str(folder)}
+        variables = {"FAULT": json.dumps(plant)}
+        server = stack.enter_context(Server(fault.whom, folder, variables))
+        return _measure(fault, folder, out, expected, server, variables)
 
 
-def _measure(fault: Fault, folder: Path, out: Path, expected: list[dict[str, Any]], server: Server) -> Result:
+def _measure(
+    fault: Fault,
+    folder: Path,
+    out: Path,
+    expected: list[dict[str, Any]],
+    server: Server,
+    variables: dict[str, str],
+) -> Result:
     command = command_of(folder, out, fault, server)
     began, between = time.time(), fault.whom == "between"
-    what = "SIGKILL" if between else fault.what
-    plant = {"phase": fault.phase, "what": what, "whom": fault.whom, "folder": str(folder)}
     clock = movable_clock(folder) if "clock" in fault.what else {}
     other: list[tuple[int, list[tuple[float, str]]]] = []
-    second = threading.Thread(target=_second_run, args=(command, folder, other), daemon=True)
-    if fault.whom == "second run":
-        second.start()
-    status, lines = run(command, clock | {"FAULT": json.dumps(plant)})
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run, command, clock | variables)
+        if fault.whom == "second run" or fault.what.endswith("joins"):
+            while not (folder / "planted").exists() and not first.done():
+                time.sleep(0.1)
+            other = [run(command, {})] if fault.whom == "second run" else []
+            if fault.what.endswith("joins"):
+                server.one_joins()
+        status, lines = first.result()
     ended = time.time()
-    if fault.whom == "second run":
-        second.join(300)
     planted = float((folder / "planted").read_text()) if (folder / "planted").exists() else began
     if other:
         status, lines = other[0]
@@ -182,13 +196,6 @@ def _measure(fault: Fault, folder: Path, out: Path, expected: list[dict[str, Any
         checkpoint=checkpoint,
         again=done if again == 0 else "refused" if between else f"refused: {said(more, 0.0)}",
     )
-
-
-def _second_run(command: list[str], folder: Path, found: list[Any]) -> None:
-    """The same command once more, when the first is in its third step."""
-    while not (folder / "planted").exists():
-        time.sleep(0.1)
-    found.append(run(command, {}))
 
 
 def damage(what: str, folder: Path, out: Path) -> None:
@@ -252,7 +259,10 @@ def run(command: list[str], environment: dict[str, str]) -> tuple[int, list[tupl
     return status, lines
 
 
-_MORE = {"leaks": {"custom_reward_function.memory_limit_mb": 16_384}}
+_MORE = {
+    "leaks": {"custom_reward_function.memory_limit_mb": 16_384},
+    "SIGKILL, another joins": {"trainer.max_restarts": 1, "trainer.restart_delay": 1},
+}
 
 
 def command_of(folder: Path, out: Path, fault: Fault, server: Server) -> list[str]:
@@ -327,11 +337,12 @@ Each row was measured: `python -m benchmarks.faults --results faults.json` plant
 of a real run (GRPO, the hf rollout engine, a checkpoint after every step, a validation after the third), writes down
 what happens, and gives the same command again without the fault. Of ranks, driver, all, raylet and GCS (Ray's daemons
 on the driver's machine): two ranks on CPUs under Ray; of node: the same in a Ray cluster of three on one machine, each
-rank on one, the driver on the third, and all processes of rank 1's are killed; of the others: one process
+rank on one, the driver on the third, and all processes of rank 1's are killed ("another joins": with
+`trainer.max_restarts=1`, and a further node joins then); of the others: one process
 (`trainer.launcher=local`). `trainer.stall_timeout` was {stall} s (its default is 300 s: what waits for it takes as much
 longer), the limit of a reward 5 s, of a request to the judge 3 s with one more try; the machine had other work, so
-seconds are upper bounds. Without `trainer.max_restarts`, with which a run that lost workers would have begun again by
-itself. As root, on Linux.
+seconds are upper bounds. All but "another joins" without `trainer.max_restarts`, with which a run that lost workers
+would have begun again by itself. As root, on Linux.
 
 "noticed" is the time from the fault to the first word on the console (of a stopped process after a sixth of
 `stall_timeout`, or 30 s), "ended" to the end of the process; a status of 0 means that the run got through, or ended as
@@ -343,8 +354,7 @@ run was killed in its third step, then its files were changed; what was said, an
 
 The clock is that of the run's processes (time of day; a library in front of the C library's). The tracker is a class
 that posts each step to a server and waits for it without a limit of its own. The grader that leaks has
-`custom_reward_function.memory_limit_mb`: its row is tried again in another process. The rows of a killed driver are
-older than the line that its janitor writes since (`error: the driver … is gone`).
+`custom_reward_function.memory_limit_mb`: its row is tried again in another process.
 
 | who | what | in | noticed s | ended s | status | what was said | checkpoint | again |
 |---|---|---|---|---|---|---|---|---|

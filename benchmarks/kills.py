@@ -171,8 +171,8 @@ def _enough(ledger: Ledger, kills: int, began: float, minutes: float) -> bool:
 
 
 def _until(run: Process, out: Path, chance: random.Random, start_s: float, step_s: float, *, stop: bool) -> int | None:
-    """Wait for the moment of the next kill: somewhere in the start, or in the second step from here. The exit status
-    where it ends before; stop: let it."""
+    """Wait for the moment of the next kill: somewhere in the start, whose end is its first step (later starts take less
+    than the first), or in the second step from here. The exit status where it ends before; stop: let it."""
     later = chance.choice((0, 1, 1, 1))
     wanted, heard = len(_lines(out)) + later, time.monotonic()
     while stop or len(_lines(out)) < wanted:
@@ -182,7 +182,9 @@ def _until(run: Process, out: Path, chance: random.Random, start_s: float, step_
             heard = time.monotonic()
         assert time.monotonic() - heard < _SILENT_S, "the run is stuck"
         time.sleep(0.01)
-    time.sleep(chance.random() * (2 * step_s if later else start_s))
+    moment = time.monotonic() + chance.random() * (2 * step_s if later else start_s)
+    while time.monotonic() < moment and (later or len(_lines(out)) <= wanted) and run.poll() is None:
+        time.sleep(0.01)
     return run.poll()
 
 

@@ -31,7 +31,7 @@ from pyarrow import fs as arrow_fs
 
 log = logging.getLogger(__name__)
 
-MARKER = "verl_like_upload.json"  # {"files": {name: bytes}}
+MARKER = "verl_like_upload.json"  # {"files": {name: bytes}, "run": whose}
 SHM = Path("/dev/shm/verl_like_models")
 CACHE = Path("~/.cache/verl_like/models")
 _ARROW = ("hdfs", "viewfs", "s3", "gs")
@@ -64,14 +64,18 @@ class RemoteFolder:
         """By how many seconds the next file is late, in however many tries; negative while it has time."""
         return time.monotonic() - self._due
 
-    def upload(self, folder: Path) -> None:
-        """Copy a local folder to one of the same name, its marker last: not where files were deleted meanwhile."""
+    def upload(self, folder: Path, run: str = "", *, over_others: bool = True) -> None:
+        """Copy a local folder to one of the same name, its marker last: not where files were deleted meanwhile, and
+        over a whole one that names another run only where `over_others` says so."""
         sizes = _sizes(folder)
         target = f"{self._root}/{folder.name}"
         with self._told(f"{folder.name} cannot be written"), self._timed(next(iter(sizes.values()), 0)):
             if not sizes:
                 raise FileNotFoundError(f"{folder} holds no file")
             if self._fs.exists(f"{target}/{MARKER}"):  # of an older checkpoint of this step
+                other = json.loads(self._fs.cat_file(f"{target}/{MARKER}")).get("run", "")
+                if not over_others and other not in ("", run):
+                    raise FileExistsError(f"it is there already, of another run ({other}): give each run its folder")
                 self._fs.rm_file(f"{target}/{MARKER}")
             for name, size in sizes.items():
                 self._expect(size)
@@ -82,7 +86,7 @@ class RemoteFolder:
             if _sizes(folder) != sizes:
                 raise OSError(f"the files of {folder} changed during the upload")
             with self._fs.open(f"{target}/{MARKER}", "wb") as file:
-                file.write(json.dumps({"files": sizes}).encode())
+                file.write(json.dumps({"files": sizes, "run": run}).encode())
 
     def steps(self) -> list[int]:
         """Steps whose whole checkpoints are here, the oldest first."""
@@ -92,6 +96,11 @@ class RemoteFolder:
             names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
             found = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
             return sorted(n for n in found if self._fs.exists(f"{self._root}/global_step_{n}/{MARKER}"))
+
+    def holds(self, name: str, run: str) -> bool:
+        """Whether the folder is here, whole, and of this run (or of an older version, which named none)."""
+        marker = self.read(f"{name}/{MARKER}")
+        return marker is not None and json.loads(marker).get("run", "") in ("", run)
 
     def read(self, name: str) -> bytes | None:
         """A small file; None where it is not there."""
@@ -192,8 +201,9 @@ class Uploader:
     until the storage is there again, so that a run does not wait for it the longer the more it has saved. Storage that
     does not answer holds nothing up after its time (RemoteFolder.overdue_s)."""
 
-    def __init__(self, remote: RemoteFolder) -> None:
-        self.remote = remote
+    def __init__(self, remote: RemoteFolder, run: str = "", *, over_others: bool = True) -> None:
+        """run, over_others: see RemoteFolder.upload."""
+        self.remote, self._run, self._over_others = remote, run, over_others
         self._tasks: queue.SimpleQueue[tuple[Path, Future[None]]] = queue.SimpleQueue()
         self._pending: dict[Path, Future[None]] = {}
         self._away = False  # the last upload failed
@@ -253,7 +263,7 @@ class Uploader:
         tries = 1 if self._away else _TRIES
         for number in range(1, tries + 1):
             try:
-                self.remote.upload(path)
+                self.remote.upload(path, self._run, over_others=self._over_others)
             except ValueError as error:
                 log.warning("upload of %s, try %d of %d: %s", path.name, number, tries, error)
                 if number == tries:

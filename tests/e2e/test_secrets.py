@@ -45,6 +45,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, tiny_model: Pa
         "trainer.test_freq": 2,
         "trainer.total_training_steps": 3,
         "trainer.report_freq": 20,
+        "trainer.record_freq": 1,
         "trainer.rollout_data_dir": str(tmp_path / "out" / "all"),
     }
     command = overrides(task, tiny_model, tmp_path / "out", **settings)

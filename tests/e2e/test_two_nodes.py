@@ -103,6 +103,22 @@ def test_the_main_job_on_both_nodes(session: RaySession, tmp_path: Path, tiny_mo
     assert "2 process(es)" in result.stdout
 
 
+def test_a_machine_that_is_missing_ends_the_run_with_a_message(
+    session: RaySession, tmp_path: Path, tiny_model: Path
+) -> None:
+    """As after a restart for which no other machine has joined."""
+    settings = {
+        "trainer.launcher": "ray",
+        "trainer.nnodes": 3,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.ray_wait_register_center_timeout": 1,
+        "ray_init.address": session.address,
+    }
+    result = main_ppo(overrides(write_task(tmp_path), tiny_model, tmp_path / "out", **settings))
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    assert "error: not enough resources after waiting 1 s" in result.stdout
+
+
 def test_rollout_on_another_node_than_training(session: RaySession, tmp_path: Path, tiny_model: Path) -> None:
     """Each node has room for one process: the weights go from the first to the second, requests and answers too."""
     settings = {

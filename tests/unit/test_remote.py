@@ -80,7 +80,7 @@ def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path:
     monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
     uploader, real, down, tries = Uploader(storage), storage.upload, [True], []
 
-    def upload(folder: Path) -> None:
+    def upload(folder: Path, *whose: Any, **more: Any) -> None:
         tries.append(folder)
         if down[0]:
             raise ValueError("no network")
@@ -186,9 +186,9 @@ def test_a_model_in_shared_memory(tmp_path: Path, monkeypatch: Any, caplog: pyte
 
 
 def test_the_marker_names_every_file(storage: RemoteFolder, tmp_path: Path) -> None:
-    storage.upload(checkpoint(tmp_path, 4))
+    storage.upload(checkpoint(tmp_path, 4), "vl1")
     told = json.loads(storage._fs.cat_file(f"{storage._root}/global_step_4/{MARKER}"))
-    assert told == {"files": {name: len(content) for name, content in FILES.items()}}
+    assert told == {"files": {name: len(content) for name, content in FILES.items()}, "run": "vl1"}
 
 
 def test_files_that_are_deleted_make_no_whole_checkpoint(

@@ -20,10 +20,13 @@ def run(arguments: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
     config = compose(arguments.overrides, user_files(arguments))
     from verl_like.trainer.dry_run import dry_run  # after the cheap checks: it brings torch
+    from verl_like.trainer.memory_forecast import NO_ROOM
 
     rows = dry_run(config)
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         first, *more = text.splitlines()
         print("\n".join([f"{name:<{width}}  {first}", *(f"{'':<{width}}  {line}" for line in more)]))
-    print("\nThis can run. Nothing was started but the graders, and nothing was written.")
+    short = any(NO_ROOM in text for _, text in rows)
+    verdict = "By the memory forecast this runs out of memory, see above." if short else "This can run."
+    print(f"\n{verdict} Nothing was started but the graders, and nothing was written.")

@@ -126,6 +126,8 @@ def _exit_detail(text: str) -> str:
     """The telling part of Ray's long message about a dead actor."""
     if "unexpectedly exits with a connection error" in text:  # Ray only saw the process's socket close
         return _VANISHED
+    if "temporarily unavailable" in text:  # of another machine, before Ray knows what became of it
+        return f"the connection to it broke: its machine is gone or out of reach, or {_VANISHED}"
     for mark in ("Worker exit detail:", "The actor died because"):
         if mark in text:
             text = text[text.index(mark) :].removeprefix("Worker exit detail:").strip()

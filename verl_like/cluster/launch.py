@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from verl_like.cluster.worker_group import RUN_ID_VARIABLE, new_run_id
 
 logger = logging.getLogger(__name__)
 
+_TOKEN = secrets.token_hex(32)  # of the Rays that this process starts, one after the other: Ray reads one a process
 _MIN_OBJECT_STORE = 128 * 1024**2
 _MAX_OBJECT_STORE = 8 * 1024**3
 _DAEMONS = ("gcs_server", "raylet")  # Ray's names of the processes without which it does nothing
@@ -155,7 +157,8 @@ def _start(
     os.environ[RUN_ID_VARIABLE] = run_id  # inherited by Ray's processes and all below them
     janitor = start_janitor(run_id, kill=True, folders=[own_folder] if own_folder else [])
     try:
-        with _signal_handlers_kept(), sigterm_blocked(), _quiet(), _on_loopback():  # a SIGTERM to all asks us to stop
+        # sigterm_blocked: a SIGTERM to all asks us to stop
+        with _signal_handlers_kept(), sigterm_blocked(), _quiet(), _on_loopback(), _own_token():
             context = ray.init(
                 address="local",
                 num_cpus=num_cpus or max(os.cpu_count() or 1, min_cpus),
@@ -192,6 +195,15 @@ def _on_loopback() -> Iterator[None]:
             yield
     finally:
         constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _own_token() -> Iterator[None]:
+    """Where the environment names no token: else Ray writes one to ~/.ray, and from then on `ray start --head` asks for
+    it, and ray_init.address=auto sends it to clusters that were started without."""
+    own = {} if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ else {"RAY_AUTH_TOKEN": _TOKEN}
+    with patched_environment(own):
+        yield
 
 
 def _kill_at_shutdown() -> None:

@@ -16,13 +16,15 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from verl_like.config.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 2.0
 _FIRST_NOTICE_SECONDS = 10.0
 
 
-class ResourcesError(ValueError):
+class ResourcesError(ConfigError):
     """The cluster does not have what the run asks for."""
 
 
@@ -75,12 +77,12 @@ def allocate(
     if device == "cuda":
         bundle["GPU"] = float(ranks_per_node)
     if not may_grow and not _could_fit(nnodes, bundle):
-        raise ResourcesError(_explain(nnodes, ranks_per_node, device, bundle, waited=0, keys=keys))
+        raise ResourcesError([_explain(nnodes, ranks_per_node, device, bundle, waited=0, keys=keys)])
     group = placement_group([bundle] * nnodes, strategy="STRICT_SPREAD")
     if not _wait(group, timeout, nnodes, bundle):
         message = _explain(nnodes, ranks_per_node, device, bundle, waited=timeout, keys=keys)
         remove_placement_group(group)
-        raise ResourcesError(message)
+        raise ResourcesError([message])
     return Allocation(
         nodes=_nodes_in_order(group),
         ranks_per_node=ranks_per_node,

@@ -222,6 +222,20 @@ def _run(config: PPOConfig) -> list[str]:
             f"trainer.max_restarts={trainer.max_restarts} with trainer.del_local_ckpt_after_load=True: a restart "
             "before the next checkpoint would begin at step 0; set trainer.default_hdfs_dir, or leave out one of them"
         )
+    if (
+        trainer.best_metric is not None
+        and not trainer.val_only
+        and (trainer.test_freq == -1 or not config.data.val_files)
+    ):
+        problems.append(
+            f"trainer.best_metric={trainer.best_metric} with trainer.test_freq={trainer.test_freq}, data.val_files="
+            f"{config.data.val_files}: no step is validated; set both, or leave it out"
+        )
+    elif trainer.early_stop_patience is not None and trainer.test_freq is None:
+        problems.append(
+            f"trainer.early_stop_patience={trainer.early_stop_patience} with trainer.test_freq=null: the first "
+            "validation of a step is after the last; set test_freq"
+        )
     if trainer.val_only and not config.data.val_files:
         problems.append(
             "trainer.val_only=True with data.val_files=[]: there is nothing to validate on; set data.val_files"

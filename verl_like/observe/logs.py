@@ -63,7 +63,8 @@ def setup_driver_logging(
     if log_dir is not None:
         path = Path(log_dir).expanduser() / f"{_PACKAGE}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        file_handler = logging.FileHandler(path, encoding="utf-8")
+        # half a surrogate pair, as in a file's name that is no UTF-8, is written as \udc80: the line is not lost
+        file_handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
         form = "%(message)s" if as_json else _FILE_FORMAT
         file_handler.setFormatter(DiscreetFormatter(form, as_json=as_json, run_id=run_id))
         file_handler.setLevel(logging.DEBUG)

@@ -11,6 +11,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -23,6 +24,30 @@ from verl_like.observe.samples import Sample
 logger = logging.getLogger(__name__)
 
 
+def require_port(trainer: TrainerConfig) -> None:
+    """ValueError where trainer.prometheus_port cannot be had, without keeping it: for a run whose processes are yet to
+    start."""
+    _stop(*_served(trainer, CollectorRegistry()))
+
+
+def _served(trainer: TrainerConfig, registry: CollectorRegistry) -> tuple[Any, threading.Thread]:
+    port, host = trainer.prometheus_port, trainer.prometheus_host
+    assert port is not None
+    try:
+        return start_http_server(port, host, registry)
+    except OSError as error:
+        raise ValueError(
+            f"trainer.prometheus_port={port} at trainer.prometheus_host={host}: {error}; choose another port, 0 for "
+            "any that is free, or null"
+        ) from error
+
+
+def _stop(server: Any, thread: threading.Thread) -> None:
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
 class PrometheusTracker(Collector):
     """A tracker like others. ValueError where the port cannot be had."""
 
@@ -31,16 +56,9 @@ class PrometheusTracker(Collector):
     def __init__(self, trainer: TrainerConfig, run_id: str) -> None:
         labels = {"run_id": run_id, "project": trainer.project_name, "experiment": trainer.experiment_name}
         self._labels, self._newest, self._lock = labels, dict[str, float](), threading.Lock()
-        registry, port = CollectorRegistry(), trainer.prometheus_port
+        registry = CollectorRegistry()
         registry.register(self)
-        assert port is not None
-        try:
-            self._server, self._thread = start_http_server(port, trainer.prometheus_host, registry)
-        except OSError as error:
-            raise ValueError(
-                f"trainer.prometheus_port={port} at trainer.prometheus_host={trainer.prometheus_host}: {error}; choose "
-                "another port, 0 for any that is free, or null"
-            ) from error
+        self._server, self._thread = _served(trainer, registry)
         self.address = f"http://{trainer.prometheus_host}:{self._server.server_port}/metrics"
         logger.info("metrics for Prometheus: %s", self.address)
 
@@ -61,6 +79,4 @@ class PrometheusTracker(Collector):
             yield gauge
 
     def finish(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        _stop(self._server, self._thread)

@@ -269,7 +269,12 @@ def short(value: Any, limit: int) -> str:
 
 def to_json(value: Any) -> str:
     """One line of strict JSON: NaN and infinities become null, tensors and arrays lists, anything else its text."""
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    return encodable(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
+
+
+def encodable(text: str) -> str:
+    """JSON that a file can hold: half a surrogate pair, as a grader may read it out of a response, as an escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
 from verl_like.observe.console import StepTable
 from verl_like.observe.metrics import scalar
-from verl_like.observe.prometheus import PrometheusTracker
+from verl_like.observe.prometheus import PrometheusTracker, require_port
 from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS
 from verl_like.observe.samples import Sample, samples_text, to_json
@@ -92,9 +92,10 @@ def build_trackers(
 
 
 def check_trackers(trainer: TrainerConfig) -> list[str]:
-    """The names in trainer.logger, once each; ValueError for one that does not exist or whose package is missing.
+    """The names in trainer.logger, once each; ValueError for one that does not exist or whose package is missing, and
+    for a port that is taken.
 
-    Starts nothing, so that a run can ask before its processes start.
+    Keeps nothing, so that a run can ask before its processes start.
     """
     names = list(dict.fromkeys(trainer.logger))
     if strangers := sorted(set(trainer.logger_kwargs) - set(names)):
@@ -110,6 +111,8 @@ def check_trackers(trainer: TrainerConfig) -> list[str]:
     for name in names:
         if name == "tensorboard" or name in SERVICES:
             require(name)
+    if trainer.prometheus_port is not None:
+        require_port(trainer)
     return names
 
 

@@ -36,7 +36,7 @@ from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.episodes.collector import Collector
 from verl_like.models.vision import VisionProcessor
-from verl_like.remote import RemoteFolder, Uploader
+from verl_like.remote import RemoteFolder, Uploader, is_remote
 from verl_like.trainer.best import Best
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.resume import CONFIG_FILE, run_of
@@ -92,7 +92,9 @@ class Checkpoints:
         self._run = run_of(resume, trainer)
         self._uploader: Uploader | None = None
         if trainer.default_hdfs_dir is not None:
-            self._uploader = Uploader(RemoteFolder(trainer.default_hdfs_dir, "trainer.default_hdfs_dir"))
+            remote = RemoteFolder(trainer.default_hdfs_dir, "trainer.default_hdfs_dir")
+            goes_back = trainer.resume_mode == "resume_path"  # behind steps that it may make once more
+            self._uploader = Uploader(remote, self._run, over_others=goes_back)
         self._saved_step: int | None = None
         self._keep_all = False
         self._incomplete: tuple[Path, dict[str, Any]] | None = None  # written but not declared complete
@@ -122,8 +124,7 @@ class Checkpoints:
                 run.critic.load(str(self.resume / CRITIC))
             self._saved_step = run.state.step
             if self.config.del_local_ckpt_after_load:
-                logger.warning("trainer.del_local_ckpt_after_load: %s is loaded, and deleted here", self.resume)
-                forget(self.resume)
+                self._delete_loaded(self.resume)
             if run.state.step >= run.total_steps:
                 logger.warning(
                     "%s is at step %d of %d: nothing is left to train. Raise trainer.total_training_steps, "
@@ -131,6 +132,19 @@ class Checkpoints:
                     *(self.resume, run.state.step, run.total_steps),
                 )
         self.step_ended(run)
+
+    def _delete_loaded(self, path: Path) -> None:
+        """trainer.del_local_ckpt_after_load: not the only copy, where there is to be another."""
+        what, fetched = "trainer.del_local_ckpt_after_load", is_remote(self.config.resume_from_path)
+        if self._uploader is None and not fetched:
+            more = ": until the next save the run has no checkpoint (trainer.default_hdfs_dir is not set)"
+        elif fetched or (self._uploader is not None and self._uploader.remote.holds(path.name, self._run)):
+            more = ""
+        else:
+            logger.warning("%s: %s stays, as %s has it not", what, path, self.config.default_hdfs_dir)
+            return
+        logger.warning("%s: %s is loaded, and deleted here%s", what, path, more)
+        forget(path)
 
     def update_begins(self) -> None:
         """From here to `step_ended` the weights belong to no step: nothing can be saved."""

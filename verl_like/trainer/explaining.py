@@ -17,6 +17,7 @@ from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import foreign_names_of
 from verl_like.config.readers import readers
 from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
+from verl_like.observe.redaction import redacted_tree
 from verl_like.trainer.compose import compose_tree, followers_of, to_config
 
 Rows = list[tuple[str, str]]
@@ -39,7 +40,8 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     rows = [("key", key.path if name == path else f"{key.path} ({name} is another spelling)"), ("meaning", key.doc)]
     rows += [("unit", key.unit)] if key.unit else []
     rows += [("type", _type_of(key)), ("default", shown(key.default))]
-    rows += [("here", f"{shown(get_value(config, key.path))} ({'set' if is_set else 'not set'})")]
+    here = shown(redacted_tree(get_value(config, key.path), key.path))
+    rows += [("here", f"{here} ({'set' if is_set else 'not set'})")]
     rows += [("effect here", _effect(key, config, followers))]
     rows += [("no effect if", row.why) for row in IDLE if covers(row, key.path)]
     rows += [("follow it", ", ".join(followers[key.path]))] if key.path in followers else []

@@ -42,6 +42,7 @@ from verl_like.trainer.speed import ModelCosts
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
+NO_ROOM = "DOES NOT FIT"
 _SIZES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
 _STATES = {"adamw": None, "adamw_bf16": 4.0, "adamw_8bit": 2.0}  # bytes of both AdamW states; None: two master weights
 _KEEPS_FREE = 0.95  # of a device: the rest is the driver's, CUDA's own and fragments
@@ -83,7 +84,7 @@ class Forecast:
     def _text(self, phase: str) -> str:
         parts = sorted(self.phases[phase].items(), key=lambda item: -item[1])
         told = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size >= 0.005 * GIB)
-        over = "  DOES NOT FIT" if phase in self.too_large() else ""
+        over = f"  {NO_ROOM}" if phase in self.too_large() else ""
         return f"{self.total(phase) / GIB:.2f} GiB ({told}){over}"
 
 

@@ -24,6 +24,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.pending import PendingBatch
+from verl_like.observe.redaction import hidden
 from verl_like.trainer.folders import log_dir
 from verl_like.trainer.roles import RoleGroup
 
@@ -66,7 +67,7 @@ def write_step(file: Path, stages: Stages, facts: dict[str, Any]) -> None:
     columns = {f"{name}.{key}": value for name, stage in stages.items() for key, value in stage.columns().items()}
     tensors = {key: value.detach().cpu().clone() for key, value in columns.items() if isinstance(value, torch.Tensor)}
     others = {key: value for key, value in columns.items() if key not in tensors}
-    header = json.dumps({"order": list(columns), "lists": others, "facts": facts}, default=_plain)
+    header = hidden(json.dumps({"order": list(columns), "lists": others, "facts": facts}, default=_plain))
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".part")
     save_file(tensors, partial, {"step": header})

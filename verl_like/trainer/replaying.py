@@ -22,6 +22,8 @@ from verl_like.trainer.run import opened
 from verl_like.trainer.run_diff import read_configuration
 
 RECORDED = "recorded"
+_STAGES = ("rollouts", "scores", "evaluated", "experience")  # of a step, in this order
+_ABSENT = "not there"
 _ALWAYS = ("pg_loss", "vf_loss", "grad_norm", "kl_loss", "entropy")  # told also where they are the same
 # One process, no engine, nothing kept; what splits a model or its rows among processes cannot stay.
 _ALONE = {
@@ -122,15 +124,21 @@ def parting(first: Path, second: Path, tolerance: float) -> Difference | None:
 
 def _of_step(step: int, first: Recorded, second: Recorded, tolerance: float) -> Iterator[Difference]:
     """Weights, then the columns of each stage: one line each."""
-    for role, sums in first.facts["weights"].items():
-        others = second.facts["weights"].get(role, {})
-        wrong = [name for name, value in sums.items() if others.get(name) != value]
+    for role in dict.fromkeys([*first.facts["weights"], *second.facts["weights"]]):
+        sums, others = (each.facts["weights"].get(role, {}) for each in (first, second))
+        wrong = [name for name in dict.fromkeys([*sums, *others]) if sums.get(name) != others.get(name)]
         what = f"{role}: {wrong[0]} and {len(wrong) - 1} more" if wrong else f"{role}: {len(sums)} tensors"
         name = wrong[0] if wrong else next(iter(sums))
         yield Difference(
-            step=step, phase="weights", where=what, first=sums.get(name), second=others.get(name), same=not wrong
+            step=step,
+            phase="weights",
+            where=what,
+            same=not wrong,
+            first=sums.get(name, _ABSENT),
+            second=others.get(name, _ABSENT),
         )
-    for key in dict.fromkeys([*first.columns, *second.columns]):
+    keys = dict.fromkeys([*first.columns, *second.columns])
+    for key in sorted(keys, key=lambda key: _STAGES.index(key.partition(".")[0])):
         phase, _, name = key.partition(".")
         if name in ("seconds_B", "episode_names"):
             continue  # how long grading took; names, which older records have not
@@ -164,14 +172,15 @@ def _of_tensors(
 
 def _of_metrics(step: int, first: dict[str, Any], second: dict[str, Any], tolerance: float) -> Iterator[Difference]:
     """Those of the models: the others are of what was compared already, or of time."""
-    for name in sorted(first.keys() & second.keys()):
-        a, b = first[name], second[name]
-        if not name.startswith(("actor/", "critic/")) or not all(isinstance(value, (int, float)) for value in (a, b)):
-            continue
-        same = math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or a == b
+    for name in sorted(name for name in first.keys() & second.keys() if name.startswith(("actor/", "critic/"))):
+        # metrics.jsonl has null where a number is not finite
+        a, b = (math.nan if value is None else value for value in (first[name], second[name]))
+        same = math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or not (math.isfinite(a) or math.isfinite(b))
         if not same or name.endswith(_ALWAYS):
             yield Difference(step=step, phase="update", where=name, first=a, second=b, same=same)
 
 
 def _brief(value: Any) -> str:
-    return "not there" if value is None else f"{str(value)[:60]}"
+    if isinstance(value, Tensor):
+        return f"{value.numel()} entries"
+    return _ABSENT if value is None else f"{str(value)[:60]}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from verl_like.checkpoint.checksums import find_faults
 from verl_like.checkpoint.files import write_atomically
@@ -45,7 +46,8 @@ _AFRESH = "or start afresh: trainer.resume_mode=disable, or another trainer.defa
 
 def fetch_resume(settings: TrainerConfig) -> None:
     """Bring what resume_mode asks for here: a newer checkpoint of this run from trainer.default_hdfs_dir, or
-    resume_from_path's. ValueError where nothing is here and several runs' checkpoints are there."""
+    resume_from_path's. ValueError where nothing is here and several runs' checkpoints are there, and where a fresh
+    start would write over those of an earlier run."""
     root, mode = Path(settings.default_local_dir).expanduser(), str(settings.resume_mode)
     if mode == "resume_path" and is_remote(settings.resume_from_path):
         url, _, name = str(settings.resume_from_path).rstrip("/").rpartition("/")
@@ -56,9 +58,17 @@ def fetch_resume(settings: TrainerConfig) -> None:
         source = Path(str(settings.resume_from_path)).expanduser()
         path, left = converted(source, fetched_path(settings).parent)
         logger.warning("%s, written by verl, is taken up as %s, without %s", source, path, "; ".join(left) or "more")
-    if mode != "auto" or settings.default_hdfs_dir is None:
+    if mode == "resume_path" or settings.default_hdfs_dir is None:
         return
     remote = RemoteFolder(settings.default_hdfs_dir, "trainer.default_hdfs_dir")
+    if mode == "disable":
+        if steps := remote.steps():
+            raise ValueError(
+                f"{remote.key}={remote.url} holds checkpoints of another run, up to step {steps[-1]}, which a fresh "
+                f"start (trainer.resume_mode=disable) would write over: name another folder in {remote.key}, or go on "
+                "from the newest with resume_mode=auto"
+            )
+        return
     here = [step_of(path) for path in root.glob("global_step_*") if path.name.rpartition("_")[2].isdecimal()]
     newer = [step for step in remote.steps() if step > max(here, default=0)]
     newer = _of_this_run(remote, newer, whole_checkpoints(root)) if newer else []
@@ -212,7 +222,13 @@ def changed_keys(saved: dict[str, Any], config: PPOConfig) -> list[str]:
 def saved_config(path: Path) -> dict[str, Any]:
     """The configuration a checkpoint was saved under; empty where an older version wrote none."""
     file = path / CONFIG_FILE
-    tree = OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {}
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {}
+    except (ValueError, YAMLError) as error:
+        told = " ".join(str(error).split())
+        raise ValueError(
+            f"{file} is damaged: {told}. Without it the run goes on, not told which keys changed"
+        ) from error
     assert isinstance(tree, dict)
     return {str(name): value for name, value in tree.items()}
 

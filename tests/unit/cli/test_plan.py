@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.support import ROOT, overrides, write_task
 from verl_like.cli.main import main
+from verl_like.trainer import build
+from verl_like.trainer.memory_forecast import Machine
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,20 @@ def test_a_run_that_can_be_is_told(task: dict[str, str], tiny_model: Path, tmp_p
     assert "at full lengths each phase takes" in told and "update_actor    0." in told
     assert "a fresh start" in told and told.splitlines()[-1] == "[]"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_room_is_not_said_to_run(
+    task: dict[str, str], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """On a pretended device of 10 kB."""
+    pretended = Machine(on_cpu=False, world=1, capacity=1e4)
+    monkeypatch.setattr(build, "this_machine", lambda *arguments: pretended)
+    main(["plan", *overrides(task, tiny_model, tmp_path / "out")])
+    told = capsys.readouterr().out
+    assert "DOES NOT FIT" in told and "By the memory forecast this runs out of memory" in told.splitlines()[-1]
+    monkeypatch.setattr(build, "this_machine", lambda *arguments: replace(pretended, capacity=8e9))
+    main(["plan", *overrides(task, tiny_model, tmp_path / "out")])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("This can run.")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,13 @@ class Driver:
         command = [sys.executable, "-m", "tests.unit.cluster.driver_script", str(log_dir)]
         self.errors = (log_dir / "driver.err").open("w+")
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.errors, text=True, start_new_session=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, "HOME": str(log_dir)},
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            start_new_session=True,
         )
         words = self._line().split()
         assert words[:1] == ["run"], self.stderr()
@@ -108,9 +114,11 @@ def test_kill_9_of_the_raylet_is_told_as_such(driver: Driver) -> None:
     driver.wait_until_clean(20)
 
 
-def test_kill_9_of_the_driver(driver: Driver) -> None:
+def test_kill_9_of_the_driver(driver: Driver, tmp_path: Path) -> None:
+    """Nor a token of Ray's in the home folder, which later clusters would ask for."""
     driver.process.kill()
     driver.wait_until_clean(20)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix not in (".err", ".log")] == []
 
 
 @pytest.mark.slow

@@ -58,6 +58,8 @@ def test_error_names_everybody() -> None:
 
 def test_dead_process_has_its_own_type_and_ray_speech_is_cut() -> None:
     long = RuntimeError("The actor is dead because its worker process has died. Worker exit detail: SIGKILL\n  by x")
+    away = RuntimeError("The actor 8a is unavailable: The actor is temporarily unavailable: RPC error: Socket closed")
+    assert "its machine is gone or out of reach, or" in Failure.of_dead_process(0, "step", away).message
     failure = Failure.of_dead_process(0, "step", long)
     with pytest.raises(WorkerDied, match=r"its process died during step\(\): SIGKILL by x"):
         raise_for([failure], world_size=1, logs={0: ""}, tails={0: ""})

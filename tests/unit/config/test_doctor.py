@@ -61,6 +61,10 @@ def test_the_default_configuration_is_quiet():
           "lora_rank=600 with actor_rollout_ref.model.lora.merge=False and rollout.name=vllm"),
         ([f"{A}.checkpoint.save_contents=[model]", f"{A}.checkpoint.load_contents=[model,optimizer]",
           "trainer.save_freq=5"], r"asks for ['optimizer']"),
+        (["trainer.best_metric=val-core/a", "data.val_files=[v]", "trainer.test_freq=-1"], "no step is validated"),
+        (["trainer.best_metric=val-core/a", "data.val_files=[]", "trainer.test_freq=5"], "no step is validated"),
+        (["trainer.best_metric=val-core/a", "trainer.early_stop_patience=2", "data.val_files=[v]",
+          "trainer.test_freq=null"], "trainer.early_stop_patience=2 with trainer.test_freq=null"),
     ],
 )  # fmt: skip
 def test_impossible_combinations(overrides, message):

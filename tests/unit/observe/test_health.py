@@ -112,7 +112,7 @@ def test_a_rule_warns_once_when_it_begins_and_again_when_it_begins_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(step: int) -> Mapping[str, float]:
-        return {"reward/failure_fraction": 0.1} if step in (20, 21, 50) else {}
+        return {"reward/failure_fraction": 0.1, "reward/failures/timeout": 4.0} if step in (20, 21, 50) else {}
 
     (tmp_path / "samples" / "train").mkdir(parents=True)
     for step in (15, 20):
@@ -120,6 +120,7 @@ def test_a_rule_warns_once_when_it_begins_and_again_when_it_begins_again(
     assert watched(HealthWatch({}, tmp_path, None), failing, range(1, 61)) == []
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == 2 and all("health: failed rewards: more than 1%" in text for text in told)
+    assert "could not be computed (timeout: 4)" in told[0]
     assert "reward/failure_fraction=0.1 (threshold 0.01), at step(s) 20. Responses: " in told[0]
     assert "samples/train/000020.jsonl. What helps: repair the reward function" in told[0]
     caplog.clear()

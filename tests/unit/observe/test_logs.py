@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
 from pathlib import Path
@@ -40,6 +41,17 @@ def test_setting_up_twice_does_not_double_lines_and_the_file_is_continued(tmp_pa
     logging.getLogger("verl_like").info("two")
     assert "two" not in first.getvalue() and second.getvalue().count("two") == 1
     assert re.findall(r"one|two", (tmp_path / "verl_like.log").read_text()) == ["one", "two"]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_name_that_is_no_utf8_loses_no_line(as_json: bool, tmp_path: Path) -> None:
+    setup_driver_logging(tmp_path, console=Console(file=io.StringIO()), as_json=as_json)
+    logging.getLogger("verl_like").info("it is \udcff, a\u2028b\nand more")
+    (line, *more) = (tmp_path / "verl_like.log").read_bytes().decode().rstrip("\n").split("\n")
+    if as_json:
+        assert json.loads(line)["message"] == "it is \udcff, a\u2028b\nand more" and not more
+    else:
+        assert "it is \\udcff" in line
 
 
 def test_lines_do_not_reach_the_root_logger_that_hydra_configures(tmp_path: Path) -> None:

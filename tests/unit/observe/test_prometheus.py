@@ -13,7 +13,7 @@ from tests.listeners import listening
 from verl_like import gauges
 from verl_like.config import TrainerConfig
 from verl_like.observe.prometheus import PrometheusTracker
-from verl_like.observe.trackers import build_trackers
+from verl_like.observe.trackers import build_trackers, check_trackers
 
 
 class Pool:
@@ -48,7 +48,7 @@ def test_the_newest_values_are_served_on_this_machine_alone(tmp_path: Path) -> N
             assert "calls_waiting{" in (text := answer.read().decode()) and " 3.0" in text
         taken = TrainerConfig(prometheus_port=int(prometheus.address.split(":")[2].split("/")[0]))
         with pytest.raises(ValueError, match=r"trainer.prometheus_port=\d+ at .*choose another port"):
-            PrometheusTracker(taken, "")
+            check_trackers(taken)  # before the run's processes start
     finally:
         trackers.finish()
     with pytest.raises(OSError):

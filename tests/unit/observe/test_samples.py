@@ -74,6 +74,12 @@ def test_json_takes_what_reward_functions_return() -> None:
     }  # fmt: skip
 
 
+def test_json_of_half_a_surrogate_pair_can_be_written() -> None:
+    """A grader reads one out of a response with json.loads, say; a file's encoding would refuse it."""
+    line = to_json({"pred": json.loads('"\\ud83d"'), "text": "中"})
+    assert json.loads(line.encode()) == {"pred": "\ud83d", "text": "中"} and "中" in line
+
+
 def test_the_same_prompts_are_picked_whatever_the_order_and_the_step() -> None:
     samples: list[Sample] = [{"input": f"prompt {i:02d}", "output": str(i)} for i in range(50)]
     picked = pick_samples(samples, 4)

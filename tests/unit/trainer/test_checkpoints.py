@@ -300,12 +300,12 @@ def test_a_checkpoint_whose_upload_failed_is_not_rotated_away(
     """It is tried again with the next one, after that one's rotation; at the end of the run it is there, or told."""
     url, real, tries, rotated = f"memory://{uuid.uuid4().hex}", RemoteFolder.upload, [], threading.Event()
 
-    def upload(self: RemoteFolder, folder: Path) -> None:
+    def upload(self: RemoteFolder, folder: Path, *whose: Any, **more: Any) -> None:
         tries.append(folder.name)
         if len(tries) <= 3 or not recovers:
             raise ValueError("no network")
         rotated.wait(10)
-        real(self, folder)
+        real(self, folder, *whose, **more)
 
     monkeypatch.setattr(RemoteFolder, "upload", upload)
     monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
@@ -320,6 +320,44 @@ def test_a_checkpoint_whose_upload_failed_is_not_rotated_away(
         assert (there.download("global_step_1", tmp_path / "back") / "actor" / "model" / "shard").read_text() == "1"
     else:
         assert f"not uploaded: {tmp_path}/global_step_1, {tmp_path}/global_step_2" in caplog.text
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_only_a_checkpoint_that_is_on_remote_storage_is_deleted_after_it_was_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, there: bool
+) -> None:
+    url, here = f"memory://{uuid.uuid4().hex}", tmp_path / "here"
+    run = Run(here, default_hdfs_dir=url)
+    run.step(save=True)
+    run.checkpoints.close()
+    assert RemoteFolder(url, "k").steps() == [1]
+    if not there:  # its upload was cut, or another run's is there
+        storage = RemoteFolder(url, "k")
+        storage._fs.rm_file(f"{storage._root}/global_step_1/{remote.MARKER}")
+    again = Run(here, resume=here / "global_step_1", default_hdfs_dir=url, del_local_ckpt_after_load=True)
+    assert again.actor.weight == 1 and (here / "global_step_1").exists() != there
+    assert ("is loaded, and deleted here" in caplog.text) == there
+    assert (f"global_step_1 stays, as {url} has it not" in caplog.text) != there
+
+
+def test_two_runs_in_one_remote_folder_do_not_write_over_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They began at the same time; one that goes back behind a step on purpose makes that step again."""
+    monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
+    url = f"memory://{uuid.uuid4().hex}"
+    runs = [Run(tmp_path / name, default_hdfs_dir=url) for name in "ab"]
+    for run in runs:
+        run.step(save=True)
+        run.checkpoints.close()
+    assert f"not uploaded: {tmp_path}/b/global_step_1" in caplog.text and "of another run (" in caplog.text
+    marker = RemoteFolder(url, "k").read(f"global_step_1/{remote.MARKER}")
+    assert marker is not None and json.loads(marker)["run"] == runs[0].checkpoints._run
+    caplog.clear()
+    back = Run(tmp_path / "c", default_hdfs_dir=url, resume_mode="resume_path")
+    back.step(save=True)
+    back.checkpoints.close()
+    assert "not uploaded" not in caplog.text
 
 
 def test_the_best_goes_only_when_a_better_one_is_whole(tmp_path: Path) -> None:

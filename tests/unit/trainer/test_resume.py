@@ -207,6 +207,8 @@ def test_only_this_runs_checkpoints_are_fetched(tmp_path: Path, caplog: pytest.L
     there._fs.rm(f"{there._root}/global_step_20", recursive=True)
     fetch_resume(settings)
     assert layout.find_latest(here) == here / "global_step_100"
+    with pytest.raises(ValueError, match=r"of another run, up to step 100, which a fresh start .* name another folder"):
+        fetch_resume(config_of(here, trainer__default_hdfs_dir=url, trainer__resume_mode="disable").trainer)
 
 
 def test_a_run_keeps_its_name_when_it_goes_on(tmp_path: Path) -> None:
@@ -216,6 +218,16 @@ def test_a_run_keeps_its_name_when_it_goes_on(tmp_path: Path) -> None:
     by_path = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(path)}
     assert run_of(path, config_of(tmp_path).trainer) == "vl1"
     assert run_of(path, config_of(tmp_path, **by_path).trainer) != "vl1" != run_of(None, config_of(tmp_path).trainer)
+
+
+def test_a_damaged_configuration_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    folder = layout.prepare_step_dir(tmp_path, 5)
+    (folder / "actor").mkdir()
+    layout.write_trainer_state(folder, {})
+    (folder / "config.yaml").write_text("trainer: !!python/object/apply:os.system ['true']")
+    layout.commit(folder)
+    with pytest.raises(ValueError, match=r"global_step_5/config.yaml is damaged: could not determine a constructor"):
+        find_resume(config_of(tmp_path))
 
 
 def test_another_number_of_processes_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""Which difference of two recorded steps is told, and under which phase."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from verl_like.trainer.recording import Recorded
+from verl_like.trainer.replaying import Difference, _of_metrics, _of_step
+
+
+def recorded(weights: dict[str, dict[str, int]], **columns: Any) -> Recorded:
+    return Recorded(
+        columns={key.replace("__", "."): value for key, value in columns.items()}, facts={"weights": weights}
+    )
+
+
+def differing(first: Recorded, second: Recorded) -> list[Difference]:
+    return [each for each in _of_step(1, first, second, 0.0) if not each.same]
+
+
+def test_what_only_the_second_run_has_is_told_in_the_order_of_a_step() -> None:
+    one, other = torch.ones(2), torch.zeros(2)
+    plain = recorded({"actor": {"w": 1}}, rollouts__x_B=one, experience__advantages_T=one)
+    with_reference = recorded(
+        {"actor": {"w": 1}}, rollouts__x_B=one, evaluated__ref_log_probs_T=one, experience__advantages_T=other
+    )
+    for pair in ((plain, with_reference), (with_reference, plain)):
+        assert [each.phase for each in differing(*pair)] == ["evaluated", "experience"]
+    first = differing(plain, with_reference)[0]
+    assert (first.where, first.first, first.second) == ("ref_log_probs_T", "not there", "2 entries")
+
+
+def test_roles_and_tensors_that_one_run_has_alone_differ() -> None:
+    actor = {"actor": {"w": 1}}
+    critic = {**actor, "critic": {"v": 2}}
+    for pair in ((actor, critic), (critic, actor)):
+        (found,) = differing(*map(recorded, pair))
+        assert (
+            found.phase == "weights"
+            and found.where.startswith("critic: v")
+            and "not there"
+            in (
+                found.first,
+                found.second,
+            )
+        )
+    (found,) = differing(recorded(actor), recorded({"actor": {"w": 1, "lora": 3}}))
+    assert found.where.startswith("actor: lora")
+
+
+def test_a_number_that_is_none_is_another_than_one_that_is() -> None:
+    """metrics.jsonl has null for it; a step made again has the number itself."""
+    spoilt, well = {"actor/grad_norm": None, "actor/lr": 1.0}, {"actor/grad_norm": 0.5, "actor/lr": 1.0}
+    for pair in ((spoilt, well), (well, spoilt)):
+        assert [each.where for each in _of_metrics(1, *pair, 1e-4) if not each.same] == ["actor/grad_norm"]
+    for again in (math.nan, math.inf):
+        assert all(each.same for each in _of_metrics(1, spoilt, {"actor/grad_norm": again, "actor/lr": 1.0}, 1e-4))
