@@ -334,6 +334,7 @@ class FSDPEngine:
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 with microbatch.told(part):
                     metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
+            self._rescue.agree()
             self.sharding.reshard()  # first: the shards hold the gradients, also where weights were kept gathered
             self.sharding.complete_gradients()
             self._loss_scale.undo(self.sharding.parameters())
@@ -379,20 +380,20 @@ class FSDPEngine:
             with nullcontext() if self._activations is None else self._activations.active():
                 outputs = self._answers(rows, loss_fn.wants, temperature, other)
             self._rescue.model_done()
-            if rows is None:
-                loss, metrics = _zero_loss(outputs), {}
-            else:
-                loss, metrics = self._loss(loss_fn, outputs, rows, denominators)
+            loss, metrics = self._loss(loss_fn, outputs, rows, denominators)
             if not loss.requires_grad:  # it selected no token: the collectives of backward must run all the same
                 loss = loss + _zero_loss(outputs)
-        with self._rescue.backward():
-            self._loss_scale.of(loss).backward()
+            graph = [self._loss_scale.of(loss)]
+            del outputs, loss
+        self._rescue.backward(graph)
         return self._counted_once(metrics)
 
     def _loss(
-        self, loss_fn: LossFn, outputs: dict[str, Tensor], rows: Experience, denominators: Denominators
+        self, loss_fn: LossFn, outputs: dict[str, Tensor], rows: Experience | None, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """The objective of one micro-batch, for which everything is padded."""
+        """The objective of one micro-batch, for which everything is padded; zero without rows."""
+        if rows is None:
+            return _zero_loss(outputs), {}
         rows = rows.to(self.device).with_forms()
         return loss_fn({name: rows.padded(values_T) for name, values_T in outputs.items()}, rows, denominators)
 

@@ -1,19 +1,25 @@
 """Out of memory in a micro-batch: all ranks agree, the pass begins again with smaller ones, and these stay.
 
 What a rank computes is cut smaller; denominators belong to the mini-batch, so loss and gradient stay what they were.
-A micro-batch is a row of collectives (the gathers of FSDP's units), and a rank that leaves it alone would leave the
-others waiting. What can be rescued, therefore:
+A micro-batch is a row of collectives (the gathers and reductions of FSDP's units), and a rank that leaves it alone
+would leave the others waiting. What can be rescued, therefore:
 
     where memory runs out                     one rank    several ranks
     forward pass                              yes         yes: the rank still takes part in the gathers that it has not
                                                           reached, then a flag is reduced over all ranks
-    forward pass with Ulysses, tensor         yes         no: other collectives run inside
-    parallelism or full_kl
     loss                                      yes         yes
-    backward pass                             yes         no: gathers and reductions alternate there. The rank's error
-                                                          ends the run, and names the key to lower
+    backward pass                             yes         yes: the rank still takes part in the gathers and reductions
+                                                          that it has not reached, with zeros for gradients. The flag
+                                                          is that of the next forward pass; behind the last backward
+                                                          pass there is one of its own
+    both, with Ulysses, tensor parallelism,   yes         no: other collectives run inside. The rank's error ends the
+    full_kl or images                                     run, and names the key to lower
+    units inside of units                     yes         no: their order is another
+    backward pass with units smaller than a   yes         no: what is computed again gathers them in an order of its
+    block, or with fsdp_size=1                            own; a reduction between whole models is FSDP's alone
 
-It needs FSDP2 and torch's `reset_iter_state` (2.13); without them the error goes on as it is.
+It needs FSDP2 and names of torch 2.13 (parallel/broken_pass.py); without them the error goes on as it is, as does one
+in the optimizer's step.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from verl_like.batch import Metric, Sequences
 from verl_like.config.batch_plan import MicroBatchRule
@@ -38,6 +45,13 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+_NOT_RESCUED = (
+    "It was the backward pass: the other ranks wait for this one, and nothing can be repeated. Go on from the last "
+    "checkpoint with a smaller actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu; the "
+    "critic has its own)"
+)
+
+
 class OutOfMemory(Exception):
     """A pass ran out of memory, and every rank knows."""
 
@@ -47,7 +61,8 @@ class Rescue:
 
     def __init__(self, sharding: Sharding, *, alone: bool) -> None:
         self._sharding, self._alone = sharding, alone
-        self._may_join = False  # this rank could do what is left of the collectives in this forward pass
+        self._gathers_alone = self._in_model = False  # of the forward pass under way
+        self._failed = False  # in a backward pass, of which the other ranks know nothing yet
         self._most: dict[str, int] = {}  # by kind of pass: tokens, or sequences, of a micro-batch
         self._count = 0
 
@@ -69,46 +84,60 @@ class Rescue:
 
     @contextmanager
     def forward(self, *, gathers_alone: bool) -> Iterator[None]:
-        """One micro-batch up to its loss. OutOfMemory on all ranks where it fails on any (collective).
+        """One micro-batch up to its loss. OutOfMemory on all ranks where it, or the backward pass before it, fails on
+        any (collective). After a failed backward pass nothing inside runs.
 
         gathers_alone: the model's own gathers are its only collectives; else call `model_done` behind the others.
         """
-        failed, self._may_join = False, gathers_alone or self._alone
+        self._gathers_alone, self._in_model = gathers_alone, True
         self._sharding.forward_begins()
-        try:
-            yield
-        except Exception as error:
-            if not (is_out_of_memory(error) and self._may_join and self._sharding.recovers):
-                raise
-            log.warning("out of memory: %s", str(error).splitlines()[0])
-            traceback.clear_frames(error.__traceback__)
-            failed = True
-        if failed and not self._alone:
+        failed, self._failed = self._failed, False
+        if not failed:
+            try:
+                yield
+            except Exception as error:
+                joins = self._alone or not self._in_model or (gathers_alone and self._sharding.gathers_the_rest)
+                if not (is_out_of_memory(error) and self._sharding.recovers and joins):
+                    raise
+                _note(error)
+                failed = True
+        if failed and self._in_model and not self._alone:
             gc.collect()
             self._sharding.gather_the_rest()
         if failed if self._alone else all_reduce_max(int(failed)):
-            raise OutOfMemory("a micro-batch's forward pass")
+            raise OutOfMemory("a micro-batch's forward pass, or the backward pass before it")
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """The backward pass of one micro-batch. OutOfMemory for one rank alone, of several the rank's own error."""
-        failed = False
+    def backward(self, graph: list[Tensor]) -> None:
+        """The backward pass of one micro-batch. graph: its loss, taken out where memory runs out, so that nobody else
+        should hold what it was computed from.
+
+        A rank alone then raises OutOfMemory. One of several still does what the others wait for: the next `forward`, or
+        `agree`, raises on all. The rank's own error, where that cannot be done.
+        """
         try:
-            yield
+            graph[0].backward()
+            return
         except Exception as error:
-            if not is_out_of_memory(error) or not self._sharding.recovers:
+            if not (is_out_of_memory(error) and self._sharding.recovers):
                 raise
-            if not self._alone:
-                error.add_note(
-                    "It was the backward pass: the other ranks wait for this one, and nothing can be repeated. Go on "
-                    "from the last checkpoint with a smaller actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or "
-                    "ppo_micro_batch_size_per_gpu; the critic has its own)"
-                )
+            if not (self._alone or (self._gathers_alone and self._sharding.reduces_the_rest)):
+                error.add_note(_NOT_RESCUED)
                 raise
-            traceback.clear_frames(error.__traceback__)
-            failed = True
-        if failed:
+            _note(error)
+        if self._alone:
             raise OutOfMemory("a micro-batch's backward pass")
+        try:
+            self._sharding.reduce_the_rest(graph)
+        except Exception as error:
+            error.add_note(_NOT_RESCUED)
+            raise
+        self._failed = True
+
+    def agree(self) -> None:
+        """Behind the last backward pass: OutOfMemory on all ranks where one failed on any (collective)."""
+        failed, self._failed = self._failed, False
+        if self._sharding.reduces_the_rest and not self._alone and all_reduce_max(int(failed)):
+            raise OutOfMemory("the last micro-batch's backward pass")
 
     def metrics(self) -> dict[str, Metric]:
         """perf/out_of_memory, once it happened: how often in this run; perf/lowered_micro_batch: their size since."""
@@ -121,7 +150,7 @@ class Rescue:
 
     def model_done(self) -> None:
         """This forward pass has no collective left."""
-        self._may_join = True
+        self._in_model = False
 
     def _lowered(self, kind: str, rule: MicroBatchRule) -> MicroBatchRule:
         most = self._most.get(kind)
@@ -149,3 +178,9 @@ class Rescue:
             "of the run; the gradient is the same",
             *(kind, self._most[kind], unit, size),
         )
+
+
+def _note(error: Exception) -> None:
+    """Say it, and let go of the tensors in the error's frames, which hold the graph."""
+    log.warning("out of memory: %s", (str(error).splitlines() or [type(error).__name__])[0])
+    traceback.clear_frames(error.__traceback__)

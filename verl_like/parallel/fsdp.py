@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from verl_like.parallel import broken_pass
 from verl_like.parallel.checksum import Slice, as_matrix
 from verl_like.parallel.materialize import Materializer
 from verl_like.parallel.sharding import build_mesh, build_tensor_mesh, fill_devices, local_tensor, named_states, release
@@ -87,8 +88,16 @@ class FSDP2Sharding:
             self._splitter.check_complete()
         weights.fill(model)
         fully_shard(model, mesh=self._mesh, **shared, reshard_after_forward=False)
-        self.recovers = hasattr(FSDPModule, "reset_iter_state")  # torch 2.13
         self._units: list[nn.Module] = [model, *layers]
+        self.recovers = broken_pass.is_possible(self._units)
+        self.gathers_the_rest = self.recovers and not _holds_any(layers, layers)  # the order of nested ones is another
+        self.reduces_the_rest = (
+            self.gathers_the_rest
+            and self._layer_mesh["shard"].size() > 1  # else FSDP2 reduces between replicas alone, which is not noted
+            and not _holds_any(_blocks(model), layers)  # a block that is computed again gathers its parts in between
+        )
+        if self.reduces_the_rest:
+            broken_pass.note_reductions(self._units)
         self._reached: list[nn.Module] | None = None  # of the forward pass under way; None outside one
         for unit in self._units:  # behind FSDP's own hooks: the unit is gathered when these run
             unit.register_forward_pre_hook(self._note_reached)
@@ -111,6 +120,8 @@ class FSDP2Sharding:
     def forward_begins(self) -> None:
         """See Sharding."""
         self._reached = []
+        if self.reduces_the_rest:
+            broken_pass.begin(self._units)
 
     def gather_the_rest(self) -> None:
         """See Sharding. Units are gathered in the order of the forward pass, each once."""
@@ -120,14 +131,16 @@ class FSDP2Sharding:
             unit.unshard()
             unit.reshard()
 
+    def reduce_the_rest(self, graph: list[Tensor]) -> None:
+        """See Sharding."""
+        broken_pass.complete(self._units, graph)
+
     def recover(self) -> None:
         """See Sharding."""
         assert isinstance(self.root, FSDPModule)
         self.root.reset_iter_state()
         self.reshard()
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule):
-                _drop_unsharded_gradients(module)
+        broken_pass.drop_unsharded_gradients(self._units)
         self.drop_gradients()
 
     def reshard(self) -> None:
@@ -251,13 +264,15 @@ class FSDP2Sharding:
         """Nothing left to do: `optimizer_state` gives the states themselves."""
 
 
-def _drop_unsharded_gradients(module: FSDPModule) -> None:
-    """Those that micro-batches without a reduction have added up: torch's own reset leaves them."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    for parameter in () if group is None else group.fsdp_params:
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """What stands in the model's lists of modules: its layers, and maybe parts of them."""
+    return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+
+
+def _holds_any(outer: Sequence[nn.Module], units: Sequence[nn.Module]) -> bool:
+    """Whether one of `units` is a part of one of `outer`."""
+    parts = {id(part) for module in outer for part in module.modules() if part is not module}
+    return any(id(unit) in parts for unit in units)
 
 
 def _placed(local: Tensor, shape: torch.Size, starts: list[int]) -> Slice:

@@ -55,7 +55,7 @@ class FSDP1Sharding:
         mesh = build_mesh(device, fsdp.fsdp_size)
         sharded = mesh["shard"].size() > 1
         self.shard_index = mesh.get_local_rank("shard")
-        self.recovers = False
+        self.recovers = self.gathers_the_rest = self.reduces_the_rest = False
         self.reduces_once = not sharded  # FSDP1 then reduces the accumulated gradient, earlier sums included
         self._shard_group = mesh.get_group("shard") if sharded else None
         if not sharded:  # every rank holds the whole model: FSDP1 has a strategy of its own for that, on one axis
@@ -93,6 +93,10 @@ class FSDP1Sharding:
         """Nothing is noted: `recovers` is False."""
 
     def gather_the_rest(self) -> None:
+        """See Sharding."""
+        raise NotImplementedError("strategy=fsdp cannot complete a pass that broke off: use fsdp2")
+
+    def reduce_the_rest(self, graph: list[Tensor]) -> None:
         """See Sharding."""
         raise NotImplementedError("strategy=fsdp cannot complete a pass that broke off: use fsdp2")
 

@@ -34,7 +34,11 @@ class Sharding(Protocol):
     """Weights can be gathered and states read while `move_params` has them in host memory."""
 
     recovers: bool
-    """A pass that broke off can be forgotten (`recover`), and on one of several ranks completed (`gather_the_rest`)."""
+    """A pass that broke off can be forgotten (`recover`)."""
+    gathers_the_rest: bool
+    """A forward pass that broke off on one of several ranks can be completed (`gather_the_rest`)."""
+    reduces_the_rest: bool
+    """A backward pass that broke off on one of several ranks can be completed (`reduce_the_rest`)."""
 
     def forward_begins(self) -> None:
         """The root's next call is a pass of its own."""
@@ -42,6 +46,11 @@ class Sharding(Protocol):
 
     def gather_the_rest(self) -> None:
         """Take part in the gathers of a forward pass that this rank has broken off and others go on with."""
+        ...
+
+    def reduce_the_rest(self, graph: list[Tensor]) -> None:
+        """Take part in the gathers and reductions of a backward pass that this rank has broken off and others go on
+        with; its gradients are worthless then. graph: the loss, which is taken out to free what it came from."""
         ...
 
     def recover(self) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine import tiny
+from tests.unit.engine import broken_passes, tiny
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.parallel.host_memory import is_out_of_memory
@@ -136,26 +137,49 @@ def test_what_counts_as_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("shapes")) and not is_out_of_memory(ValueError("not enough memory"))
 
 
-def on_two_ranks(process: ProcessInfo, path: str) -> tuple[Any, list[Any], str]:
-    """(without a fault, with one on rank 1 at each place, what rank 1's error in the backward pass says)."""
+def on_two_ranks(process: ProcessInfo, path: str) -> tuple[Any, list[Any], dict[str, Any]]:
+    """(without a fault, with one in rank 1's forward pass or loss, with those of `broken_passes.CASES`)."""
     rows, found = list(range(24))[process.rank :: 2], []
     plain = step(tiny.build_engine(process, path), tiny.PolicyLoss(), rows)
-    for where in ("first", "last", "loss", "backward"):
+    for where in ("first", "last", "loss"):
         engine = tiny.build_engine(process, path)
         loss = plant(engine, where) if process.rank == 1 else tiny.PolicyLoss()
-        try:
-            found.append(step(engine, loss, rows))
-        except RuntimeError as error:  # of rank 0: rank 1 has gone
-            return plain, found, " ".join([str(error), *getattr(error, "__notes__", [])])
-    return plain, found, ""
+        found.append(step(engine, loss, rows))
+    return plain, found, broken_passes.run_cases(process, path, broken_passes.CASES)
 
 
 def test_one_of_two_ranks(tmp_path: Path) -> None:
-    """Rank 1 runs out of memory in its first layer, its last, its loss: both ranks repeat, and hold the same weights.
-    In its backward pass: it says so, and the other rank ends too."""
-    ranks = tiny.spawn_ranks(2, on_two_ranks, tmp_path, tiny.model_folder(tmp_path))
-    for plain, cases, _ in ranks:
-        assert len(cases) == 3
-        for rescued in cases:
+    """Rank 1 runs out of memory in its first layer, its last, its loss; one rank or both in a backward pass: both
+    repeat, and hold the same weights, or gradients."""
+    path = tiny.model_folder(tmp_path, num_hidden_layers=broken_passes.NUM_LAYERS)
+    ranks = tiny.spawn_ranks(2, on_two_ranks, tmp_path, path)
+    for plain, forward, _ in ranks:
+        for rescued in forward:
             check(plain, rescued)
-    assert "It was the backward pass: the other ranks wait" in ranks[1][2] and ranks[0][2]
+    broken_passes.check(broken_passes.CASES, [backward for _, _, backward in ranks])
+
+
+@pytest.mark.slow
+def test_all_breaks(tmp_path: Path) -> None:
+    """Backward passes at each place, with each kind of sharding and recomputation."""
+    path, cases = tiny.model_folder(tmp_path, num_hidden_layers=broken_passes.NUM_LAYERS), broken_passes.all_cases()
+    broken_passes.check(cases, tiny.spawn_ranks(2, broken_passes.run_cases, tmp_path, path, cases))
+
+
+def not_rescued(process: ProcessInfo, path: str) -> str:
+    """What the error of rank 1 says where units are parts of layers."""
+    by_class = FSDPConfig(wrap_policy=WrapPolicyConfig(transformer_layer_cls_to_wrap=["Qwen2MLP"]))
+    engine = tiny.build_engine(process, path, fsdp=by_class)
+    assert engine.sharding.gathers_the_rest and not engine.sharding.reduces_the_rest
+    loss = plant(engine, "backward") if process.rank == 1 else tiny.PolicyLoss()
+    try:
+        step(engine, loss, list(range(24))[process.rank :: 2])
+    except RuntimeError as error:  # of rank 0: rank 1 has gone
+        return " ".join([str(error), *getattr(error, "__notes__", [])])
+    return ""
+
+
+@pytest.mark.slow
+def test_what_is_not_rescued_ends_both_ranks(tmp_path: Path) -> None:
+    told = tiny.spawn_ranks(2, not_rescued, tmp_path, tiny.model_folder(tmp_path))
+    assert "It was the backward pass: the other ranks wait" in told[1] and told[0]
