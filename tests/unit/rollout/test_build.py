@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.rollout.tiny import tiny_config
@@ -25,7 +27,7 @@ KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         ("sglang", "cpu", 6, 3, 6, r"=6 does not divide the model's 3 key-value heads: .*; use one of \[1, 3\]"),
     ],
 )
-def test_heads_that_ranks_cannot_share(name: str, device: str, heads: int, kept: int, size: int, message: str) -> None:
+def test_heads_that_ranks_cannot_share(name: Any, device: str, heads: int, kept: int, size: int, message: str) -> None:
     config = tiny_config(num_attention_heads=heads, num_key_value_heads=kept)
     rollout = RolloutConfig(name=name, tensor_model_parallel_size=size)
     if not message:
