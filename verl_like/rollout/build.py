@@ -87,7 +87,6 @@ def build_rollout_engine(
             "8-bit floats, and what vLLM packs instead cannot be proved; set quantization=null (Ada and Hopper have)"
         )
     dtype = rollout_dtype(rollout, process.device)
-    vocab_size = hf_config.get_text_config().vocab_size
     if rollout.name == "vllm":
         from verl_like.rollout.vllm import VLLMRolloutEngine
 
@@ -98,7 +97,7 @@ def build_rollout_engine(
             vision=processor_of(model, hf_config),
             dtype=dtype,
             tokenizer_size=tokenizer_size,
-            vocab_size=vocab_size,
+            vocab_size=hf_config.get_text_config().vocab_size,
             max_model_len=max_model_len,
             seed=seed,
             run_id=run_id,
