@@ -34,7 +34,8 @@ REQUEST = GenerationRequest(request_id="r", prompt_ids=[1], sampling=SamplingPar
 class Engine:
     """What RemoteEngine asks of one, without a model: no request ever ends."""
 
-    dtype, tokenizer_size, max_model_len, keeps_adapters, sees = torch.float32, 10, 20, False, False
+    dtype, tokenizer_size, vocab_size, max_model_len = torch.float32, 10, 10, 20
+    keeps_adapters, sees = False, False
 
     def load_weights(self, stream: object, version: int, *, partial: bool) -> None:
         assert list(stream) == []  # type: ignore[call-overload]

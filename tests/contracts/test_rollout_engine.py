@@ -24,6 +24,7 @@ from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.rollout.tiny import (
     MAX_LEN,
     TOKENIZER_SIZE,
+    VOCAB,
     build,
     log_probs,
     single_process,
@@ -574,6 +575,30 @@ def test_a_second_turn_takes_the_first_from_the_cache(engine: RolloutEngine) -> 
 def test_a_request_that_does_not_fit_is_refused(engine: RolloutEngine) -> None:
     with pytest.raises(ValueError, match="max_model_len=128"):
         engine.generate(requests(1, SamplingParams(max_tokens=MAX_LEN)))
+
+
+NO_REQUESTS = {
+    "no prompt": {"prompt_ids": []},
+    "token ids from 1 to 80, where the model has 0 to 79": {"prompt_ids": [1, VOCAB, 2]},
+    "token ids from -1 to 2": {"prompt_ids": [2, -1]},
+    "resume: token ids from 80 to 80": {"resume": Sampled.of([VOCAB], [-1.0], 1)},
+    "bad_words: token ids from 7 to 99": {"sampling": SamplingParams(max_tokens=4, bad_words=((7, 99),))},
+    "must not be empty": {"sampling": SamplingParams(max_tokens=4, bad_words=((),))},
+    "must not be empty texts": {"sampling": SamplingParams(max_tokens=4, stop=("",))},
+    "or negative ids": {"sampling": SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=(-1,))},
+}
+
+
+@pytest.mark.parametrize("message", NO_REQUESTS)
+def test_a_request_that_would_break_a_step_is_refused_alone(engine: RolloutEngine, message: str) -> None:
+    bad = dataclasses.replace(requests(1)[0], request_id="bad", **NO_REQUESTS[message])
+    with opened(engine):
+        good = engine.submit(requests(1)[0])
+        with pytest.raises(ValueError, match=message):
+            engine.submit(bad)
+        assert good.result(60).token_ids
+    with pytest.raises(ValueError, match="a sequence to score: token ids from 1 to 80"):
+        engine.score([[1, VOCAB]])
 
 
 def test_a_request_that_the_engine_refuses_fails_alone(engine: RolloutEngine) -> None:

@@ -32,6 +32,7 @@ class EngineBase:
         *,
         dtype: torch.dtype,
         tokenizer_size: int,
+        vocab_size: int,
         max_model_len: int,
         seed: int,
         keeps_adapters: bool = False,
@@ -41,6 +42,7 @@ class EngineBase:
     ) -> None:
         self.dtype = dtype
         self.tokenizer_size = tokenizer_size
+        self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.keeps_adapters = keeps_adapters
         self._reads_text = reads_text  # it has a tokenizer
@@ -74,7 +76,9 @@ class EngineBase:
     def _check(self, request: GenerationRequest) -> None:
         what, sampling = f"request {request.request_id}", request.sampling
         room = self.max_model_len - len(request.prompt_ids)
-        if not request.prompt_ids or sampling.max_tokens > room:
+        if not request.prompt_ids:
+            raise ValueError(f"{what} has no prompt: at least one token is needed to sample from")
+        if sampling.max_tokens > room:
             raise ValueError(
                 f"{what}: prompt of {len(request.prompt_ids)} tokens + max_tokens={sampling.max_tokens} does not fit "
                 f"rollout.max_model_len={self.max_model_len}"
@@ -84,6 +88,15 @@ class EngineBase:
                 f"{what}: {len(request.resume)} tokens to resume from leave nothing to sample of max_tokens="
                 f"{sampling.max_tokens}"
             )
+        self._check_ids(what, request.prompt_ids)
+        self._check_ids(f"{what}, resume", request.resume.token_ids.tolist())
+        for word in sampling.bad_words:
+            self._check_ids(f"{what}, bad_words", word)
+        if not all(sampling.bad_words) or not all(sampling.stop) or min(sampling.stop_token_ids, default=0) < 0:
+            raise ValueError(
+                f"{what}: bad_words={list(sampling.bad_words)}, stop={list(sampling.stop)} and stop_token_ids="
+                f"{list(sampling.stop_token_ids)} must not be empty texts or negative ids"
+            )
         if request.media and not self.sees:
             raise ValueError(f"{what} has images, but the model of this engine reads text only")
         if self._vision is not None:
@@ -92,6 +105,14 @@ class EngineBase:
             raise ValueError(
                 f"{what}: stop={list(sampling.stop)} needs the tokenizer, which the engine loads when rollout.stop is "
                 "set"
+            )
+
+    def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
+        """One id that the model lacks would end the step, and with it the engine."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            raise ValueError(
+                f"{what}: token ids from {min(token_ids)} to {max(token_ids)}, where the model has 0 to "
+                f"{self.vocab_size - 1}"
             )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -129,6 +150,8 @@ class EngineBase:
         too_long = [len(s) for s in sequences if not 2 <= len(s) < self.max_model_len]
         if too_long:
             raise ValueError(f"sequences to score need 2 to {self.max_model_len - 1} tokens, but have {too_long}")
+        for sequence in sequences:
+            self._check_ids("a sequence to score", sequence)
         with preserve_rng(), self._exclusive():
             return self._score(sequences)
 

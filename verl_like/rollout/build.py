@@ -31,6 +31,28 @@ def require_quantization(rollout: RolloutConfig, device_type: str) -> None:
         )
 
 
+def require_heads(rollout: RolloutConfig, hf_config: PretrainedConfig, device_type: str) -> None:
+    """ValueError where the ranks of a replica cannot share the model's heads, or not so that a sync can be proved."""
+    size, text = rollout.tensor_model_parallel_size, hf_config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if size == 1 or not isinstance(heads, int):
+        return
+    kept = getattr(text, "num_key_value_heads", None) or heads
+    problem, sizes = "", [n for n in range(1, heads + 1) if heads % n == 0 and (kept % n == 0 or n % kept == 0)]
+    if heads % size:
+        problem = f"does not divide the model's {heads} attention heads"
+    elif kept % size and size % kept:
+        problem = f"neither divides the model's {kept} key-value heads nor is a multiple of them"
+    elif kept % size and rollout.name == "sglang" and device_type == "cpu":
+        sizes = [n for n in sizes if kept % n == 0]
+        problem = (
+            f"does not divide the model's {kept} key-value heads: SGLang on a CPU fills up heads with zeros, and what "
+            "its ranks hold cannot be proved"
+        )
+    if problem:
+        raise ValueError(f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} {problem}; use one of {sizes}")
+
+
 def build_rollout_engine(
     rollout: RolloutConfig,
     model: ModelConfig,
@@ -58,13 +80,13 @@ def build_rollout_engine(
             f"rollout.tensor_model_parallel_size={tp} does not divide the {process.world_size} processes of the run"
         )
     require_quantization(rollout, process.device.type)
+    require_heads(rollout, hf_config, process.device.type)
     if rollout.quantization == "fp8" and torch.cuda.get_device_capability(process.device) < (8, 9):
         raise ValueError(
             f"actor_rollout_ref.rollout.quantization=fp8 on {torch.cuda.get_device_name(process.device)}: it has no "
             "8-bit floats, and what vLLM packs instead cannot be proved; set quantization=null (Ada and Hopper have)"
         )
     dtype = rollout_dtype(rollout, process.device)
-    vocab_size = hf_config.get_text_config().vocab_size
     if rollout.name == "vllm":
         from verl_like.rollout.vllm import VLLMRolloutEngine
 
@@ -75,7 +97,7 @@ def build_rollout_engine(
             vision=processor_of(model, hf_config),
             dtype=dtype,
             tokenizer_size=tokenizer_size,
-            vocab_size=vocab_size,
+            vocab_size=hf_config.get_text_config().vocab_size,
             max_model_len=max_model_len,
             seed=seed,
             run_id=run_id,

@@ -197,7 +197,9 @@ class FakeTimeRollout(SteppedRolloutEngine):
 
     def __init__(self, fake: FakeTimeEngine, *, lockstep: Lockstep | None = None) -> None:
         length = fake.max_model_len
-        super().__init__(dtype=torch.float32, tokenizer_size=VOCAB_SIZE, max_model_len=length, seed=0)
+        super().__init__(
+            dtype=torch.float32, tokenizer_size=VOCAB_SIZE, vocab_size=VOCAB_SIZE, max_model_len=length, seed=0
+        )
         self.fake = fake
         if fake.weight_version is not None:
             self._in_memory, self._unloaded = HeldWeights(version=fake.weight_version), False

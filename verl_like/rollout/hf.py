@@ -64,6 +64,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
         super().__init__(
             dtype=dtype,
             tokenizer_size=tokenizer_size,
+            vocab_size=hf_config.get_text_config().vocab_size,
             max_model_len=max_model_len,
             seed=seed + process.rank,
             keeps_adapters=lora.adapters_apart(model),

@@ -73,6 +73,9 @@ def bad_word_tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
         return ()
     if tokenizer is None:
         raise ValueError(f"rollout.bad_words={list(words)} cannot be used here: there is no tokenizer")
+    blank = [word for word in words if not word.strip()]
+    if blank:
+        raise ValueError(f"rollout.bad_words={list(words)}: {blank} have no letters, of which tokens are made")
     texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
     return tuple(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
 

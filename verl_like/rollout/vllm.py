@@ -70,6 +70,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         super().__init__(
             dtype=dtype,
             tokenizer_size=tokenizer_size,
+            vocab_size=vocab_size,
             max_model_len=max_model_len,
             seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
             keeps_adapters=adapters_apart(model),

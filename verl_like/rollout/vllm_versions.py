@@ -17,7 +17,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.26.0", "0.27.1", "0.29.0", "0.31.0", "0.32.0")
+TESTED = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
 # Module, then what is used of it: functions and classes; methods, fields and constructor arguments of a class.
 USED = (

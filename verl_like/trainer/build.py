@@ -62,7 +62,7 @@ from verl_like.observe.run_folder import SAMPLES
 from verl_like.observe.sample_store import SampleStore
 from verl_like.observe.trackers import build_trackers
 from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.build import require_quantization
+from verl_like.rollout.build import require_heads, require_quantization
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
@@ -144,6 +144,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     check_own_code(config)
     toolbox = open_toolbox(config, stack)
     inputs = load_inputs(config, toolbox)
+    require_heads(config.actor_rollout_ref.rollout, inputs.hf_config, device)
     plan = BatchPlan.build(config, config.trainer.nnodes * ranks_per_node, len(inputs.train))
     loader = train_loader(config, inputs.train, plan)  # what is wrong with its sampler is said before anything starts
     if config.asynchronous and loader.learns:

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 600.0
 _STOP_S = 30.0
 _START = -1  # the number of the first answer, which nobody asked for
-_FACTS = ("dtype", "tokenizer_size", "max_model_len", "keeps_adapters", "sees")
+_FACTS = ("dtype", "tokenizer_size", "vocab_size", "max_model_len", "keeps_adapters", "sees")
 _FIRST_BYTES = 2**24  # of a bucket, before it is known how much comes
 
 

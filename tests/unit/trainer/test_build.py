@@ -117,3 +117,9 @@ def test_names_of_agent_loops(tmp_path: Path, tiny_model: Path) -> None:
     assert "rows with agent_name=tool_agent" in said and "multi_turn.enable=False: set it to true" in said
     said = refusal(tmp_path, tiny_model, [row("1+1=", agent_name="mine")] * 2, listed)
     assert "no_such_module" in said and "mine" in said
+
+
+def test_replicas_that_cannot_share_the_models_heads(tmp_path: Path, tiny_model: Path) -> None:
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    said = refusal(tmp_path, tiny_model, [row("1+1=")] * 2, f"{key}=3", "trainer.n_gpus_per_node=3")
+    assert f"{key}=3 does not divide the model's" in said and "attention heads; use one of [1" in said

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.rollout.rows import Row
-from verl_like.rollout.sglang import images
+from verl_like.rollout.sglang import attention, images
 
 TESTED = "0.5.23"
 FOLDER_VARIABLE = "VERL_LIKE_SGLANG"
@@ -110,7 +110,8 @@ def prepare(device: torch.device, *, quiet: bool, sees: bool = False) -> None:
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # for _ROOM
     # Of requests among ranks, which Lockstep sees to; its shared memory would outlive a killed process.
     os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
-    if device.type == "cpu":
+    on_cpu = device.type == "cpu"
+    if on_cpu:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         torch.compiler.set_stance("force_eager")  # a C++ compiler would take a minute for a few rotations of positions
         _declare("torchvision", _TORCHVISION, needed=importlib.util.find_spec("torchvision") is not None)
@@ -118,10 +119,14 @@ def prepare(device: torch.device, *, quiet: bool, sees: bool = False) -> None:
     if sees:
         images.prepare()
     missing = [
-        f"{module}.{name}" for module, name in (*_USED, *(images.USED if sees else ())) if not _has(module, name)
+        f"{module}.{name}"
+        for module, name in (*_USED, *(attention.USED if on_cpu else ()), *(images.USED if sees else ()))
+        if not _has(module, name)
     ]
     if missing:
         raise ValueError(f"SGLang {version} lacks {missing}: {TESTED} is the tested version; install that one")
+    if on_cpu:
+        attention.use_blocks()
 
 
 def start(kwargs: dict[str, Any], *, device: torch.device, rank: int, port: int, host: str) -> Any:

@@ -61,6 +61,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         super().__init__(
             dtype=dtype,
             tokenizer_size=tokenizer_size,
+            vocab_size=hf_config.get_text_config().vocab_size,
             max_model_len=max_model_len,
             seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
             reads_text=reads_text(rollout),
@@ -69,7 +70,6 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         if adapters_apart(model):
             raise ValueError("model.lora.merge=False with rollout.name=sglang: set model.lora.merge=True")
         self._tp, self._rank = tp, process.rank % tp
-        self._vocab_size = hf_config.get_text_config().vocab_size
         self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if reads_text(rollout) else None
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"
         self._asleep: set[str] = set()
@@ -79,7 +79,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         )
         host, port = address
         self._scheduler: Any = compat.start(kwargs, device=process.device, rank=self._rank, host=host, port=port)
-        if tokenizer_size < self._vocab_size:
+        if tokenizer_size < self.vocab_size:
             compat.mask_scores(self._scheduler, tokenizer_size)
         compat.runner_of(self._scheduler).sample = self._sample
         self._request: Any = compat.request_class()
@@ -134,7 +134,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
 
     def _new(self, token_ids: Sequence[int], **how: Any) -> Any:
         name = f"{next(self._places):016x}"
-        return compat.new_request(self._request, name, token_ids, vocab_size=self._vocab_size, **how)
+        return compat.new_request(self._request, name, token_ids, vocab_size=self.vocab_size, **how)
 
     def _step(self) -> list[Any]:
         def beginning(batch: Any) -> None:
