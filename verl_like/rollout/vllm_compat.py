@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from verl_like.rollout.placed_images import PlacedImage
 from verl_like.rollout.rollout_engine import SamplingParams
-from verl_like.rollout.vllm_versions import require_engine
+from verl_like.rollout.vllm_versions import is_second_runner, require_engine
 from verl_like.rollout.vllm_vision import with_images
 
 _engine_number = itertools.count()
@@ -133,6 +133,8 @@ def _draw_nothing_for_cut_prompts(llm: Any) -> None:
     GPUModelRunner._bookkeeping_sync and InputBatch.generators (row of the batch -> generator).
     """
     runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    if is_second_runner(runner):  # it keeps no generators
+        return
     sample_tokens = runner.sample_tokens
 
     def sample(*args: Any, **kwargs: Any) -> Any:

@@ -105,9 +105,14 @@ def require_names(device: torch.device, *, adapters: bool, images: bool, specula
 def require_engine(engine: Any, runner: Any, device: torch.device) -> None:
     """After the start: the same for what only a started engine has (runner: of its worker)."""
     missing = [f"LLMEngine.{path}" for path in OF_ENGINE if not _has(engine, path)]
-    if device.type == "cpu":
+    if device.type == "cpu" and not is_second_runner(runner):
         missing += [f"model_runner.{path}" for path in OF_CPU_RUNNER if not _has(runner, path)]
     _refuse(version(), missing)
+
+
+def is_second_runner(runner: Any) -> bool:
+    """Whether it is vLLM's "V2" model runner, which GPUs take for dense models, and CPUs in Triton's interpreter."""
+    return any(each.__module__.startswith("vllm.v1.worker.gpu.") for each in type(runner).__mro__)
 
 
 def missing_names(wanted: Iterable[str]) -> list[str]:

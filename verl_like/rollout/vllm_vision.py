@@ -37,12 +37,16 @@ _STAND_INS = [
 
 def engine_options(limit_images: int | None) -> dict[str, Any]:
     """Arguments of vllm.LLM: patches come normalised, and are profiled and kept by nobody."""
-    return {
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {
         "limit_mm_per_prompt": {"image": limit_images or _MANY, "video": _MANY},
-        "mm_device_do_normalize": False,
         "mm_processor_cache_gb": 0,
         "skip_mm_profiling": True,
     }
+    if "mm_device_do_normalize" in vars(EngineArgs)["__dataclass_fields__"]:  # 0.26 never normalises there
+        options["mm_device_do_normalize"] = False
+    return options
 
 
 def prepare() -> None:
@@ -69,10 +73,10 @@ def prepare() -> None:
 
 
 class _NoProcessor:
-    """In the place of a multimodal processor, of which vLLM asks `info` alone."""
+    """In the place of a multimodal processor, of which vLLM asks `info` alone; 0.26 its cache too, which is off."""
 
-    def __init__(self, info: Any, dummy_inputs: Any) -> None:
-        self.info, self.dummy_inputs = info, dummy_inputs
+    def __init__(self, info: Any, dummy_inputs: Any, cache: Any = None) -> None:
+        self.info, self.dummy_inputs, self.cache = info, dummy_inputs, cache
 
 
 class _Hollow(ModuleType):
