@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from verl_like.batch import Denominators, Experience
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.rescue import OutOfMemory
 from verl_like.engine.train_engine import LossFn
 from verl_like.models.heads import HF_PREFIX
 
@@ -27,10 +29,14 @@ def minibatch_gradients(
 ) -> dict[str, Tensor]:
     """Float32 gradient by Hugging Face name, before clipping, in host memory on every rank (collective).
 
-    batch: this rank's rows (may be none). denominators: of the whole mini-batch.
+    batch: this rank's rows (may be none). denominators: of the whole mini-batch. Raises torch.OutOfMemoryError: the cut
+    is what is checked, so that nothing is repeated with smaller micro-batches.
     """
     engine.onload()
-    engine.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
+    try:
+        engine.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
+    except OutOfMemory as error:
+        raise torch.OutOfMemoryError(f"out of memory in {error}: take smaller micro-batches") from error
     gradients = engine.sharding.full_gradients()
     found = {name.removeprefix(HF_PREFIX): gradient.cpu().clone() for name, gradient in gradients}
     engine.sharding.drop_gradients()

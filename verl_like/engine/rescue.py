@@ -18,8 +18,8 @@ would leave the others waiting. What can be rescued, therefore:
     backward pass with units smaller than a   yes         no: what is computed again gathers them in an order of its
     block, or with fsdp_size=1                            own; a reduction between whole models is FSDP's alone
 
-It needs FSDP2 and names of torch 2.13 (parallel/broken_pass.py); without them the error goes on as it is, as does one
-in the optimizer's step.
+It needs FSDP2 and names of torch's that are not public (parallel/broken_pass.py; 2.11 and 2.13 have them); without them
+the error goes on as it is, as does one in the optimizer's step.
 """
 
 from __future__ import annotations

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-_OF_STATE = ("_fsdp_param_groups", "_fsdp_param_group", "_root_post_backward_final_callback")
+_OF_STATE = ("_fsdp_param_group", "_root_post_backward_final_callback")
 _OF_GROUP = (
     *("pre_backward", "post_backward", "reduce_grads", "fsdp_params", "comm_ctx"),
     *("_training_state", "_post_forward_indices", "_reduce_scatter_comm"),
 )
+# What `forget` needs where torch (2.11) has no `reset_iter_state`.
+_OF_OLDER_STATE = ("_comm_ctx", "_state_ctx", "_modules_to_run_forward", "_training_state")
+_OF_OLDER_GROUP = ("_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event")
 
 
 class Reduction:
@@ -43,12 +46,13 @@ class Reduction:
 
 
 def is_possible(units: Sequence[nn.Module]) -> bool:
-    """Whether this torch has what it takes to forget a pass that broke off, and to complete it (2.13)."""
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        return False
+    """Whether this torch has what it takes to forget a pass that broke off, and to complete it (2.11 and 2.13 have)."""
+    of_state, of_group = _OF_STATE, _OF_GROUP
+    if not _resets_itself():
+        of_state, of_group = (*of_state, *_OF_OLDER_STATE), (*of_group, *_OF_OLDER_GROUP)
     states = [_state(unit) for unit in units]
-    there = all(hasattr(state, name) for state in states for name in _OF_STATE)
-    return there and all(hasattr(group, name) for group in _groups(units) for name in _OF_GROUP)
+    there = all(hasattr(state, name) for state in states for name in of_state)
+    return there and all(hasattr(group, name) for group in _groups(units) for name in of_group)
 
 
 def note_reductions(units: Sequence[nn.Module]) -> None:
@@ -93,6 +97,32 @@ def complete(units: Sequence[nn.Module], graph: list[Tensor]) -> None:
     _state(root)._root_post_backward_final_callback()
 
 
+def forget(units: Sequence[nn.Module]) -> None:
+    """Make FSDP2 ready for a new pass: all that it remembers of one that broke off goes, with its gradients."""
+    root, state = units[0], _state(units[0])
+    assert isinstance(root, FSDPModule)
+    if _resets_itself():
+        root.reset_iter_state()
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # in place of the events that are dropped
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    for each in map(_state, units):
+        each._modules_to_run_forward.clear()
+        each._training_state = type(each._training_state).IDLE
+    for group in _groups(units):
+        work = getattr(group._all_gather_result, "all_gather_work", None)
+        if work is not None:
+            work.wait()
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        _set_idle(group)
+        group._to_sharded()
+    state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
+
+
 def drop_unsharded_gradients(units: Sequence[nn.Module]) -> None:
     """Those that micro-batches without a reduction have added up: torch's own reset leaves them."""
     for group in _groups(units):
@@ -100,6 +130,10 @@ def drop_unsharded_gradients(units: Sequence[nn.Module]) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def _resets_itself() -> bool:
+    return hasattr(FSDPModule, "reset_iter_state")  # torch 2.13
 
 
 def _state(unit: nn.Module) -> Any:

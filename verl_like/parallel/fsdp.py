@@ -137,8 +137,7 @@ class FSDP2Sharding:
 
     def recover(self) -> None:
         """See Sharding."""
-        assert isinstance(self.root, FSDPModule)
-        self.root.reset_iter_state()
+        broken_pass.forget(self._units)
         self.reshard()
         broken_pass.drop_unsharded_gradients(self._units)
         self.drop_gradients()
