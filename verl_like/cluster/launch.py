@@ -12,8 +12,10 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +28,15 @@ from verl_like.cluster.environment import LOOPBACK, patched_environment
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
 from verl_like.cluster.lifecycle import kill_orphans, sigterm_blocked
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE, new_run_id
+from verl_like.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _TOKEN = secrets.token_hex(32)  # of the Rays that this process starts, one after the other: Ray reads one a process
 _MIN_OBJECT_STORE = 128 * 1024**2
 _MAX_OBJECT_STORE = 8 * 1024**3
+_REACH_S = 30.0  # in which a cluster must take a connection
+_START_S = 120.0  # in which the daemons of a Ray of our own must have found each other
 _DAEMONS = ("gcs_server", "raylet")  # Ray's names of the processes without which it does nothing
 _OF_RAY = {  # where the environment does not say
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -114,7 +119,7 @@ def connect(
     core). temp_dir: where it keeps its session folder (None: a new one under the system's, removed at the end).
     object_store_memory: bytes (None: a tenth of memory between 128 MB and 8 GB). timeline_json_file: written at the
     end, for chrome://tracing. extra: further arguments of ray.init. A Ray that is already initialised in this process
-    is used as it is. Raises ValueError for settings that contradict each other, ConnectionError for a wrong address.
+    is used as it is. Raises ValueError for settings that contradict each other, and for an address where no Ray is.
     """
     run_id = run_id or new_run_id()
     if ray.is_initialized():
@@ -129,6 +134,7 @@ def connect(
     if address in (None, "", "local"):
         return _start(run_id, num_cpus, min_cpus, temp_dir, object_store_memory, timeline_json_file, extra or {})
     _check_joining(str(address), num_cpus, temp_dir)
+    _check_reachable(str(address))
     os.environ[RUN_ID_VARIABLE] = run_id
     with _signal_handlers_kept(), _quiet():
         context = ray.init(address=address, namespace=run_id, **_common(), **(extra or {}))
@@ -158,7 +164,7 @@ def _start(
     janitor = start_janitor(run_id, kill=True, folders=[own_folder] if own_folder else [])
     try:
         # sigterm_blocked: a SIGTERM to all asks us to stop
-        with _signal_handlers_kept(), sigterm_blocked(), _quiet(), _on_loopback(), _own_token():
+        with _signal_handlers_kept(), sigterm_blocked(), _quiet(), _on_loopback(), _own_token(), _patience():
             context = ray.init(
                 address="local",
                 num_cpus=num_cpus or max(os.cpu_count() or 1, min_cpus),
@@ -206,6 +212,29 @@ def _own_token() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """Ray gives its own daemons 30 seconds to find each other, which on a machine that is busy with other work may not
+    do: where it looks whether they have, it is kept waiting for up to `_START_S`."""
+    services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
+    get_node, end = services.get_node, time.monotonic() + _START_S
+
+    def found(*arguments: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return get_node(*arguments, **options)
+            except RuntimeError:  # not there yet
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+
+    services.get_node = found
+    try:
+        yield
+    finally:
+        services.get_node = get_node
+
+
 def _kill_at_shutdown() -> None:
     """Have ray.shutdown() end its daemons by SIGKILL. They do not hear SIGTERM, and it would wait a second for each."""
     node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
@@ -230,6 +259,26 @@ def _check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> 
                 f"ray_init.{key}={value} has no effect on the running cluster at ray_init.address={address}: "
                 "give it to `ray start`, or leave one of the two keys out."
             )
+
+
+def _check_reachable(address: str) -> None:
+    """ConfigError where nothing takes a connection: Ray would try for ten minutes, and hear no signal meanwhile."""
+    services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
+    key, fix = (
+        f"ray_init.address={address}",
+        "start one there (ray start --head), or leave the key out for a Ray of ours",
+    )
+    try:
+        place = services.canonicalize_bootstrap_address(address)
+        if place is None:
+            raise ValueError("no running Ray is known on this machine")
+    except ValueError as error:
+        raise ConfigError([f"{key}: {error}; {fix}"]) from error
+    host, _, port = place.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise ConfigError([f"{key}: no Ray answers at {place} ({error}); {fix}"]) from error
 
 
 def _object_store_bytes() -> int:
