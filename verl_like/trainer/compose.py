@@ -293,8 +293,14 @@ def _read_override(text: str, settings: Settings) -> None:
     elif _is_group(override):
         settings.groups.append(_group_override(key, override.package, str(override.value())))
     else:
-        settings.changes.append(Change(key, _text(override.value())))
+        settings.changes.append(
+            Change(key, _Nothing() if not text.partition("=")[2].strip() else _text(override.value()))
+        )
         settings.added |= {key} if override.is_add() else set()
+
+
+class _Nothing(str):
+    """The empty value of `key=`, as an unset shell variable leaves it. (Quotes with nothing in them are a text.)"""
 
 
 def _read_mapping(values: Mapping[str, Any], settings: Settings) -> None:
@@ -394,8 +400,9 @@ def _fitted(change: Change, settings: Settings) -> Change:
     kinds = () if key is None else get_args(key.type) or (key.type,)
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
         return Change(change.key, int(value))
-    if value != "" or not {bool, int, float, str} & set(kinds):
-        return change
+    wanted = {bool, int, float, str} if isinstance(value, _Nothing) else {bool, int, float}
+    if value != "" or not wanted & set(kinds):
+        return Change(change.key, "") if isinstance(value, _Nothing) else change
     empty = f"{change.key}= is empty (a shell variable that is not set?)"
     if bool in kinds:
         settings.warnings.append(f"{empty}: it counts as false")

@@ -30,8 +30,9 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ([f"{A}="], rf"{A}='' is empty \(an unset shell variable\?\)"),
-        ([f"{A}=/m", "algorithm.adv_estimator=gae", "critic.model.path="], r"^critic\.model\.path='' is empty"),
+        ([f"{A}="], rf"{A}= is empty \(a shell variable that is not set\?\)"),
+        ([f"{A}=''"], rf"{A}='' is empty \(an unset shell variable\?\)"),
+        ([f"{A}=/m", "algorithm.adv_estimator=gae", "critic.model.path="], r"^critic\.model\.path= is empty"),
     ],
 )
 def test_what_names_nothing_is_refused_with_the_configuration(settings: list[str], message: str) -> None:

@@ -378,7 +378,7 @@ class TestValues:
         "value",
         [
             *(1e39, -1e39, 10**400, 2**1023, math.inf, Decimal("NaN"), Decimal("1e50"), np.float64("inf")),
-            *(1j, np.complex64(1), torch.tensor([1.0, 2.0]), np.zeros(0), [1.0], (1.0,), b"1", "1"),
+            *(1j, np.complex64(1), torch.tensor([1.0, 2.0]), np.zeros(0), [1.0], (), ("1", 1.0), b"1", "1"),
             *({}, {"score": None}, {"score": {"score": 1}}),
         ],
     )
