@@ -32,7 +32,6 @@ from verl_like.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_TOKEN = secrets.token_hex(32)  # of the Rays that this process starts, one after the other: Ray reads one a process
 _MIN_OBJECT_STORE = 128 * 1024**2
 _MAX_OBJECT_STORE = 8 * 1024**3
 _REACH_S = 30.0  # in which a cluster must take a connection
@@ -161,10 +160,11 @@ def _start(
         # Short: Ray puts unix sockets below it, whose paths may have 107 characters.
         temp_dir = own_folder = tempfile.mkdtemp(prefix=f"{run_id}_", dir="/tmp" if os.path.isdir("/tmp") else None)
     os.environ[RUN_ID_VARIABLE] = run_id  # inherited by Ray's processes and all below them
+    _set_token()
     janitor = start_janitor(run_id, kill=True, folders=[own_folder] if own_folder else [])
     try:
         # sigterm_blocked: a SIGTERM to all asks us to stop
-        with _signal_handlers_kept(), sigterm_blocked(), _quiet(), _on_loopback(), _own_token(), _patience():
+        with _signal_handlers_kept(), sigterm_blocked(), _quiet(), _on_loopback(), _patience():
             context = ray.init(
                 address="local",
                 num_cpus=num_cpus or max(os.cpu_count() or 1, min_cpus),
@@ -203,13 +203,12 @@ def _on_loopback() -> Iterator[None]:
         constants.ENABLE_RAY_CLUSTER = before
 
 
-@contextlib.contextmanager
-def _own_token() -> Iterator[None]:
+def _set_token() -> None:
     """Where the environment names no token: else Ray writes one to ~/.ray, and from then on `ray start --head` asks for
-    it, and ray_init.address=auto sends it to clusters that were started without."""
-    own = {} if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ else {"RAY_AUTH_TOKEN": _TOKEN}
-    with patched_environment(own):
-        yield
+    it, and ray_init.address=auto sends it to clusters that were started without. It stays in this process, whose
+    library of Ray has read it for good: the daemons of a later Ray of anybody's here must have it too."""
+    if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 @contextlib.contextmanager
