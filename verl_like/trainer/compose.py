@@ -400,6 +400,8 @@ def _fitted(change: Change, settings: Settings) -> Change:
     kinds = () if key is None else get_args(key.type) or (key.type,)
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
         return Change(change.key, int(value))
+    if isinstance(value, list):  # a text in place of a list has become one by now
+        return Change(change.key, ["" if isinstance(each, _Nothing) else each for each in value])
     wanted = {bool, int, float, str} if isinstance(value, _Nothing) else {bool, int, float}
     if value != "" or not wanted & set(kinds):
         return Change(change.key, "") if isinstance(value, _Nothing) else change
