@@ -17,6 +17,7 @@ from verl_like.environments.forms import readable
 if TYPE_CHECKING:  # most workers ask no server
     import aiohttp
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the WebSocket, which asks no proxy
 _PATIENCE_S = 60.0  # to reach the server; what it takes to answer is the worker's limit
 
 
@@ -130,7 +131,7 @@ class OpenEnv:
 def _schema(url: str) -> dict[str, Any]:
     """What the server's action has."""
     try:
-        with urllib.request.urlopen(f"{url}/schema", timeout=_PATIENCE_S) as answer:
+        with _DIRECT.open(f"{url}/schema", timeout=_PATIENCE_S) as answer:
             found = json.load(answer)["action"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"openenv:{url}: no OpenEnv server answers there ({error})") from error
