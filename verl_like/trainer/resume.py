@@ -227,7 +227,7 @@ def saved_config(path: Path) -> dict[str, Any]:
     except (ValueError, YAMLError) as error:
         told = " ".join(str(error).split())
         raise ValueError(
-            f"{file} is damaged: {told}. Without it the run goes on, not told which keys changed"
+            f"{file} is damaged: {told}. Remove it: the run then goes on, but is not told which keys changed"
         ) from error
     assert isinstance(tree, dict)
     return {str(name): value for name, value in tree.items()}
