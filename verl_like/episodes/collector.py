@@ -49,7 +49,7 @@ _PARTING_S = 10.0
 
 
 class Replicas(Protocol):
-    """What samples: `trainer.roles.PolicyGroup`."""
+    """Engines that sample, opened and closed together, such as `trainer.replicas.RolloutGroup`."""
 
     def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
         """Run `work`, which makes its first requests at once, with the replicas open until its future is done."""
@@ -106,6 +106,7 @@ class Collector:
             self._metrics |= staleness_metrics(rollouts, self._version)
         self._metrics |= conversation_metrics([member.episode for group in groups for member in group.sampled])
         self._metrics |= race_metrics(groups) | self.how.tool_usage()
+        self._metrics["timing_s/episodes_lag_max"] = self._loop.take_lag()
         if self.how.greedy_too:
             self._add_baseline(groups, rollouts, pending, step)
         if self._masks:
@@ -133,7 +134,7 @@ class Collector:
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, complete when its scores are there."""
-        return self._metrics | {"timing_s/episodes_lag_max": self._loop.take_lag()}
+        return self._metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and what became of the prompts before. Plain values."""
@@ -178,7 +179,7 @@ class Collector:
             return await taking
 
         groups = self._sample(take, self.how)
-        self._metrics |= self._loop.call(flow.metrics(), self._patience_s)
+        self._metrics |= flow.metrics
         return groups
 
     def _answer(self, prompts: Sequence[Prompt], how: Answering) -> list[Group]:

@@ -108,7 +108,8 @@ class Flow:
         self._told = _Told()
         self._client: RolloutClient | None = None
         self._idle, self._watching = IdleClock(paused_too=never_pauses), None
-        self._waited_s, self._asked = 0.0, time.monotonic()  # for batches; since the metrics were asked for last
+        self._waited_s, self._period_began = 0.0, time.monotonic()  # for batches, since the last one
+        self.metrics: dict[str, float] = {}  # of the period that ended with the last batch
         self.ledger = Ledger()
         self.kept: ByGroup = {}  # of a checkpoint, not begun again yet
 
@@ -143,6 +144,7 @@ class Flow:
         groups = [flight.group for flight in self._taken if flight.group is not None]
         if self._judge is not None:
             self._judge.report([*groups, *self._told.dropped])
+        self.metrics = self._end_period()
         return groups
 
     async def trained(self) -> None:
@@ -181,11 +183,11 @@ class Flow:
                 found[flight.prompt.group] = samples
         return found
 
-    async def metrics(self) -> dict[str, float]:
-        """Since they were asked for last. async/*: groups under way, those of them that have ended; groups and tokens
-        that were dropped because they were too old; see IdleClock. trainer_waited: share of the time, for batches."""
+    def _end_period(self) -> dict[str, float]:
+        """Metrics since the batch before; their counts start anew. async/*: groups under way, those of them that have
+        ended; groups and tokens dropped as stale; see IdleClock. trainer_waited: share of the time, for batches."""
         now = time.monotonic()
-        waited, passed, self._waited_s, self._asked = self._waited_s, now - self._asked, 0.0, now
+        waited, passed, self._waited_s, self._period_began = self._waited_s, now - self._period_began, 0.0, now
         book, told, self._told = self._book, self._told, _Told()
         found = {
             "async/running_groups": float(len(book.running)),

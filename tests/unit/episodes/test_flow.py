@@ -85,7 +85,8 @@ class Steps:
             self.ages += [self.version - int(each.min()) for each in versions]
             for row, ids in enumerate(rollouts.response_ids_T.split(rollouts.response_length_B.tolist())):
                 self.responses[int(rollouts.group_B[row]), row % N] = ids.tolist()
-            self.metrics = self.made.metrics()
+            self.metrics = dict(self.made.metrics())
+            assert self.made.metrics() == self.metrics  # reading them changes nothing
             if train:
                 self.version += 1
                 self.made.trained()
