@@ -29,6 +29,8 @@ from typing import Any
 import fsspec
 from pyarrow import fs as arrow_fs
 
+from verl_like.small_files import parse_object
+
 log = logging.getLogger(__name__)
 
 MARKER = "verl_like_upload.json"  # {"files": {name: bytes}, "run": whose}
@@ -73,7 +75,7 @@ class RemoteFolder:
             if not sizes:
                 raise FileNotFoundError(f"{folder} holds no file")
             if self._fs.exists(f"{target}/{MARKER}"):  # of an older checkpoint of this step
-                other = json.loads(self._fs.cat_file(f"{target}/{MARKER}")).get("run", "")
+                other = self._marker(folder.name).get("run", "")
                 if not over_others and other not in ("", run):
                     raise FileExistsError(f"it is there already, of another run ({other}): give each run its folder")
                 self._fs.rm_file(f"{target}/{MARKER}")
@@ -99,8 +101,7 @@ class RemoteFolder:
 
     def holds(self, name: str, run: str) -> bool:
         """Whether the folder is here, whole, and of this run (or of an older version, which named none)."""
-        marker = self.read(f"{name}/{MARKER}")
-        return marker is not None and json.loads(marker).get("run", "") in ("", run)
+        return self.read(f"{name}/{MARKER}") is not None and self._marker(name).get("run", "") in ("", run)
 
     def read(self, name: str) -> bytes | None:
         """A small file; None where it is not there."""
@@ -112,8 +113,18 @@ class RemoteFolder:
         with self._told(f"{name} cannot be read"):
             if not self._fs.exists(f"{self._root}/{name}/{MARKER}"):
                 raise FileNotFoundError(f"it has no {MARKER}: it was not uploaded to its end")
-            sizes: dict[str, int] = json.loads(self._fs.cat_file(f"{self._root}/{name}/{MARKER}"))["files"]
-            return self._fetch(f"{self._root}/{name}", sizes, target)
+            return self._fetch(f"{self._root}/{name}", self._marker(name)["files"], target)
+
+    def _marker(self, name: str) -> dict[str, Any]:
+        """What says that a folder was uploaded to its end: the sizes of its files, and its run. ValueError, naming it,
+        where it is damaged."""
+        file = f"{name}/{MARKER}"
+        found = parse_object(
+            self._fs.cat_file(f"{self._root}/{file}"), f"{self.key}={self.url}/{file}", {"files": dict}
+        )
+        if not all(isinstance(size, int) and not _leads_out(path) for path, size in found["files"].items()):
+            raise ValueError(f"{self.key}={self.url}/{file} is damaged: files={found['files']!r:.100}")
+        return found
 
     def fetch(self, cache: Path) -> Path:
         """This folder as it is now, in a cache: one copy for all processes of a machine."""
@@ -176,6 +187,11 @@ def local_folder(path: str, key: str = "model.path") -> str:
     if not is_remote(path):
         return os.path.expanduser(path)
     return str(RemoteFolder(path, key).fetch(CACHE))
+
+
+def _leads_out(name: str) -> bool:
+    """Whether a file's name leads out of its folder."""
+    return name.startswith("/") or ".." in name.split("/")
 
 
 def _open(url: str) -> tuple[Any, str]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.architecture.source import ROOT, Source, package_sources, parse
 
-BASE = {"batch", "config", "gauges", "progress", "ragged", "remote", "user_code"}
+BASE = {"batch", "config", "gauges", "progress", "ragged", "remote", "small_files", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
 TRAINER_LEVEL = ROLE_LEVEL | {
@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"user_code"},
     "gauges": set(),
     "ragged": set(),
-    "remote": set(),
+    "remote": {"small_files"},
+    "small_files": set(),
     "progress": set(),
     "batch": {"config", "ragged"},
     "algorithms": BASE,
@@ -60,6 +61,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "user_code": set(),
     "gauges": set(),
     "progress": set(),
+    "small_files": set(),
     "services": set(),
     "config": set(),
     "environments": {"aiohttp", "numpy", "PIL"},  # packages of others: by name, in adapters.py

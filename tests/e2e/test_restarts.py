@@ -25,9 +25,22 @@ def lines(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_killed_worker_costs_the_step_it_was_in(tmp_path: Path, tiny_model: Path) -> None:
+CRITIC = {  # in a pool of its own, and nearly always in its update
+    "algorithm.adv_estimator": "gae",
+    "critic.ppo_mini_batch_size": 8,
+    "critic.ppo_epochs": 12,
+    "trainer.placement": "{values:{roles:[critic]}}",
+    "trainer.max_critic_ckpt_to_keep": 2,
+}
+
+
+@pytest.mark.parametrize(("pool", "more"), [("worker", {}), ("values", CRITIC)])
+def test_a_killed_worker_costs_the_step_it_was_in(
+    tmp_path: Path, tiny_model: Path, pool: str, more: dict[str, object]
+) -> None:
     task, out = write_task(tmp_path), tmp_path / "out"
     settings = {
+        **more,
         "trainer.launcher": "ray",
         "trainer.save_freq": 1,
         "trainer.total_training_steps": 40,
@@ -45,7 +58,7 @@ def test_a_killed_worker_costs_the_step_it_was_in(tmp_path: Path, tiny_model: Pa
             assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=60)[0][-4000:]
             time.sleep(0.05)
         found = re.search(
-            r"=== rank 0 of 1, run \w+, process (\d+)", (out / "workers" / "worker_rank0.log").read_text()
+            r"=== rank 0 of 1, run \w+, process (\d+)", (out / "workers" / f"{pool}_rank0.log").read_text()
         )
         assert found is not None
         os.kill(int(found[1]), signal.SIGKILL)
@@ -53,7 +66,7 @@ def test_a_killed_worker_costs_the_step_it_was_in(tmp_path: Path, tiny_model: Pa
     finally:
         run.kill()
     assert run.returncode == 0, text[-4000:]
-    assert "its process died during" in text and "restart 1 of 1: trainer.max_restarts" in text
+    assert f"{pool} rank 0 of 1: its process died during" in text and "restart 1 of 1: trainer.max_restarts" in text
     assert [line["step"] for line in lines(out)] == list(range(1, 41))
     undisturbed = tmp_path / "undisturbed"
     done = main_ppo(overrides(task, tiny_model, undisturbed, **settings))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.checkpoint.files import write_atomically
+from verl_like.small_files import read_object
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ _NOTES = ".checksums_*.json"
 _BLOCK = 4 << 20  # bytes read at a time
 _THREADS = 8  # zlib works without the interpreter's lock
 
+_SUM = {"bytes", "crc32"}
 Sum = dict[str, Any]  # {"bytes": size, "crc32": eight hexadecimal digits}
 
 
@@ -47,29 +49,31 @@ def collect(checkpoint: Path) -> None:
     notes = sorted(checkpoint.rglob(_NOTES))
     for path in notes:
         folder = path.parent.relative_to(checkpoint)
-        sums |= {(folder / name).as_posix(): value for name, value in json.loads(path.read_text()).items()}
+        sums |= {(folder / name).as_posix(): value for name, value in read_object(path).items()}
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
-        if path.is_file() and path not in notes and name not in sums:
+        if path.is_file() and path not in notes and name not in {*sums, CHECKSUMS_FILE}:
             sums[name] = checksum(path)
     write_atomically(checkpoint / CHECKSUMS_FILE, json.dumps(sums, indent=1, sort_keys=True))
     for path in notes:
         path.unlink()
 
 
-def find_faults(checkpoint: Path, folders: Sequence[str]) -> list[str]:
-    """What is wrong with the files on top of a checkpoint and in these folders of it ("actor/model"), file by file.
+def find_faults(checkpoint: Path, folders: Sequence[str], *, top: bool = True) -> list[str]:
+    """What is wrong with the files in these folders of a checkpoint ("actor/model"), and on top of it, file by file.
 
     A checkpoint of a version without checksums passes, with a warning.
     """
     try:
-        sums: dict[str, Sum] = json.loads((checkpoint / CHECKSUMS_FILE).read_text())
+        sums: dict[str, Sum] = read_object(checkpoint / CHECKSUMS_FILE)
     except FileNotFoundError:
         log.warning("%s was written without checksums: its files are not checked", checkpoint)
         return []
     except ValueError as error:
-        return [f"{checkpoint / CHECKSUMS_FILE} cannot be read ({error})"]
-    wanted = {name: value for name, value in sums.items() if "/" not in name or name.rpartition("/")[0] in folders}
+        return [str(error)]
+    if wrong := [name for name, value in sums.items() if not (isinstance(value, dict) and value.keys() == _SUM)]:
+        return [f"{checkpoint / CHECKSUMS_FILE} is damaged: {wrong[0]!r:.80} has no size and checksum"]
+    wanted = {name: value for name, value in sums.items() if _folder(name) in folders or (top and "/" not in name)}
     faults = [fault for name, value in wanted.items() if (fault := _wrong_size(checkpoint / name, value))]
     if faults:  # no need to read the others
         return faults
@@ -80,6 +84,10 @@ def find_faults(checkpoint: Path, folders: Sequence[str]) -> list[str]:
             for (name, then), now in zip(wanted.items(), found, strict=True)
             if now != then
         ]
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 def _wrong_size(path: Path, expected: Sum) -> str | None:

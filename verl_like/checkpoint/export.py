@@ -21,6 +21,7 @@ from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class
 from verl_like.models.heads import HF_PREFIX, dtype_of
 from verl_like.models.lora import Adapters, is_adapter
+from verl_like.small_files import read_object
 
 FILE_BYTES = 5 * 10**9  # of weights in one file of the result
 _ADAPTER_FOLDERS = ("adapter", "lora_adapter")  # ours, verl's
@@ -128,7 +129,7 @@ def _write_model(folder: Path, written: Path, choices: Choices) -> list[str]:
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": table}
         (written / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    raw = json.loads((stored.config_folder / "config.json").read_text())
+    raw = read_object(stored.config_folder / "config.json")
     raw["dtype"] = "float32" if "float32" in kinds else min(kinds)
     raw.pop("torch_dtype", None)  # the older spelling of the same
     (written / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
@@ -203,7 +204,8 @@ def _open(folder: Path, choices: Choices) -> _Stored:
     else:
         weights = SafetensorsFolder(config)
     found = [folder / name / "adapter_config.json" for name in _ADAPTER_FOLDERS] + [folder / "lora_train_meta.json"]
-    described = next((json.loads(path.read_text()) for path in found if path.exists()), None)
+    form = {"r": int, "lora_alpha": (int, float)}
+    described = next((read_object(path, form) for path in found if path.exists()), None)
     return _Stored(folder=folder, config_folder=config, weights=weights, adapter=described)
 
 
@@ -269,7 +271,7 @@ def _write_adapter(folder: Path, written: Path, out: Path) -> list[str]:
     for path in adapter.iterdir():
         if not path.name.startswith("."):
             shutil.copy2(path, written / path.name)
-    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = read_object(adapter / "adapter_config.json").get("base_model_name_or_path")
     return [f"the adapter alone, for the peft library; its base model: {base}"]
 
 

@@ -1,10 +1,24 @@
-"""Files that are there whole or not at all, and folders that can be written."""
+"""Files that are there whole or not at all, links, and folders that can be written."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
+
+# What a run appends to or writes over in its folder; checkpoints are renamed into their place.
+_WRITTEN = (
+    "*.log",
+    "*.jsonl",
+    "*_run_id",
+    "global_step_*",
+    "workers",
+    "workers/*",
+    "samples",
+    "samples/*",
+    "samples/*/*",
+)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -15,6 +29,29 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder; of a link to one, the link alone: what it points to was put elsewhere by somebody."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def linked_folders(key: str, folder: Path) -> list[str]:
+    """Lines about the folders in a run's folder, and below, that are links: what belongs there is written where they
+    point to. ValueError, naming `key`, for a link to a file: a run would write outside of what it was given."""
+    told = []
+    for path in (path for pattern in _WRITTEN for path in sorted(folder.glob(pattern))):
+        if path.is_symlink() and path.is_dir():
+            told.append(f"{path} is a link: what belongs there goes to {path.resolve()}")
+        elif path.is_symlink():
+            raise ValueError(
+                f"{key}={str(folder)!r}: {path} is a link to {os.readlink(path)}, but a run writes into its own "
+                "folders alone. Remove the link, or name another folder; folders in it may be links"
+            )
+    return told
 
 
 def require_writable(key: str, folder: str | Path, *, make: bool = True) -> None:

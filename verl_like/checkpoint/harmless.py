@@ -37,6 +37,22 @@ class HarmlessReader(FileSystemReader):
         return found
 
 
+def faults_of(folder: Path) -> list[str]:
+    """What cannot be read of a part of a checkpoint without running it: the index of shards, and the small pickles of
+    the ranks. Files of weights are left to their checksums."""
+    faults = []
+    for path in (*folder.glob(".metadata"), *folder.glob("rank_*.pt")):
+        try:
+            if path.name == ".metadata":
+                HarmlessReader(folder).read_metadata()
+            else:
+                with torch.serialization.safe_globals(OF_NUMPY):
+                    torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged pickle raises anything
+            faults.append(f"{path} cannot be read: {(str(error) or repr(error)).splitlines()[0]:.300}")
+    return faults
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_like.checkpoint.checksums import CHECKSUMS_FILE
-from verl_like.checkpoint.files import write_atomically
+from verl_like.checkpoint.files import remove, write_atomically
+from verl_like.small_files import read_object
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def prepare_step_dir(root: str | Path, step: int) -> Path:
     """An empty folder to write the checkpoint of `step` into; an older one of that step stays until `commit`."""
     path = _renamed(step_dir(root, step), _SAVING)
     if path.is_dir():
-        shutil.rmtree(path)
+        remove(path)
     path.mkdir(parents=True)
     return path
 
@@ -65,12 +66,12 @@ def commit(written: str | Path) -> Path:
     written = Path(written)
     path = written.with_name(written.name.removesuffix(_SAVING))
     replaced = _renamed(path, _REPLACED)
-    if path.is_dir():
+    if path.is_dir() or path.is_symlink():
         path.rename(replaced)
     written.rename(path)
     write_atomically(path.parent / LATEST_FILE, str(step_of(path)))
-    if replaced.is_dir():
-        shutil.rmtree(replaced)
+    if replaced.is_dir() or replaced.is_symlink():
+        remove(replaced)
     return path
 
 
@@ -86,15 +87,15 @@ def recover(root: str | Path) -> None:
             # The marker stays: the step's validation and metrics are missing, so a resume does it again.
             log.warning("%s was written whole before its run was killed: it is kept, but not resumed from", final)
         else:
-            shutil.rmtree(path)
+            remove(path)
     for path in root.glob(f"global_step_*{_REPLACED}"):
         final = path.with_name(path.name.removesuffix(_REPLACED))
         if final.exists():
-            shutil.rmtree(path)
+            remove(path)
         else:
             path.rename(final)
     for path in [*root.glob(f"global_step_*{_DELETED}"), *root.glob(f"global_step_*/*{_DELETED}")]:
-        shutil.rmtree(path)
+        remove(path)
     for path in root.glob(f".{LATEST_FILE}.*"):
         path.unlink()
 
@@ -102,26 +103,32 @@ def recover(root: str | Path) -> None:
 def find_latest(root: str | Path, find_faults: FindFaults = lambda path: []) -> Path | None:
     """The newest whole checkpoint of a run, or None when it has none.
 
-    That is the one which the marker file names. Where there is no such file, where it cannot be read, or where its
-    checkpoint is faulty, the newest whole one (before it) counts, and a warning says so. Raises ValueError when there
-    are checkpoints, but none is whole. find_faults: what is wrong with a complete checkpoint's files.
+    That is the one which the marker file names, also by hand. Where there is no such file, where it cannot be read, or
+    where its checkpoint is faulty, the newest whole one counts (first of those before it), and a warning says so.
+    Raises ValueError when there are checkpoints, but none is whole. find_faults: what is wrong with a complete
+    checkpoint's files.
     """
     root, marker = Path(root), Path(root) / LATEST_FILE
     if not root.is_dir():
         return None
-    text = marker.read_text(errors="replace").strip() if marker.exists() else None
-    marked = int(text) if text is not None and text.isdecimal() else None
+    text = marker.read_bytes()[:99].decode(errors="replace").strip() if marker.is_file() else None
+    marked = int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
     folders = _step_dirs(root)
     named = [] if marked is None else [step_dir(root, marked)]
-    older = [path for path in reversed(folders) if marked is None or step_of(path) < marked]
+    others = [path for path in reversed(folders) if path not in named]
     faults: list[str] = []
     if marked is None and (folders or text is not None):
         faults.append(f"{marker} is missing" if text is None else f"{marker} holds {text!r}, not a step")
-    for path in [*named, *older]:
-        found = _incomplete(path) or find_faults(path)
+    for path in [*named, *others]:
+        found = _incomplete(path) or _state_faults(path) or find_faults(path)
         if not found:
             if faults:
                 log.warning("%s. Resuming from %s, the newest whole checkpoint", "; ".join(faults), path)
+            elif newer := [step_of(p) for p in folders if step_of(p) > step_of(path) and not _incomplete(p)]:
+                log.warning(
+                    "%s names step %d, though step %d is whole: delete that file to go on from the newest",
+                    *(marker, step_of(path), newer[-1]),
+                )
             return path
         faults += found
     if marked is not None or any(not _incomplete(path) for path in folders):
@@ -136,7 +143,7 @@ def find_latest(root: str | Path, find_faults: FindFaults = lambda path: []) -> 
 
 def forget(path: Path) -> None:
     """Delete a checkpoint, and name the newest whole one that is left, or none."""
-    shutil.rmtree(path)
+    remove(path)
     left = [step_of(other) for other in _step_dirs(path.parent) if not _incomplete(other)]
     marker = path.parent / LATEST_FILE
     if left:
@@ -154,7 +161,7 @@ def check_checkpoint(path: str | Path, find_faults: FindFaults = lambda path: []
     """The folder that trainer.resume_from_path names. ValueError unless it is a whole checkpoint."""
     folder = Path(path).expanduser()
     step_of(folder)
-    faults = _incomplete(folder) or find_faults(folder)
+    faults = _incomplete(folder) or _state_faults(folder) or find_faults(folder)
     if faults:
         raise ValueError(f"trainer.resume_from_path={str(path)!r} is not a whole checkpoint: {'; '.join(faults)}")
     return folder
@@ -166,8 +173,8 @@ def write_trainer_state(path: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def read_trainer_state(path: str | Path) -> dict[str, Any]:
-    """What `write_trainer_state` wrote."""
-    return json.loads((Path(path) / STATE_FILE).read_text())
+    """Return what `write_trainer_state` wrote. ValueError, naming the file, where it is damaged."""
+    return read_object(Path(path) / STATE_FILE)
 
 
 def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None, spared: Collection[Path] = ()) -> list[Path]:
@@ -190,8 +197,9 @@ def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None, spared
     for path in deleted:
         gone = _renamed(path, _DELETED)  # first: a folder that is half deleted must not look like a checkpoint
         path.rename(gone)
-        shutil.rmtree(gone)
-        log.info("deleted old checkpoint %s", path)
+        linked = f": a link to {os.readlink(gone)}, which stays" if gone.is_symlink() else ""
+        remove(gone)
+        log.info("deleted old checkpoint %s%s", path, linked)
     return deleted
 
 
@@ -206,6 +214,14 @@ def _incomplete(path: Path) -> list[str]:
     verl = " (or verl wrote it: trainer.resume_from_path takes it up)" if (path / "data.pt").exists() else ""
     whole = (path / STATE_FILE).exists()
     return [] if whole else [f"{path} holds no {STATE_FILE}: it was not written to its end{verl}"]
+
+
+def _state_faults(path: Path) -> list[str]:
+    try:
+        read_trainer_state(path)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _renamed(path: Path, suffix: str) -> Path:

@@ -25,6 +25,7 @@ from typing import Any
 
 from verl_like.checkpoint.files import write_atomically
 from verl_like.config.errors import RunStopped
+from verl_like.small_files import read_object
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ LOCK_FILE = "run.lock"
 BEAT_S = 5.0
 WATCH_S = 30.0
 
-Holder = dict[str, Any]  # host, machine, pid, started (of the process), run_id, since (for people)
+Holder = dict[str, Any]  # as below; started: of the process, since: for people
+_HOLDER = {"host": str, "machine": str, "pid": int, "started": (str, type(None)), "run_id": str, "since": str}
 
 
 class RunLocked(RunStopped):
@@ -174,14 +176,11 @@ def _alone(folder: Path) -> Iterator[None]:
 def _read(path: Path) -> Holder | None:
     """Who holds the folder; None: nobody."""
     try:
-        holder = json.loads(path.read_text())
-        if not (isinstance(holder, dict) and {"machine", "started", "pid"} <= holder.keys()):
-            raise ValueError("it names no holder")
-        return holder
+        return read_object(path, _HOLDER)
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise RunLocked(f"{path} cannot be read ({error}); delete it if no run writes into {path.parent}") from error
+        raise RunLocked(f"{error}; delete it if no run writes into {path.parent}") from error
 
 
 def _touched(path: Path) -> int | None:

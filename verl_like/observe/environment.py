@@ -26,6 +26,7 @@ import torch
 
 from verl_like.observe.redaction import HIDDEN, is_secret, redacted, redacted_text
 from verl_like.observe.run_folder import ENVIRONMENT, flat
+from verl_like.small_files import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,11 @@ def write_environment(
     earlier: list[dict[str, Any]] = []
     if path.exists():
         try:
-            last = json.loads(path.read_text(encoding="utf-8"))
-            earlier = [*last.pop("earlier", []), last]
-        except (ValueError, AttributeError) as error:
-            logger.warning("%s cannot be read (%s): what earlier starts wrote there is lost", path, error)
+            last = read_object(path)
+            kept = last.pop("earlier", [])
+            earlier = [*(kept if isinstance(kept, list) else []), last]
+        except ValueError as error:
+            logger.warning("%s: what earlier starts wrote there is lost", error)
     part = path.with_suffix(".part")
     facts = {"run_id": run_id, **describe(device, processes), "code": dict(code or {}), "earlier": earlier}
     part.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -5,16 +5,17 @@ docs/run_folder.md lists the files. A run that is still going on can be read too
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from verl_like.small_files import parse_object, read_object, read_text
 
 METRICS, CONFIG, ENVIRONMENT, SAMPLES = "metrics.jsonl", "config.yaml", "environment.json", "samples"
 
@@ -38,20 +39,28 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved configuration, nested; {} where the file is missing."""
         path = self.path / CONFIG
-        return _mapping(path, yaml.safe_load) if path.exists() else {}
+        if not path.exists():
+            return {}
+        try:
+            found = yaml.safe_load(read_text(path)) or {}
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} is damaged: it holds no mapping")
+        return found
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Command line, versions, host and devices of the run's latest start; {} where the file is missing."""
         path = self.path / ENVIRONMENT
-        return _mapping(path, json.loads) if path.exists() else {}
+        return read_object(path) if path.exists() else {}
 
     @cached_property
     def steps(self) -> dict[int, dict[str, float]]:
         """Finite metrics by step, in step order."""
         found = read_metrics(self.path / METRICS)
         return {
-            step: {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+            step: {name: value for name, value in metrics.items() if isinstance(value, float | int) and _finite(value)}
             for step, metrics in found.items()
         }
 
@@ -93,21 +102,10 @@ class Run:
 def records(path: Path) -> list[dict[str, Any]]:
     """The records of one file of samples; none where the run thinned the file out meanwhile."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.split("\n") if line]
-
-
-def _mapping(path: Path, read: Callable[[str], Any]) -> dict[str, Any]:
-    """What a file of the run's holds. ValueError, naming it, where that is damaged."""
-    try:
-        found = read(path.read_text(encoding="utf-8")) or {}
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no mapping")
-    return found
+    return [parse_object(line, f"{path}, line {n}") for n, line in enumerate(text.split(b"\n"), start=1) if line]
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -131,13 +129,17 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[int, dict[str, float | No
     A line is {"step", "time", name: number ...}; before 0.2 the numbers stood in an object of their own, "data".
     """
     steps: dict[int, dict[str, float | None]] = {}
-    with Path(path).expanduser().open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                record = json.loads(line)
+    with Path(path).expanduser().open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                record = parse_object(line, f"{path}, line {number}", {"step": int})
                 step, _ = record.pop("step"), record.pop("time", None)
                 steps[step] = {**steps.get(step, {}), **record.pop("data", {}), **record}
     return dict(sorted(steps.items()))
+
+
+def _finite(number: float) -> bool:
+    return abs(number) <= sys.float_info.max
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,7 +4,6 @@ jsonl file is always written."""
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import os
@@ -28,6 +27,7 @@ from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS
 from verl_like.observe.samples import Sample, samples_text, to_json
 from verl_like.observe.services import COLUMNS, SERVICES, require
+from verl_like.small_files import parse_object
 from verl_like.user_code import check_call, is_reference, load
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,14 @@ def _cut_steps_after(last_step: int, path: Path) -> None:
     """Remove the lines of steps that a resumed run does again; the whole file is kept under the first free number."""
     # As bytes: str.splitlines also cuts at U+2028 and U+0085, which responses may hold and JSON does not escape.
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] <= last_step]
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            keeps = parse_object(line, f"{path}, line {number}", {"step": int})["step"] <= last_step
+        except ValueError as error:
+            logger.warning("%s: it is left out", error)
+            keeps = False
+        kept += [line] * keeps
     if len(kept) == len(lines):
         return
     aside, shortened = _free_name(path), path.with_name(f".{path.name}.{os.getpid()}")

@@ -12,6 +12,7 @@ from verl_like.checkpoint.files import write_atomically
 from verl_like.checkpoint.layout import step_dir
 from verl_like.config import TrainerConfig
 from verl_like.config.errors import RunStopped
+from verl_like.small_files import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,13 @@ class Best:
         self._seen: dict[int, float] = {}  # in the order of the steps
         file = root / BEST_FILE
         if settings.best_metric is not None and resumed_at is not None and file.exists():
-            kept = json.loads(file.read_text())
+            kept = read_object(file, {"metric": str})
             if kept["metric"] == settings.best_metric:
-                known = kept.get("validations", [[kept["step"], kept["value"]]])
-                self._seen = {step: value for step, value in known if step <= resumed_at}
+                known = kept.get("validations") or [[kept.get("step"), kept.get("value")]]
+                try:
+                    self._seen = {int(step): float(value) for step, value in known if step <= resumed_at}
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{file} is damaged: validations={known!r:.60}") from error
         there = [step for step in self._bests() if step and step_dir(root, step).is_dir()]
         self._kept = there[-1] if there else None  # the newest best that is a whole checkpoint
 

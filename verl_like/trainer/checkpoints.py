@@ -22,6 +22,7 @@ from verl_like.checkpoint.checksums import collect
 from verl_like.checkpoint.layout import (
     ACTOR,
     CRITIC,
+    STATE_FILE,
     commit,
     forget,
     prepare_step_dir,
@@ -116,9 +117,12 @@ class Checkpoints:
             try:
                 if saved["source"] is not None:  # of another trainer's checkpoint
                     run.source.load_state_dict(saved["source"], self.resume)
+                run.state = run.state.load_state_dict(run.state.state_dict() | saved["state"])
             except ValueError as error:
                 raise ConfigError([f"{self.resume}: {error}"]) from error
-            run.state = run.state.load_state_dict(run.state.state_dict() | saved["state"])
+            except (AttributeError, KeyError, TypeError) as error:  # entries that are missing, or of another kind
+                told = f"{self.resume / STATE_FILE} is damaged ({type(error).__name__}: {error})"
+                raise ConfigError([f"{told}: resume from another step with trainer.resume_from_path"]) from error
             run.actor.load(str(self.resume / ACTOR))
             if run.critic is not None:
                 run.critic.load(str(self.resume / CRITIC))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl_like.checkpoint.files import require_writable
+from verl_like.checkpoint.files import linked_folders, require_writable
 from verl_like.config import PPOConfig
 
 
@@ -19,6 +19,7 @@ def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
     ):
         if folder is not None:
             require_writable(key, folder, make=make)
+            linked_folders(key, Path(folder).expanduser())
 
 
 def log_dir(config: PPOConfig) -> Path:

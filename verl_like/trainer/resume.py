@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -12,9 +11,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from verl_like.checkpoint.checksums import find_faults
+from verl_like.checkpoint.checksums import CHECKSUMS_FILE, find_faults
 from verl_like.checkpoint.files import write_atomically
 from verl_like.checkpoint.from_verl import converted, is_verl_step
+from verl_like.checkpoint.harmless import faults_of
 from verl_like.checkpoint.layout import (
     ACTOR,
     CRITIC,
@@ -34,6 +34,7 @@ from verl_like.config.roles import RoleConfig, roles_of
 from verl_like.config.schema import keys
 from verl_like.observe.redaction import redacted_tree
 from verl_like.remote import RemoteFolder, is_remote
+from verl_like.small_files import parse_object, read_object, read_text
 from verl_like.trainer.compose import to_dict
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,11 @@ def fetch_resume(settings: TrainerConfig) -> None:
 
 def _of_this_run(remote: RemoteFolder, steps: list[int], here: list[Path]) -> list[int]:
     """Those of the remote steps whose checkpoints are of the run that the newest one here is of (`run_of`)."""
-    found = {step: json.loads(remote.read(f"global_step_{step}/{STATE_FILE}") or "{}").get("run") for step in steps}
+    names = {step: f"global_step_{step}/{STATE_FILE}" for step in steps}
+    found = {
+        step: parse_object(remote.read(name) or "{}", f"{remote.key}={remote.url}/{name}").get("run")
+        for step, name in names.items()
+    }
     if here:
         own = read_trainer_state(here[-1]).get("run")
         if others := [step for step in steps if found[step] != own]:
@@ -137,6 +142,9 @@ def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
     if path is None and mode == "resume_path" and settings.resume_from_path is not None:
         path = check_checkpoint(fetched_path(settings), check)
     if path is not None:
+        exported = [f"{role.name}/huggingface" for role in _trained(config) if (path / CHECKSUMS_FILE).exists()]
+        for fault in find_faults(path, exported, top=False) if exported else []:
+            logger.warning("%s. The run goes on without it; `verl-like export` refuses it", fault)
         saved = saved_config(path)
         raise_if_any(misfits(path, saved, config))
         _report(path, saved, config)
@@ -194,7 +202,7 @@ def _role_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[s
 def _lora_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[str]:
     """Adapters that were added, removed or are shaped otherwise; their rank is in the adapter's own file."""
     adapter, rank = path / role.name / "adapter" / "adapter_config.json", role.model.lora_rank
-    then = json.loads(adapter.read_text())["r"] if adapter.exists() else 0
+    then = read_object(adapter, {"r": int})["r"] if adapter.exists() else 0
     if then != rank:
         holds = f"adapters of rank {then}" if then else "no adapters"
         return [
@@ -223,13 +231,14 @@ def saved_config(path: Path) -> dict[str, Any]:
     """The configuration a checkpoint was saved under; empty where an older version wrote none."""
     file = path / CONFIG_FILE
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {}
-    except (ValueError, YAMLError) as error:
-        told = " ".join(str(error).split())
+        tree = OmegaConf.to_container(OmegaConf.create(read_text(file))) if file.exists() else {}
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds {type(tree).__name__} where sections are expected")
+    except (ValueError, YAMLError, RecursionError) as error:
+        told = " ".join(str(error).removeprefix(f"{file} is damaged: ").split())
         raise ValueError(
             f"{file} is damaged: {told}. Remove it: the run then goes on, but is not told which keys changed"
         ) from error
-    assert isinstance(tree, dict)
     return {str(name): value for name, value in tree.items()}
 
 
@@ -255,8 +264,14 @@ def _faults(path: Path, roles: Sequence[RoleConfig]) -> list[str]:
     """Files that are missing or damaged among those that this run reads."""
     if not (path / ACTOR).is_dir():
         return [f"{path / ACTOR} is missing"]
+    try:
+        state = read_object(path / STATE_FILE, {"state": dict, "source": (dict, type(None))})["state"]
+    except ValueError as error:
+        return [str(error)]
+    if state.get("step") != step_of(path):
+        return [f"{path / STATE_FILE} is damaged: it is of step {state.get('step')!r:.60}"]
     parts = [f"{role.name}/{part}" for role in roles for part in _PARTS if part in role.checkpoint.load_contents]
-    return find_faults(path, parts)
+    return find_faults(path, parts) or [fault for part in parts for fault in faults_of(path / part)]
 
 
 def _at(tree: dict[str, Any], key: str, default: Any) -> Any:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl_like.checkpoint.files import linked_folders
 from verl_like.checkpoint.lock import held
 from verl_like.cluster.lifecycle import StopFlag
 from verl_like.cluster.worker_group import WorkerError, new_run_id
@@ -130,6 +131,8 @@ def _prepared(
         # Not before: the log of a run that is going on is not this one's to write.
         setup_driver_logging(folder, as_json=config.trainer.log_format == "json", run_id=run_id)
         logger.info("this run's files go to %s", folder)
+        for line in linked_folders("trainer.log_dir", folder):
+            logger.info("%s", line)
         for key, file in own_files(to_dict(config)).items():
             logger.info("code of yours: %s=%s, sha256 %s", key, file["path"], file["sha256"])
         if kind is not None:

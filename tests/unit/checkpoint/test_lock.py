@@ -104,8 +104,8 @@ def test_a_removed_lock_is_written_again(tmp_path: Path) -> None:
             RunLock(folder, "vl222222").acquire()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"pid": 1}'])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "null", '{"pid": 1}', "[" * 100_000])
 def test_rubbish_in_the_file_says_what_to_do(tmp_path: Path, text: str) -> None:
     (tmp_path / LOCK_FILE).write_text(text)
-    with pytest.raises(RunLocked, match=r"cannot be read .*delete it if no run writes"):
+    with pytest.raises(RunLocked, match=r"run.lock is damaged: .*; delete it if no run writes"):
         RunLock(tmp_path, "vl111111").acquire()

@@ -44,7 +44,7 @@ def checkpoint(folder: Path, step: int = 4, *, lora_rank: int = 0, critic: bool 
         (path / "actor" / "adapter").mkdir()
         (path / "actor" / "adapter" / "adapter_config.json").write_text(json.dumps({"r": lora_rank}))
     save_resolved(config_of(folder, **changes), path / "config.yaml")
-    layout.write_trainer_state(path, {"step": step})
+    layout.write_trainer_state(path, {"state": {"step": step}, "source": None})
     collect(path)
     return layout.commit(path)
 
@@ -223,7 +223,7 @@ def test_a_run_keeps_its_name_when_it_goes_on(tmp_path: Path) -> None:
 def test_a_damaged_configuration_of_a_checkpoint_is_named(tmp_path: Path) -> None:
     folder = layout.prepare_step_dir(tmp_path, 5)
     (folder / "actor").mkdir()
-    layout.write_trainer_state(folder, {})
+    layout.write_trainer_state(folder, {"state": {"step": 5}, "source": None})
     (folder / "config.yaml").write_text("trainer: !!python/object/apply:os.system ['true']")
     layout.commit(folder)
     with pytest.raises(ValueError, match=r"global_step_5/config.yaml is damaged: could not determine a constructor"):
