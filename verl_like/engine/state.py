@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,12 +23,14 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from transformers import PreTrainedModel
 
 from verl_like.checkpoint.checksums import note
 from verl_like.checkpoint.harmless import AFRESH, OF_NUMPY, HarmlessReader
 from verl_like.parallel.sharding import local_tensor
 from verl_like.progress import span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

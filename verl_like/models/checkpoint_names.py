@@ -9,9 +9,9 @@ which transformers can save is named here as it is there; every tensor given out
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -21,6 +21,9 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _EACH_EXPERT = "*"  # in a name: the number of the expert
 

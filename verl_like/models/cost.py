@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from verl_like.models.families import model_class, num_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BACKWARD = 2.0  # of a forward pass
 

@@ -7,14 +7,17 @@ parameters (embedding, final norm, head) only there.
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from verl_like.models import vision
 from verl_like.models.fused_linear import Backend, Head, Reference, full_logits_reductions, fused_reductions
 from verl_like.models.packing import ModelInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 HIDDEN = "hidden_states"
 _ENTROPY_ROWS = 2048  # verl's

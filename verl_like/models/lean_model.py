@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from verl_like.models import lean_ops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Class -> (name of its epsilon, whether the scale is one plus the weight)
 _NORMS = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from verl_like.models import attention, families, liger
@@ -32,6 +32,8 @@ from verl_like.remote import local_folder, to_shared_memory
 from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from verl_like.config import FSDPConfig, ModelConfig
 
 log = logging.getLogger(__name__)

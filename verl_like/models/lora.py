@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from verl_like.models.checkpoint_names import CheckpointNames
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from verl_like.config import ModelConfig
 
 log = logging.getLogger(__name__)

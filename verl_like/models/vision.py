@@ -28,10 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_whole
-from transformers.video_processing_utils import BaseVideoProcessor
 
 from verl_like.batch import MediaHandle
 from verl_like.models import families
@@ -41,6 +37,8 @@ from verl_like.parallel.dist import all_reduce_max
 from verl_like.remote import local_folder
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from verl_like.config import ModelConfig
 
 _CACHE_BYTES = 2**30  # of pixels in one process: all passes over a batch find them there
@@ -54,6 +52,9 @@ class VisionProcessor:
     """
 
     def __init__(self, model: ModelConfig, config: PretrainedConfig) -> None:
+        from transformers import AutoImageProcessor  # here and below: seconds, which a run of text need not wait for
+        from transformers.video_processing_utils import BaseVideoProcessor
+
         path = self._path = local_folder(model.path)
         try:
             self._images: Any = AutoImageProcessor.from_pretrained(path, backend="pil", **model.mm_processor_kwargs)
@@ -172,6 +173,8 @@ class VisionProcessor:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(self._path)
 
     def _grid_of(self, handle: MediaHandle, clip: Clip) -> tuple[int, int, int]:
@@ -185,6 +188,9 @@ class VisionProcessor:
         self, handle: MediaHandle, size: tuple[int, int], bounds: tuple[int, int], *, frames: int = 0
     ) -> tuple[int, int, int]:
         """Patches of an image: (time, height, width). frames: so many share the bounds."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_whole
+
         limits = {"min_pixels": bounds[0], "max_pixels": bounds[1], "factor": self._patch * self.merge}
         try:
             if frames:

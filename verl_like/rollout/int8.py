@@ -6,10 +6,14 @@ float32's memory, and no faster: it is there so that quantised rollout, its proo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Int8Linear(nn.Module):
