@@ -21,7 +21,6 @@ from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 Build = Callable[..., TrainEngine]
 BACKENDS = {
     "fsdp2": tiny.build_engine,
-    "fsdp1": lambda *a, **k: tiny.build_engine(*a, strategy="fsdp", **k),
     "fsdp2_padded": lambda *a, **k: tiny.build_engine(*a, model={"use_remove_padding": False}, **k),
     "fsdp2_checkpointing": lambda *a, **k: tiny.build_engine(*a, model={"enable_gradient_checkpointing": True}, **k),
 }

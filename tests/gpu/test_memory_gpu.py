@@ -34,15 +34,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_activation_offload_moves_bytes_and_keeps_the_gradient(
-    process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch, strategy: str, checkpointing: bool
+    process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
     monkeypatch.setattr(activation_offload, "MIN_BYTES", 1024)
     batch, found = tiny.experience(16, max_response=60), []
     for offload in (False, True):
         model = {"enable_activation_offload": offload, "enable_gradient_checkpointing": checkpointing}
-        engine = tiny.build_engine(process, path, fsdp=EXACT, model=model, strategy=strategy)
+        engine = tiny.build_engine(process, path, fsdp=EXACT, model=model)
         found.append(gradients(engine, batch, batch))
         assert (engine._activations is not None) == offload
     assert engine._activations is not None and engine._activations.num_bytes > 0
@@ -50,14 +49,13 @@ def test_activation_offload_moves_bytes_and_keeps_the_gradient(
         torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("lora", [0, 4])
-def test_offloaded_shards_come_back(process: ProcessInfo, path: str, strategy: str, lora: int) -> None:
+def test_offloaded_shards_come_back(process: ProcessInfo, path: str, lora: int) -> None:
     results = []
     for offload in (False, True):
         fsdp = FSDPConfig(dtype="float32", param_offload=offload, optimizer_offload=offload)
         model = {"lora_rank": lora}
-        engine = tiny.build_engine(process, path, fsdp=fsdp, strategy=strategy, model=model)
+        engine = tiny.build_engine(process, path, fsdp=fsdp, model=model)
         for seed in range(3):
             batch = tiny.experience(9, seed=seed)
             engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)

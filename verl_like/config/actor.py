@@ -98,7 +98,7 @@ class ActorConfig(ConfigNode):
     """`actor_rollout_ref.actor.*`."""
 
     strategy: Strategy = Strategy.fsdp2
-    """Sharding backend: fsdp2, or fsdp (FSDP1)."""
+    """Sharding backend; `fsdp` is another name of fsdp2."""
     ppo_mini_batch_size: int = 256
     """[prompts] Prompts of one optimizer step (x rollout.n sequences), over all processes."""
     ppo_micro_batch_size: int | None = None

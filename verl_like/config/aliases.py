@@ -270,8 +270,9 @@ VALUES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
 )
 
 
-# DeepSpeed's and ROLL's names of a sharding, as FSDP2 settings.
-_DEEPSPEED: dict[str, dict[str, bool]] = {
+# Other names of a sharding, as FSDP2 settings: FSDP1's, DeepSpeed's and ROLL's.
+_SHARDINGS: dict[str, dict[str, bool]] = {
+    "fsdp": {},
     "deepspeed_zero2": {"reshard_after_forward": False},
     "deepspeed_zero3": {"reshard_after_forward": True},
     "deepspeed_zero2_cpuoffload": {"reshard_after_forward": False, "optimizer_offload": True},
@@ -283,12 +284,12 @@ _DEEPSPEED: dict[str, dict[str, bool]] = {
 }
 
 
-def _deepspeed(change: Change) -> list[Change] | None:
-    if not isinstance(change.value, str) or change.value not in _DEEPSPEED:
+def _sharding(change: Change) -> list[Change] | None:
+    if not isinstance(change.value, str) or change.value not in _SHARDINGS:
         return None
     role = change.key.removesuffix(".strategy")
     section = f"{role}.fsdp_config" if role.startswith("actor_rollout_ref") else f"{role}.model.fsdp_config"
-    settings = _DEEPSPEED[change.value].items()
+    settings = _SHARDINGS[change.value].items()
     return [Change(change.key, "fsdp2"), *(Change(f"{section}.{name}", value) for name, value in settings)]
 
 
@@ -305,7 +306,7 @@ def _recompute(change: Change) -> list[Change] | None:
 
 # Key pattern -> the settings that stand for one; None where the value is an ordinary one.
 EXPANDED: tuple[tuple[str, Callable[[Change], list[Change] | None]], ...] = (
-    (r"(actor_rollout_ref\.(actor|ref)|critic)\.strategy", _deepspeed),
+    (r"(actor_rollout_ref\.(actor|ref)|critic|reward_model)\.strategy", _sharding),
     (r"(actor_rollout_ref|critic)\.model\.disable_gradient_checkpointing", _disable_checkpointing),
     (r"(actor_rollout_ref|critic)\.model\.recompute_granularity", _recompute),
 )

@@ -89,11 +89,6 @@ def _roles(config: PPOConfig) -> list[str]:
             f"{_ROLLOUT}.do_sample=False with {_ROLLOUT}.n={policy.rollout.n}: all responses would be "
             f"equal; set do_sample=true or n=1"
         )
-    if policy.ref.strategy != policy.actor.strategy:
-        problems.append(
-            f"{_REF}.strategy={policy.ref.strategy} with {_ACTOR}.strategy={policy.actor.strategy}: "
-            f"both share one worker; set them equal"
-        )
     if policy.rollout.name == "hf" and policy.rollout.tensor_model_parallel_size > 1:
         size = policy.rollout.tensor_model_parallel_size
         problems.append(

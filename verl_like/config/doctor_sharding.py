@@ -32,16 +32,6 @@ def impossible_sharding(config: PPOConfig) -> list[str]:
     """Combinations of sharding settings that cannot work: keys, values, fix."""
     policy, problems = config.actor_rollout_ref, []
     for role in roles_of(config).values():
-        if role.strategy == "fsdp" and role.fsdp.offload_policy:
-            problems.append(
-                f"{role.sharding_section}.offload_policy=True with strategy=fsdp: FSDP1 has no such policy here; set "
-                "strategy=fsdp2, or use param_offload and optimizer_offload"
-            )
-        if role.strategy == "fsdp" and role.optim is not None and role.optim.optimizer == "adamw_8bit":
-            problems.append(
-                f"{role.section}.optim.optimizer=adamw_8bit with strategy=fsdp: FSDP1 flattens weights, and the 8-bit "
-                "scales belong to rows; set strategy=fsdp2 or optimizer=adamw_bf16"
-            )
         if role.tensor > 1:
             problems += _impossible_tensor(role)
     if policy.rollout.name == "vllm" and policy.model.lora_rank > _VLLM_RANKS and not policy.model.lora.merge:
@@ -60,8 +50,6 @@ def impossible_sharding(config: PPOConfig) -> list[str]:
 def _impossible_tensor(role: RoleConfig) -> list[str]:
     """What tensor parallelism of the trainer cannot be combined with."""
     key, problems = f"{role.tensor_key}={role.tensor}", []
-    if role.strategy != "fsdp2":
-        problems.append(f"{key} with strategy={role.strategy}: FSDP1 flattens what would be split; set strategy=fsdp2")
     if role.ulysses > 1:
         problems.append(f"{key} with {role.ulysses_key}={role.ulysses}: a role has one of the two; set one to 1")
     if not role.model.use_remove_padding:

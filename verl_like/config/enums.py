@@ -6,7 +6,6 @@ from enum import StrEnum
 class Strategy(StrEnum):
     """How training shards a model."""
 
-    fsdp = "fsdp"
     fsdp2 = "fsdp2"
     megatron = "megatron"
 

@@ -53,11 +53,11 @@ class FSDPConfig(ConfigNode):
     all micro-batches of an update."""
     sync_every_micro_batch: bool = True
     """Add up gradients over the processes after each micro-batch (least memory). False: once an update, at the price of
-    a whole float32 gradient in every process. A process alone does it once in any case (strategy=fsdp2)."""
+    a whole float32 gradient in every process. A process alone does it once in any case."""
     fsdp_size: int = -1
     """[processes] Processes that share one copy of the model; -1: all of them."""
     tensor_parallel_size: int = 1
-    """[processes] Neighbouring processes that split the matrices of every layer among them (strategy=fsdp2); 1: none.
+    """[processes] Neighbouring processes that split the matrices of every layer among them; 1: none.
     They get the same sequences, and count among the processes of fsdp_size."""
     forward_prefetch: bool = False
     """Ask for the next layer's parameters when a layer's forward starts, not only when it ends."""

@@ -35,7 +35,6 @@ class RoleConfig:
     kind: Kind = "policy"  # log-probs and entropy, or one number per token
     model: ModelConfig
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    strategy: str = "fsdp2"
     ulysses: int = 1  # [processes] that share one sequence
     compile_blocks: bool = False
     freeze_vision_tower: bool = False
@@ -155,7 +154,6 @@ def _actor(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         name=ACTOR,
         model=config.actor_rollout_ref.model,
         fsdp=actor.fsdp_config,
-        strategy=actor.strategy,
         ulysses=actor.ulysses_sequence_parallel_size,
         compile_blocks=actor.use_torch_compile,
         freeze_vision_tower=actor.freeze_vision_tower,
@@ -179,7 +177,6 @@ def _reference(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         name=REF,
         model=policy.model,
         fsdp=own.fsdp_config,
-        strategy=own.strategy,
         ulysses=own.ulysses_sequence_parallel_size,
         compile_blocks=own.use_torch_compile,
         profiler=policy.ref.profiler,
@@ -195,7 +192,6 @@ def _critic(critic: CriticConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         kind="value",
         model=critic.model,
         fsdp=critic.model.fsdp_config,
-        strategy=critic.strategy,
         ulysses=critic.ulysses_sequence_parallel_size,
         optim=critic.optim,
         grad_clip=critic.grad_clip,
@@ -215,7 +211,6 @@ def _reward(reward: RewardModelConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         kind="value",
         model=reward_network(reward),
         fsdp=reward.model.fsdp_config,
-        strategy=reward.strategy,
         ulysses=reward.ulysses_sequence_parallel_size,
         profiler=reward.profiler,
         section="reward_model",

@@ -13,7 +13,7 @@ from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.heads import HF_PREFIX
 from verl_like.models.lora import Adapters
 from verl_like.parallel.checksum import Slice, as_matrix, checksum, checksum_of, values_of
-from verl_like.parallel.sharding import Sharding
+from verl_like.parallel.fsdp import Sharding
 
 
 class WeightExport:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ from verl_like.models.vision import processor_of
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.parallel.fsdp import FSDP2Sharding
-from verl_like.parallel.fsdp1 import FSDP1Sharding
+from verl_like.parallel.fsdp import Sharding
 from verl_like.parallel.ulysses import sequence_group
 from verl_like.progress import advance
 from verl_like.ragged import take_rows
@@ -77,7 +76,7 @@ class FSDPEngine:
         self.hf_config = loading.load_hf_config(model)
         loading.check_backend(model, self.hf_config, self.device)
         loading.check_ulysses(model, self.hf_config, role.ulysses)
-        tensor_plan.check_engine(model, self.hf_config, fsdp, strategy=role.strategy, ulysses=role.ulysses)
+        tensor_plan.check_engine(model, self.hf_config, fsdp, ulysses=role.ulysses)
         self._vision = processor_of(model, self.hf_config)
         self.compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None
@@ -114,8 +113,7 @@ class FSDPEngine:
         role, config, training = self.role, self.role.model, self.role.optim is not None
         compute, master = self.compute_dtype, dtype_of(role.fsdp.model_dtype)
         with_lora = training and config.lora_rank > 0
-        frozen = with_lora and role.strategy == "fsdp2"  # a frozen base needs no master copy; FSDP1 mixes no precisions
-        stored = master if training and not frozen else compute
+        stored = master if training and not with_lora else compute  # a frozen base needs no master copy
         model = loading.build_token_model(
             config,
             self.hf_config,
@@ -137,25 +135,25 @@ class FSDPEngine:
             self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed, left_out=tower)
         return model
 
-    def _shard(self) -> sharding.Sharding:
+    def _shard(self) -> Sharding:
         fsdp = self.role.fsdp
         layers = loading.sharding_units(self.model, fsdp)
         if self.role.compile_blocks:
             blocks.compile_blocks(layers, self.device)
         precision = fsdp.mixed_precision
-        settings: dict[str, Any] = {
-            "compute_dtype": self.compute_dtype,
-            "reduce_dtype": dtype_of(precision.reduce_dtype),
-            "buffer_dtype": None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
-            "device": self.device,
-        }
-        if self.role.strategy == "fsdp":
-            return FSDP1Sharding(self.model, layers, fsdp, **settings)
-        tensor = tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor)
-        return FSDP2Sharding(self.model, layers, fsdp, **settings, tensor=tensor)
+        return Sharding(
+            self.model,
+            layers,
+            fsdp,
+            compute_dtype=self.compute_dtype,
+            reduce_dtype=dtype_of(precision.reduce_dtype),
+            buffer_dtype=None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
+            device=self.device,
+            tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
+        )
 
     def _build_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
-        return build_optimizer(self.sharding.parameters(), optim, shard_index=self.sharding.shard_index)
+        return build_optimizer(self.sharding.parameters(), optim)
 
     def attach_reference(self, reference: FSDPEngine) -> None:
         """Offer "full_kl": the KL divergence of this policy from `reference`, whose weights must not change."""
@@ -437,11 +435,10 @@ class FSDPEngine:
 
     def export_weights(self, dtype: torch.dtype, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine.export_weights."""
-        with nullcontext() if self.sharding.reads_from_host else self._resident(optimizer=False):
-            for named in self._export.stream(dtype, form):
-                advance(amount=named[1].nbytes)
-                yield named
-                del named  # before the next one is gathered
+        for named in self._export.stream(dtype, form):
+            advance(amount=named[1].nbytes)
+            yield named
+            del named  # before the next one is gathered
 
     def weight_names(self, form: WeightForm = "merged") -> dict[str, torch.Size]:
         """See TrainEngine.weight_names."""
@@ -449,8 +446,7 @@ class FSDPEngine:
 
     def weight_checksums(self, dtype: torch.dtype, form: WeightForm = "merged") -> dict[str, int]:
         """See TrainEngine.weight_checksums."""
-        with nullcontext() if self.sharding.reads_from_host else self._resident(optimizer=False):
-            return self._export.checksums(dtype, form)
+        return self._export.checksums(dtype, form)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -516,14 +512,10 @@ class FSDPEngine:
         self.changes = self.changes.after_load()
         if "model" in contents:
             with self._resident(optimizer=False):
-                tensors = self._model_state()
-                state.load_sharded(tensors, folder / "model")
-                self.sharding.set_model_state(tensors)
+                state.load_sharded(self._model_state(), folder / "model")
         if self.optimizer is not None and "optimizer" in contents:
             with self._resident(optimizer=True):
-                tensors = self.sharding.optimizer_state(self.optimizer)
-                state.load_sharded(tensors, folder / "optimizer")
-                self.sharding.set_optimizer_state(self.optimizer, tensors)
+                state.load_sharded(self.sharding.optimizer_state(self.optimizer), folder / "optimizer")
         if "extra" in contents:
             counters = state.load_extra(folder / "extra", self.process.rank)
             if self.schedule is not None:

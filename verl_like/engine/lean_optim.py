@@ -28,8 +28,7 @@ _SEED_STEP, _SEED_PARAMETER, _SEED_SHARD = 1_000_003, 8_191, 2_147_483_647
 class LeanAdamW(torch.optim.Optimizer):
     """bits: 16 (bfloat16) or 8, per entry of each average; weights keep their own precision.
 
-    shard_index: which shard this rank holds of every parameter that does not say so itself (FSDP1's), the same for all
-    replicas of it. One-dimensional parameters (norms, biases) keep bfloat16 averages with 8 bits too.
+    One-dimensional parameters (norms, biases) keep bfloat16 averages with 8 bits too.
     """
 
     def __init__(
@@ -41,10 +40,9 @@ class LeanAdamW(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
         bits: int,
-        shard_index: int,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._bits, self._shard_index = bits, shard_index
+        self._bits = bits
 
     def init_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
         """States of a parameter before its first step, all zero."""
@@ -76,10 +74,9 @@ class LeanAdamW(torch.optim.Optimizer):
         weight, gradient = local_tensor(parameter.detach()), local_tensor(parameter.grad)
         if weight.numel() == 0:
             return
-        step, own = int(state["step"]), shard_index(parameter)
-        shard = self._shard_index if own is None else own
+        step = int(state["step"])
         noise = torch.Generator(weight.device)
-        noise.manual_seed((step * _SEED_STEP + number * _SEED_PARAMETER + shard) % _SEED_SHARD)
+        noise.manual_seed((step * _SEED_STEP + number * _SEED_PARAMETER + shard_index(parameter)) % _SEED_SHARD)
         tensors = {name: local_tensor(value) for name, value in state.items() if name != "step"}
         for rows in _row_chunks(weight):
             part = {name: value[rows] for name, value in tensors.items()}

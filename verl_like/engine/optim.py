@@ -16,13 +16,8 @@ if TYPE_CHECKING:
     from verl_like.config import OptimConfig
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter], optim: OptimConfig, *, shard_index: int = 0
-) -> torch.optim.Optimizer:
-    """The optimizer of `optim.optimizer` over the shards; weight decay on every parameter, as verl.
-
-    shard_index: which shard this rank holds (see LeanAdamW).
-    """
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of `optim.optimizer` over the shards; weight decay on every parameter, as verl."""
     settings: dict[str, Any] = {
         "lr": optim.lr,
         "betas": (optim.betas[0], optim.betas[1]),
@@ -32,7 +27,7 @@ def build_optimizer(
     groups = [{"params": alike} for alike in _by_mesh(parameters)]
     if optim.optimizer == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
-    return LeanAdamW(groups, **settings, bits=_BITS[optim.optimizer], shard_index=shard_index)
+    return LeanAdamW(groups, **settings, bits=_BITS[optim.optimizer])
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -37,8 +37,8 @@ from torch import Tensor
 from verl_like.batch import Metric, Sequences
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.parallel.dist import all_reduce_max
+from verl_like.parallel.fsdp import Sharding
 from verl_like.parallel.host_memory import is_out_of_memory
-from verl_like.parallel.sharding import Sharding
 
 log = logging.getLogger(__name__)
 

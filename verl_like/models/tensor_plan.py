@@ -37,15 +37,11 @@ _WHOLE = frozenset({"replicated_with_grad_allreduce", "embedding_rowwise"})
 _ATTENTION = re.compile(r"attn|attention")
 
 
-def check_engine(
-    model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig, *, strategy: str, ulysses: int
-) -> None:
+def check_engine(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig, *, ulysses: int) -> None:
     """What one engine cannot do together with tensor parallelism (ValueError); before any weight is loaded."""
     size = fsdp.tensor_parallel_size
     if size == 1:
         return
-    if strategy == "fsdp":
-        raise ValueError(f"{KEY}={size} needs strategy=fsdp2: FSDP1 flattens weights, which leaves nothing to split")
     if ulysses > 1:
         raise ValueError(
             f"{KEY}={size} with ulysses_sequence_parallel_size={ulysses}: both give neighbouring ranks slices of "

@@ -11,7 +11,6 @@ of about 2**-32 at worst (a sign flipped in float32), else 2**-64.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,21 +54,6 @@ def checksum_of(part: Slice) -> Tensor:
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=device)
     return (torch.cat(sums) * _weights(part.row, rows, _STEP, device)).sum()
-
-
-def run_slices(flat: Tensor, start: int, width: int) -> Iterator[Slice]:
-    """A contiguous run of a matrix with rows of `width`, from flat position `start` on, as at most three rectangles."""
-    end = start + flat.numel()
-    first_whole, last_whole = -(-start // width), end // width
-    if first_whole > last_whole:  # inside one row
-        cuts = [(start, end)]
-    else:
-        cuts = [(start, first_whole * width), (first_whole * width, last_whole * width), (last_whole * width, end)]
-    for begin, stop in cuts:
-        if stop > begin:
-            row, column = divmod(begin, width)
-            columns = width if column == 0 and stop - begin >= width else stop - begin
-            yield Slice(flat[begin - start : stop - start].view(-1, columns), row, column)
 
 
 def values_of(sums: list[Tensor]) -> list[int]:

@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from verl_like.parallel.ulysses import SequenceGroup
 
 
-class FSDP2Sharding:
-    """See `Sharding`. Building one fills the model from rank 0 and shards every layer given, then the root
-    (embedding, final norm, head), in place.
+class Sharding:
+    """One model sharded over the ranks. All methods are collective; parameter names are the unsharded model's.
+
+    Building one fills the model from rank 0 and shards every layer given, then the root (embedding, final norm, head),
+    in place.
 
     compute_dtype: what weights are gathered in; the shards keep the dtype they have.
     tensor: which linear layers to split among the ranks of tensor-parallel groups. A layer is then sharded over the
@@ -46,9 +48,12 @@ class FSDP2Sharding:
     A rank alone has nobody to add up gradients with: doing it once costs no memory, unless the shards are narrower than
     the sum. On a CPU it keeps the gathered weights as well, as with reshard_after_forward=False: they are a copy, and
     copying them for every micro-batch costs several percent of a small model's update (docs/performance.md).
-    """
 
-    reads_from_host = True
+    root: the module to call.
+    reduces_once: gradients are reduced only once per optimizer step, whatever fsdp_config.sync_every_micro_batch says.
+    recovers: a pass that broke off can be forgotten (`recover`). gathers_the_rest, reduces_the_rest: a forward or
+    backward pass that broke off on one of several ranks can be completed.
+    """
 
     def __init__(
         self,
@@ -66,7 +71,6 @@ class FSDP2Sharding:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.offload_policy else OffloadPolicy()
         weights = Materializer(model, *fill_devices(fsdp, device), buffer_dtype)
         self._mesh = self._layer_mesh = build_mesh(device, fsdp.fsdp_size)
-        self.shard_index = self._mesh.get_local_rank("shard")
         self._splitter: TensorSplitter | None = None
         if tensor is not None:
             whole = build_tensor_mesh(device, fsdp.fsdp_size, tensor.size)
@@ -108,7 +112,7 @@ class FSDP2Sharding:
         _sum_gradients(model)
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """See Sharding."""
+        """Whether the next backward pass reduces gradients over the ranks or adds them up unsharded on each."""
         assert isinstance(self.root, FSDPModule)
         self.root.set_requires_gradient_sync(enabled)
 
@@ -118,13 +122,14 @@ class FSDP2Sharding:
             self._reached.append(unit)
 
     def forward_begins(self) -> None:
-        """See Sharding."""
+        """The root's next call is a pass of its own."""
         self._reached = []
         if self.reduces_the_rest:
             broken_pass.begin(self._units)
 
     def gather_the_rest(self) -> None:
-        """See Sharding. Units are gathered in the order of the forward pass, each once."""
+        """Take part in the gathers of a forward pass that this rank has broken off and others go on with. Units are
+        gathered in the order of the forward pass, each once."""
         reached, self._reached = self._reached or [], None
         for unit in self._units[len(reached) :]:
             assert isinstance(unit, FSDPModule)
@@ -132,34 +137,36 @@ class FSDP2Sharding:
             unit.reshard()
 
     def reduce_the_rest(self, graph: list[Tensor]) -> None:
-        """See Sharding."""
+        """Take part in the gathers and reductions of a backward pass that this rank has broken off and others go on
+        with; its gradients are worthless then. graph: the loss, which is taken out to free what it came from."""
         broken_pass.complete(self._units, graph)
 
     def recover(self) -> None:
-        """See Sharding."""
+        """Forget a pass that broke off on this rank, or was given up after its forward pass, and all gradients."""
         broken_pass.forget(self._units)
         self.reshard()
         broken_pass.drop_unsharded_gradients(self._units)
         self.drop_gradients()
 
     def reshard(self) -> None:
-        """See Sharding."""
+        """Free the gathered weights that passes leave behind; before an optimizer step reads the shards."""
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def parameters(self) -> list[nn.Parameter]:
-        """See Sharding."""
+        """This rank's shards that are trained: what the optimizer gets."""
         return [p for p in self.root.parameters() if p.requires_grad]
 
     @property
     def tensor_group(self) -> SequenceGroup | None:
-        """See Sharding."""
+        """The ranks among which every layer is split (parallel/tensor.py); they need the same rows, in slices."""
         return None if self._splitter is None else self._splitter.group
 
     def complete_gradients(self) -> None:
-        """See Sharding. What of a layer is not split (norms, an adapter's other half) has had the group's tokens apart,
-        or its heads; FSDP has summed over the ranks of the same split alone."""
+        """Add up what the ranks of the tensor group have of one gradient; once, after the last micro-batch. What of a
+        layer is not split (norms, an adapter's other half) has had the group's tokens apart, or its heads; FSDP has
+        summed over the ranks of the same split alone."""
         if self._splitter is not None:
             partial = [p for p in self.parameters() if self._held_by(p) is self._layer_mesh and p.grad is not None]
             sum_in_place([local_tensor(p.grad) for p in partial], self._splitter.group.group, self._device)
@@ -171,7 +178,7 @@ class FSDP2Sharding:
         return next((mesh for mesh in meshes if parameter.device_mesh == mesh), None)
 
     def gradient_norm(self) -> Tensor:
-        """See Sharding."""
+        """2-norm of the whole gradient, the same on every rank."""
         if self._splitter is not None:
             return self._norm_of_parts(self._splitter.group)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
@@ -191,26 +198,30 @@ class FSDP2Sharding:
         return squares.sum().sqrt()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See Sharding."""
+        """(name, full float32 gradient on the device) of every parameter that has one, for checks."""
         for name, parameter in self.root.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 yield name, self._gather(parameter, parameter.grad, torch.float32)
 
     def drop_gradients(self) -> None:
-        """See Sharding."""
+        """Free the gradients of all parameters."""
         for parameter in self.parameters():
             parameter.grad = None
 
     def full_weights(
         self, dtype: torch.dtype, wanted: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """See Sharding."""
+        """(name, full tensor on the device), one after the other, cast to `dtype` before the gather where possible.
+
+        wanted: of these names alone; nothing else is gathered."""
         for name, parameter in self.root.named_parameters():
             if wanted is None or wanted(name):
                 yield name, self._gather(parameter, parameter, dtype)
 
     def local_slices(self) -> Iterator[tuple[str, torch.Size, Slice]]:
-        """See Sharding. What the ranks of a tensor-parallel group hold alike comes from the first of them."""
+        """(name, whole shape, this rank's part on the device) of every parameter, in the precision of the shards; maybe
+        several parts, or none. Over the ranks of `sum_over_shards` every entry comes once. Gathers nothing. What the
+        ranks of a tensor-parallel group hold alike comes from the first of them."""
         self.reshard()
         first = self._splitter is None or self._splitter.group.rank == 0
         for name, parameter in self.root.named_parameters():
@@ -232,7 +243,7 @@ class FSDP2Sharding:
                 yield name, parameter.shape, _placed(local, parameter.shape, starts)
 
     def sum_over_shards(self, numbers: Tensor) -> Tensor:
-        """See Sharding."""
+        """Added up over the ranks that hold one model together; on the device."""
         dist.all_reduce(numbers := numbers.to(self._device), group=self._mesh.get_group("shard"))
         return numbers
 
@@ -243,24 +254,19 @@ class FSDP2Sharding:
         return self._splitter.joined(tensor, self._layer_mesh, self._device, dtype)
 
     def move_params(self, device: torch.device) -> None:
-        """See Sharding."""
+        """Move all shards (and buffers) between host and device."""
         self.reshard()
         self.root.to(device)
         release(device)
 
     def model_state(self) -> dict[str, Tensor]:
-        """See Sharding. Reading a checkpoint into it changes the model."""
+        """Shards by name, for a checkpoint. Reading a checkpoint into it changes the model."""
         return {name: parameter.detach() for name, parameter in self.root.named_parameters()}
 
-    def set_model_state(self, state: dict[str, Tensor]) -> None:
-        """Nothing left to do: `model_state` gives the shards themselves."""
-
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """See Sharding. Reading a checkpoint into it changes the optimizer."""
+        """States by "<name>.<state>"; zero before the first step. Reading a checkpoint into it changes the
+        optimizer."""
         return named_states(self.root.named_parameters(), optimizer)
-
-    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-        """Nothing left to do: `optimizer_state` gives the states themselves."""
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

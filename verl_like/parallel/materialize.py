@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 Specs = list[tuple[str, tuple[int, ...], torch.dtype]]
 
@@ -54,7 +53,7 @@ class Materializer:
                     part._buffers[name] = self._filled_buffer(buffer, next(dtypes))
 
     def _is_new(self, part: nn.Module) -> bool:
-        return id(part) not in self._done and not isinstance(part, FullyShardedDataParallel)
+        return id(part) not in self._done
 
     def _filled_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         key = id(parameter)

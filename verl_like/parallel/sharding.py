@@ -1,11 +1,8 @@
-"""How one model is spread over the ranks: what FSDP2 (parallel/fsdp.py) and FSDP1 (parallel/fsdp1.py) both offer.
-
-Gradients are plain SUMS over ranks: losses are divided by global counts already.
-"""
+"""Meshes of ranks, shards as plain tensors, and what is done shard by shard: clipping, states of the optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -14,119 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from verl_like.parallel.checksum import Slice
-
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig
-    from verl_like.parallel.ulysses import SequenceGroup
-
-
-class Sharding(Protocol):
-    """One sharded model. All methods are collective. Parameter names are the unsharded model's."""
-
-    root: nn.Module
-    """The module to call."""
-    shard_index: int
-    """Which shard this rank holds; the same on all replicas of it."""
-    reduces_once: bool
-    """Gradients are reduced only once per optimizer step, whatever fsdp_config.sync_every_micro_batch says."""
-    reads_from_host: bool
-    """Weights can be gathered and states read while `move_params` has them in host memory."""
-
-    recovers: bool
-    """A pass that broke off can be forgotten (`recover`)."""
-    gathers_the_rest: bool
-    """A forward pass that broke off on one of several ranks can be completed (`gather_the_rest`)."""
-    reduces_the_rest: bool
-    """A backward pass that broke off on one of several ranks can be completed (`reduce_the_rest`)."""
-
-    def forward_begins(self) -> None:
-        """The root's next call is a pass of its own."""
-        ...
-
-    def gather_the_rest(self) -> None:
-        """Take part in the gathers of a forward pass that this rank has broken off and others go on with."""
-        ...
-
-    def reduce_the_rest(self, graph: list[Tensor]) -> None:
-        """Take part in the gathers and reductions of a backward pass that this rank has broken off and others go on
-        with; its gradients are worthless then. graph: the loss, which is taken out to free what it came from."""
-        ...
-
-    def recover(self) -> None:
-        """Forget a pass that broke off on this rank, or was given up after its forward pass, and all gradients."""
-        ...
-
-    @property
-    def tensor_group(self) -> SequenceGroup | None:
-        """The ranks among which every layer is split (parallel/tensor.py); they need the same rows, in slices."""
-        ...
-
-    def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward pass reduces gradients over the ranks or adds them up unsharded on each."""
-        ...
-
-    def reshard(self) -> None:
-        """Free the gathered weights that passes leave behind; before an optimizer step reads the shards."""
-        ...
-
-    def parameters(self) -> list[nn.Parameter]:
-        """This rank's shards that are trained: what the optimizer gets."""
-        ...
-
-    def complete_gradients(self) -> None:
-        """Add up what the ranks of the tensor group have of one gradient; once, after the last micro-batch."""
-        ...
-
-    def gradient_norm(self) -> Tensor:
-        """2-norm of the whole gradient, the same on every rank."""
-        ...
-
-    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full float32 gradient on the device) of every parameter that has one, for checks."""
-        ...
-
-    def drop_gradients(self) -> None:
-        """Free the gradients of all parameters."""
-        ...
-
-    def full_weights(
-        self, dtype: torch.dtype, wanted: Callable[[str], bool] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor on the device), one after the other, cast to `dtype` before the gather where possible.
-
-        wanted: of these names alone; nothing else is gathered.
-        """
-        ...
-
-    def local_slices(self) -> Iterator[tuple[str, torch.Size, Slice]]:
-        """(name, whole shape, this rank's part on the device) of every parameter, in the precision of the shards; maybe
-        several parts, or none. Over the ranks of `sum_over_shards` every entry comes once. Gathers nothing."""
-        ...
-
-    def sum_over_shards(self, numbers: Tensor) -> Tensor:
-        """Added up over the ranks that hold one model together; on the device."""
-        ...
-
-    def move_params(self, device: torch.device) -> None:
-        """Move all shards (and buffers) between host and device."""
-        ...
-
-    def model_state(self) -> dict[str, Tensor]:
-        """Shards by name, for a checkpoint."""
-        ...
-
-    def set_model_state(self, state: dict[str, Tensor]) -> None:
-        """Take back what `model_state` gave, after a checkpoint was read into it."""
-        ...
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """States by "<name>.<state>"; zero before the first step."""
-        ...
-
-    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-        """Take back what `optimizer_state` gave, after a checkpoint was read into it."""
-        ...
 
 
 def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
@@ -162,10 +48,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_index(tensor: Tensor) -> int | None:
-    """Which part of the whole this rank holds, the same on all replicas of it; None for a plain tensor."""
+def shard_index(tensor: Tensor) -> int:
+    """Number of the part of the whole that this rank holds, the same on all replicas of it; 0 for a plain tensor."""
     if not isinstance(tensor, DTensor):
-        return None
+        return 0
     index, position = 0, tensor.device_mesh.get_coordinate() or []
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():

@@ -36,8 +36,6 @@ def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
         return
     if adapters_apart(model):
         refuse_vision(hf_config, "model.lora.merge=False", "set it to True")
-    if actor.strategy == "fsdp":
-        refuse_vision(hf_config, "actor_rollout_ref.actor.strategy=fsdp", "use fsdp2")
     if actor.use_torch_compile:
         refuse_vision(hf_config, "actor_rollout_ref.actor.use_torch_compile=True", "set it to False")
     if needs_critic(config.critic, config.algorithm):

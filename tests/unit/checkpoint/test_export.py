@@ -65,11 +65,10 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_run_becomes_the_folder_that_the_engine_would_write(
-    process: ProcessInfo, path: str, tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
+    process: ProcessInfo, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = tiny.build_engine(process, path, strategy=strategy)
+    engine = tiny.build_engine(process, path)
     saved(engine, tmp_path / "run")
     main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
     engine.export_hf(str(tmp_path / "own"))

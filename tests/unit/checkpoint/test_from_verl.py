@@ -87,12 +87,12 @@ def written(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple
     return folder, found[0], by_kind
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [*((kind, "fsdp2") for kind in KINDS), ("fsdp1_tied", "fsdp")])
-def test_weights_and_averages_are_verls(written: Any, tmp_path: Path, kind: str, strategy: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_averages_are_verls(written: Any, tmp_path: Path, kind: str) -> None:
     folder, found, models = written
     out, left = converted(folder / kind / "global_step_2", tmp_path)
     assert left == ["its place in the data: it begins with the first row", "the actor's random states"]
-    engine = tiny.build_engine(tiny.single_process(), models[kind], strategy=strategy)
+    engine = tiny.build_engine(tiny.single_process(), models[kind])
     try:
         engine.load(str(out / "actor"), contents=["model", "optimizer", "extra"])
         own = tiny.weights(engine)

@@ -215,6 +215,8 @@ M = "actor_rollout_ref.model"
          [Change(f"{A}.strategy", "fsdp2"), Change(f"{F}.offload_policy", True)]),
         (Change("critic.strategy", "deepspeed_zero3"),
          [Change("critic.strategy", "fsdp2"), Change("critic.model.fsdp_config.reshard_after_forward", True)]),
+        (Change(f"{A}.strategy", "fsdp"), [Change(f"{A}.strategy", "fsdp2")]),
+        (Change("reward_model.strategy", "fsdp"), [Change("reward_model.strategy", "fsdp2")]),
         (Change(f"{A}.strategy", "fsdp2_train"), [Change(f"{A}.strategy", "fsdp2")]),
         (Change(f"{M}.disable_gradient_checkpointing", True), [Change(f"{M}.enable_gradient_checkpointing", False)]),
         (Change(f"{M}.recompute_granularity", None), [Change(f"{M}.enable_gradient_checkpointing", False)]),
@@ -227,5 +229,5 @@ def test_one_setting_that_stands_for_several(change, expected):
 
 
 def test_ordinary_values_of_those_keys_are_left_alone():
-    same = [Change(f"{A}.strategy", "fsdp"), Change(f"{M}.recompute_granularity", "selective")]
+    same = [Change(f"{A}.strategy", "fsdp2"), Change(f"{M}.recompute_granularity", "selective")]
     assert canonical(same) == (same, [])

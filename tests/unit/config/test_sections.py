@@ -47,8 +47,8 @@ def test_every_key_has_a_doc_string():
 
 
 def test_strings_become_enums_and_wrong_ones_name_the_choices():
-    assert ActorConfig(strategy="fsdp").strategy is Strategy.fsdp  # pyright: ignore
-    with pytest.raises(ValueError, match=r"strategy='deepspeed': choose one of fsdp, fsdp2, megatron"):
+    assert ActorConfig(strategy="fsdp2").strategy is Strategy.fsdp2  # pyright: ignore
+    with pytest.raises(ValueError, match=r"strategy='deepspeed': choose one of fsdp2, megatron"):
         ActorConfig(strategy="deepspeed")  # pyright: ignore
 
 

@@ -54,9 +54,6 @@ def _one_family(process: ProcessInfo, path: str, save_to: str | None) -> dict[st
     else:
         result["first"] = _gradients(engine, my_rows(process, batch, "first"), batch)
         result["ulysses"] = _gradients(build_engine(process, path, ulysses=2), batch, batch)
-        result["fsdp1"] = _gradients(
-            build_engine(process, path, strategy="fsdp"), my_rows(process, batch, "even"), batch
-        )
     metrics = engine.train_minibatch(my_rows(process, batch, "even"), PolicyLoss(), denominators(batch), rule=RULE)
     result["load"] = {name: metric.value for name, metric in metrics.items() if name.startswith("moe_")}
     if save_to is not None:

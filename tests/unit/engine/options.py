@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.unit.engine import fsdp1
 from tests.unit.engine.scenarios import gradients, my_rows
 from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
 from verl_like.config.batch_plan import MicroBatchRule
@@ -31,20 +31,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp2_buffers": {"fsdp": FSDPConfig(mixed_precision=MixedPrecisionConfig(buffer_dtype="float32"))},
     "fsdp2_checkpointing": {"model": {"enable_gradient_checkpointing": True}},
     "fsdp2_selective": {"model": {"enable_gradient_checkpointing": True, "recompute_granularity": "selective"}},
-    "fsdp1": {"strategy": "fsdp"},
-    "fsdp1_keep_gathered": {"strategy": "fsdp", "fsdp": FSDPConfig(reshard_after_forward=False)},
-    "fsdp1_summed_once": {"strategy": "fsdp", "fsdp": FSDPConfig(sync_every_micro_batch=False)},
-    "fsdp1_prefetch": {"strategy": "fsdp", "fsdp": FSDPConfig(forward_prefetch=True)},
-    "fsdp1_replicated": {"strategy": "fsdp", "fsdp": FSDPConfig(fsdp_size=1)},
-    "fsdp1_tied": {"strategy": "fsdp", "model": {"override_config": {"tie_word_embeddings": True}}},
     "fsdp2_tied": {"model": {"override_config": {"tie_word_embeddings": True}}},
     "fsdp2_lora": {"model": LORA},
-    "fsdp1_lora": {"strategy": "fsdp", "model": LORA},
     "fsdp2_checkpointed_lora": {"model": LORA | {"enable_gradient_checkpointing": True}},
-    "fsdp1_selective": {
-        "strategy": "fsdp",
-        "model": {"enable_gradient_checkpointing": True, "recompute_granularity": "selective"},
-    },
 }
 
 
@@ -56,22 +45,23 @@ def gradients_of_all(process: ProcessInfo, path: str) -> dict[str, dict[str, Ten
     }
 
 
-def train_and_save(
-    process: ProcessInfo, path: str, folder: str, model: dict[str, Any], writer: str = "fsdp"
-) -> dict[str, Any]:
-    """Two steps, a checkpoint, one more step; and the same from engines of both strategies that read the folder."""
+def train_and_save(process: ProcessInfo, path: str, folder: str, model: dict[str, Any]) -> dict[str, Any]:
+    """Two steps, a checkpoint, one more step; and the same from an engine that reads the folder, and from one that
+    reads what FSDP1 writes of the same weights and averages."""
     result: dict[str, Any] = {}
-    first = build_engine(process, path, strategy=writer, model=model)
+    first = build_engine(process, path, model=model)
     for seed in range(2):
         step(process, first, seed)
-    first.save(str(Path(folder)), contents=["model", "optimizer", "extra"])
+    contents = ["model", "optimizer", "extra"]
+    first.save(folder, contents=contents)
+    fsdp1.save(process, first, folder, f"{folder}_fsdp1")
     step(process, first, 2)
     result["uninterrupted"] = weights(first)
-    for strategy in ("fsdp", "fsdp2"):
-        other = build_engine(process, path, strategy=strategy, seed=50, model=model)
-        other.load(str(Path(folder)), contents=["model", "optimizer", "extra"])
+    for name in ("fsdp2", "fsdp1"):
+        other = build_engine(process, path, seed=50, model=model)
+        other.load(folder if name == "fsdp2" else f"{folder}_fsdp1", contents=contents)
         step(process, other, 2)
-        result[strategy] = weights(other)
+        result[name] = weights(other)
     return result
 
 
@@ -86,7 +76,7 @@ def everything(process: ProcessInfo, path: str, folder: str) -> dict[str, Any]:
         "gradients": gradients_of_all(process, path),
         "saved": train_and_save(process, path, f"{folder}/full", {}),
         "saved_lora": train_and_save(process, path, f"{folder}/lora", LORA),
-        "saved_tied": train_and_save(process, path, f"{folder}/tied", TIED, writer="fsdp2"),
+        "saved_tied": train_and_save(process, path, f"{folder}/tied", TIED),
         "apart": apart(process, path),
         "lora_ulysses": gradients(build_engine(process, path, ulysses=2, model=LORA), experience(9), experience(9)),
         "mismatch": mismatch(process),
@@ -124,8 +114,6 @@ def apart(process: ProcessInfo, path: str) -> dict[str, tuple[dict[str, Tensor],
 
 APART: dict[str, dict[str, Any]] = {
     "fsdp2": {},
-    "fsdp1": {"strategy": "fsdp"},
-    "fsdp1_keep_gathered": {"strategy": "fsdp", "fsdp": FSDPConfig(reshard_after_forward=False)},
     "replicated": {"fsdp": FSDPConfig(fsdp_size=1)},
     "sequence_parallel": {"ulysses": 2},
 }
@@ -144,11 +132,10 @@ def mismatch(process: ProcessInfo) -> str:
 def hybrid(process: ProcessInfo, path: str) -> dict[str, Any]:
     """Two replicas of two shards each: gradients, and the reported norm over the norm of the gradient."""
     batch, result = experience(9), {}
-    for strategy in ("fsdp", "fsdp2"):
-        engine = build_engine(process, path, strategy=strategy, fsdp=FSDPConfig(fsdp_size=2))
-        result[strategy] = gradients(engine, my_rows(process, batch, "even"), batch)
-        norm = torch.stack([g.norm() for g in result[strategy].values()]).norm()
-        rows = my_rows(process, batch, "even")
-        metrics = engine.train_minibatch(rows, PolicyLoss(), denominators(batch), rule=MicroBatchRule(max_tokens=24))
-        result["norms_equal"] = {"norm": torch.tensor(metrics["grad_norm"].value) / norm}
+    engine = build_engine(process, path, fsdp=FSDPConfig(fsdp_size=2))
+    result["gradients"] = gradients(engine, my_rows(process, batch, "even"), batch)
+    norm = torch.stack([g.norm() for g in result["gradients"].values()]).norm()
+    rows = my_rows(process, batch, "even")
+    metrics = engine.train_minibatch(rows, PolicyLoss(), denominators(batch), rule=MicroBatchRule(max_tokens=24))
+    result["norms_equal"] = {"norm": torch.tensor(metrics["grad_norm"].value) / norm}
     return result

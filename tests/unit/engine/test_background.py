@@ -33,12 +33,11 @@ def step(engine: FSDPEngine, seed: int) -> None:
     engine.train_minibatch(batch, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_it_holds_the_moment_of_the_save(
-    process: ProcessInfo, path: str, tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+    process: ProcessInfo, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread is made to write only after the engine has stepped on."""
-    engine = build_engine(process, path, strategy=strategy)
+    engine = build_engine(process, path)
     step(engine, 0)
     late: list[tuple[BackgroundWriter, list]] = []
     real = BackgroundWriter._write
@@ -48,7 +47,7 @@ def test_it_holds_the_moment_of_the_save(
     step(engine, 1)
     (writer, parts), *_ = late
     real(writer, parts)
-    other = build_engine(process, path, strategy=strategy, seed=9)
+    other = build_engine(process, path, seed=9)
     other.load(str(tmp_path), contents=CONTENTS)
     step(other, 1)
     expected, actual = weights(engine), weights(other)

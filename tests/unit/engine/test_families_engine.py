@@ -108,7 +108,7 @@ def test_gradients_do_not_depend_on_the_way(one: dict[str, Any], name: str, way:
 
 
 @pytest.mark.parametrize("name", WIDE)
-@pytest.mark.parametrize("way", ["gradients", "first", "ulysses", "fsdp1"])
+@pytest.mark.parametrize("way", ["gradients", "first", "ulysses"])
 def test_two_ranks_give_the_gradients_of_one(
     one: dict[str, Any], two: list[dict[str, Any]], name: str, way: str
 ) -> None:

@@ -56,12 +56,11 @@ def test_micro_batch_cut_does_not_matter(
         assert float((gradient - expected[name]).abs().max()) / scale < 5e-6, name
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_shared_prompts_change_no_gradient(process: ProcessInfo, path: str, strategy: str) -> None:
+def test_shared_prompts_change_no_gradient(process: ProcessInfo, path: str) -> None:
     """Groups of four: with a prompt once a micro-batch, and with one for each row."""
     batch, results = experience(12, rows_per_prompt=4), []
     for share in (True, False):
-        engine = build_engine(process, path, strategy=strategy, model={"share_prompts": share})
+        engine = build_engine(process, path, model={"share_prompts": share})
         results.append(gradients(engine, batch, batch))
         metrics = step(engine, batch, rule=tiny.ONE_BATCH)
         saved = sum(int(n) for n in batch.prompt_length_B) - int(batch.prompt_length_B[::4].sum())

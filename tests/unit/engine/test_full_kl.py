@@ -45,10 +45,10 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return tiny.model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param)
 
 
-def pair(process: ProcessInfo, path: str, model: dict[str, bool], strategy: str = "fsdp2") -> FSDPEngine:
+def pair(process: ProcessInfo, path: str, model: dict[str, bool]) -> FSDPEngine:
     """A policy with the reference of another seed attached."""
-    engine = tiny.build_engine(process, path, model=model, strategy=strategy)
-    engine.attach_reference(tiny.build_engine(process, path, model=model, strategy=strategy, seed=8, optim=None))
+    engine = tiny.build_engine(process, path, model=model)
+    engine.attach_reference(tiny.build_engine(process, path, model=model, seed=8, optim=None))
     return engine
 
 
@@ -68,9 +68,8 @@ def naive_kl(engines: list[FSDPEngine], folder: Path, batch: Experience, tempera
     return kl_BR * batch.response_mask_BR
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_equals_the_naive_sum(process: ProcessInfo, path: str, tmp_path: Path, strategy: str) -> None:
-    engine, batch = pair(process, path, FUSED, strategy), tiny.experience(6)
+def test_equals_the_naive_sum(process: ProcessInfo, path: str, tmp_path: Path) -> None:
+    engine, batch = pair(process, path, FUSED), tiny.experience(6)
     reference = engine._reference
     assert reference is not None
     values = engine.forward(batch, want=WANT | {"log_probs"}, rule=RULE, temperature=0.7)

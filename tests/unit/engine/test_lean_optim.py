@@ -16,7 +16,6 @@ from verl_like.config import FSDPConfig, OptimConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.lean_optim import BLOCK, LeanAdamW, dequantise, quantise, stochastic_round
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.trainer.compose import compose
 
 LEAN = ["adamw_bf16", "adamw_8bit"]
 
@@ -36,9 +35,9 @@ def noise(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def lean(parameter: nn.Parameter, bits: int, shard_index: int = 0, **changes: Any) -> LeanAdamW:
+def lean(parameter: nn.Parameter, bits: int, **changes: Any) -> LeanAdamW:
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01} | changes
-    return LeanAdamW([parameter], **settings, bits=bits, shard_index=shard_index)
+    return LeanAdamW([parameter], **settings, bits=bits)
 
 
 def test_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
@@ -99,11 +98,12 @@ def test_bfloat16_weights_move_under_a_small_learning_rate() -> None:
     assert float(weight.detach().float().mean()) == pytest.approx(1 - 50e-4, abs=5e-4)
 
 
-def test_replicas_round_alike_and_shards_do_not() -> None:
+def test_replicas_round_alike_and_shards_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for shard in (0, 0, 1):
+        monkeypatch.setattr("verl_like.engine.lean_optim.shard_index", lambda parameter, shard=shard: shard)
         weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-        optimizer = lean(weight, 16, shard_index=shard, lr=1e-3)
+        optimizer = lean(weight, 16, lr=1e-3)
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         results.append(weight.detach())
@@ -145,14 +145,13 @@ def test_bytes_per_weight(
     assert states <= state_bytes_at_most * count
 
 
-@pytest.mark.parametrize(("optimizer", "strategy"), [*((name, "fsdp2") for name in LEAN), ("adamw_bf16", "fsdp")])
+@pytest.mark.parametrize("optimizer", LEAN)
 @pytest.mark.parametrize("model_dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_goes_on_bit_for_bit(
-    process: ProcessInfo, path: str, tmp_path: Path, optimizer: str, strategy: str, model_dtype: str
+    process: ProcessInfo, path: str, tmp_path: Path, optimizer: str, model_dtype: str
 ) -> None:
     settings: Any = {"optimizer": optimizer, "lr": 1e-3}
     changes: dict[str, Any] = {"optim": OptimConfig(**settings), "fsdp": FSDPConfig(model_dtype=model_dtype)}
-    changes["strategy"] = strategy
     engine = build_engine(process, path, **changes)
     steps(engine, range(2))
     engine.save(str(tmp_path), contents=["model", "optimizer", "extra"])
@@ -211,8 +210,3 @@ def half_step(process: ProcessInfo, engine: FSDPEngine, seed: int) -> None:
     batch = experience(7, seed=seed)
     rows = batch.select(range(process.rank, len(batch), process.world_size))
     engine.train_minibatch(rows, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
-
-
-def test_fsdp1_has_no_rows_to_quantise() -> None:
-    with pytest.raises(ValueError, match=r"optim\.optimizer=adamw_8bit with strategy=fsdp"):
-        compose(["actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.optim.optimizer=adamw_8bit"])

@@ -53,9 +53,8 @@ def log_probs(engine: FSDPEngine) -> Tensor:
     return engine.forward(experience(9), want=WANT, rule=tiny.ONE_BATCH)["log_probs"]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_only_adapters_are_trained_and_have_optimizer_states(process: ProcessInfo, path: str, strategy: str) -> None:
-    engine = lora_engine(process, path, strategy=strategy)
+def test_only_adapters_are_trained_and_have_optimizer_states(process: ProcessInfo, path: str) -> None:
+    engine = lora_engine(process, path)
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     step(engine)
     step(engine, 1)
@@ -78,9 +77,8 @@ def test_the_base_model_is_the_reference(process: ProcessInfo, path: str) -> Non
         pass
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_the_merged_export_is_the_adapted_model(process: ProcessInfo, path: str, tmp_path: Path, strategy: str) -> None:
-    engine = lora_engine(process, path, strategy=strategy)
+def test_the_merged_export_is_the_adapted_model(process: ProcessInfo, path: str, tmp_path: Path) -> None:
+    engine = lora_engine(process, path)
     for seed in range(3):
         step(engine, seed)
     exported = dict(engine.export_weights(torch.float32))
@@ -91,9 +89,8 @@ def test_the_merged_export_is_the_adapted_model(process: ProcessInfo, path: str,
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_adapters_apart_add_up_to_the_merged_export(process: ProcessInfo, path: str, strategy: str) -> None:
-    engine = lora_engine(process, path, strategy=strategy)
+def test_adapters_apart_add_up_to_the_merged_export(process: ProcessInfo, path: str) -> None:
+    engine = lora_engine(process, path)
     for seed in range(2):
         step(engine, seed)
     merged, apart = dict(engine.export_weights(torch.float32)), dict(engine.export_weights(torch.float32, "apart"))
@@ -116,15 +113,12 @@ def test_without_lora_there_are_no_adapters_to_send(process: ProcessInfo, path: 
 
 
 @pytest.mark.parametrize("kind", ["policy", "value"])
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_a_checkpoint_holds_the_adapter_alone(
-    process: ProcessInfo, path: str, tmp_path: Path, kind: str, strategy: str
-) -> None:
+def test_a_checkpoint_holds_the_adapter_alone(process: ProcessInfo, path: str, tmp_path: Path, kind: str) -> None:
     loss = PolicyLoss() if kind == "policy" else ValueLoss()
-    engine = lora_engine(process, path, kind=kind, strategy=strategy)
+    engine = lora_engine(process, path, kind=kind)
     step(engine, 0, loss)
     engine.save(str(tmp_path), contents=CONTENTS)
-    resumed = lora_engine(process, path, kind=kind, strategy=strategy, seed=77)
+    resumed = lora_engine(process, path, kind=kind, seed=77)
     resumed.load(str(tmp_path), contents=CONTENTS)
     for each in (engine, resumed):
         step(each, 1, loss)

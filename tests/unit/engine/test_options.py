@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,7 +21,6 @@ from verl_like.config.fsdp import FSDPConfig, MixedPrecisionConfig, WrapPolicyCo
 from verl_like.models.blocks import check_compiler
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.parallel.fsdp import gather
-from verl_like.trainer.compose import compose
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +106,11 @@ def test_adapters_have_the_same_gradient_under_sequence_parallelism(
         assert_same(one["fsdp2_lora"], result["lora_ulysses"])
 
 
-@pytest.mark.parametrize(("part", "writer"), [("saved", "fsdp"), ("saved_lora", "fsdp"), ("saved_tied", "fsdp2")])
-def test_both_strategies_resume_from_a_checkpoint_of_either(two: list[dict[str, Any]], part: str, writer: str) -> None:
+@pytest.mark.parametrize("part", ["saved", "saved_lora", "saved_tied"])
+def test_a_run_goes_on_from_its_checkpoint_and_from_one_that_fsdp1_wrote(two: list[dict[str, Any]], part: str) -> None:
     saved = two[0][part]
-    for strategy in ("fsdp", "fsdp2"):
-        assert_same(saved["uninterrupted"], saved[strategy], 0.0 if strategy == writer else 1e-5)
+    assert_same(saved["uninterrupted"], saved["fsdp2"], 0.0)
+    assert_same(saved["uninterrupted"], saved["fsdp1"], 0.0)
 
 
 @pytest.mark.parametrize("name", options.APART)
@@ -122,24 +120,17 @@ def test_rows_without_a_backward_pass_keep_the_ranks_in_step(two: list[dict[str,
         assert_same(*result["apart"][name])
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_no_gradient_stays_after_a_step(process: ProcessInfo, path: str, strategy: str) -> None:
-    """FSDP1's flat gradient included, of which the parameters' are views."""
-    engine, batch = build_engine(process, path, strategy=strategy), tiny.experience(3)
+def test_no_gradient_stays_after_a_step(process: ProcessInfo, path: str) -> None:
+    engine, batch = build_engine(process, path), tiny.experience(3)
     engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
-    root = engine.sharding.root
-    handles = [unit._handle for unit in FSDP1.fsdp_modules(root)] if strategy == "fsdp" else []
-    flat = [handle.flat_param for handle in handles if handle is not None]
-    assert bool(flat) == (strategy == "fsdp")
-    assert all(p.grad is None for p in [*root.parameters(), *flat])
+    assert all(p.grad is None for p in engine.sharding.root.parameters())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_offloaded_shards_return_for_what_cannot_read_them_there(
-    process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strategy: str
+    process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """FSDP1 gathers on the device alone. (On a CPU nothing moves: the moves are counted.)"""
-    engine = build_engine(process, path, strategy=strategy)
+    """An export gathers from the host. (On a CPU nothing moves: the moves are counted.)"""
+    engine = build_engine(process, path)
     moves: list[torch.device] = []
     monkeypatch.setattr(engine.sharding, "move_params", moves.append)
     works: list[Callable[[], object]] = [
@@ -153,24 +144,17 @@ def test_offloaded_shards_return_for_what_cannot_read_them_there(
         work()
         counts.append(len(moves))
         moves.clear()
-    assert counts == ([1, 1, 1] if strategy == "fsdp" else [0, 1, 1])
+    assert counts == [0, 1, 1]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_one_weight_is_gathered_alone(
-    process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
-    sharding, gathered = build_engine(process, path, strategy=strategy).sharding, []
+def test_one_weight_is_gathered_alone(process: ProcessInfo, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharding, gathered = build_engine(process, path).sharding, []
 
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            gathered.append(args)
-            return function(*args, **kwargs)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        gathered.append(args)
+        return gather(*args, **kwargs)
 
-        return call
-
-    monkeypatch.setattr(FSDP1, "summon_full_params", counting(FSDP1.summon_full_params))
-    monkeypatch.setattr("verl_like.parallel.fsdp.gather", counting(gather))
+    monkeypatch.setattr("verl_like.parallel.fsdp.gather", counting)
     expected = dict(sharding.full_weights(torch.float32))
     gathered.clear()
     name = "hf.model.layers.1.mlp.up_proj.weight"
@@ -185,12 +169,11 @@ def test_ranks_with_different_models_are_told_so(two: list[dict[str, Any]]) -> N
 def test_bfloat16_reduction_rounds_the_gradient(process: ProcessInfo, path: str, one: dict[str, Any]) -> None:
     """mixed_precision.reduce_dtype is what gradients are added up in."""
     batch = tiny.experience(9)
-    for strategy in ("fsdp", "fsdp2"):
-        half = FSDPConfig(mixed_precision=MixedPrecisionConfig(reduce_dtype="bfloat16"))
-        rounded = options.gradients(build_engine(process, path, fsdp=half, strategy=strategy), batch, batch)
-        exact = one["fsdp2"]["lm_head.weight"]
-        gap = float((rounded["lm_head.weight"] - exact).abs().max() / exact.abs().max())
-        assert 1e-5 < gap < 2e-2, strategy
+    half = FSDPConfig(mixed_precision=MixedPrecisionConfig(reduce_dtype="bfloat16"))
+    rounded = options.gradients(build_engine(process, path, fsdp=half), batch, batch)
+    exact = one["fsdp2"]["lm_head.weight"]
+    gap = float((rounded["lm_head.weight"] - exact).abs().max() / exact.abs().max())
+    assert 1e-5 < gap < 2e-2
 
 
 def test_buffers_get_their_precision(process: ProcessInfo, path: str) -> None:
@@ -230,12 +213,6 @@ def test_selective_recomputation_runs_no_product_twice(process: ProcessInfo, pat
     assert counts["fsdp2_selective"] == counts["fsdp2"]
 
 
-def test_fsdp1_refuses_what_it_cannot_do() -> None:
-    overrides = ["actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.fsdp_config.offload_policy=true"]
-    with pytest.raises(ValueError, match=r"actor\.fsdp_config\.offload_policy=True with strategy=fsdp"):
-        compose(overrides)
-
-
 def test_compilation_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -244,12 +221,9 @@ def test_compilation_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_compiled_layers_give_the_default_gradient(
-    process: ProcessInfo, path: str, one: dict[str, Any], strategy: str
-) -> None:
+def test_compiled_layers_give_the_default_gradient(process: ProcessInfo, path: str, one: dict[str, Any]) -> None:
     batch = tiny.experience(9)
-    engine = build_engine(process, path, strategy=strategy, compile_blocks=True)
+    engine = build_engine(process, path, compile_blocks=True)
     assert_same(one["fsdp2"], options.gradients(engine, batch, batch), 5e-6)
 
 
@@ -259,6 +233,5 @@ def test_hybrid_sharding_on_four_ranks(
 ) -> None:
     folder = tmp_path_factory.mktemp("four")
     for result in tiny.spawn_ranks(4, options.hybrid, folder, path):
-        for name in ("fsdp", "fsdp2"):
-            assert_same(one["fsdp2"], result[name])
-            assert_same(result["norms_equal"], {"norm": torch.tensor(1.0)}, 1e-5)
+        assert_same(one["fsdp2"], result["gradients"])
+        assert_same(result["norms_equal"], {"norm": torch.tensor(1.0)}, 1e-5)

@@ -33,18 +33,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
-def stepped(process: ProcessInfo, path: str, strategy: str = "fsdp2") -> FSDPEngine:
-    engine, batch = build_engine(process, path, strategy=strategy), experience(7)
+def stepped(process: ProcessInfo, path: str) -> FSDPEngine:
+    engine, batch = build_engine(process, path), experience(7)
     engine.train_minibatch(batch, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
     return engine
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_weights_that_are_not_finite_are_named_and_not_written(
-    process: ProcessInfo, path: str, tmp_path: Path, strategy: str, value: float
+    process: ProcessInfo, path: str, tmp_path: Path, value: float
 ) -> None:
-    engine = stepped(process, path, strategy)
+    engine = stepped(process, path)
     name, parameter = next(iter(engine.sharding.root.named_parameters()))
     local_tensor(parameter.data).view(-1)[5] = value
     for contents, background in ((ALL, False), (ALL, True), (["hf_model"], False)):
@@ -53,9 +52,8 @@ def test_weights_that_are_not_finite_are_named_and_not_written(
     assert engine.saved(wait=True) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_optimizer_states_count_too(process: ProcessInfo, path: str, tmp_path: Path, strategy: str) -> None:
-    engine = stepped(process, path, strategy)
+def test_optimizer_states_count_too(process: ProcessInfo, path: str, tmp_path: Path) -> None:
+    engine = stepped(process, path)
     assert engine.optimizer is not None
     state = next(iter(engine.optimizer.state.values()))
     local_tensor(state["exp_avg_sq"]).view(-1)[0] = float("inf")

@@ -33,10 +33,9 @@ def with_adapters(engine: Any) -> Any:
     return engine
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["plain", "tied"])
-def test_dense_models(process: ProcessInfo, tmp_path: Path, strategy: str, changes: dict[str, Any]) -> None:
-    engine = tiny.build_engine(process, tiny.model_folder(tmp_path, **changes), strategy=strategy)
+def test_dense_models(process: ProcessInfo, tmp_path: Path, changes: dict[str, Any]) -> None:
+    engine = tiny.build_engine(process, tiny.model_folder(tmp_path, **changes))
     assert tiny.unlike_shards(engine) == []
     assert engine.weight_checksums(torch.float32).keys() == engine.weight_names().keys()
     batch = tiny.experience(4)  # gathered weights of a pass do not stand in for shards
@@ -45,19 +44,17 @@ def test_dense_models(process: ProcessInfo, tmp_path: Path, strategy: str, chang
     assert tiny.unlike_shards(engine) == []
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_experts_have_one_each(process: ProcessInfo, tmp_path: Path, name: str, strategy: str) -> None:
-    engine = tiny.build_engine(process, zoo.folder(tmp_path, name), strategy=strategy)
+def test_experts_have_one_each(process: ProcessInfo, tmp_path: Path, name: str) -> None:
+    engine = tiny.build_engine(process, zoo.folder(tmp_path, name))
     assert any(".experts.1." in key for key in engine.weight_names())
     assert tiny.unlike_shards(engine) == []
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 @pytest.mark.parametrize("form", ["merged", "apart", "adapters"])
-def test_adapters(process: ProcessInfo, tmp_path: Path, strategy: str, form: Any) -> None:
+def test_adapters(process: ProcessInfo, tmp_path: Path, form: Any) -> None:
     path = tiny.model_folder(tmp_path)
-    engine = with_adapters(tiny.build_engine(process, path, strategy=strategy, model=LORA))
+    engine = with_adapters(tiny.build_engine(process, path, model=LORA))
     assert tiny.unlike_shards(engine, form) == []
     assert engine.weight_checksums(torch.float32, form).keys() == engine.weight_names(form).keys()
 

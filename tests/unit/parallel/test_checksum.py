@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_like.parallel import checksum as module
-from verl_like.parallel.checksum import Slice, as_matrix, checksum, checksum_of, run_slices, total
+from verl_like.parallel.checksum import Slice, as_matrix, checksum, checksum_of, total
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -98,20 +96,6 @@ def test_parts_add_up(dtype: torch.dtype) -> None:
     told = int(checksum(tensor))
     boxes = [Slice(tensor[r : r + 5, c : c + 3], r, c) for r in range(0, 13, 5) for c in range(0, 7, 3)]
     assert total([int(checksum_of(box)) for box in reversed(boxes)]) == told
-    cuts = [0, 0, 3, 6, 7, 20, 21, 35, 40, 91, 91]
-    runs = [piece for a, b in itertools.pairwise(cuts) for piece in run_slices(tensor.flatten()[a:b], a, 7)]
-    assert total([int(checksum_of(piece)) for piece in runs]) == told
-
-
-def test_runs_of_every_start_and_length() -> None:
-    tensor = randn(4, 5)
-    for start in range(20):
-        for end in range(start, 21):
-            inside = torch.zeros(20)
-            inside[start:end] = tensor.flatten()[start:end]
-            pieces = list(run_slices(tensor.flatten()[start:end], start, 5))
-            assert len(pieces) <= 3
-            assert total([int(checksum_of(piece)) for piece in pieces]) == int(checksum(inside.view(4, 5)))
 
 
 def test_sums_wrap_as_int64() -> None:

@@ -88,7 +88,6 @@ def test_a_wrong_image_key(tmp_path: Path, tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "actor_rollout_ref.actor.strategy=fsdp",
         "actor_rollout_ref.actor.use_torch_compile=True",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",

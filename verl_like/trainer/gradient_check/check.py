@@ -191,7 +191,6 @@ class SelfCheck:
         role = RoleConfig(
             model=dataclasses.replace(policy.model, use_remove_padding=packed, use_fused_kernels=fused),
             fsdp=dataclasses.replace(fsdp, sync_every_micro_batch=False) if reduce_once else fsdp,
-            strategy=policy.actor.strategy,
             optim=OptimConfig(),
         )
         sizes: dict[str, Any] = {"tokenizer_size": work.vocab_size, "seed": self.config.trainer.seed}
@@ -209,7 +208,6 @@ class SelfCheck:
             kind="value",
             model=critic.model,
             fsdp=critic.model.fsdp_config,
-            strategy=critic.strategy,
             optim=OptimConfig(),
         )
         return FSDPEngine(role, process, num_schedule_steps=1, seed=self.config.trainer.seed)
