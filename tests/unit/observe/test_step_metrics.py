@@ -25,7 +25,7 @@ def test_rollout_metrics_by_hand() -> None:
         prompts=[[1], [1, 2, 3], [1, 2], [1, 2]],
         finish_reasons=["length", "stop", "stop", "abort"],
     )
-    assert rollout_metrics(rollouts, max_prompt_length=3, max_response_length=4) == {
+    assert rollout_metrics(rollouts, max_prompt_length=3) == {
         "response_length/mean": 2.0,
         "response_length/max": 4.0,
         "response_length/min": 0.0,
@@ -42,13 +42,13 @@ def test_rollout_metrics_by_hand() -> None:
 def test_a_duplicate_is_an_equal_response_to_the_same_prompt() -> None:
     responses = [[5, 6], [5, 6], [5, 6, 7], [5, 6], [5, 6]]
     rollouts = factory.rollouts(responses, groups=[0, 0, 0, 1, 1])
-    assert rollout_metrics(rollouts, 4, 4)["response/duplicate_fraction"] == pytest.approx(2 / 5)
+    assert rollout_metrics(rollouts, 4)["response/duplicate_fraction"] == pytest.approx(2 / 5)
 
 
 def test_rollout_metrics_do_not_depend_on_padding() -> None:
     batch = factory.rollouts([[5, 6, 7], [5]])
     wider = batch.select([1, 0, 1])  # still padded to 3
-    assert rollout_metrics(wider.select([0]), 8, 8)["response_length/max"] == 1.0
+    assert rollout_metrics(wider.select([0]), 8)["response_length/max"] == 1.0
 
 
 def test_perf_metrics_are_per_device_and_second() -> None:

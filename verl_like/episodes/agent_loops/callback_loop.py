@@ -18,6 +18,7 @@ from typing import Any
 from verl_like.episodes.agent_loops.policy import Policy
 from verl_like.episodes.agent_loops.tokens import ContinuousTokens
 from verl_like.episodes.tool_calls.formats import parser_of
+from verl_like.episodes.transcript import without_end
 from verl_like.user_code import load
 
 NAME = "completion_callback"
@@ -81,7 +82,7 @@ class CompletionCallbackLoop:
         self.callback = load_callback(callback)(self.config, self.scheduler)
         self._tokenizer = tokenizer
         self._parser = parser_of(self.config.actor_rollout_ref.rollout.multi_turn.format)
-        self._tokens = ContinuousTokens(tokenizer, dict(self.config.data.apply_chat_template_kwargs or {}))
+        self._tokens = ContinuousTokens(tokenizer, self.config.data)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
         """The episode: AgentLoopOutputs, one for each context."""
@@ -141,8 +142,7 @@ class CompletionCallbackLoop:
             rows.append(_Row(self._tokens.initial(messages, tools), [], []))
 
     def _message(self, token_ids: Sequence[int]) -> Message:
-        ids, end = list(token_ids), self._tokenizer.eos_token_id
-        ids = ids[:-1] if ids[-1] == end else ids
+        ids = without_end(token_ids, self._tokenizer.end_ids)
         parsed = self._parser.parse(self._tokenizer.decode(ids, skip_special_tokens=False))
         calls = [
             SimpleNamespace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,11 @@ class Merged:
 class ContinuousTokens:
     """The chat template's tokens for messages, without tokenising again what the model wrote."""
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
-        self._encoder = PromptEncoder(tokenizer, dict(template_kwargs))
+    def __init__(self, tokenizer: Any, data: Any) -> None:
+        """data: the run's data.*."""
+        continues = data.get("continue_final_message", True)
+        kwargs = dict(data.get("apply_chat_template_kwargs") or {})
+        self._encoder = PromptEncoder(tokenizer, kwargs, continues=continues)
 
     def initial(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """A conversation that the model is to answer."""

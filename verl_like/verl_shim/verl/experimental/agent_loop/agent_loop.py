@@ -101,7 +101,7 @@ class AgentLoopBase(ABC):
         self.apply_chat_template_kwargs = dict(self.config.data.apply_chat_template_kwargs or {})
         self.mm_processor_kwargs: dict[str, Any] = {}
         self.loop = asyncio.get_running_loop()
-        self._tokens = ContinuousTokens(tokenizer, self.apply_chat_template_kwargs)
+        self._tokens = ContinuousTokens(tokenizer, self.config.data)
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, **kwargs: Any) -> None:
