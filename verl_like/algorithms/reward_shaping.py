@@ -155,9 +155,8 @@ def _chosen(key: str | None, scores: Scores) -> Tensor:
     """Rows whose reward function returned something true under `key`; all rows without a key: bool [B]."""
     if key is None:
         return torch.ones(len(scores), dtype=torch.bool)
-    return torch.tensor(
-        [bool(value) for value in extra_values(scores, key, "reward_model.overlong_buffer.only_key")], dtype=torch.bool
-    )
+    values = extra_values(scores, key, "reward_model.overlong_buffer.only_key")
+    return torch.tensor([bool(value) for value in values], dtype=torch.bool)
 
 
 def extra_numbers(scores: Scores, name: str, config_key: str) -> Tensor:

@@ -119,8 +119,7 @@ class DataConfig(ConfigNode):
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the tokenizer's apply_chat_template, for instance enable_thinking."""
     continue_final_message: bool = True
-    """In rows whose last message is an assistant's the policy goes on with that answer: its text is prompt, and graders
-    read it before the response. False: it is closed and another answer begins, as in verl."""
+    """Go on with a row's last message if it is an assistant's; graders read both. False: another turn begins (verl)."""
     chat_template: str = "native"
     """How messages become text: native (the tokenizer's template), none (one user message as it is), chatml, qwen2_5,
     llama3, gemma, r1_zero, or the path of a Jinja file."""

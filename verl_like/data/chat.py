@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 Conversation = tuple[Messages, list[dict[str, Any]] | None]  # messages, and the tools that they may use
 _THINK = "<think>"
-_CLOSE = "write its text as content, let another message follow, or set data.continue_final_message=False (verl's way)"
+_CLOSE = (
+    "the last message is an assistant's: change it, or let another answer follow (data.continue_final_message=False)"
+)
 _CHUNK = 1000  # prompts per task of the worker processes
 
 
@@ -28,7 +30,7 @@ class PromptEncoder:
     """
 
     def __init__(
-        self, tokenizer: Any, template_kwargs: dict[str, Any], template: str | None = None, *, continues: bool = True
+        self, tokenizer: Any, template_kwargs: Any, template: str | None = None, continues: bool = True
     ) -> None:
         self.tokenizer, self.continues = tokenizer, continues
         self.template_kwargs = dict(template_kwargs) | ({"chat_template": template} if template else {})
@@ -57,36 +59,32 @@ class PromptEncoder:
         begun = self.begun(messages)
         if begun is None:
             return self._rendered(messages, add_generation_prompt=True, **extra)
-        *before, last = messages
         if begun and not (begun.lstrip().startswith(_THINK) and "</think>" not in begun):
-            messages = [*before, {**last, "content": begun}]  # one text: not every template takes parts
+            messages = [*messages[:-1], {**messages[-1], "content": begun}]  # one text: not every template takes parts
             return self._rendered(messages, add_generation_prompt=False, continue_final_message=True, **extra)
         # A thought without its end: templates would put a closed one before it, and some begin one themselves
-        head = self._rendered(before, add_generation_prompt=True, **extra)
+        head = self._rendered(messages[:-1], add_generation_prompt=True, **extra)
         return head[: head.rindex(_THINK)] + begun if begun and head.rstrip().endswith(_THINK) else head + begun
 
     def begun(self, messages: Messages) -> str | None:
         """The text of a last message that is the assistant's: the answer with which the policy goes on; "" if it is
         blank. None without one, or with data.continue_final_message=False. ValueError for more than text."""
-        last = messages[-1]
-        if last.get("role") != "assistant" or not self.continues:
+        last = messages[-1] if messages and self.continues else {}
+        if last.get("role") != "assistant":
             return None
         content = last.get("content") or ""
         parts = content if isinstance(content, list) else [{"text": content}]
         text = "".join(part.get("text") or "" for part in parts)
         thought_alone = bool(last.get("reasoning_content")) and not text.strip()
         if last.get("tool_calls") or thought_alone or any("text" not in part for part in parts):
-            what = "the policy cannot go on in the last message, an assistant's: it has tool_calls, a thought alone or media"
-            raise ValueError(f"{what}; {_CLOSE}")
+            raise ValueError(f"the policy cannot go on in tool calls, media or a thought alone; {_CLOSE}")
         return text if text.strip() else ""
 
     def _rendered(self, messages: Messages, **options: Any) -> str:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # templates are programs: they raise what they like
-            fix = (
-                f". The policy would go on in the last message: {_CLOSE}" if "continue_final_message" in options else ""
-            )
+            fix = f"; {_CLOSE}" if "continue_final_message" in options else ""
             raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}{fix}") from error
 
     def _plain_prompt(self, messages: Messages) -> str:

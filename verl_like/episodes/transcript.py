@@ -303,7 +303,5 @@ class Transcript:
 
 def without_end(token_ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
     """What was sampled, less the tokens that end a turn."""
-    ids = list(token_ids)
-    while ids and ids[-1] in end_ids:
-        ids.pop()
-    return ids
+    length = next((n for n in range(len(token_ids), 0, -1) if token_ids[n - 1] not in end_ids), 0)
+    return list(token_ids[:length])

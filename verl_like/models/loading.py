@@ -121,10 +121,10 @@ def end_token_ids(tokenizer: Any, config: PretrainedConfig, path: str, key: str 
             log.warning("%s=%s: no token has the eos_token_id %s of %s: left out", key, path, unknown, source)
         found += [i for i in ids if i not in unknown]
     if not found:
-        raise ValueError(
-            f"{key}={path}: neither the tokenizer nor config.json nor generation_config.json names an end-of-sequence "
-            "token (eos_token_id) that the tokenizer has: name one in the model's generation_config.json"
+        what = (
+            f"{key}={path}: neither the tokenizer nor config.json nor generation_config.json names an end-of-sequence"
         )
+        raise ValueError(f"{what} token (eos_token_id) that the tokenizer has; name one in generation_config.json")
     return tuple(dict.fromkeys(found))
 
 

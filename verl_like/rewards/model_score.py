@@ -39,13 +39,10 @@ class Answer:
     def text(self, tokenizer: Any) -> str:
         """The answer: the response, behind what the row's last message has of it where the prompt ends with that."""
         if begun := self.row.begun.strip():
-            asked = list(self.prompt_ids)
-            prompt, whole = (
-                tokenizer.decode([*asked, *more], skip_special_tokens=True) for more in ([], self.response)
-            )
-            place = prompt.rstrip().rfind(begun)
-            if place >= 0 and prompt[place:].strip() == begun:
-                return whole[place:]
+            both = ([*self.prompt_ids, *more] for more in ([], self.response))
+            prompt, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in both)
+            if (prompt := prompt.rstrip()).endswith(begun):
+                return whole[len(prompt) - len(begun) :]
         return tokenizer.decode(self.response, skip_special_tokens=True)
 
 

@@ -59,8 +59,8 @@ def _rows(config: PPOConfig, ready: Prepared) -> Iterator[tuple[str, str]]:
 
 def end_tokens_text(rollout: RolloutConfig, inputs: Inputs) -> str:
     """What ends a response, by id and text: the model's end tokens, unless they are ignored, and the run's own."""
-    ids = [*(() if rollout.ignore_eos else inputs.eos_ids), *rollout.stop_token_ids]
-    told = [f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}" for i in dict.fromkeys(ids)]
+    ids = dict.fromkeys([*(() if rollout.ignore_eos else inputs.eos_ids), *rollout.stop_token_ids])
+    told = (f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}" for i in ids)
     return ", ".join([*told, *map(repr, rollout.stop)]) or "none (rollout.ignore_eos=True)"
 
 

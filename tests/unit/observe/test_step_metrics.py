@@ -39,6 +39,16 @@ def test_rollout_metrics_by_hand() -> None:
     }
 
 
+def test_cut_off_is_what_a_length_ended() -> None:
+    """Not what is as long as a response may be, whose last token may be its end; and also what a program, a turn or the
+    validation allows no more than that. An episode is what its last row is."""
+    reasons = ["stop", "length", "length", "stop", "stop", "length"]
+    batch = factory.rollouts([[5, 6, 7, 1], [5, 6, 7, 8], [5], [5, 1], [1], [5]], finish_reasons=reasons)
+    assert rollout_metrics(batch, 4)["response_length/clip_ratio"] == 0.5
+    whole = batch.replace(episode_B=torch.tensor([0, 1, 2, 2, 3, 4]), group_B=torch.tensor([0, 1, 2, 2, 3, 4]))
+    assert rollout_metrics(whole, 4)["response_length/clip_ratio"] == pytest.approx(2 / 5)
+
+
 def test_a_duplicate_is_an_equal_response_to_the_same_prompt() -> None:
     responses = [[5, 6], [5, 6], [5, 6, 7], [5, 6], [5, 6]]
     rollouts = factory.rollouts(responses, groups=[0, 0, 0, 1, 1])

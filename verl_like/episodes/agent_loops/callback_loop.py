@@ -134,7 +134,7 @@ class CompletionCallbackLoop:
         answered = messages[split] if len(messages) > split + 1 else {}
         kept = answered.get("role") == "assistant" and (answered.get("content") or "") == message.content
         if kept and messages[:split] == before:
-            given = [*before, answered], messages, [*now.prompt_ids, *now.ids], _answer_length(now.mask), tools
+            given = [*before, answered], messages, [*now.prompt_ids, *now.ids], now.mask, tools
             ids = self._tokens.after_answer(*given)
             now.ids += ids
             now.mask += [0] * len(ids)
@@ -153,8 +153,3 @@ class CompletionCallbackLoop:
             for place, c in enumerate(parsed.calls)
         ]
         return Message(role="assistant", content=parsed.content, tool_calls=calls or None)
-
-
-def _answer_length(mask: Sequence[int]) -> int:
-    """Tokens of the last run of ones."""
-    return next((n for n, bit in enumerate(reversed(mask)) if not bit), len(mask))

@@ -160,12 +160,12 @@ class AgentLoopService:
         return AgentReply()
 
 
-def _templated(encoder: PromptEncoder, template: Any, conversation: Any, **options: Any) -> Any:
+def _templated(encoder: PromptEncoder, template: Any, conversation: Any, *given: Any, **options: Any) -> Any:
     """The tokenizer's apply_chat_template as loops know it: ids, where transformers 5 would give a dictionary. After an
     answer that the row has begun there is no generation prompt: the policy goes on with it."""
     if options.get("add_generation_prompt") and encoder.begun(conversation):
         options |= {"add_generation_prompt": False, "continue_final_message": True}
-    return template(conversation, **{"return_dict": False, **options})
+    return template(conversation, *given, **{"return_dict": False, **options})
 
 
 def _row(output: Any) -> LoopRow:

@@ -242,9 +242,8 @@ class Session:
             transcript.wrote(ids, message)
             reply.transcript = transcript
             self.replies.append(reply)
-            # Its client appends the message, or puts it behind what its last message had begun
-            before = asked.messages[: len(asked.messages) - (asked.messages[-1]["role"] == "assistant")]
-            for history in ([*asked.messages, message], [*before, transcript.messages[-1]]):
+            before = asked.messages[:-1] if asked.messages[-1]["role"] == "assistant" else asked.messages
+            for history in ([*asked.messages, message], [*before, transcript.messages[-1]]):  # apart, or put together
                 self._by_history[_digests(history, asked.tools)[-1]] = reply
         return reply
 
