@@ -75,8 +75,8 @@ class PromptEncoder:
         content = last.get("content") or ""
         parts = content if isinstance(content, list) else [{"text": content}]
         text = "".join(part.get("text") or "" for part in parts)
-        thought_alone = bool(last.get("reasoning_content")) and not text.strip()
-        if last.get("tool_calls") or thought_alone or any("text" not in part for part in parts):
+        thought = last.get("reasoning_content") and not text.strip()
+        if last.get("tool_calls") or thought or any("text" not in part for part in parts):
             raise ValueError(f"the policy cannot go on in tool calls, media or a thought alone; {_CLOSE}")
         return text if text.strip() else ""
 

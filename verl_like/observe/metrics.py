@@ -28,10 +28,8 @@ def rollout_metrics(rollouts: Rollouts, max_prompt_length: int) -> dict[str, flo
     several rows is one response, to the prompt of its first row.
     """
     rollouts = Episodes.of(rollouts).join(rollouts)
-    aborted = [
-        reason == "abort" or length == 0
-        for reason, length in zip(rollouts.finish_reasons, rollouts.response_length_B.tolist(), strict=True)
-    ]
+    ends = zip(rollouts.finish_reasons, rollouts.response_length_B.tolist(), strict=True)
+    aborted = [reason == "abort" or length == 0 for reason, length in ends]
     return {
         **_length_metrics("response_length", rollouts.response_length_B, rollouts.cut_off_B),
         **_length_metrics("prompt_length", rollouts.prompt_length_B, rollouts.prompt_length_B >= max_prompt_length),

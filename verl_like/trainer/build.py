@@ -229,9 +229,8 @@ def started(
             resume = find_resume(config, newest=again)
             if resume is not None and (other := processes_text(resume, plan.pools[0].world_size)):
                 logger.warning("%s", other)
-            exported = {"end_ids": inputs.eos_ids, "vision": inputs.vision}
-            place = {"resume": resume, "confirm": confirm_folder}
-            checkpoints = Checkpoints(config.trainer, inputs.tokenizer, **exported, **place)
+            run: dict[str, Any] = {"end_ids": inputs.eos_ids, "vision": inputs.vision, "resume": resume}
+            checkpoints = Checkpoints(config.trainer, inputs.tokenizer, confirm=confirm_folder, **run)
             stack.callback(checkpoints.close)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
             groups = stack.enter_context(workers(ready.spec, ready.device))

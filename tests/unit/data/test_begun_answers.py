@@ -102,6 +102,11 @@ def test_what_cannot_be_continued_is_said(template: str, messages: Any, what: st
         encoder.render((messages, None))
 
 
+def test_what_the_trainer_sets_is_no_keyword_of_the_template() -> None:
+    with pytest.raises(ValueError, match=r"apply_chat_template_kwargs=.*see data.continue_final_message"):
+        DataConfig(apply_chat_template_kwargs={"continue_final_message": True})
+
+
 def test_verls_meaning_closes_it() -> None:
     encoder = PromptEncoder(TOKENIZER, {}, TEMPLATES["chatml"], continues=False)
     text = encoder.render((begun("So"), None))
