@@ -288,6 +288,27 @@ ENGINE_AND_ROLLOUT = [
 ]
 DATA_AND_REWARDS = [
     Mutation(
+        "tokens: an end that generation_config.json alone names",
+        "models/loading.py",
+        'load_generation_config(path, key).get("eos_token_id")',
+        "None",
+        "models/test_end_tokens.py",
+    ),
+    Mutation(
+        "tokens: a begun answer is closed",
+        "data/chat.py",
+        "add_generation_prompt=False, continue_final_message=True",
+        "add_generation_prompt=True",
+        "data/test_begun_answers.py",
+    ),
+    Mutation(
+        "tokens: a full response is cut off",
+        "observe/metrics.py",
+        "rollouts.response_length_B, rollouts.cut_off_B",
+        "rollouts.response_length_B, rollouts.response_length_B >= rollouts.response_length_B.max()",
+        "observe/test_step_metrics.py",
+    ),
+    Mutation(
         "every epoch in the same order",
         "data/sampler.py",
         "np.random.default_rng([self._seed, self.epoch])",

@@ -268,6 +268,7 @@ class PromptRow:
     index: int  # position in the dataset before shuffling
     data_source: str  # picks the grader and names the validation metrics
     messages: list[dict[str, Any]]  # the prompt before the chat template
+    begun: str = ""  # the answer as far as the prompt has it: of a last message that is the assistant's
     ground_truth: Any = None
     ability: str = ""
     extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -326,6 +327,11 @@ class Rollouts(Sequences):
     step_T: Tensor | None = tokens(fill=-1, default=None)  # int32: turn of a sampled token, 0, 1, 2 ...; -1
     anchor_T: Tensor | None = tokens(fill=-1, default=None)  # int64: id of the state before the turn
     step_rewards_T: Tensor | None = tokens(default=None)  # float32: the environment's, on a turn's end
+
+    @property
+    def cut_off_B(self) -> Tensor:
+        """Whether a length ended the response: bool, by its finish reason, which alone knows it."""
+        return torch.tensor([reason == "length" for reason in self.finish_reasons], dtype=torch.bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

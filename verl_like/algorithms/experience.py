@@ -126,7 +126,6 @@ def put_together(
     if scores.trained_B is not None and not scores.trained_B.all():
         trained_T = trained_T & on_rows(scores.trained_B, rollouts.response_length_B)
     episodes = Episodes.of(rollouts)
-    cut_off_E = torch.tensor([reason == "length" for reason in episodes.join(rollouts).finish_reasons])
     experience = Experience(
         prompt_ids_T=rollouts.prompt_ids_T,
         prompt_length_B=rollouts.prompt_length_B,
@@ -144,7 +143,7 @@ def put_together(
         rollout_is_weights_T=corrected.weights_T,
         values_T=evaluated.values_T,
         score_B=scores.score_B,
-        truncated_B=episodes.of_rows(cut_off_E),
+        truncated_B=episodes.of_rows(episodes.join(rollouts).cut_off_B),
         difficulty_B=difficulties(rollouts, actor.sample_weight),
     )
     experience.check()

@@ -130,12 +130,13 @@ def overlong(
 ) -> tuple[Tensor, dict[str, float]]:
     """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), and Colossal-RL's treatment of cut-off rows.
 
-    A response of l tokens with budget L and buffer C loses penalty_factor * (l - (L - C)) / C, if that is positive.
-    What happens to rows with finish reason "length" is `truncated`'s choice; `only_key` leaves other rows alone.
+    A response of l tokens with budget L and buffer C loses penalty_factor * (l - (L - C)) / C, if that is positive, and
+    penalty_factor at most: by length alone, as the formula has it, whether it was cut off or not. What becomes of rows
+    that were (finish reason "length") is `truncated`'s choice; `only_key` leaves other rows alone.
     """
-    beyond_B = rollouts.response_length_B.double() - (max_response_length - config.len)
+    beyond_B = (rollouts.response_length_B.double() - (max_response_length - config.len)).clamp(max=config.len)
     punished_B = (beyond_B > 0) & _chosen(config.only_key, scores)
-    cut_B = torch.tensor([reason == "length" for reason in rollouts.finish_reasons], dtype=torch.bool)
+    cut_B = rollouts.cut_off_B
     if config.truncated != "penalise":
         punished_B &= ~cut_B
     penalty_B = torch.where(punished_B, -config.penalty_factor * beyond_B / config.len, 0.0)
@@ -154,9 +155,8 @@ def _chosen(key: str | None, scores: Scores) -> Tensor:
     """Rows whose reward function returned something true under `key`; all rows without a key: bool [B]."""
     if key is None:
         return torch.ones(len(scores), dtype=torch.bool)
-    return torch.tensor(
-        [bool(value) for value in extra_values(scores, key, "reward_model.overlong_buffer.only_key")], dtype=torch.bool
-    )
+    values = extra_values(scores, key, "reward_model.overlong_buffer.only_key")
+    return torch.tensor([bool(value) for value in values], dtype=torch.bool)
 
 
 def extra_numbers(scores: Scores, name: str, config_key: str) -> Tensor:

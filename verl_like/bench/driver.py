@@ -250,7 +250,7 @@ class _Driver:
         tokens = rollouts.num_tokens_B()
         shares = RowBalance(share_prompts=True).shares(rollouts, _RANKS)
         domain_metrics(rollouts, scores)
-        rollout_metrics(rollouts, 512, self.config.data.max_response_length)
+        rollout_metrics(rollouts, 512)
         sequence_balance_metrics(tokens.tolist(), shares)
 
 

@@ -45,16 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Answer line by line. ConfigError, hence exit status 1, for a model that cannot be used."""
     from verl_like.rollout.rollout_engine import SamplingParams
-    from verl_like.trainer.inputs import end_token_ids
     from verl_like.trainer.serving import model_of
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
-    with model_of(arguments.model) as model, _loaded(arguments, model) as (engine, encoder, hf_config, longest):
+    with model_of(arguments.model) as model, _loaded(arguments, model) as (engine, encoder, end_ids, longest):
         sampling = SamplingParams(
             max_tokens=arguments.max_tokens,
             temperature=arguments.temperature,
             top_p=arguments.top_p,
-            stop_token_ids=end_token_ids(encoder.tokenizer, hf_config),
+            stop_token_ids=end_ids,
             do_sample=arguments.temperature > 0,
         )
         _talk(engine, encoder, sampling, arguments, longest)
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
 @contextmanager
 def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[RolloutEngine, PromptEncoder, Any, int]]:
     from verl_like.data.dataset import make_encoder
-    from verl_like.models.loading import load_hf_config, load_tokenizer
+    from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer
     from verl_like.trainer.build import input_errors, resolve_world
     from verl_like.trainer.compose import compose_with_warnings
     from verl_like.trainer.serving import served, settings_for
@@ -81,11 +80,12 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[Rollout
         settings, data = config.actor_rollout_ref.model, config.data
         tokenizer = load_tokenizer(data.tokenizer or settings.path, settings.trust_remote_code, "MODEL")
         hf_config = load_hf_config(settings, "MODEL")
+        end_ids = end_token_ids(tokenizer, hf_config, settings.path, "MODEL")
         encoder = make_encoder(data, tokenizer)
         device, _ = resolve_world(config)
         longest = min(hf_config.get_text_config().max_position_embeddings, _longest(config))
     with served(config, hf_config, tokenizer_size=len(tokenizer), max_model_len=longest, device=device) as replica:
-        yield replica.engine, encoder, hf_config, longest
+        yield replica.engine, encoder, end_ids, longest
 
 
 def _longest(config: PPOConfig) -> int:

@@ -150,7 +150,7 @@ class ActorConfig(ConfigNode):
     ratio_skip_threshold: float | None = None
     """[ratio] Rows whose mean token ratio is above it (1 or more) add nothing to the loss. Null: none is skipped."""
     mask_truncated: bool = False
-    """Leave responses that hit the length limit out of the actor's update; their scores still count in the baseline."""
+    """Leave cut-off responses (finish reason length) out of the actor's update; their scores count in the baseline."""
     freeze_vision_tower: bool = False
     """Vision-language models: train the language model alone; the tower then keeps no activations."""
     use_torch_compile: bool = False

@@ -118,6 +118,8 @@ class DataConfig(ConfigNode):
     command line sets one."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the tokenizer's apply_chat_template, for instance enable_thinking."""
+    continue_final_message: bool = True
+    """Go on with a row's last message if it is an assistant's; graders read both. False: another turn begins (verl)."""
     chat_template: str = "native"
     """How messages become text: native (the tokenizer's template), none (one user message as it is), chatml, qwen2_5,
     llama3, gemma, r1_zero, or the path of a Jinja file."""
@@ -128,6 +130,8 @@ class DataConfig(ConfigNode):
     """[rows] Rows of each data source whose reference answer is graded before training starts; 0: none."""
 
     def check(self) -> None:
+        ours = {"add_generation_prompt", "continue_final_message", "tokenize"} & {*self.apply_chat_template_kwargs}
+        require(not ours, "apply_chat_template_kwargs", ours, "the trainer sets these; see data.continue_final_message")
         at_least(self, 1, "max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size")
         at_least(self, 1, "val_batch_size", "filter_overlong_prompts_workers", "max_prompt_id_length")
         at_least(self, 0, "dataloader_num_workers", "seed", "self_check_rows")

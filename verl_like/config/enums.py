@@ -187,7 +187,7 @@ class AgentNormMethod(StrEnum):
 
 
 class TruncatedRows(StrEnum):
-    """What the overlong buffer does with responses that the budget cut off."""
+    """What the overlong buffer does with responses that were cut off."""
 
     penalise = "penalise"
     zero = "zero"

@@ -88,12 +88,12 @@ class OverlongBufferConfig(ConfigNode):
     len: int = 0
     """[tokens] Width of the punished zone."""
     penalty_factor: float = 0.0
-    """Punishment at the end of the zone."""
+    """Punishment at the end of the zone, and at most."""
     log: bool = False
     """Report the punishment as a metric (reward/overlong_reward/mean, reward/overlong/mean)."""
     truncated: TruncatedRows = TruncatedRows.penalise
-    """Responses that were cut off by the budget: penalise (full punishment, as DAPO), zero (reward 0, as Colossal-RL)
-    or keep (no punishment)."""
+    """Responses that were cut off (finish reason length): penalise (by their length, as DAPO), zero (reward 0, as
+    Colossal-RL) or keep (no punishment)."""
     only_key: str | None = None
     """Punish only rows for which the reward function returned something true under this name (Colossal-RL: rows in
     which an answer was found). Null: all."""

@@ -14,6 +14,10 @@ logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
 Conversation = tuple[Messages, list[dict[str, Any]] | None]  # messages, and the tools that they may use
+_THINK = "<think>"
+_CLOSE = (
+    "the last message is an assistant's: change it, or let another answer follow (data.continue_final_message=False)"
+)
 _CHUNK = 1000  # prompts per task of the worker processes
 
 
@@ -22,11 +26,13 @@ class PromptEncoder:
 
     template: Jinja text that replaces the tokenizer's own, "" for no template at all, None for the tokenizer's own.
     Without a template (base models) a single user message is the prompt itself, with the tokenizer's own special tokens
-    (BOS); anything else is an error.
+    (BOS); anything else is an error. continues: data.continue_final_message.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], template: str | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, template_kwargs: Any, template: str | None = None, continues: bool = True
+    ) -> None:
+        self.tokenizer, self.continues = tokenizer, continues
         self.template_kwargs = dict(template_kwargs) | ({"chat_template": template} if template else {})
         own = tokenizer.chat_template is not None or "chat_template" in self.template_kwargs
         self.has_template = own and template != ""
@@ -44,17 +50,42 @@ class PromptEncoder:
         return self.tokenizer([text], add_special_tokens=False)["input_ids"][0]
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt as text. ValueError if the template refuses the messages."""
+        """The prompt as text, up to where the policy goes on: after the generation prompt, or in the last message if it
+        is an assistant's. ValueError if the template refuses the messages, or to leave such a message open."""
         messages, tools = conversation
         if not self.has_template:
             return self._plain_prompt(messages)
-        extra = {} if tools is None else {"tools": tools}
+        extra = ({} if tools is None else {"tools": tools}) | self.template_kwargs
+        begun = self.begun(messages)
+        if begun is None:
+            return self._rendered(messages, add_generation_prompt=True, **extra)
+        if begun and not (begun.lstrip().startswith(_THINK) and "</think>" not in begun):
+            messages = [*messages[:-1], {**messages[-1], "content": begun}]  # one text: not every template takes parts
+            return self._rendered(messages, add_generation_prompt=False, continue_final_message=True, **extra)
+        # A thought without its end: templates would put a closed one before it, and some begin one themselves
+        head = self._rendered(messages[:-1], add_generation_prompt=True, **extra)
+        return head[: head.rindex(_THINK)] + begun if begun and head.rstrip().endswith(_THINK) else head + begun
+
+    def begun(self, messages: Messages) -> str | None:
+        """The text of a last message that is the assistant's: the answer with which the policy goes on; "" if it is
+        blank. None without one, or with data.continue_final_message=False. ValueError for more than text."""
+        last = messages[-1] if messages and self.continues else {}
+        if last.get("role") != "assistant":
+            return None
+        content = last.get("content") or ""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        text = "".join(part.get("text") or "" for part in parts)
+        thought = last.get("reasoning_content") and not text.strip()
+        if last.get("tool_calls") or thought or any("text" not in part for part in parts):
+            raise ValueError(f"the policy cannot go on in tool calls, media or a thought alone; {_CLOSE}")
+        return text if text.strip() else ""
+
+    def _rendered(self, messages: Messages, **options: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **extra, **self.template_kwargs
-            )
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # templates are programs: they raise what they like
-            raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}") from error
+            fix = f"; {_CLOSE}" if "continue_final_message" in options else ""
+            raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}{fix}") from error
 
     def _plain_prompt(self, messages: Messages) -> str:
         if len(messages) != 1 or messages[0]["role"] != "user" or not isinstance(messages[0].get("content"), str):

@@ -137,7 +137,7 @@ class PromptDataset:
         ids, media = self._tokens[position].tolist(), self._placed.get(position, [])
         how = Truncation.error if media else self.data.truncation  # a cut would leave images without their tokens
         ids = truncate(ids, self.data.max_prompt_length, how, self._place(position))
-        return ids, dataclasses.replace(row, media=media) if media else row
+        return ids, dataclasses.replace(row, begun=self.encoder.begun(row.messages) or "", media=media or row.media)
 
     def _keep(self, position: int, ids: list[int], media: list[MediaHandle]) -> None:
         self._tokens[position] = array("i", ids)
@@ -352,7 +352,7 @@ class PromptDataset:
 def make_encoder(data: DataConfig, tokenizer: Any) -> PromptEncoder:
     """The encoder that data.chat_template and data.apply_chat_template_kwargs ask for."""
     template = "" if data.chat_template == "none" else find_template(data.chat_template)
-    return PromptEncoder(tokenizer, data.apply_chat_template_kwargs, template)
+    return PromptEncoder(tokenizer, data.apply_chat_template_kwargs, template, continues=data.continue_final_message)
 
 
 def source_of(row: dict[str, Any], data: DataConfig) -> str:

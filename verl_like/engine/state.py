@@ -146,7 +146,7 @@ def write_config(hf: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     config.dtype = dtype
     config.save_pretrained(folder)
     if not has_value_head and hf.generation_config is not None:
-        hf.generation_config.save_pretrained(folder)
+        hf.generation_config.to_json_file(folder / "generation_config.json")  # whatever stands in it
 
 
 def _write_safetensors(tensors: dict[str, Tensor], folder: Path) -> None:

@@ -44,6 +44,8 @@ class ExternalChat:
         if prompt.row.media:
             raise ServiceError("rollout.name=openai sends text alone, but rows have images")
         body = {"model": self._model, "messages": prompt.row.messages, **_fields(ask.sampling)}
+        if prompt.row.begun:  # names of vLLM and SGLang; an endpoint that cannot go on with an answer refuses them
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
         if self._seed is not None:
             body["seed"] = request_seed(self._seed, "openai", prompt.group, sample) % 2**31
         try:

@@ -36,7 +36,7 @@ def with_stopped_clock(encoder: PromptEncoder) -> PromptEncoder:
     if not encoder.has_template or "strftime_now" not in str(template):
         return encoder
     clock = {"strftime_now": datetime.now().strftime}
-    return PromptEncoder(encoder.tokenizer, {**clock, **encoder.template_kwargs})
+    return PromptEncoder(encoder.tokenizer, {**clock, **encoder.template_kwargs}, continues=encoder.continues)
 
 
 def first_difference(one: str, other: str) -> int:

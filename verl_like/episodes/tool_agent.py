@@ -27,7 +27,7 @@ from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn,
 from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
 from verl_like.episodes.tools.tool_call import LOST, ROW_KEY, ToolOutcome, state_id
 from verl_like.episodes.tools.toolbox import Toolbox
-from verl_like.episodes.transcript import Transcript
+from verl_like.episodes.transcript import Transcript, without_end
 from verl_like.models.images import MediaError, decoded, header
 from verl_like.models.videos import clip_of, frames_of
 from verl_like.models.vision import VisionProcessor
@@ -125,9 +125,10 @@ class ToolAgent:
         if start.messages:
             messages = list(start.messages)
         elif start.text:
-            content, said = messages[-1]["content"], f"\n\n{start.text}"
+            place = -2 if row.begun else -1  # not in an answer that the policy goes on with
+            content, said = messages[place]["content"], f"\n\n{start.text}"
             whole = content + said if isinstance(content, str) else [*content, {"type": "text", "text": said}]
-            messages[-1] = messages[-1] | {"content": whole}
+            messages[place] = messages[place] | {"content": whole}
         else:
             return prompt.ids, messages, row.media
         (ids,) = self._encoder.encode([(messages, row.tools)])
@@ -159,7 +160,7 @@ class ToolAgent:
             turn = Turn.of(observation_ids, completion, new_row=new_row, media=media, state_id=progress.state_id)
             progress.turns.append(turn)
             progress.used += len(completion.sampled)
-            parsed = self._parsed(transcript.context_ids, completion, as_text=acts)
+            parsed = self._parsed(transcript, completion, as_text=acts)
             calls_something = bool(parsed.calls or parsed.malformed)
             cut_off = completion.finish_reason == "length" and (not acts or len(completion.sampled) == room)
             if cut_off or not (calls_something or has_user):
@@ -173,7 +174,7 @@ class ToolAgent:
                 return None
             calls = _numbered(parsed, progress.num_calls)
             progress.num_calls += len(calls)
-            transcript.wrote(completion.sampled.token_ids.tolist(), _message(parsed, calls))
+            transcript.wrote(completion.sampled.token_ids.tolist(), _message(parsed, calls), whole=True)
             shown: list[MediaHandle] = []
             if calls_something:
                 answers, shown, failure = await self._answers(parsed, calls, session, progress)
@@ -207,16 +208,15 @@ class ToolAgent:
         bounds = self._bounds
         return min(bounds.response - progress.used, bounds.prompt + bounds.response - len(transcript.context_ids))
 
-    def _parsed(self, context_ids: Sequence[int], completion: Completion, *, as_text: bool) -> Parsed:
-        ids = completion.sampled.token_ids.tolist()
-        while ids and ids[-1] in self._end_ids:
-            ids.pop()
+    def _parsed(self, transcript: Transcript, completion: Completion, *, as_text: bool) -> Parsed:
+        ids = without_end(completion.sampled.token_ids.tolist(), self._end_ids)
         tokenizer = self._encoder.tokenizer
+        text = transcript.begun + tokenizer.decode(ids, skip_special_tokens=False)
         if as_text:
-            return Parsed(content=tokenizer.decode(ids, skip_special_tokens=False))
-        before = tokenizer.decode(context_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-        opened = _THINK if before.rstrip().endswith(_THINK) else ""  # by the template: thinking is no call
-        return self._parser.parse(opened + tokenizer.decode(ids, skip_special_tokens=False))
+            return Parsed(content=text)
+        before = tokenizer.decode(transcript.context_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        opened = not transcript.begun and before.rstrip().endswith(_THINK)  # by the template: thinking is no call
+        return self._parser.parse(_THINK + text if opened else text)
 
     async def _answers(
         self, parsed: Parsed, calls: Sequence[tuple[str, ToolCall]], session: str, progress: _Progress

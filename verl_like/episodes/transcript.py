@@ -15,7 +15,7 @@ call its own way), no delta exists; then `follow_template` decides between a new
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,9 +60,10 @@ class Transcript:
 
     prompt_ids: the tokens of `messages`, perhaps truncated (a new row never is). follow_template: True begins a new row
     where the template rewrites history; False keeps history as it was written, always in one row (verl's default,
-    use_inference_chat_template=False). context_ids: what the engine is sent for the next turn. messages: so far, as
-    they were given. media: the images in context_ids, placed there. expand: makes of the tokens of a text with a
-    placeholder for each image those that the model sees. Raises ValueError for messages that the template refuses.
+    use_inference_chat_template=False). context_ids: what the engine is sent for the next turn. begun: what it ends with
+    of the next answer, where the last message is an assistant's. messages: so far, as they were given. media: the
+    images in context_ids, placed there. expand: makes of the tokens of a text with a placeholder for each image those
+    that the model sees. Raises ValueError for messages that the template refuses.
     """
 
     def __init__(
@@ -84,13 +85,24 @@ class Transcript:
         self._follow = follow_template
         self._history = [forms(message)[0] for message in messages]  # the messages as the template is given them
         self._text = self._render(self._history)  # of this row: sent, sampled, sent, ...
+        self.begun = self._take_begun()
         self._proved = True  # whether the template renders _history as _text
         self._ends: set[str] = set()  # what the template ends turns with, as far as it was sampled
         self._answer: _Answer | None = None
         self._refusals: list[str] = []
 
-    def wrote(self, token_ids: Sequence[int], message: dict[str, Any]) -> None:
+    def _take_begun(self) -> str:
+        """The text of a last message in which the policy goes on, as it was sent. The message leaves the history: it
+        comes back as a part of the answer."""
+        if (begun := self._encoder.begun(self._history)) is None:
+            return ""
+        self._history = self._history[:-1]
+        return begun if self._text.endswith(begun) else begun.rstrip()
+
+    def wrote(self, token_ids: Sequence[int], message: dict[str, Any], *, whole: bool = False) -> None:
         """What the policy sampled, its end-of-turn token included if there is one, and the message parsed from it.
+
+        whole: the message has in it what was begun of it, behind which it is put otherwise.
 
         Raises ValueError for another role than assistant, and for a second answer to the same context.
         """
@@ -98,11 +110,13 @@ class Transcript:
             raise ValueError(f"what the policy wrote has the role assistant, not {message.get('role')!r}")
         if self._answer is not None:
             raise ValueError("two answers in a row: observe() must come between them")
+        if self.begun and not whole:
+            message = {**message, "content": self.begun + (message.get("content") or "")}
         endings = tuple(self._endings(token_ids))
         last_id = token_ids[-1] if endings else None
         self._answer = _Answer(message=message, text=self._decode(token_ids), endings=endings, last_id=last_id)
         self.context_ids = [*self.context_ids, *token_ids]
-        self.messages.append(message)
+        self.messages = [*self.messages[: len(self._history)], message]
 
     def observe(self, messages: Sequence[dict[str, Any]], media: Sequence[MediaHandle] = ()) -> Observation:
         """Tool or user messages after an answer, with their images; context_ids then ends in a generation prompt.
@@ -137,6 +151,7 @@ class Transcript:
         self.media = placed if new_row else [*self.media, *placed]
         self.messages.extend(messages)
         self._history, self._text, self._answer = history, said + delta, None
+        self.begun = self._take_begun()
         return Observation(ids=list(ids), media=placed, new_row=new_row, reason=reason)
 
     def _first(
@@ -217,7 +232,7 @@ class Transcript:
         began belongs to it for some templates."""
         opened = self._text[self._text.rfind("<think>") :] if "<think>" in self._text else ""
         for end in answer.endings or ("",):
-            spoken = answer.text.removesuffix(end)
+            spoken = self.begun + answer.text.removesuffix(end)
             yield {"role": "assistant", "content": spoken}
             if opened:
                 yield {"role": "assistant", "content": opened + spoken}
@@ -284,3 +299,9 @@ class Transcript:
     def _text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         decode = self._encoder.tokenizer.decode
         return decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+
+def without_end(token_ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
+    """What was sampled, less the tokens that end a turn."""
+    length = next((n for n in range(len(token_ids), 0, -1) if token_ids[n - 1] not in end_ids), 0)
+    return list(token_ids[:length])

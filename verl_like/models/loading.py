@@ -7,7 +7,9 @@ given, with a warning. That is how small test models and from-scratch experiment
 from __future__ import annotations
 
 import difflib
+import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from verl_like.models import attention, families, liger
@@ -79,6 +82,52 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     families.check(config, packed=uses_packing(model))
     _check_router_loss(model, config)
     return config
+
+
+def load_generation_config(path: str, key: str = "model.path") -> dict[str, Any]:
+    """What the generation_config.json of a model says; nothing where there is none. ValueError, naming `key`, for one
+    that cannot be read: which tokens end a response may stand there alone."""
+    absent = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    try:
+        file = cached_file(local_folder(path, key), "generation_config.json", **absent)
+        return {} if file is None else dict(json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        what = f"{key}={path}: its generation_config.json cannot be used: {error}"
+        raise ValueError(f"{what}. It must be an object, whose eos_token_id are the ids that end a response") from error
+
+
+def write_generation_config(folder: Path, path: str, end_ids: Sequence[int]) -> None:
+    """Write the generation_config.json of a trained model: what that of `path` says, and all that ended its responses,
+    so that it ends them wherever it is used."""
+    said = load_generation_config(str(folder)) | load_generation_config(path) | {"eos_token_id": list(end_ids)}
+    said.pop("_from_model_config", None)  # transformers would make it anew from config.json
+    (folder / "generation_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+
+
+def end_token_ids(tokenizer: Any, config: PretrainedConfig, path: str, key: str = "model.path") -> tuple[int, ...]:
+    """Every id that ends a response: those of the tokenizer, of config.json (with override_config) and of
+    generation_config.json together. Chat models often have two, and any of the three may be the only one to know one.
+
+    Ids that the tokenizer does not have are never sampled: left out, with a warning. ValueError, naming `key`, for what
+    is no id, and where none is left.
+    """
+    read = {"the tokenizer": [tokenizer.eos_token_id]}
+    read["config.json"] = [part.eos_token_id for part in (config, config.get_text_config()) if "eos_token_id" in part]
+    read["generation_config.json"] = [load_generation_config(path, key).get("eos_token_id")]
+    found: list[int] = []
+    for source, values in read.items():
+        ids = [i for value in values for i in (value if isinstance(value, list | tuple) else [value]) if i is not None]
+        if not all(type(i) is int for i in ids):
+            raise ValueError(f"{key}={path}: eos_token_id={ids} of {source} must be the ids of tokens, whole numbers")
+        if unknown := [i for i in ids if not 0 <= i < len(tokenizer)]:
+            log.warning("%s=%s: no token has the eos_token_id %s of %s: left out", key, path, unknown, source)
+        found += [i for i in ids if i not in unknown]
+    if not found:
+        what = (
+            f"{key}={path}: neither the tokenizer nor config.json nor generation_config.json names an end-of-sequence"
+        )
+        raise ValueError(f"{what} token (eos_token_id) that the tokenizer has; name one in generation_config.json")
+    return tuple(dict.fromkeys(found))
 
 
 def build_token_model(

@@ -29,7 +29,7 @@ def domain_metrics(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
             "num_prompts": float(len({groups[i] for i in rows})),
             "share": len(rows) / len(rollouts),
             "response_length/mean": statistics.fmean(lengths[i] for i in rows),
-            "response_length/clip_ratio": statistics.fmean(rollouts.finish_reasons[i] == "length" for i in rows),
+            "response_length/clip_ratio": rollouts.cut_off_B[rows].double().mean().item(),
             "reward_failures": float(len(rows) - len(graded)),
         }
         if graded:

@@ -20,20 +20,19 @@ from verl_like.ragged import bounds
 _GIB = 1024**3
 
 
-def rollout_metrics(rollouts: Rollouts, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
+def rollout_metrics(rollouts: Rollouts, max_prompt_length: int) -> dict[str, float]:
     """`response_length/*`, `prompt_length/*` (tokens) and `response/*` of a batch of responses.
 
-    clip_ratio is the share of rows that reach the configured maximum: those responses were cut off (or ended just
-    there), those prompts were truncated. An episode of several rows is one response, to the prompt of its first row.
+    response_length/clip_ratio is the share of responses that were cut off, by their finish reason: one whose end token
+    is its last possible one is whole. prompt_length/clip_ratio: of prompts that have the longest length. An episode of
+    several rows is one response, to the prompt of its first row.
     """
     rollouts = Episodes.of(rollouts).join(rollouts)
-    aborted = [
-        reason == "abort" or length == 0
-        for reason, length in zip(rollouts.finish_reasons, rollouts.response_length_B.tolist(), strict=True)
-    ]
+    ends = zip(rollouts.finish_reasons, rollouts.response_length_B.tolist(), strict=True)
+    aborted = [reason == "abort" or length == 0 for reason, length in ends]
     return {
-        **_length_metrics("response_length", rollouts.response_length_B, max_response_length),
-        **_length_metrics("prompt_length", rollouts.prompt_length_B, max_prompt_length),
+        **_length_metrics("response_length", rollouts.response_length_B, rollouts.cut_off_B),
+        **_length_metrics("prompt_length", rollouts.prompt_length_B, rollouts.prompt_length_B >= max_prompt_length),
         "response/aborted_ratio": sum(aborted) / len(aborted),
         "response/duplicate_fraction": duplicate_fraction(rollouts),
     }
@@ -47,13 +46,13 @@ def duplicate_fraction(rollouts: Rollouts) -> float:
     return 1 - len(different) / len(groups)
 
 
-def _length_metrics(prefix: str, length_B: Tensor, maximum: int) -> dict[str, float]:
+def _length_metrics(prefix: str, length_B: Tensor, clipped_B: Tensor) -> dict[str, float]:
     length = length_B.double()
     return {
         f"{prefix}/mean": length.mean().item(),
         f"{prefix}/max": length.max().item(),
         f"{prefix}/min": length.min().item(),
-        f"{prefix}/clip_ratio": (length >= maximum).double().mean().item(),
+        f"{prefix}/clip_ratio": clipped_B.double().mean().item(),
     }
 
 

@@ -77,14 +77,17 @@ class Judge:
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"reward_model.judge.prompt_file={config.prompt_file}: {error}") from error
         self._services: Iterator[Service] = itertools.cycle([chat_service(config, "reward_model.judge")])
+        self._ends: dict[str, Any] = {}
         self._closing = threading.Event()
         sleep = self._closing.wait  # ends at once when the judge is closed
         self._requests, self._tokens = RateLimit(config.max_rpm, sleep=sleep), RateLimit(config.max_tpm, sleep=sleep)
         self._pattern = re.compile(config.score_pattern)
         self._threads = ThreadPoolExecutor(max_workers=config.max_concurrent, thread_name_prefix="judge")
 
-    def use_servers(self, addresses: Sequence[str], model: str) -> None:
-        """Ask these servers (host:port) of the run in turn, under that model's name."""
+    def use_servers(self, addresses: Sequence[str], model: str, end_ids: Sequence[int] = ()) -> None:
+        """Ask these servers (host:port) of the run in turn, under that model's name. end_ids: what ends its answers, of
+        which a server of its own accord may know but a part."""
+        self._ends = {"stop_token_ids": list(end_ids)} if end_ids else {}
         endpoints = [dataclasses.replace(self._config, url=f"http://{address}/v1") for address in addresses]
         self._config = dataclasses.replace(self._config, model=model)
         services = [chat_service(each, "reward_model.judge") for each in endpoints]
@@ -127,6 +130,7 @@ class Judge:
             "messages": [{"role": "user", "content": text}],
             "max_tokens": self._config.max_tokens,
             "temperature": self._config.temperature,
+            **self._ends,
         }
         estimate = len(text) / _CHARS_PER_TOKEN + self._config.max_tokens
         entry: list[float] | None = None

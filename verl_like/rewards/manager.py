@@ -133,7 +133,7 @@ class RewardManager:
         """Where the run serves its reward model, once it does; another time after its workers were started anew."""
         self._served = served
         if self._judge is not None:
-            self._judge.use_servers(served.addresses, served.path)
+            self._judge.use_servers(served.addresses, served.path, served.end_ids)
 
     def check_rows(self, rows: Iterable[tuple[str, str]]) -> None:
         """ValueError if there is no reward for a (data_source, style). Call it with the data set's before training."""
@@ -220,7 +220,7 @@ class RewardManager:
         return graded
 
     def _ungraded(self, answer: Answer, known: RewardOutcome | None) -> Graded:
-        row, text = answer.row, self._tokenizer.decode(answer.response, skip_special_tokens=True)
+        row, text = answer.row, answer.text(self._tokenizer)
         if known is not None:
             done: Future[RewardOutcome] = Future()
             done.set_result(known)

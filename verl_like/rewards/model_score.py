@@ -36,6 +36,15 @@ class Answer:
         """The response's tokens as numbers of Python, which take nine times the memory: not to be kept."""
         return np.asarray(self.response_ids).tolist()
 
+    def text(self, tokenizer: Any) -> str:
+        """The answer: the response, behind what the row's last message has of it where the prompt ends with that."""
+        if begun := self.row.begun.strip():
+            both = ([*self.prompt_ids, *more] for more in ([], self.response))
+            prompt, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in both)
+            if (prompt := prompt.rstrip()).endswith(begun):
+                return whole[len(prompt) - len(begun) :]
+        return tokenizer.decode(self.response, skip_special_tokens=True)
+
 
 class ModelScore:
     """Scores answers with the reward model that `score` runs, and joins rule and model.
@@ -86,8 +95,8 @@ class ModelScore:
         )
 
     def _templated(self, answer: Answer) -> list[int]:
-        text = self._policy_tokenizer.decode(answer.response, skip_special_tokens=True)
-        messages = [*answer.row.messages, {"role": "assistant", "content": text}]
+        messages = answer.row.messages[:-1] if answer.row.begun else answer.row.messages
+        messages = [*messages, {"role": "assistant", "content": answer.text(self._policy_tokenizer)}]
         return list(self._own_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 

@@ -14,11 +14,12 @@ _HEALTH_S, _TRIES = 10.0, 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """path: the model's, and the name under which the servers answer. places: (host:port, what to call it). lost: makes
-    the error that a run which has lost one ends with."""
+    the error that a run which has lost one ends with. end_ids: tokens that end the model's answers."""
 
     path: str
     places: Sequence[tuple[str, str]]
     lost: Callable[[str], Exception]
+    end_ids: Sequence[int] = ()
     _turns: itertools.count[int] = field(default_factory=itertools.count)
 
     @property

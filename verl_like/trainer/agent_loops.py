@@ -105,6 +105,7 @@ def with_agent_loops(
         config_path=path and resolve_path(path, "actor_rollout_ref.rollout.agent.agent_loop_config_path"),
         callback=callback,
         encoder=pickle.dumps(encoder),
+        end_ids=tuple(eos_ids),
         settings=to_dict(config),
         model_type=model_type,
         timeout=turns.tool_timeout,

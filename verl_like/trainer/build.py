@@ -48,6 +48,7 @@ from verl_like.models.cost import ModelCost
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import (
     check_ulysses,
+    end_token_ids,
     load_hf_config,
     load_tokenizer,
     shares_prompts,
@@ -70,7 +71,7 @@ from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.garbage import settle
-from verl_like.trainer.inputs import check_vision, end_token_ids, max_model_len, refuse_media, refuse_missing_answers
+from verl_like.trainer.inputs import check_vision, max_model_len, refuse_media, refuse_missing_answers
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
@@ -228,9 +229,8 @@ def started(
             resume = find_resume(config, newest=again)
             if resume is not None and (other := processes_text(resume, plan.pools[0].world_size)):
                 logger.warning("%s", other)
-            checkpoints = Checkpoints(
-                config.trainer, inputs.tokenizer, vision=inputs.vision, resume=resume, confirm=confirm_folder
-            )
+            run: dict[str, Any] = {"end_ids": inputs.eos_ids, "vision": inputs.vision, "resume": resume}
+            checkpoints = Checkpoints(config.trainer, inputs.tokenizer, confirm=confirm_folder, **run)
             stack.callback(checkpoints.close)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
             groups = stack.enter_context(workers(ready.spec, ready.device))
@@ -299,7 +299,6 @@ def build_reporter(
         progress,
         inputs.tokenizer,
         max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
         steps_per_epoch=required(plan.steps_per_epoch),
         plan=plan,
         speed=speed,
@@ -389,6 +388,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     hf_config = load_hf_config(model, "actor_rollout_ref.model.path")
+    eos_ids = end_token_ids(tokenizer, hf_config, model.path, "actor_rollout_ref.model.path")
     check_vision(config, hf_config)
     if needs_critic(config.critic, config.algorithm):
         refuse_vision(
@@ -420,7 +420,6 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         if dataset is not None:
             refuse_media(dataset, f"data.{split}_files", hf_config)
             dataset.check_rows()
-    eos_ids = end_token_ids(tokenizer, hf_config)
     return Inputs(
         tokenizer=tokenizer,
         hf_config=hf_config,

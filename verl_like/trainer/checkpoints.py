@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.episodes.collector import Collector
+from verl_like.models.loading import write_generation_config
 from verl_like.models.vision import VisionProcessor
 from verl_like.remote import RemoteFolder, Uploader, is_remote
 from verl_like.trainer.best import Best
@@ -73,8 +74,8 @@ class Unhealthy(RunStopped):
 class Checkpoints:
     """Saves and restores a run under trainer.default_local_dir.
 
-    resume: the checkpoint to start from (`resume.find_resume`). confirm: called before anything is written; raises when
-    the folder is another run's meanwhile (checkpoint/lock.py).
+    end_ids: what ends a response, for the exported model. resume: the checkpoint to start from (`resume.find_resume`).
+    confirm: called before anything is written; raises when the folder is another run's meanwhile (checkpoint/lock.py).
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class Checkpoints:
         trainer: TrainerConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        end_ids: Sequence[int] = (),
         vision: VisionProcessor | None = None,
         resume: Path | None = None,
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.tokenizer, self.resume, self.confirm = trainer, tokenizer, resume, confirm
-        self.vision = vision
+        self.end_ids, self.vision = end_ids, vision
         self.root = Path(trainer.default_local_dir).expanduser()
         self.best = Best(trainer, self.root, resumed_at=self.resume_step)
         self._run = run_of(resume, trainer)
@@ -191,9 +193,12 @@ class Checkpoints:
             self._require_finite(run, ACTOR, run.actor.save(str(path / ACTOR)), path)
             if run.critic is not None:
                 self._require_finite(run, CRITIC, run.critic.save(str(path / CRITIC)), path)
-            self.tokenizer.save_pretrained(path / ACTOR / "huggingface")
+            exported = path / ACTOR / "huggingface"
+            self.tokenizer.save_pretrained(exported)
+            if self.end_ids:
+                write_generation_config(exported, run.config.actor_rollout_ref.model.path, self.end_ids)
             if self.vision is not None:
-                self.vision.save(path / ACTOR / "huggingface")
+                self.vision.save(exported)
             save_resolved(run.config, path / CONFIG_FILE)
             run.source.save_under_way(path)
         self._saved_step, self._incomplete = step, (path, state)

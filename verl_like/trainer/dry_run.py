@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from verl_like.config import PPOConfig
+from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.trainer.build import Inputs, Prepared, input_errors, prepare
 from verl_like.trainer.folders import check_output_folders
@@ -49,11 +49,19 @@ def _rows(config: PPOConfig, ready: Prepared) -> Iterator[tuple[str, str]]:
     if costs.critic is not None:
         yield "critic", f"{config.critic.model.path}: {_count(costs.critic.all_weights)} weights"
     yield "rollout", f"{policy.rollout.name}, up to {ready.spec.max_model_len:,} tokens a sequence"
+    yield "end tokens", end_tokens_text(policy.rollout, ready.inputs)
     yield "training data", _data(ready.inputs, ready.inputs.train)
     if ready.inputs.val is not None:
         yield "validation", _data(ready.inputs, ready.inputs.val)
     yield "batches", "\n".join(line.strip() for line in ready.plan.table().splitlines()[1:])
     yield "memory", memory_text(ready.memory)
+
+
+def end_tokens_text(rollout: RolloutConfig, inputs: Inputs) -> str:
+    """What ends a response, by id and text: the model's end tokens, unless they are ignored, and the run's own."""
+    ids = dict.fromkeys([*(() if rollout.ignore_eos else inputs.eos_ids), *rollout.stop_token_ids])
+    told = (f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}" for i in ids)
+    return ", ".join([*told, *map(repr, rollout.stop)]) or "none (rollout.ignore_eos=True)"
 
 
 def memory_text(memory: Forecast) -> str:

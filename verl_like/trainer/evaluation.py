@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from verl_like.batch import Rollouts, Scores
+from verl_like.batch import Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.data.loader import PromptLoader
@@ -153,14 +153,11 @@ def _flat(files: Any) -> list[str]:
 
 def _results(metrics: dict[str, float], answered: Sequence[tuple[Rollouts, Scores]], k: int) -> Iterator[SourceResult]:
     names = report_names(row for rollouts, _ in answered for row in rollouts.rows)
+    wholes = [whole_episodes(*each)[0] for each in answered]
+    facts = [zip(w.rows, w.response_length_B.tolist(), w.cut_off_B.tolist(), strict=True) for w in wholes]
+    told = [(names[row.validation_set, row.data_source], *numbers) for each in facts for row, *numbers in each]
     for source in dict.fromkeys(names.values()):
-        lengths: list[int] = []
-        cut = 0
-        for rollouts, _ in answered:
-            for i, row in enumerate(rollouts.rows):
-                if names[row.validation_set, row.data_source] == source:
-                    lengths.append(int(rollouts.response_length_B[i]))
-                    cut += rollouts.finish_reasons[i] == "length"
+        lengths, cut = zip(*(numbers for name, *numbers in told if name == source), strict=True)
         variable = "acc" if f"val-core/{source}/acc/mean@{k}" in metrics else "reward"
         found = {
             name: value
@@ -177,5 +174,5 @@ def _results(metrics: dict[str, float], answered: Sequence[tuple[Rollouts, Score
             best=found.get(f"pass@{k}", found.get(f"best@{k}/mean")) if k > 1 else None,
             failed=int(metrics[f"val-aux/{source}/failed_rewards"]),
             tokens=sum(lengths) / len(lengths),
-            cut=cut / len(lengths),
+            cut=sum(cut) / len(cut),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from verl_like.config import PPOConfig
 from verl_like.config.roles import generates, needs_critic
@@ -58,18 +58,6 @@ def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
                 f"{', '.join(file.rows.columns)}); set data.ground_truth_key to their column, or grade without them: "
                 "custom_reward_function.path"
             )
-
-
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> tuple[int, ...]:
-    """Every id that ends a response: the tokenizer's and the model's (chat models often have two)."""
-    ids: list[int] = []
-    for value in (tokenizer.eos_token_id, hf_config.get_text_config().eos_token_id):
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    if not ids:
-        raise ValueError(
-            "neither the tokenizer nor the model's config.json names an end-of-sequence token (eos_token_id)"
-        )
-    return tuple(dict.fromkeys(ids))
 
 
 def max_model_len(config: PPOConfig, hf_config: PretrainedConfig) -> int:

@@ -61,7 +61,6 @@ class Reporter:
         tokenizer: Decoder,
         *,
         max_prompt_length: int,
-        max_response_length: int,
         steps_per_epoch: int,
         plan: BatchPlan,
         speed: SpeedReport,
@@ -76,7 +75,7 @@ class Reporter:
         self.token_texts = TokenTexts(tokenizer)
         self.trainer, self.trackers, self.progress, self.speed = trainer, trackers, progress, speed
         self.tokenizer, self.plan, self.steps_per_epoch = tokenizer, plan, steps_per_epoch
-        self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
+        self.max_prompt_length = max_prompt_length
 
     def clock(self) -> StepClock:
         """A fresh clock for one step, watched by the live display."""
@@ -95,7 +94,7 @@ class Reporter:
             **metrics,
             **domain_metrics(rollouts, scores),
             **self._staleness(rollouts),
-            **rollout_metrics(rollouts, self.max_prompt_length, self.max_response_length),
+            **rollout_metrics(rollouts, self.max_prompt_length),
             **sequence_balance_metrics(num_tokens.tolist(), shares),
             **clock.metrics(),
             **timing_per_token_metrics(

@@ -6,25 +6,27 @@ from functools import partial
 from typing import Any
 
 from verl_like.cluster.worker_group import WorkerDied
-from verl_like.config import PPOConfig
+from verl_like.config import ModelConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import REWARD, classifies, generates, reward_network
 from verl_like.models.families import refuse_vision
-from verl_like.models.loading import check_score_head, check_ulysses, load_hf_config, load_tokenizer
+from verl_like.models.loading import check_score_head, check_ulysses, end_token_ids, load_hf_config, load_tokenizer
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import ModelScore
 from verl_like.rewards.served import ServedModel
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.roles import RewardModelGroup
 
+_PATH = "reward_model.model.path"
+
 
 def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
     """Check the reward model, where there is one; the two tokenizers of reward_model.model.input_tokenizer, None
     without it."""
-    section, key = config.reward_model, "reward_model.model.path"
+    section, key = config.reward_model, _PATH
     network, model = reward_network(section), section.model
     if generates(section, config.custom_reward_function):
-        load_hf_config(network, key)
+        _end_ids(network)
     if not classifies(section, config.custom_reward_function):
         return None
     network_hf = load_hf_config(network, key)
@@ -38,6 +40,12 @@ def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
     return policy, load_tokenizer(network.path, model.trust_remote_code, key)
 
 
+def _end_ids(network: ModelConfig) -> tuple[int, ...]:
+    """What ends the answers of a reward model that writes text."""
+    tokenizer = load_tokenizer(network.path, network.trust_remote_code, _PATH)
+    return end_token_ids(tokenizer, load_hf_config(network, _PATH), network.path, _PATH)
+
+
 def use_reward_model(
     config: PPOConfig, plan: BatchPlan, pools: Pools, rewards: RewardManager, tokenizers: tuple[Any, Any]
 ) -> None:
@@ -47,8 +55,9 @@ def use_reward_model(
     if rewards.awaits_servers:
         found = pools.of(REWARD).call_all(f"{REWARD}.where").wait(timeout=timeout_s)
         lost = partial(WorkerDied, rank=0, method="where")  # as a worker is: trainer.max_restarts begins again
+        ends = _end_ids(reward_network(section))
         places = [place for place in found if place is not None]
-        rewards.use_servers(ServedModel(path=section.model.path or "", places=places, lost=lost))
+        rewards.use_servers(ServedModel(path=section.model.path or "", places=places, lost=lost, end_ids=ends))
     elif REWARD in plan.roles:
         scorer = RewardModelGroup(pools.of(REWARD), plan, balance=True, timeout_s=timeout_s)
         policy, own = tokenizers

@@ -127,6 +127,13 @@ def test_a_response_that_ends_at_the_limit_is_not_cut_off() -> None:
     assert ended.reward_B[2].item() == pytest.approx(0.5 - 0.8)
 
 
+def test_an_episode_of_several_rows_loses_no_more_than_the_factor() -> None:
+    """Equation 13 ends at -1, and an episode's rows together may be longer than a response may be: 12 of 8 here."""
+    batch = rollouts((6, 6, 3), [0, 0, 1]).replace(episode_B=torch.tensor([0, 0, 1]))
+    shaped = shape(reward_model=overlong(), batch=batch, values=[1.0, 1.0, 1.0], groups=[0, 0, 1])
+    assert shaped.reward_B.tolist() == pytest.approx([0.2, 0.2, 1.0])
+
+
 def test_overlong_buffer_spares_rows_without_the_key() -> None:
     """Colossal-RL punishes only rows in which an answer was found."""
     found = [True, False, 1, True, 0, False]

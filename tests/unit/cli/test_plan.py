@@ -34,6 +34,7 @@ def test_a_run_that_can_be_is_told(task: dict[str, str], tiny_model: Path, tmp_p
     assert done.returncode == 0, done.stderr
     told = done.stdout
     assert "1 on cpu, started by ray" in told and "16 rows (sevens 16)" in told
+    assert "end tokens     1 '<eos>'\n" in told
     assert "8 prompts x 8 = 64 sequences" in told and "first prompt has 5 tokens: '00+0='" in told
     assert "sevens           1      0       0" in told  # the reference answer was graded, and better than a wrong one
     assert "at full lengths each phase takes" in told and "update_actor    0." in told

@@ -36,7 +36,7 @@ def documented() -> set[str]:
 
 def made() -> set[str]:
     return {
-        *rollout_metrics(factory.rollouts([[1]]), 4, 4),
+        *rollout_metrics(factory.rollouts([[1]]), 4),
         *perf_metrics(1, 1.0, 1),
         *sequence_balance_metrics([1], [[0]]),
         *training_metrics(1, 0),

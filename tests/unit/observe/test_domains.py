@@ -108,4 +108,4 @@ def test_an_episode_of_several_rows_is_one_response() -> None:
     in_rows = factory.scores([1.0, 0.0, 0.5, 1.0, 1.0, 0.25, None], [extras[i] for i in (0, 1, 2, 0, 0, 3, 3)])
     assert domain_metrics(rows, in_rows) == domain_metrics(whole, graded)
     assert validation_metrics([(rows, in_rows)]) == validation_metrics([(whole, graded)])
-    assert rollout_metrics(rows, 4, 3) == rollout_metrics(whole, 4, 3)
+    assert rollout_metrics(rows, 4) == rollout_metrics(whole, 4)

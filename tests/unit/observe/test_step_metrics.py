@@ -25,7 +25,7 @@ def test_rollout_metrics_by_hand() -> None:
         prompts=[[1], [1, 2, 3], [1, 2], [1, 2]],
         finish_reasons=["length", "stop", "stop", "abort"],
     )
-    assert rollout_metrics(rollouts, max_prompt_length=3, max_response_length=4) == {
+    assert rollout_metrics(rollouts, max_prompt_length=3) == {
         "response_length/mean": 2.0,
         "response_length/max": 4.0,
         "response_length/min": 0.0,
@@ -39,16 +39,26 @@ def test_rollout_metrics_by_hand() -> None:
     }
 
 
+def test_cut_off_is_what_a_length_ended() -> None:
+    """Not what is as long as a response may be, whose last token may be its end; and also what a program, a turn or the
+    validation allows no more than that. An episode is what its last row is."""
+    reasons = ["stop", "length", "length", "stop", "stop", "length"]
+    batch = factory.rollouts([[5, 6, 7, 1], [5, 6, 7, 8], [5], [5, 1], [1], [5]], finish_reasons=reasons)
+    assert rollout_metrics(batch, 4)["response_length/clip_ratio"] == 0.5
+    whole = batch.replace(episode_B=torch.tensor([0, 1, 2, 2, 3, 4]), group_B=torch.tensor([0, 1, 2, 2, 3, 4]))
+    assert rollout_metrics(whole, 4)["response_length/clip_ratio"] == pytest.approx(2 / 5)
+
+
 def test_a_duplicate_is_an_equal_response_to_the_same_prompt() -> None:
     responses = [[5, 6], [5, 6], [5, 6, 7], [5, 6], [5, 6]]
     rollouts = factory.rollouts(responses, groups=[0, 0, 0, 1, 1])
-    assert rollout_metrics(rollouts, 4, 4)["response/duplicate_fraction"] == pytest.approx(2 / 5)
+    assert rollout_metrics(rollouts, 4)["response/duplicate_fraction"] == pytest.approx(2 / 5)
 
 
 def test_rollout_metrics_do_not_depend_on_padding() -> None:
     batch = factory.rollouts([[5, 6, 7], [5]])
     wider = batch.select([1, 0, 1])  # still padded to 3
-    assert rollout_metrics(wider.select([0]), 8, 8)["response_length/max"] == 1.0
+    assert rollout_metrics(wider.select([0]), 8)["response_length/max"] == 1.0
 
 
 def test_perf_metrics_are_per_device_and_second() -> None:

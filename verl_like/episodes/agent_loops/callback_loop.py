@@ -18,6 +18,7 @@ from typing import Any
 from verl_like.episodes.agent_loops.policy import Policy
 from verl_like.episodes.agent_loops.tokens import ContinuousTokens
 from verl_like.episodes.tool_calls.formats import parser_of
+from verl_like.episodes.transcript import without_end
 from verl_like.user_code import load
 
 NAME = "completion_callback"
@@ -81,7 +82,7 @@ class CompletionCallbackLoop:
         self.callback = load_callback(callback)(self.config, self.scheduler)
         self._tokenizer = tokenizer
         self._parser = parser_of(self.config.actor_rollout_ref.rollout.multi_turn.format)
-        self._tokens = ContinuousTokens(tokenizer, dict(self.config.data.apply_chat_template_kwargs or {}))
+        self._tokens = ContinuousTokens(tokenizer, self.config.data)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
         """The episode: AgentLoopOutputs, one for each context."""
@@ -133,7 +134,7 @@ class CompletionCallbackLoop:
         answered = messages[split] if len(messages) > split + 1 else {}
         kept = answered.get("role") == "assistant" and (answered.get("content") or "") == message.content
         if kept and messages[:split] == before:
-            given = [*before, answered], messages, [*now.prompt_ids, *now.ids], _answer_length(now.mask), tools
+            given = [*before, answered], messages, [*now.prompt_ids, *now.ids], now.mask, tools
             ids = self._tokens.after_answer(*given)
             now.ids += ids
             now.mask += [0] * len(ids)
@@ -141,8 +142,7 @@ class CompletionCallbackLoop:
             rows.append(_Row(self._tokens.initial(messages, tools), [], []))
 
     def _message(self, token_ids: Sequence[int]) -> Message:
-        ids, end = list(token_ids), self._tokenizer.eos_token_id
-        ids = ids[:-1] if ids[-1] == end else ids
+        ids = without_end(token_ids, self._tokenizer.end_ids)
         parsed = self._parser.parse(self._tokenizer.decode(ids, skip_special_tokens=False))
         calls = [
             SimpleNamespace(
@@ -153,8 +153,3 @@ class CompletionCallbackLoop:
             for place, c in enumerate(parsed.calls)
         ]
         return Message(role="assistant", content=parsed.content, tool_calls=calls or None)
-
-
-def _answer_length(mask: Sequence[int]) -> int:
-    """Tokens of the last run of ones."""
-    return next((n for n, bit in enumerate(reversed(mask)) if not bit), len(mask))

@@ -78,7 +78,8 @@ class AgentLoopSpec(ServiceSpec):
     """The loops of one run. `timeout`: of a loop's own code between two requests to the policy.
 
     config_path: the file that lists them. callback: verl's completion callback, one more; at least one of both.
-    encoder: the pickled PromptEncoder of the run. settings: the whole configuration, as plain values.
+    encoder: the pickled PromptEncoder of the run. end_ids: tokens that end a turn. settings: the whole configuration,
+    as plain values.
     """
 
     factory: str = "verl_like.episodes.agent_loops.service:AgentLoopService"
@@ -89,6 +90,7 @@ class AgentLoopSpec(ServiceSpec):
     config_path: str | None = None
     callback: str | None = None
     encoder: bytes
+    end_ids: tuple[int, ...] = ()
     settings: dict[str, Any]
     model_type: str | None = None
 

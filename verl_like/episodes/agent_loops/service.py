@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.agent_loops.callback_loop import load_callback
 from verl_like.episodes.agent_loops.loading import accepted, all_loops
 from verl_like.episodes.agent_loops.messages import AgentLoopError, AgentLoopSpec, AgentReply, AgentRequest, LoopRow
@@ -51,9 +52,10 @@ class AgentLoopService:
         find_stand_ins()
         encoder = pickle.loads(spec.encoder)
         self._tokenizer = encoder.tokenizer
+        # verl's parsers of tool calls are given the tokenizer alone
+        self._tokenizer.end_ids = frozenset(spec.end_ids) or {self._tokenizer.eos_token_id}
         self._tokenizer.chat_template = encoder.template_kwargs.get("chat_template", self._tokenizer.chat_template)
-        # transformers 5 answers with a dictionary where 4, for which loops are written, answered with the ids
-        self._tokenizer.apply_chat_template = partial(self._tokenizer.apply_chat_template, return_dict=False)
+        self._tokenizer.apply_chat_template = partial(_templated, encoder, self._tokenizer.apply_chat_template)
         self._config: Any = OmegaConf.merge(_NEWER, spec.settings)
         self._model_type = spec.model_type
         self._loops = all_loops(spec.config_path, spec.callback)
@@ -156,6 +158,14 @@ class AgentLoopService:
             session.task.cancel()
             await asyncio.wait({session.task}, timeout=_CANCEL_S)
         return AgentReply()
+
+
+def _templated(encoder: PromptEncoder, template: Any, conversation: Any, *given: Any, **options: Any) -> Any:
+    """The tokenizer's apply_chat_template as loops know it: ids, where transformers 5 would give a dictionary. After an
+    answer that the row has begun there is no generation prompt: the policy goes on with it."""
+    if options.get("add_generation_prompt") and encoder.begun(conversation):
+        options |= {"add_generation_prompt": False, "continue_final_message": True}
+    return template(conversation, *given, **{"return_dict": False, **options})
 
 
 def _row(output: Any) -> LoopRow:

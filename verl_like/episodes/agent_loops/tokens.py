@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,10 @@ class Merged:
 class ContinuousTokens:
     """The chat template's tokens for messages, without tokenising again what the model wrote."""
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
-        self._encoder = PromptEncoder(tokenizer, dict(template_kwargs))
+    def __init__(self, tokenizer: Any, data: Any) -> None:
+        """data: the run's data.*."""
+        options = dict(data.get("apply_chat_template_kwargs") or {})
+        self._encoder = PromptEncoder(tokenizer, options, continues=data.get("continue_final_message", True))
 
     def initial(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """A conversation that the model is to answer."""
@@ -33,12 +35,12 @@ class ContinuousTokens:
         before: Sequence[dict[str, Any]],
         after: Sequence[dict[str, Any]],
         token_ids: Sequence[int],
-        answer_length: int,
+        mask: Sequence[int],
         tools: list[dict[str, Any]] | None,
     ) -> list[int]:
         """The tokens of the messages that `after` has beyond `before`, which ends with the assistant's answer: the last
-        `answer_length` of `token_ids`. ValueError where the chat template has no place for them."""
-        split = len(token_ids) - answer_length
+        of `token_ids`, where the mask is 1. ValueError where the chat template has no place for them."""
+        split = max((place + 1 for place, bit in enumerate(mask) if not bit), default=0) + len(token_ids) - len(mask)
         *history, answer = before
         transcript = Transcript(self._encoder, token_ids[:split], history, tools or None, follow_template=False)
         transcript.wrote(list(token_ids[split:]), answer)

@@ -146,8 +146,6 @@ class Messages:
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for given in _objects(body.get("messages"), "messages"):
             messages += _of_blocks(_role(given), given.get("content"))
-        if messages and messages[-1]["role"] == "assistant":
-            raise Refused("the last message is the assistant's: an answer cannot be begun for the policy")
         tools = []
         for tool in _objects(body.get("tools"), "tools"):
             about = {"name": tool.get("name"), "description": tool.get("description", "")}

@@ -23,7 +23,7 @@ from typing import Any
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import Ask, Turn
 from verl_like.episodes.tool_calls.call import Parsed, ToolCallParser
-from verl_like.episodes.transcript import Transcript
+from verl_like.episodes.transcript import Transcript, without_end
 from verl_like.progress import EPISODE
 from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 
@@ -242,15 +242,15 @@ class Session:
             transcript.wrote(ids, message)
             reply.transcript = transcript
             self.replies.append(reply)
-            self._by_history[_digests([*asked.messages, message], asked.tools)[-1]] = reply
+            before = asked.messages[:-1] if asked.messages[-1]["role"] == "assistant" else asked.messages
+            for history in ([*asked.messages, message], [*before, transcript.messages[-1]]):  # apart, or put together
+                self._by_history[_digests(history, asked.tools)[-1]] = reply
         return reply
 
     def _parsed(self, asked: Asked, context_ids: Sequence[int], ids: list[int]) -> tuple[Parsed, str | None]:
         """The answer as its client is shown it, and the text of the request's that stopped it."""
-        while ids and ids[-1] in self.rules.end_ids:
-            ids = ids[:-1]
         tokenizer = self.rules.encoder.tokenizer
-        text = tokenizer.decode(ids, skip_special_tokens=False)
+        text = tokenizer.decode(without_end(ids, self.rules.end_ids), skip_special_tokens=False)
         stops = [(text.find(stop), stop) for stop in asked.stop if stop in text]
         text = text[: min(stops)[0]] if stops else text
         before = tokenizer.decode(context_ids[-8:], skip_special_tokens=False)

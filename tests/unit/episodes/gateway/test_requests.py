@@ -17,6 +17,8 @@ from tests.unit.episodes.test_tool_agent import TOKENIZER
 from verl_like.episodes.gateway.session import Session
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 
+TOOL_USE = {"type": "tool_use", "id": "a", "name": "add", "input": {}}
+
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 FUNCTION = {"type": "function", "function": TOOL}
 INPUT_TOOL = {"name": "add", "description": "Adds.", "input_schema": TOOL["parameters"]}
@@ -65,7 +67,7 @@ def bodies(path: str, **more: Any) -> dict[str, Any]:
         (CHAT, {"messages": [{"role": "user", "content": ["x"]}]}, "content must be a list of objects"),
         (CHAT, {"messages": [user("x" * 600_000)]}, "far more than the maximum context length of 2000 tokens"),
         (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not"),
-        (MESSAGES, {"messages": [user("x"), {"role": "assistant", "content": "{"}]}, "the last message is the assist"),
+        (MESSAGES, {"messages": [user("x"), {"role": "assistant", "content": [TOOL_USE]}]}, "the policy cannot go"),
         (MESSAGES, {"messages": [{"role": "user", "content": ["x"]}]}, "content must be a list of objects"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "type 'json_schema' is not available"),
         (RESPONSES, {"include": ["message.output_text.logprobs"]}, "logprobs is not available"),

@@ -101,7 +101,7 @@ class AgentLoopBase(ABC):
         self.apply_chat_template_kwargs = dict(self.config.data.apply_chat_template_kwargs or {})
         self.mm_processor_kwargs: dict[str, Any] = {}
         self.loop = asyncio.get_running_loop()
-        self._tokens = ContinuousTokens(tokenizer, self.apply_chat_template_kwargs)
+        self._tokens = ContinuousTokens(tokenizer, self.config.data)
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, **kwargs: Any) -> None:
@@ -182,8 +182,7 @@ class AgentLoopBase(ABC):
         tools: list[dict[str, Any]] | None = None,
     ) -> tuple[Merged, list[int], list[float] | None]:
         """The same with the messages behind them that follow the answer: mask 0."""
-        answer_length = next((n for n, bit in enumerate(reversed(response_mask)) if not bit), len(response_mask))
-        given = (previous_messages, updated_messages, runtime_token_ids, answer_length, tools)
+        given = (previous_messages, updated_messages, runtime_token_ids, response_mask, tools)
         ids = await self.loop.run_in_executor(None, self._tokens.after_answer, *given)
         log_probs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(ids)]
         return Merged([*runtime_token_ids, *ids]), [*response_mask, *[0] * len(ids)], log_probs

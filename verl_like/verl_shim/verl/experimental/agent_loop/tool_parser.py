@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 
 from verl_like.episodes.tool_calls.formats import parser_of
+from verl_like.episodes.transcript import without_end
 
 
 class FunctionCall(BaseModel):
@@ -58,8 +59,7 @@ class _OwnParser(ToolParser):
         self._parser = parser_of(name)
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
-        ids, end = list(responses_ids), self.tokenizer.eos_token_id
-        ids = ids[:-1] if ids and ids[-1] == end else ids
+        ids = without_end(responses_ids, getattr(self.tokenizer, "end_ids", (self.tokenizer.eos_token_id,)))
         text = await asyncio.get_running_loop().run_in_executor(None, self.tokenizer.decode, ids)
         parsed = self._parser.parse(text)
         if not parsed.calls:
