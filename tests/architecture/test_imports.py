@@ -12,7 +12,7 @@ import pytest
 
 from tests.architecture.source import ROOT, Source, package_sources, parse
 
-BASE = {"batch", "config", "gauges", "progress", "ragged", "remote", "user_code"}
+BASE = {"batch", "config", "gauges", "progress", "ragged", "remote", "text", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
 TRAINER_LEVEL = ROLE_LEVEL | {
@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "ragged": set(),
     "remote": set(),
     "progress": set(),
+    "text": set(),
     "batch": {"config", "ragged"},
     "algorithms": BASE,
     "models": BASE | {"parallel"},

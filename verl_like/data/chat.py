@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from verl_like.config import Truncation
+from verl_like.text import whole
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +42,21 @@ class PromptEncoder:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a plain text, without template and special tokens."""
-        return self.tokenizer([text], add_special_tokens=False)["input_ids"][0]
+        return self.tokenizer([whole(text)], add_special_tokens=False)["input_ids"][0]
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt as text. ValueError if the template refuses the messages."""
+        """The prompt as text that every tokenizer takes. ValueError if the template refuses the messages."""
         messages, tools = conversation
         if not self.has_template:
-            return self._plain_prompt(messages)
+            return whole(self._plain_prompt(messages))
         extra = {} if tools is None else {"tools": tools}
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **extra, **self.template_kwargs
             )
         except Exception as error:  # templates are programs: they raise what they like
             raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}") from error
+        return whole(text)
 
     def _plain_prompt(self, messages: Messages) -> str:
         if len(messages) != 1 or messages[0]["role"] != "user" or not isinstance(messages[0].get("content"), str):

@@ -28,6 +28,7 @@ from verl_like.data.reading import (
     style_of,
     to_messages,
     tools_of,
+    whole_of,
 )
 from verl_like.data.templates import find_system_prompt, find_template
 from verl_like.models.images import MediaError
@@ -103,7 +104,7 @@ class PromptDataset:
         self.data, self.split, self.tools = data, split, tools
         self._vision, self._limit_images = vision, limit_images
         self.encoder = make_encoder(data, tokenizer)
-        self.system_prompt = find_system_prompt(data.system_prompt)
+        self.system_prompt = whole_of(find_system_prompt(data.system_prompt), "data.system_prompt")
         self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
         self._media_keys = {kind: key for kind, key in (("image", data.image_key), ("video", data.video_key)) if key}
         self._media: list[list[MediaColumn]] = [

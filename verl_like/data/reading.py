@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config import DataConfig
-from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows
+from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows, tell_of_halves
 from verl_like.data.storage import localize
+from verl_like.text import whole
 
 logger = logging.getLogger(__name__)
 
@@ -157,13 +158,25 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+_told: set[str] = set()  # files of which was said that they hold halves
+
+
+def whole_of(value: Any, place: str) -> Any:
+    """`whole`, with a warning once a file: JSON in a cell, or what a class of the user's gives, may hold halves too."""
+    clean, file = whole(value), place.rpartition(", row ")[0]
+    if clean != value and file not in _told:
+        _told.add(file)
+        tell_of_halves(f"{place} (perhaps others of it)")
+    return clean
+
+
 def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
     """Chat messages of a prompt column: a list of {"role", "content"} or its JSON text, one such message (Colossal-RL),
     or another string, which is one user message.
 
     Keys that a table fills with null because another row has them are dropped: a chat template may ask for them.
     """
-    prompt = messages_or_text(prompt) if isinstance(prompt, str) else prompt
+    prompt = whole_of(messages_or_text(prompt) if isinstance(prompt, str) else prompt, place)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, dict):
@@ -220,4 +233,4 @@ def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any
         raise ValueError(f"{place}: column {column!r} is text but no JSON: {error}") from error
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise ValueError(f"{place}: column {column!r} must hold a list of tool schemas, not {str(value)[:200]!r}")
-    return value
+    return whole_of(value, place)

@@ -10,9 +10,11 @@ import csv
 import gzip
 import io
 import json
+import logging
+import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +22,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from verl_like.text import whole
+
+logger = logging.getLogger(__name__)
+
 _BOM = b"\xef\xbb\xbf"
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # of a surrogate pair, perhaps beside its other half
 # Columns whose cells are JSON in a csv file. A prompt is JSON only if it is a list of messages.
 _JSON_CELLS = ("reward_model", "extra_info", "test_cases", "tools", "images", "videos")
 
@@ -36,7 +43,8 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, position: int) -> dict[str, Any]:
-        """One row; what a row of a json file does not have is missing, in a table it is None."""
+        """One row. A column that a row of a json file does not have is missing, in a table it is None; a key of a
+        dictionary that it does not have is missing in both."""
         ...
 
     def column(self, name: str) -> list[Any]:
@@ -70,10 +78,11 @@ class TableRows:
         return self.table.num_rows
 
     def row(self, position: int) -> dict[str, Any]:
-        return self.table.slice(position, 1).to_pylist()[0]
+        row = self.table.slice(position, 1)
+        return {name: _written(column)[0] for name, column in zip(row.column_names, row.columns, strict=True)}
 
     def column(self, name: str) -> list[Any]:
-        return self.table.column(name).to_pylist()
+        return _written(self.table.column(name))
 
     def subcolumn(self, name: str, field: str) -> list[Any]:
         if name not in self.table.column_names:
@@ -81,13 +90,30 @@ class TableRows:
         column = self.table.column(name)
         if not pa.types.is_struct(column.type) or column.type.get_field_index(field) < 0:
             return [None] * len(self)
-        return pc.struct_field(column, field).to_pylist()
+        return _written(pc.struct_field(column, field))
 
     def counts(self, name: str) -> list[int]:
         column = self.table.column(name)
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
             return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
         return pc.cast(column.is_valid(), pa.int64()).to_pylist()
+
+
+def _written(column: pa.ChunkedArray) -> list[Any]:
+    """The values of a column as their writer had them, who need not have used Arrow's types."""
+    return [_plain(value, column.type) for value in column.to_pylist()]
+
+
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """A struct without its nulls: Arrow unites the keys of all rows, and fills in what a row did not have. A null in a
+    list or a map was written, and stays."""
+    if value is None or not pa.types.is_nested(kind) or pa.types.is_union(kind):
+        return value
+    if pa.types.is_struct(kind):
+        return {f.name: _plain(value[f.name], f.type) for f in kind if value[f.name] is not None}
+    if pa.types.is_map(kind):
+        return {key: _plain(item, kind.item_type) for key, item in value}
+    return [_plain(item, kind.value_type) for item in value] if pa.types.is_nested(kind.value_type) else value
 
 
 class RecordRows:
@@ -189,7 +215,27 @@ def _json_lines(path: Path, content: bytes) -> RecordRows:
         record = _parse(line, f"{path}, line {number}")
         columns |= dict.fromkeys(record)
         records.append(line)
-    return RecordRows(records, list(columns))
+    return _whole_rows(path, records, columns)
+
+
+def _whole_rows(path: Path, records: list[Any], columns: Iterable[str]) -> RecordRows:
+    """The rows with U+FFFD for each half of a surrogate pair; a warning counts those that held one."""
+    mended = []
+    for number, record in enumerate(records):
+        if isinstance(record, bytes) and not _HALF.search(record):
+            continue
+        row = json.loads(record) if isinstance(record, bytes) else record
+        if (clean := whole(row)) != row:
+            records[number] = json.dumps(clean).encode()
+            mended.append(number)
+    if mended:
+        tell_of_halves(f"{path}: {len(mended)} row(s), the first of them row {mended[0]},")
+    return RecordRows(records, [whole(name) for name in columns])
+
+
+def tell_of_halves(what: str) -> None:
+    """Warn of text that no encoder takes."""
+    logger.warning("%s held half of a surrogate pair, as a cut emoji leaves it: it became U+FFFD", what)
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -224,7 +270,7 @@ def _read_json(path: Path, wanted: Collection[str] | None) -> RecordRows:
         if not isinstance(record, dict):
             raise ValueError(f"{path}, row {number} must be a JSON object, not {str(record)[:80]!r}")
         columns |= dict.fromkeys(record)
-    return RecordRows(records, list(columns))
+    return _whole_rows(path, records, columns)
 
 
 def _read_csv(path: Path, wanted: Collection[str] | None) -> RecordRows:
@@ -240,7 +286,7 @@ def _read_csv(path: Path, wanted: Collection[str] | None) -> RecordRows:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     except csv.Error as error:
         raise ValueError(f"{path} is not a csv file: {error}") from error
-    return RecordRows(records, columns)
+    return _whole_rows(path, records, columns)
 
 
 def _csv_record(columns: list[str], cells: list[str], place: str) -> dict[str, Any]:
