@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "environments": {"user_code", "rewards"},
     "rewards": ENGINE_LEVEL | {"data", "services"},
     "episodes": BASE | {"algorithms", "data", "environments", "models", "rewards", "rollout", "services"},
-    "verl_shim": {"rewards", "episodes", "user_code"},
+    "verl_shim": {"rewards", "episodes", "text", "user_code"},
     "observe": ENGINE_LEVEL,
     "cluster": BASE,
     "workers": ROLE_LEVEL | {"cluster", "observe", "services"},

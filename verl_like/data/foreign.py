@@ -16,16 +16,8 @@ from verl_like.batch import PromptRow
 from verl_like.config import DataConfig
 from verl_like.data.chat import truncate
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder, source_of
-from verl_like.data.reading import (
-    Files,
-    dictionary_of,
-    flat,
-    ground_truth_of,
-    prompt_column,
-    style_of,
-    to_messages,
-    whole_of,
-)
+from verl_like.data.reading import Files, dictionary_of, flat, ground_truth_of, prompt_column, style_of, to_messages
+from verl_like.data.rows import whole_of
 from verl_like.data.storage import localize
 from verl_like.user_code import check_call, load_class
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config import DataConfig
-from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows, tell_of_halves
+from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows, whole_of
 from verl_like.data.storage import localize
-from verl_like.text import whole
 
 logger = logging.getLogger(__name__)
 
@@ -156,18 +155,6 @@ def _digest(path: Path) -> str:
         file.seek(max(file.tell(), path.stat().st_size - _DIGEST_BYTES))
         digest.update(file.read())
     return digest.hexdigest()
-
-
-_told: set[str] = set()  # files of which was said that they hold halves
-
-
-def whole_of(value: Any, place: str) -> Any:
-    """`whole`, with a warning once a file: JSON in a cell, or what a class of the user's gives, may hold halves too."""
-    clean, file = whole(value), place.rpartition(", row ")[0]
-    if clean != value and file not in _told:
-        _told.add(file)
-        tell_of_halves(f"{place} (perhaps others of it)")
-    return clean
 
 
 def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:

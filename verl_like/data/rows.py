@@ -14,9 +14,9 @@ import logging
 import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,36 +28,10 @@ logger = logging.getLogger(__name__)
 
 _BOM = b"\xef\xbb\xbf"
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # of a surrogate pair, perhaps beside its other half
+_TOLD = "%s held half of a surrogate pair, as a cut emoji leaves it: it became U+FFFD"
+_told: set[str] = set()  # files of which it was said row by row
 # Columns whose cells are JSON in a csv file. A prompt is JSON only if it is a list of messages.
 _JSON_CELLS = ("reward_model", "extra_info", "test_cases", "tools", "images", "videos")
-
-
-class Rows(Protocol):
-    """What a data set needs of a file."""
-
-    @property
-    def columns(self) -> list[str]:
-        """All column names, in order of appearance."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def row(self, position: int) -> dict[str, Any]:
-        """One row. A column that a row of a json file does not have is missing, in a table it is None; a key of a
-        dictionary that it does not have is missing in both."""
-        ...
-
-    def column(self, name: str) -> list[Any]:
-        """One column of all rows, None where a row has none."""
-        ...
-
-    def subcolumn(self, name: str, field: str) -> list[Any]:
-        """One field of a column of dictionaries, None where a row has none."""
-        ...
-
-    def counts(self, name: str) -> list[int]:
-        """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one."""
-        ...
 
 
 class TableRows:
@@ -72,19 +46,24 @@ class TableRows:
 
     @property
     def columns(self) -> list[str]:
+        """All column names, in order of appearance."""
         return self._columns
 
     def __len__(self) -> int:
         return self.table.num_rows
 
     def row(self, position: int) -> dict[str, Any]:
+        """One row. A column that a row of a json file does not have is missing, in a table it is None; a key of a
+        dictionary that it does not have is missing in both."""
         row = self.table.slice(position, 1)
         return {name: _written(column)[0] for name, column in zip(row.column_names, row.columns, strict=True)}
 
     def column(self, name: str) -> list[Any]:
+        """One column of all rows, None where a row has none."""
         return _written(self.table.column(name))
 
     def subcolumn(self, name: str, field: str) -> list[Any]:
+        """One field of a column of dictionaries, None where a row has none."""
         if name not in self.table.column_names:
             return [None] * len(self)
         column = self.table.column(name)
@@ -93,6 +72,7 @@ class TableRows:
         return _written(pc.struct_field(column, field))
 
     def counts(self, name: str) -> list[int]:
+        """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one."""
         column = self.table.column(name)
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
             return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
@@ -117,7 +97,7 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
 
 
 class RecordRows:
-    """Rows of a json or csv file: dictionaries, or the text of one JSON object each."""
+    """Rows of a json or csv file: dictionaries, or the text of one JSON object each. Methods: see TableRows."""
 
     def __init__(self, records: Sequence[dict[str, Any] | bytes], columns: list[str]) -> None:
         self._records, self._columns = records, columns
@@ -229,13 +209,17 @@ def _whole_rows(path: Path, records: list[Any], columns: Iterable[str]) -> Recor
             records[number] = json.dumps(clean).encode()
             mended.append(number)
     if mended:
-        tell_of_halves(f"{path}: {len(mended)} row(s), the first of them row {mended[0]},")
+        logger.warning(_TOLD, f"{path}: {len(mended)} row(s), the first of them row {mended[0]},")
     return RecordRows(records, [whole(name) for name in columns])
 
 
-def tell_of_halves(what: str) -> None:
-    """Warn of text that no encoder takes."""
-    logger.warning("%s held half of a surrogate pair, as a cut emoji leaves it: it became U+FFFD", what)
+def whole_of(value: Any, place: str) -> Any:
+    """`whole`, with a warning once a file: JSON in a cell, or what a class of the user's gives, may hold halves too."""
+    clean, file = whole(value), place.rpartition(", row ")[0] or place
+    if clean != value and file not in _told:
+        _told.add(file)
+        logger.warning(_TOLD, f"{place} (perhaps others too)")
+    return clean
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -328,9 +312,3 @@ READERS: dict[str, Callable[[Path, Collection[str] | None], AnyRows]] = {
     ".feather": _read_arrow,
     ".ipc": _read_arrow,
 }
-
-
-def iterate(rows: AnyRows) -> Iterator[dict[str, Any]]:
-    """All rows in order."""
-    for position in range(len(rows)):
-        yield rows.row(position)

@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+from PIL import ExifTags, Image
 
 from verl_like.batch import MediaHandle
 from verl_like.remote import is_remote
 
 PLACES = ("bytes", "path", "image", "url", "image_url")  # of what is meant in a dictionary; the first that is set
+# What turns an image of each EXIF orientation upright; of 5 to 8 it lies on its side
+_TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
+_TURN = {number: Image.Transpose[name] for number, name in enumerate(_TURNS, start=2)}
 _GROUPS = 4  # row groups kept in memory: rows of a batch are often neighbours
 
 
@@ -36,14 +40,17 @@ def place_of(handle: MediaHandle) -> str:
 
 
 def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
-    """(width, height), without decoding the image. MediaError: missing, no image, or larger than allowed."""
-    with _opened(handle, cell_of(handle)) as image:
-        return bounded(handle, image.size, max_megapixels)
+    """(width, height) as it is shown, without decoding it. MediaError: missing, no image, or larger than allowed."""
+    image, orientation = _opened(handle, cell_of(handle))
+    with image:
+        return bounded(handle, image.size[::-1] if orientation in (5, 6, 7, 8) else image.size, max_megapixels)
 
 
 def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -> tuple[int, int]:
-    """This (width, height). MediaError where it is larger than allowed."""
+    """This (width, height). MediaError where it is larger than allowed, or holds nothing."""
     width, height = size
+    if min(size) < 1:
+        raise MediaError(f"{place_of(handle)} has {width} x {height} pixels: there is nothing to see")
     if width * height > max_megapixels * 1e6:
         raise MediaError(
             f"{place_of(handle)} has {width} x {height} pixels, more than data.max_image_megapixels="
@@ -53,20 +60,51 @@ def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -
 
 
 def decoded(handle: MediaHandle, value: Any = None) -> Image.Image:
-    """The image in RGB; the one that `value` names, where it is not the whole cell. MediaError where it is damaged."""
-    with _opened(handle, cell_of(handle) if value is None else value) as image:
+    """The image as a viewer shows it; the one that `value` names, where it is not the whole cell. MediaError where it
+    is damaged."""
+    image, orientation = _opened(handle, cell_of(handle) if value is None else value)
+    with image:
         try:
-            return image.convert("RGB")
+            image.load()
+            return on_white(image.transpose(_TURN[orientation]) if orientation in _TURN else image)
         except Exception as error:  # of any of PIL's decoders
             raise MediaError(f"{place_of(handle)} cannot be decoded: {error}") from error
 
 
-def _opened(handle: MediaHandle, value: Any) -> Image.Image:
+def on_white(image: Image.Image) -> Image.Image:
+    """The image in RGB: white behind what is transparent, eight bits of all its depth."""
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        image = _eight_bits(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        ground = Image.new("RGB", image.size, "white")
+        ground.paste(image, mask=image.getchannel("A"))
+        return ground
+    return image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Of deeper grey: integers are of 16 bits, fractions up to 1 or to 255, unless one is larger."""
+    grey = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0.0, neginf=0.0)
+    tops = (1.0, 255.0, 65535.0) if image.mode == "F" else (65535.0,)
+    top = next((top for top in tops if grey.max() <= top), grey.max())
+    grey[grey == image.info.get("transparency")] = top  # of a PNG: one value
+    return Image.fromarray((grey.clip(0, top) * (255 / top)).round().astype(np.uint8))
+
+
+def _opened(handle: MediaHandle, value: Any) -> tuple[Image.Image, int]:
+    """The image, not decoded, and its EXIF orientation."""
     data = read(handle, value)
     try:
-        return Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data))
     except Exception as error:
         raise MediaError(f"{place_of(handle)} is no image that PIL can open ({len(data)} bytes): {error}") from error
+    # PIL turns a TIFF itself, and would decode all of a PNG to look for EXIF behind its pixels
+    marks = {"TIFF": (), "PNG": (b"eXIf", b"exif", b"tiff:Orientation")}.get(str(image.format), (b"",))
+    try:
+        return image, image.getexif().get(ExifTags.Base.Orientation, 1) if any(m in data for m in marks) else 1
+    except Exception:  # EXIF of no known form: shown as it lies
+        return image, 1
 
 
 def read(handle: MediaHandle, value: Any) -> bytes:

@@ -120,7 +120,7 @@ def _from_cases(cases: list[Any]) -> Suite | None:
 
 
 def _text(value: Any) -> str:
-    """Some datasets give lines, or numbers, in place of one text. Of pipes comes UTF-8, so no half of a surrogate pair."""
+    """Some datasets give lines, or numbers, in place of one text. No pipe brings half of a surrogate pair."""
     return whole("\n".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
