@@ -219,10 +219,6 @@ class PromptDataset:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def data_sources(self) -> list[str]:
-        """The data sources of all files, sorted, also of rows that were dropped."""
-        return sorted({source for number in range(len(self.files)) for source in self._file_sources(number)})
-
     def domains(self) -> list[str]:
         """See Dataset."""
         sources = [source for number in range(len(self.files)) for source in self._file_sources(number)]

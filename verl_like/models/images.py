@@ -24,9 +24,10 @@ from verl_like.batch import MediaHandle
 from verl_like.remote import is_remote
 
 PLACES = ("bytes", "path", "image", "url", "image_url")  # of what is meant in a dictionary; the first that is set
-# What turns an image of each EXIF orientation upright; of 5 to 8 it lies on its side
 _TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
-_TURN = {number: Image.Transpose[name] for number, name in enumerate(_TURNS, start=2)}
+_TURN = {number: Image.Transpose[name] for number, name in enumerate(_TURNS, start=2)}  # by EXIF's orientation
+# What a file holds where its EXIF is worth a look: PIL turns a TIFF itself, and decodes all of a PNG to find some.
+_MARKS = {"TIFF": (), "PNG": (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")}
 _GROUPS = 4  # row groups kept in memory: rows of a batch are often neighbours
 
 
@@ -41,16 +42,16 @@ def place_of(handle: MediaHandle) -> str:
 
 def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
     """(width, height) as it is shown, without decoding it. MediaError: missing, no image, or larger than allowed."""
-    image, orientation = _opened(handle, cell_of(handle))
+    image, data = _opened(handle, cell_of(handle))
     with image:
-        return bounded(handle, image.size[::-1] if orientation in (5, 6, 7, 8) else image.size, max_megapixels)
+        marked = any(mark in data for mark in _MARKS.get(str(image.format), (b"",)))
+        lies = marked and _turn(image) in [_TURN[number] for number in (5, 6, 7, 8)]
+        return bounded(handle, image.size[::-1] if lies else image.size, max_megapixels)
 
 
 def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -> tuple[int, int]:
-    """This (width, height). MediaError where it is larger than allowed, or holds nothing."""
+    """This (width, height). MediaError where it is larger than allowed."""
     width, height = size
-    if min(size) < 1:
-        raise MediaError(f"{place_of(handle)} has {width} x {height} pixels: there is nothing to see")
     if width * height > max_megapixels * 1e6:
         raise MediaError(
             f"{place_of(handle)} has {width} x {height} pixels, more than data.max_image_megapixels="
@@ -62,17 +63,19 @@ def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -
 def decoded(handle: MediaHandle, value: Any = None) -> Image.Image:
     """The image as a viewer shows it; the one that `value` names, where it is not the whole cell. MediaError where it
     is damaged."""
-    image, orientation = _opened(handle, cell_of(handle) if value is None else value)
+    image, _ = _opened(handle, cell_of(handle) if value is None else value)
     with image:
         try:
             image.load()
-            return on_white(image.transpose(_TURN[orientation]) if orientation in _TURN else image)
+            return shown(image)
         except Exception as error:  # of any of PIL's decoders
             raise MediaError(f"{place_of(handle)} cannot be decoded: {error}") from error
 
 
-def on_white(image: Image.Image) -> Image.Image:
-    """The image in RGB: white behind what is transparent, eight bits of all its depth."""
+def shown(image: Image.Image) -> Image.Image:
+    """The image in RGB: upright, white behind what is transparent, eight bits of all its depth."""
+    if (turn := _turn(image)) is not None:
+        image = image.transpose(turn)
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         image = _eight_bits(image)
     if image.has_transparency_data:
@@ -92,19 +95,21 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((grey.clip(0, top) * (255 / top)).round().astype(np.uint8))
 
 
-def _opened(handle: MediaHandle, value: Any) -> tuple[Image.Image, int]:
-    """The image, not decoded, and its EXIF orientation."""
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What turns it upright."""
+    try:
+        return _TURN.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # EXIF of no known form: shown as it lies
+        return None
+
+
+def _opened(handle: MediaHandle, value: Any) -> tuple[Image.Image, bytes]:
+    """The image, not decoded, and its file."""
     data = read(handle, value)
     try:
-        image = Image.open(io.BytesIO(data))
+        return Image.open(io.BytesIO(data)), data
     except Exception as error:
         raise MediaError(f"{place_of(handle)} is no image that PIL can open ({len(data)} bytes): {error}") from error
-    # PIL turns a TIFF itself, and would decode all of a PNG to look for EXIF behind its pixels
-    marks = {"TIFF": (), "PNG": (b"eXIf", b"exif", b"tiff:Orientation")}.get(str(image.format), (b"",))
-    try:
-        return image, image.getexif().get(ExifTags.Base.Orientation, 1) if any(m in data for m in marks) else 1
-    except Exception:  # EXIF of no known form: shown as it lies
-        return image, 1
 
 
 def read(handle: MediaHandle, value: Any) -> bytes:

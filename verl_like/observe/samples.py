@@ -21,7 +21,6 @@ from torch import Tensor
 from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
 from verl_like.observe.redaction import hidden
 from verl_like.ragged import bounds
-from verl_like.text import whole
 
 Sample = dict[str, Any]
 
@@ -269,9 +268,13 @@ def short(value: Any, limit: int) -> str:
 
 
 def to_json(value: Any) -> str:
-    """One line of strict JSON: NaN and infinities become null, tensors and arrays lists, anything else its text.
-    Half a surrogate pair, as a grader may read it out of a response, becomes U+FFFD."""
-    return whole(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
+    """One line of strict JSON: NaN and infinities become null, tensors and arrays lists, anything else its text."""
+    return encodable(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
+
+
+def encodable(text: str) -> str:
+    """JSON that a file can hold: half a surrogate pair, as a grader may read it out of a response, as an escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(value: Any) -> Any:

@@ -53,7 +53,7 @@ def _source(image: Any) -> str:
 def _png(image: Any) -> bytes:
     from PIL import Image
 
-    from verl_like.models.images import on_white
+    from verl_like.models.images import shown
 
     if not isinstance(image, Image.Image):
         try:
@@ -63,5 +63,5 @@ def _png(image: Any) -> bytes:
                 f"a tool's image must be one of PIL's, an array, bytes, a path or a URL: {error}"
             ) from error
     file = io.BytesIO()
-    on_white(image).save(file, "PNG")
+    shown(image).save(file, "PNG")
     return file.getvalue()

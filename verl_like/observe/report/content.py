@@ -12,7 +12,7 @@ from verl_like.config.schema import keys
 from verl_like.observe.health import Verdict
 from verl_like.observe.redaction import HIDDEN, is_secret, redacted_text
 from verl_like.observe.run_folder import SAMPLES, Run, flat, records
-from verl_like.text import whole
+from verl_like.observe.samples import encodable
 
 MOST_SAMPLE_BYTES = 8_000_000  # of responses in a report; the folder holds more
 _LINKS = 6  # steps that a health rule names
@@ -148,7 +148,7 @@ def sample_lines(run: Run, wanted: Iterable[int]) -> list[str]:
 def _line(path: Path, record: dict[str, Any], tokens: bool) -> str:
     part = {"train": "training"}.get(path.parent.name, path.parent.name)
     values = {"part": part, **{name: value for name, value in record.items() if tokens or name != "tokens"}}
-    return in_script(whole(json.dumps(values, ensure_ascii=False, separators=(",", ":"))))
+    return in_script(encodable(json.dumps(values, ensure_ascii=False, separators=(",", ":"))))
 
 
 def _size(line: str) -> int:
