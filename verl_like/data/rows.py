@@ -35,19 +35,15 @@ _JSON_CELLS = ("reward_model", "extra_info", "test_cases", "tools", "images", "v
 
 
 class TableRows:
-    """Rows of a pyarrow table, which may hold some of the file's `columns` only."""
+    """Rows of a pyarrow table, which may hold some of the file's `columns` only (all names, in order of appearance)."""
 
     def __init__(self, table: pa.Table, columns: list[str]) -> None:
-        self._columns = columns
+        self.columns = columns
+        table.validate(full=True)  # ArrowInvalid for text that is no UTF-8, which else is found row by row
         try:
             self.table = table.combine_chunks()  # faster access by row
         except pa.ArrowInvalid:  # a text column of more than 2 GiB stays in pieces
             self.table = table
-
-    @property
-    def columns(self) -> list[str]:
-        """All column names, in order of appearance."""
-        return self._columns
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -100,11 +96,7 @@ class RecordRows:
     """Rows of a json or csv file: dictionaries, or the text of one JSON object each. Methods: see TableRows."""
 
     def __init__(self, records: Sequence[dict[str, Any] | bytes], columns: list[str]) -> None:
-        self._records, self._columns = records, columns
-
-    @property
-    def columns(self) -> list[str]:
-        return self._columns
+        self._records, self.columns = records, columns
 
     def __len__(self) -> int:
         return len(self._records)

@@ -138,7 +138,7 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log one step. Values may be Python or numpy numbers or one-element tensors; TypeError names any other."""
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        numbers = {whole(name): _number(name, value) for name, value in metrics.items()}
         self._warn_not_finite(step, numbers)
         for tracker in list(self._trackers):
             self._attempt(tracker, lambda t=tracker: t.log(step, numbers))
