@@ -12,5 +12,5 @@ def whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {whole(key): whole(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(whole, value))
+        return (list if isinstance(value, list) else tuple)(map(whole, value))
     return value

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 SINGLE_TURN = "single_turn_agent"  # verl's agent_name of rows that are answered at once
 _SPLITS = ("train", "val")
 _LONGEST = 1000  # rows that `check_rows` tokenises
-_FIRST, _DECODING_S = 16, 5.0  # rows whose images it decodes in any case, and how long it goes on with others
+_FIRST, _DECODING_S = 16, 5.0  # rows whose images it decodes before others, and for how long it goes on
 
 
 class Dataset(Protocol):
@@ -263,17 +263,18 @@ class PromptDataset:
         self._look_through_media()
 
     def _look_through_media(self) -> None:
-        """MediaError, with how many, for images and videos that are damaged behind their headers: of all rows where
-        _DECODING_S are enough, else of the first ones and of some by chance."""
+        """MediaError, with how many, for images and videos that are damaged behind their headers: of the first rows,
+        then of others by chance, as many as _DECODING_S are enough for."""
         rows = [int(position) for position in self._kept if self._has_media(int(position))]
         rows[_FIRST:] = np.random.default_rng(0).permutation(rows[_FIRST:]).tolist()
         end, done, damaged = time.monotonic() + _DECODING_S, 0, list[MediaError]()
-        for done, position in enumerate(rows if self._vision is not None else (), start=1):
+        for position in rows if self._vision is not None else ():
+            done += 1
             try:
                 look_through(self.row(position).media, self.data.max_image_megapixels)
             except MediaError as error:
                 damaged.append(error)
-            if done >= _FIRST and time.monotonic() > end:
+            if time.monotonic() > end:
                 break
         if damaged:
             what = f"{len(damaged)} of the {done} rows of data.{self.split}_files whose images were decoded are damaged"
