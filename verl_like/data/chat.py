@@ -51,13 +51,12 @@ class PromptEncoder:
             return whole(self._plain_prompt(messages))
         extra = {} if tools is None else {"tools": tools}
         try:
-            return whole(
-                self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False, **extra, **self.template_kwargs
-                )
+            text = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **extra, **self.template_kwargs
             )
         except Exception as error:  # templates are programs: they raise what they like
             raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}") from error
+        return whole(text)
 
     def _plain_prompt(self, messages: Messages) -> str:
         if len(messages) != 1 or messages[0]["role"] != "user" or not isinstance(messages[0].get("content"), str):
