@@ -288,6 +288,7 @@ class Prompt:
     row: PromptRow
     group: int  # the draw's running number, unique within a run, the same after a resume
     position: int  # in the data set
+    problem: str = ""  # why it cannot be answered: its episodes are lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

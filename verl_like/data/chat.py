@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from verl_like.config import Truncation
+from verl_like.text import whole
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +48,14 @@ class PromptEncoder:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a plain text, without template and special tokens."""
-        return self.tokenizer([text], add_special_tokens=False)["input_ids"][0]
+        return self.tokenizer([whole(text)], add_special_tokens=False)["input_ids"][0]
 
     def render(self, conversation: Conversation) -> str:
         """The prompt as text, up to where the policy goes on: after the generation prompt, or in the last message if it
         is an assistant's. ValueError if the template refuses the messages, or to leave such a message open."""
         messages, tools = conversation
         if not self.has_template:
-            return self._plain_prompt(messages)
+            return whole(self._plain_prompt(messages))
         extra = ({} if tools is None else {"tools": tools}) | self.template_kwargs
         begun = self.begun(messages)
         if begun is None:
@@ -64,7 +65,7 @@ class PromptEncoder:
             return self._rendered(messages, add_generation_prompt=False, continue_final_message=True, **extra)
         # A thought without its end: templates would put a closed one before it, and some begin one themselves
         head = self._rendered(messages[:-1], add_generation_prompt=True, **extra)
-        return head[: head.rindex(_THINK)] + begun if begun and head.rstrip().endswith(_THINK) else head + begun
+        return (head[: head.rindex(_THINK)] if begun and head.rstrip().endswith(_THINK) else head) + whole(begun)
 
     def begun(self, messages: Messages) -> str | None:
         """The text of a last message that is the assistant's: the answer with which the policy goes on; "" if it is
@@ -82,7 +83,7 @@ class PromptEncoder:
 
     def _rendered(self, messages: Messages, **options: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return whole(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # templates are programs: they raise what they like
             fix = f"; {_CLOSE}" if "continue_final_message" in options else ""
             raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}{fix}") from error

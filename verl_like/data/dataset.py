@@ -7,6 +7,7 @@ import hashlib
 import heapq
 import itertools
 import logging
+import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -29,8 +30,10 @@ from verl_like.data.reading import (
     to_messages,
     tools_of,
 )
+from verl_like.data.rows import whole_of
 from verl_like.data.templates import find_system_prompt, find_template
 from verl_like.models.images import MediaError
+from verl_like.models.videos import look_through
 from verl_like.models.vision import VisionProcessor
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 SINGLE_TURN = "single_turn_agent"  # verl's agent_name of rows that are answered at once
 _SPLITS = ("train", "val")
 _LONGEST = 1000  # rows that `check_rows` tokenises
+_FIRST, _DECODING_S = 16, 5.0  # rows whose images it decodes before others, and for how long it goes on
 
 
 class Dataset(Protocol):
@@ -103,7 +107,7 @@ class PromptDataset:
         self.data, self.split, self.tools = data, split, tools
         self._vision, self._limit_images = vision, limit_images
         self.encoder = make_encoder(data, tokenizer)
-        self.system_prompt = find_system_prompt(data.system_prompt)
+        self.system_prompt = whole_of(find_system_prompt(data.system_prompt), "data.system_prompt")
         self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
         self._media_keys = {kind: key for kind, key in (("image", data.image_key), ("video", data.video_key)) if key}
         self._media: list[list[MediaColumn]] = [
@@ -138,6 +142,12 @@ class PromptDataset:
         how = Truncation.error if media else self.data.truncation  # a cut would leave images without their tokens
         ids = truncate(ids, self.data.max_prompt_length, how, self._place(position))
         return ids, dataclasses.replace(row, begun=self.encoder.begun(row.messages) or "", media=media or row.media)
+
+    def without_media(self, index: int) -> tuple[list[int], PromptRow]:
+        """A prompt whose images or videos cannot be used, as its template writes it: for the record."""
+        row = self.row(int(self._kept[index]))
+        (ids,) = self.encoder.encode([(row.messages, row.tools)])
+        return ids[: self.data.max_prompt_length], dataclasses.replace(row, media=[])
 
     def _keep(self, position: int, ids: list[int], media: list[MediaHandle]) -> None:
         self._tokens[position] = array("i", ids)
@@ -209,10 +219,6 @@ class PromptDataset:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def data_sources(self) -> list[str]:
-        """The data sources of all files, sorted, also of rows that were dropped."""
-        return sorted({source for number in range(len(self.files)) for source in self._file_sources(number)})
-
     def domains(self) -> list[str]:
         """See Dataset."""
         sources = [source for number in range(len(self.files)) for source in self._file_sources(number)]
@@ -254,14 +260,33 @@ class PromptDataset:
             chosen |= set(heapq.nlargest(_LONGEST, range(len(self)), key=lambda i: lengths[self._kept[i]]))
         for index in sorted(chosen):
             self[index]
+        self._look_through_media()
+
+    def _look_through_media(self) -> None:
+        """MediaError, with how many, for images and videos that are damaged behind their headers: of the first rows,
+        then of others by chance, as many as _DECODING_S are enough for."""
+        rows = [int(position) for position in self._kept if self._has_media(int(position))]
+        rows[_FIRST:] = np.random.default_rng(0).permutation(rows[_FIRST:]).tolist()
+        end, done, damaged = time.monotonic() + _DECODING_S, 0, list[MediaError]()
+        for position in rows if self._vision is not None else ():
+            done += 1
+            try:
+                look_through(self.row(position).media, self.data.max_image_megapixels)
+            except MediaError as error:
+                damaged.append(error)
+            if time.monotonic() > end:
+                break
+        if damaged:
+            what = f"{len(damaged)} of the {done} rows of data.{self.split}_files whose images were decoded are damaged"
+            raise MediaError(f"{what} ({len(rows)} have some): leave them out. The first: {damaged[0]}")
 
     def num_media(self) -> int:
         """See Dataset."""
-        return sum(
-            any(columns.counts[offset] for columns in self._media[number])
-            for number, offset in (self._locate(int(position)) for position in self._kept)
-            if self._media[number]
-        )
+        return sum(self._has_media(int(position)) for position in self._kept)
+
+    def _has_media(self, position: int) -> bool:
+        number, offset = self._locate(position)
+        return any(columns.counts[offset] for columns in self._media[number])
 
     def _file_sources(self, number: int) -> list[str]:
         """The data source of each row of a file."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config import DataConfig
-from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows
+from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows, whole_of
 from verl_like.data.storage import localize
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
 
     Keys that a table fills with null because another row has them are dropped: a chat template may ask for them.
     """
-    prompt = messages_or_text(prompt) if isinstance(prompt, str) else prompt
+    prompt = whole_of(messages_or_text(prompt) if isinstance(prompt, str) else prompt, place)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, dict):
@@ -220,4 +220,4 @@ def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any
         raise ValueError(f"{place}: column {column!r} is text but no JSON: {error}") from error
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise ValueError(f"{place}: column {column!r} must hold a list of tool schemas, not {str(value)[:200]!r}")
-    return value
+    return whole_of(value, place)

@@ -17,6 +17,7 @@ from verl_like.episodes.kept import Kept
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.race import GRACE_S, all_of, end, first_of
+from verl_like.models.images import MediaError
 from verl_like.progress import EPISODE
 from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
@@ -204,6 +205,8 @@ class Collection:
         EPISODE.set(name)  # an episode is a task of its own
         try:
             episode = await self._in_time(prompt, self._run(Asker(self, trail, sampling)))
+        except MediaError as error:
+            episode = Episode.lost(prompt, EpisodeFailure(kind="media", message=str(error)))
         except EpisodeAborted as error:
             if self.ended:
                 raise
@@ -214,6 +217,8 @@ class Collection:
         return episode.named(name)
 
     async def _run(self, ask: Asker) -> Episode:
+        if ask.trail.prompt.problem:
+            raise MediaError(ask.trail.prompt.problem)
         try:
             return await self.how.runner.run(ask.trail.prompt, ask.trail.sample, ask)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and nobody would hear of it

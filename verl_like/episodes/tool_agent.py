@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,8 @@ from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
 from verl_like.episodes.tools.tool_call import LOST, ROW_KEY, ToolOutcome, state_id
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.episodes.transcript import Transcript, without_end
-from verl_like.models.images import MediaError, decoded, header
-from verl_like.models.videos import clip_of, frames_of
+from verl_like.models.images import MediaError
+from verl_like.models.videos import look_through
 from verl_like.models.vision import VisionProcessor
 from verl_like.rollout.rollout_engine import Completion, Sampled
 
@@ -267,7 +267,7 @@ class ToolAgent:
         if not found:
             return said, []
         try:
-            await asyncio.to_thread(_look_through, found, self._max_megapixels)
+            await asyncio.to_thread(look_through, found, self._max_megapixels)
         except MediaError as error:
             return f"Error executing tool '{name}': {error}", []
         parts = [{"type": handle.kind} for handle in found] + ([{"type": "text", "text": said}] if said else [])
@@ -318,16 +318,6 @@ class ToolAgent:
             info=info,
             counts={**progress.counts, **played},
         )
-
-
-def _look_through(media: Sequence[MediaHandle], max_megapixels: float) -> None:
-    """MediaError for an image or video that is damaged anywhere: the engine would refuse the whole request."""
-    for handle in media:
-        if handle.kind == "image":
-            header(handle, max_megapixels)
-            decoded(handle)
-        else:
-            deque(frames_of(handle, clip_of(handle, max_megapixels)), maxlen=0)
 
 
 def _label(prompt: Prompt, sample: int, progress: _Progress) -> str:

@@ -14,18 +14,20 @@ import pytest
 import torch
 
 from tests.unit.episodes.fleet import N, Verdict, collector, dataset, teaches
-from verl_like.batch import Prompt
+from verl_like.batch import MediaHandle, Prompt
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig, LengthRewardConfig, RewardModelConfig
 from verl_like.config.errors import RunStopped
 from verl_like.data.dataset import PromptDataset
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
 from verl_like.episodes.outcomes import Policies
+from verl_like.models.images import MediaError
 from verl_like.observe.logs import DiscreetFormatter
 from verl_like.rewards.grading import RewardError
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
+from verl_like.rollout.travel import heard, told
 
 
 @pytest.fixture
@@ -209,6 +211,40 @@ def test_a_request_that_the_engine_refuses_ends_the_step_and_the_next_one_works(
         made.how = dataclasses.replace(made.how, sampling=SamplingParams(max_tokens=100))
         assert len(made.next_batch(2)[0]) == 8
         assert fleet.left == {}
+
+
+def test_a_picture_that_cannot_be_used_is_the_failure_of_its_row(
+    data: PromptDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is found when its row is drawn, one by the engine; the others are trained, and the next step goes on."""
+    read = PromptDataset.__getitem__
+
+    def draw(self: PromptDataset, index: int) -> Any:
+        if index == 1:
+            raise MediaError("row 1: image 0 is no image")
+        ids, row = read(self, index)
+        media = [MediaHandle(kind="image", path="a", column="images", row=index, number=0)] if index == 2 else []
+        return ids, dataclasses.replace(row, media=media)
+
+    class Shows(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            if prompt.row.media:
+                raise heard(told(MediaError("row 2: image 0 cannot be decoded")))
+            return await super().run(prompt, sample, ask)
+
+    monkeypatch.setattr(PromptDataset, "__getitem__", draw)
+    with collector(data, runner=Shows()) as (made, fleet):
+        rollouts, pending = made.next_batch(1)
+        pending.wait()
+        scores = pending.result()
+        assert scores.valid_B.tolist() == [True, True, False, False, False, False, True, True]
+        assert [failure and (failure.kind, failure.message) for failure in scores.failures[2:6]] == [
+            *[("media", "row 1: image 0 is no image")] * 2, *[("media", "row 2: image 0 cannot be decoded")] * 2
+        ]  # fmt: skip
+        assert rollouts.media is None and rollouts.response_length_B.tolist()[2:6] == [0] * 4  # nobody opens them again
+        assert {request.request_id.split("-")[1] for request in fleet.asked} == {"0", "3"}
+        assert made.metrics()["outcomes/environment_error"] == 4
+        assert made.next_batch(2)[1].result().valid_B.all()
 
 
 # ---- episodes of several turns

@@ -166,9 +166,9 @@ class ProgramService:
                 raise RuntimeError(f"the command ended with {process.returncode}: {said}")
             output.seek(0)
             out = output.read()
-        lines = out.decode(errors="replace").strip().splitlines()
+        last = out.strip().rpartition(b"\n")[2].decode(errors="replace")
         try:
-            return json.loads(lines[-1]) if lines else None
+            return json.loads(last) if last else None
         except ValueError:  # it says something else last, and leaves the reward to the graders
             return None
 

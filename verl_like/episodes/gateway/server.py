@@ -163,7 +163,7 @@ class GatewayServer:
 def _line(event: Event) -> str:
     name, data = event
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"{head}data: {json.dumps(data)}\n\n"  # in ASCII: some clients cut lines at U+2028 too
 
 
 def _told(error: BaseException, session: Session) -> tuple[str, str]:

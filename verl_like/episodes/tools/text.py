@@ -1,10 +1,12 @@
-"""What becomes of a tool's value: text for the model, a reward, metrics. Pure functions, standard library only."""
+"""What becomes of a tool's value: text for the model, a reward, metrics. Pure functions, without packages of others."""
 
 from __future__ import annotations
 
 import json
 import math
 from typing import Any
+
+from verl_like.text import whole
 
 MOST_CHARS = 1 << 20  # of any text that leaves a worker
 _METRIC_CHARS, _MOST_METRICS = 500, 100
@@ -50,7 +52,7 @@ def plain_text(text: str, length: int | None, side: str) -> str:
     bounded = truncate(text, MOST_CHARS, "middle")
     if length is not None:
         bounded = truncate(text, min(length, MOST_CHARS), side)
-    return bounded[:].encode("utf-8", "replace").decode("utf-8")
+    return whole(str.__str__(bounded))
 
 
 def to_reward(value: Any) -> float | None:

@@ -111,7 +111,7 @@ def test_what_is_raised_or_returned_costs_the_call_alone(tmp_path: Path, capfd: 
         assert act(box, "a", "object")[1].startswith("<object object")
         assert act(box, "a", "none") == (None, "None")
         assert act(box, "a", "text") == (None, "own class")
-        assert act(box, "a", "surrogate") == (None, "a?")
+        assert act(box, "a", "surrogate") == (None, "a\ufffd")
         assert act(box, "a", "stuff") == (None, "done")
         assert act(box, "a", "count") == (None, "13")  # the state outlived all of that
         assert box.worker_pids() == [pid]
