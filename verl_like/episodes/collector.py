@@ -32,6 +32,7 @@ from verl_like.episodes.baseline import with_baseline
 from verl_like.episodes.choosing import Choosing
 from verl_like.episodes.episode import EpisodeFailure
 from verl_like.episodes.flow import Flow
+from verl_like.episodes.judging import complete_for
 from verl_like.episodes.loop import EpisodeLoop
 from verl_like.episodes.outcomes import outcome_metrics, trained_too
 from verl_like.episodes.pending import PendingBatch, of_rows
@@ -74,6 +75,7 @@ class Collector:
     ) -> None:
         self.loader, self.rewards, self.replicas, self.how, self.config = loader, rewards, replicas, how, config
         self._chooses = draws_until_full(config)
+        self._complete = complete_for(config)
         self._masks = config.algorithm.filter_groups.enable and not config.algorithm.filter_groups.resample
         self._loop = EpisodeLoop()
         self._patience_s = config.trainer.rpc_timeout
@@ -240,7 +242,8 @@ class Collector:
             pending = PendingBatch(Scores.concat(known))
         else:
             graded = all_graded(itertools.chain.from_iterable(members), self.rewards)
-            pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=validation))
+            checks = {} if validation else {"complete": self._complete}
+            pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=validation, **checks))
         flat = list(itertools.chain.from_iterable(members))
         judge = self._with_outcomes if validation else partial(self._by_outcome, lost_in_races(groups))
         pending.then(partial(judge, flat))
@@ -263,7 +266,8 @@ class Collector:
         greedy = [group.baseline for group in groups]
         episodes = [[member.episode] for member in greedy]
         answers, row_episode = assemble_rollouts([g.prompt for g in groups], episodes), episode_of_rows(episodes)
-        grading = self.rewards.gather(all_graded(greedy, self.rewards), step=step, may_all_fail=True)
+        graded = all_graded(greedy, self.rewards)
+        grading = self.rewards.gather(graded, step=step, may_all_fail=True, complete=self._complete)
         whole = Episodes.of(answers).join(answers)
         self._metrics["remax/response_length/mean"] = whole.response_length_B.double().mean().item()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_like.batch import PromptRow, RewardFailure, Scores
+from verl_like.batch import PromptRow, RewardFailure, Scores, unusable_extras
 from verl_like.config.errors import RunStopped
 from verl_like.rewards.model_score import Answer, ModelScore, without_rule
 from verl_like.rewards.parts import Part, combine
@@ -25,8 +25,10 @@ logger = logging.getLogger(__name__)
 _LOGGED_FAILURES = 3  # rows shown in full per batch
 _HEAD_CHARS = 200
 _SLOW_S = 1.0  # a reward that takes longer is worth a line in the log
+_told: set[str] = set()  # further values that the log of this process has named
 
 Submit = Callable[[Sequence[RewardCall]], list[Future[RewardOutcome]]]
+Complete = Callable[[Scores, Sequence[PromptRow]], Scores]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,11 @@ class Grading:
         graded_by: str = "",
         server: str = "",
         check: Callable[[], None] | None = None,
+        complete: Complete = lambda scores, rows: scores,
     ) -> None:
         """quiet: failures are not logged, nor `check` called: `report` is due for the whole. failure_penalty: score of
         failed rows. max_failure_fraction: more failed rows are a RewardError, which names `graded_by`. check: raises
-        where what graded them is not there any more.
+        where what graded them is not there any more. complete: fails rows that lack what else is read of them.
 
         Responses without futures are graded by one call of `submit` for all of them.
         """
@@ -100,18 +103,17 @@ class Grading:
         self._model, self._failure_penalty = model, failure_penalty
         self._rule = model is None or model.needs_rule
         self._most = max_failure_fraction if failure_penalty is None else 1.0
-        self._graded_by, self._check = graded_by, check
-        self._futures = [each.futures for each in graded]
-        left = [place for place, futures in enumerate(self._futures) if not futures]
+        self._graded_by, self._check, self._complete = graded_by, check, complete
+        left = [place for place, each in enumerate(graded) if not each.futures]
         if self._rule and left:
             scorer = graded[left[0]].scorers[0]  # one function for the whole batch
             for place, future in zip(left, scorer.submit([graded[i].call(scorer, server) for i in left]), strict=True):
-                self._futures[place] = [future]
+                graded[place].futures = [future]
         self._scores: Scores | None = None
 
     def wait(self) -> None:
         """Return when every row has been graded by its rule."""
-        wait_for([future for futures in self._futures for future in futures])
+        wait_for([future for each in self._graded for future in each.futures])
 
     def result(self) -> Scores:
         """Scores in row order. Rows that failed have score NaN, valid_B false and a RewardFailure; they are logged.
@@ -120,11 +122,13 @@ class Grading:
         (`may_all_fail`): `require_enough` is then due.
         """
         if self._scores is None:
-            scores = self._by_rule() if self._rule or any(self._futures) else without_rule(len(self._graded))
+            by_rule = self._rule or any(each.futures for each in self._graded)
+            scores = self._by_rule() if by_rule else without_rule(len(self._graded))
             if self._check is not None and not self._quiet:
                 self._check()
             answers = [each.answer for each in self._graded]
-            self._scores = scores if self._model is None else self._model.add_to(scores, answers)
+            scores = scores if self._model is None else self._model.add_to(scores, answers)
+            self._scores = self._complete(scores, [answer.row for answer in answers])
             if not self._quiet:
                 report(self._scores, self._graded, step=self._step, failure_penalty=self._failure_penalty)
             if not self._may_all_fail:
@@ -133,10 +137,10 @@ class Grading:
 
     def _by_rule(self) -> Scores:
         outcomes = [
-            combine([scorer.part for scorer in each.scorers], [future.result() for future in futures])
-            if futures
+            combine([scorer.part for scorer in each.scorers], [future.result() for future in each.futures])
+            if each.futures
             else RewardOutcome(score=0.0)  # a reward model scores it
-            for each, futures in zip(self._graded, self._futures, strict=True)
+            for each in self._graded
         ]
         self._report_slowest(outcomes)
         sources = [each.answer.row.data_source for each in self._graded]
@@ -154,7 +158,17 @@ class Grading:
 
 
 def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penalty: float | None) -> None:
-    """Log how many rewards failed, and the first of them in full."""
+    """Log how many rewards failed, and the first of them in full; and what makes the others doubtful."""
+    _warn_of_deaths(scores, graded, step)
+    for key, rows in unusable_extras(scores.extras).items():
+        if key not in _told:
+            _told.add(key)
+            logger.warning(
+                "step %d: %r of the reward function is no finite (32-bit) number in %d of %d rows, which are left out of "
+                "what is computed from it: row %d (dataset index %d, data_source %s) has %.200r. This is said once",
+                *(step, key, len(rows), len(scores), rows[0]),
+                *((row := graded[rows[0]].answer.row).index, row.data_source, scores.extras[rows[0]][key]),
+            )
     failures = [failure for failure in scores.failures if failure is not None]
     if not failures:
         return
@@ -169,6 +183,18 @@ def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penal
             "reward %s: row %d (dataset index %d, data_source %s), response %r:\n%s",
             *(failure.kind, failure.row, failed.answer.row.index, failure.data_source),
             *(failed.text[:_HEAD_CHARS], failure.message),
+        )
+
+
+def _warn_of_deaths(scores: Scores, graded: Sequence[Graded], step: int) -> None:
+    """A function that swallows the death of a process it has started gives every response the same."""
+    values = scores.score_B[scores.valid_B].unique().tolist()
+    deaths = [o.child_died for each in graded for f in each.futures if f.done() and (o := f.result()).child_died]
+    if deaths and len(values) == 1 and len(graded) > 1:
+        logger.error(
+            "step %d: ALL %d SCORES ARE %g, AND A PROCESS THAT THE REWARD FUNCTION STARTED %s: it may take that for a "
+            "score, and then nothing is learnt. What the process wrote to stderr, above, says why it died",
+            *(step, int(scores.valid_B.sum()), values[0], deaths[0].upper()),
         )
 
 

@@ -8,7 +8,6 @@ scored 0.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from verl_like.batch import PromptRow, Rollouts, Scores
+from verl_like.batch import PromptRow, Rollouts, Scores, numeric_extras, unusable_extras
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.config.roles import classifies, generates
@@ -25,6 +24,7 @@ from verl_like.remote import local_folder
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
 from verl_like.rewards.grading import (
+    Complete,
     Graded,
     Grading,
     Scorer,
@@ -233,12 +233,18 @@ class RewardManager:
         return Graded(answer=answer, text=text, scorers=self._known_scorers[kind])
 
     def gather(
-        self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False, quiet: bool = False
+        self,
+        graded: Sequence[Graded],
+        *,
+        step: int,
+        may_all_fail: bool = False,
+        quiet: bool = False,
+        complete: Complete = lambda scores, rows: scores,
     ) -> Grading:
         """The scores of responses that are being graded, in this order.
 
         may_all_fail: this is one batch of several, so that its `result` need not hold a score. quiet: and its failures
-        are logged with the others, by `report`.
+        are logged with the others, by `report`. complete: see Grading.
         """
         return Grading(
             graded,
@@ -251,6 +257,7 @@ class RewardManager:
             graded_by=self.graded_by,
             server=self._server(),
             check=self._require_servers,
+            complete=complete,
         )
 
     def _server(self) -> str:
@@ -345,11 +352,11 @@ def reward_metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> d
     if scores.seconds_B is not None and len(scores):
         metrics["reward/seconds/mean"] = float(scores.seconds_B.mean())
         metrics["reward/seconds/max"] = float(scores.seconds_B.max())
+    metrics |= {f"reward/{key}/left_out": float(len(rows)) for key, rows in unusable_extras(scores.extras).items()}
     collected: dict[str, list[float]] = {}
     for extras in scores.extras:
-        for key, value in extras.items():
-            if isinstance(value, bool | int | float) and math.isfinite(value):
-                collected.setdefault(f"reward/{key}/mean", []).append(float(value))
+        for key, value in numeric_extras(extras).items():
+            collected.setdefault(f"reward/{key}/mean", []).append(value)
     sources = [row.data_source for row in rows] if rows is not None else []
     if len(set(sources)) > 1:
         for source, value, valid in zip(sources, scores.score_B.tolist(), scores.valid_B.tolist(), strict=True):

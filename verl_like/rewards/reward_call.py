@@ -21,10 +21,12 @@ class RewardOutcome(Outcome):
     """What became of one call. `kind` is None when `score` is good, and may also be "bad_value".
 
     lost: a failure that says nothing about the response: left out whatever reward_model.failure_penalty is.
+    child_died: how a process ended that the function had started in its worker, in this call or before; else "".
     """
 
     score: float | None = None
     lost: bool = False
+    child_died: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
 
 

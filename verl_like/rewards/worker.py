@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
 from decimal import Decimal
@@ -9,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from verl_like.rewards import graders
+from verl_like.rewards.children import last_death, watch
 from verl_like.rewards.loading import SERVED, is_async, load_scorer, own_arguments, takes_address
 from verl_like.rewards.reward_call import RewardOutcome, ScorerSpec, is_finite_reward
 
@@ -27,6 +29,7 @@ class Grader:
         self._arguments = own_arguments(spec)
         self._wants_address = takes_address(spec, self._scorer)
         self.is_async = is_async(self._scorer)
+        self._deaths = watch()
 
     def call(self, payload: Any) -> Any:
         """The RewardOutcome of a RewardCall; of a list of them, in verl's batch form, the list. Or an awaitable."""
@@ -38,7 +41,7 @@ class Grader:
                 extra_infos=[call.extra_info for call in payload],
                 **self._with_address(payload[0].server),
             )
-            return _read(values, lambda values: _outcomes(values, len(payload)))
+            return _read(values, lambda values: [self._noted(each) for each in _outcomes(values, len(payload))])
         scorer, arguments = self._scorer, self._with_address(payload.server)
         if payload.grader is not None:
             scorer, arguments = graders.compute_score, {"grader": payload.grader, "options": self._spec.options}
@@ -49,7 +52,11 @@ class Grader:
             extra_info=payload.extra_info,
             **arguments,
         )
-        return _read(value, to_outcome)
+        return _read(value, lambda value: self._noted(to_outcome(value)))
+
+    def _noted(self, outcome: RewardOutcome) -> RewardOutcome:
+        death = last_death(self._deaths)
+        return dataclasses.replace(outcome, child_died=death) if death else outcome
 
     def _with_address(self, server: str) -> dict[str, Any]:
         return {**self._arguments, SERVED[0]: server} if self._wants_address else self._arguments
