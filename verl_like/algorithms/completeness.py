@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import Tensor
 from verl_like.algorithms.sample_weights import difficulty
 from verl_like.batch import PromptRow, RewardFailure, Scores, usable_number
 from verl_like.config import ActorConfig, AlgorithmConfig, RewardModelConfig
+
+logger = logging.getLogger(__name__)
 
 SHAPED_REWARDS = ("seq_reward", "seq_final_reward")
 """What algorithm.filter_groups.metric may name, and no reward function returns."""
@@ -24,49 +28,56 @@ def complete(
     reward_model: RewardModelConfig | None = None,
     actor: ActorConfig | None = None,
 ) -> Scores:
-    """The scores, where rows that lack a value have failed (bad_value).
+    """The scores, where rows that lack a value have failed (bad_value), which is logged.
 
-    A value of the reward function: the row scores reward_model.failure_penalty, if there is one. A value of the data
-    set: the row is left out in any case. Without a section nothing is known to be read by it.
+    For want of a value of the reward function a row scores reward_model.failure_penalty, if there is one; for want of
+    one of the data set it is left out in any case. Of a section that is not given nothing is known to be read.
     """
     wanted = _of_reward_function(algorithm, reward_model)
-    score_B, failures = scores.score_B.clone(), list(scores.failures)
-    for i, (row, extras) in enumerate(zip(rows, scores.extras, strict=True)):
-        penalty = None
-        what = _lacking_in_data(row, algorithm, actor)
-        if not what and failures[i] is None:
-            what = next((text for name, key in wanted.items() if (text := _lacking(extras, name, key))), "")
-            penalty = reward_model.failure_penalty if reward_model else None
-        if what and bool(scores.valid_B[i]):
-            failures[i] = RewardFailure(row=i, data_source=row.data_source, kind="bad_value", message=what)
-            score_B[i] = torch.nan if penalty is None else penalty
-    return scores.replace(score_B=score_B, valid_B=scores.valid_B & ~score_B.isnan(), failures=failures)
+    penalty = None if reward_model is None else reward_model.failure_penalty
+    score_B, valid_B, failures = scores.score_B.clone(), scores.valid_B.clone(), list(scores.failures)
+    failed = []
+    for i in valid_B.nonzero().flatten().tolist():
+        in_data = _lacking_in_data(rows[i], algorithm, actor)
+        if what := in_data or ("" if failures[i] else _lacking(scores.extras[i], wanted)):
+            failures[i] = RewardFailure(row=i, data_source=rows[i].data_source, kind="bad_value", message=what)
+            score_B[i] = math.nan if in_data or penalty is None else penalty
+            valid_B[i] = not score_B[i].isnan()
+            failed.append(i)
+    if failed:
+        what = f"{len(failed)} of {len(rows)} rows lack a value that is read of each, and count as failed rewards"
+        logger.warning("%s: row %d (dataset index %d): %s", what, i := failed[0], rows[i].index, failures[i])
+    return scores.replace(score_B=score_B, valid_B=valid_B, failures=failures)
 
 
 def _of_reward_function(algorithm: AlgorithmConfig, reward_model: RewardModelConfig | None) -> dict[str, str]:
     """Name of each value that it must return -> the key that names it."""
     wanted = dict.fromkeys(component_names(algorithm), "algorithm.gdpo_reward_keys")
-    rules = algorithm.filter_groups
-    if rules.enable and rules.metric not in (None, "score", *SHAPED_REWARDS):
+    if (rules := algorithm.filter_groups).enable and rules.metric not in (None, "score", *SHAPED_REWARDS):
         wanted[rules.metric] = "algorithm.filter_groups.metric"
-    overlong = reward_model.overlong_buffer if reward_model else None
-    if overlong is not None and overlong.enable and overlong.only_key is not None:
+    overlong = reward_model and reward_model.overlong_buffer
+    if overlong and overlong.enable and overlong.only_key is not None:
         wanted[overlong.only_key] = "reward_model.overlong_buffer.only_key"
     return wanted
 
 
-def _lacking(extras: Mapping[str, Any], name: str, key: str) -> str:
-    if name not in extras:
-        found = ", ".join(sorted(extras)) or "a score alone"
-        what = f"the reward function returned no {name!r}; it returned {found}"
-        return f"{key}={name}: {what}. Name one of these, or return it"
-    return "" if usable_number(extras[name]) is not None else f"{key}={name}: {extras[name]!r:.200} is no finite number"
+def _lacking(extras: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
+    for name, key in wanted.items():
+        if name not in extras:
+            what = (
+                f"the reward function returned no {name!r}; it returned {', '.join(sorted(extras)) or 'a score alone'}"
+            )
+            return f"{key}={name}: {what}. Name one of these, or return it"
+        if usable_number(extras[name]) is None:
+            return f"{key}={name}: {extras[name]!r:.200} is no finite number"
+    return ""
 
 
 def _lacking_in_data(row: PromptRow, algorithm: AlgorithmConfig, actor: ActorConfig | None) -> str:
+    norm = algorithm.agent_reward_norm
     try:
-        if algorithm.agent_reward_norm.method != "identity":
-            column_value(row, algorithm.agent_reward_norm.grouping)
+        if norm.method != "identity" and norm.grouping not in ("state", "batch", "inductive"):
+            column_value(row, norm.grouping)
         if actor is not None and actor.sample_weight.difficulty:
             difficulty(row, actor.sample_weight.difficulty_key)
     except ValueError as error:
@@ -76,19 +87,15 @@ def _lacking_in_data(row: PromptRow, algorithm: AlgorithmConfig, actor: ActorCon
 
 def component_names(algorithm: AlgorithmConfig) -> list[str]:
     """The rewards that gdpo compares besides the score. Other estimators need none."""
-    keys = algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else []
-    return [key for key in keys if key != "score"]
+    return [key for key in algorithm.gdpo_reward_keys if key != "score"] if algorithm.adv_estimator == "gdpo" else []
 
 
 def extra_numbers(scores: Scores, name: str) -> Tensor:
     """The number that the reward function returned under `name` for each row: float64 [B]; NaN where it is none. A row
     that failed, and has a score all the same (reward_model.failure_penalty), has that here too."""
-    numbers = [usable_number(extras.get(name)) for extras in scores.extras]
-    stand_ins = [
-        torch.nan if failure is None else score
-        for failure, score in zip(scores.failures, scores.score_B.tolist(), strict=True)
-    ]
-    pairs = zip(numbers, stand_ins, strict=True)
+    others = [math.nan if f is None else s for f, s in zip(scores.failures, scores.score_B.tolist(), strict=True)]
+    found = [usable_number(extras.get(name)) for extras in scores.extras]
+    pairs = zip(found, others, strict=True)
     return torch.tensor([other if number is None else number for number, other in pairs], dtype=torch.float64)
 
 

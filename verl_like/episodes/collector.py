@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
-from verl_like.batch import Episodes, Prompt, Rollouts, Scores, whole_episodes
+from verl_like.batch import Episodes, Prompt, PromptRow, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.loader import PromptLoader
@@ -32,7 +32,7 @@ from verl_like.episodes.baseline import with_baseline
 from verl_like.episodes.choosing import Choosing
 from verl_like.episodes.episode import EpisodeFailure
 from verl_like.episodes.flow import Flow
-from verl_like.episodes.judging import complete_for
+from verl_like.episodes.judging import completed
 from verl_like.episodes.loop import EpisodeLoop
 from verl_like.episodes.outcomes import outcome_metrics, trained_too
 from verl_like.episodes.pending import PendingBatch, of_rows
@@ -75,7 +75,6 @@ class Collector:
     ) -> None:
         self.loader, self.rewards, self.replicas, self.how, self.config = loader, rewards, replicas, how, config
         self._chooses = draws_until_full(config)
-        self._complete = complete_for(config)
         self._masks = config.algorithm.filter_groups.enable and not config.algorithm.filter_groups.resample
         self._loop = EpisodeLoop()
         self._patience_s = config.trainer.rpc_timeout
@@ -242,13 +241,20 @@ class Collector:
             pending = PendingBatch(Scores.concat(known))
         else:
             graded = all_graded(itertools.chain.from_iterable(members), self.rewards)
-            checks = {} if validation else {"complete": self._complete}
-            pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=validation, **checks))
+            pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=validation))
+            if not validation:  # which reads none of the values that training does
+                pending.then(partial(self._completed, [each.answer.row for each in graded], step))
         flat = list(itertools.chain.from_iterable(members))
         judge = self._with_outcomes if validation else partial(self._by_outcome, lost_in_races(groups))
         pending.then(partial(judge, flat))
         pending.then(partial(of_rows, episode_of_row=episode_of_rows(episodes)))
         return rollouts, pending
+
+    def _completed(self, rows: Sequence[PromptRow], step: int, scores: Scores) -> Scores:
+        """Rows without a value that training reads have failed. RewardError if that leaves too few."""
+        scores = completed(self.config, scores, rows)
+        self.rewards.require_enough([scores], step=step)
+        return scores
 
     def _by_outcome(self, in_races: Sequence[EpisodeFailure], members: Sequence[Member], scores: Scores) -> Scores:
         """After the policy of each episode's outcome. RunStopped where too many were lost."""
@@ -266,8 +272,7 @@ class Collector:
         greedy = [group.baseline for group in groups]
         episodes = [[member.episode] for member in greedy]
         answers, row_episode = assemble_rollouts([g.prompt for g in groups], episodes), episode_of_rows(episodes)
-        graded = all_graded(greedy, self.rewards)
-        grading = self.rewards.gather(graded, step=step, may_all_fail=True, complete=self._complete)
+        grading = self.rewards.gather(all_graded(greedy, self.rewards), step=step, may_all_fail=True)
         whole = Episodes.of(answers).join(answers)
         self._metrics["remax/response_length/mean"] = whole.response_length_B.double().mean().item()
 

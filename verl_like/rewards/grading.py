@@ -28,7 +28,6 @@ _SLOW_S = 1.0  # a reward that takes longer is worth a line in the log
 _told: set[str] = set()  # further values that the log of this process has named
 
 Submit = Callable[[Sequence[RewardCall]], list[Future[RewardOutcome]]]
-Complete = Callable[[Scores, Sequence[PromptRow]], Scores]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +90,10 @@ class Grading:
         graded_by: str = "",
         server: str = "",
         check: Callable[[], None] | None = None,
-        complete: Complete = lambda scores, rows: scores,
     ) -> None:
         """quiet: failures are not logged, nor `check` called: `report` is due for the whole. failure_penalty: score of
         failed rows. max_failure_fraction: more failed rows are a RewardError, which names `graded_by`. check: raises
-        where what graded them is not there any more. complete: fails rows that lack what else is read of them.
+        where what graded them is not there any more.
 
         Responses without futures are graded by one call of `submit` for all of them.
         """
@@ -103,7 +101,7 @@ class Grading:
         self._model, self._failure_penalty = model, failure_penalty
         self._rule = model is None or model.needs_rule
         self._most = max_failure_fraction if failure_penalty is None else 1.0
-        self._graded_by, self._check, self._complete = graded_by, check, complete
+        self._graded_by, self._check = graded_by, check
         left = [place for place, each in enumerate(graded) if not each.futures]
         if self._rule and left:
             scorer = graded[left[0]].scorers[0]  # one function for the whole batch
@@ -127,8 +125,7 @@ class Grading:
             if self._check is not None and not self._quiet:
                 self._check()
             answers = [each.answer for each in self._graded]
-            scores = scores if self._model is None else self._model.add_to(scores, answers)
-            self._scores = self._complete(scores, [answer.row for answer in answers])
+            self._scores = scores if self._model is None else self._model.add_to(scores, answers)
             if not self._quiet:
                 report(self._scores, self._graded, step=self._step, failure_penalty=self._failure_penalty)
             if not self._may_all_fail:
@@ -164,8 +161,8 @@ def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penal
         if key not in _told:
             _told.add(key)
             logger.warning(
-                "step %d: %r of the reward function is no finite (32-bit) number in %d of %d rows, which are left out of "
-                "what is computed from it: row %d (dataset index %d, data_source %s) has %.200r. This is said once",
+                "step %d: %r of the reward function is no finite (32-bit) number in %d of %d rows, which are left out "
+                "of its means: row %d (dataset index %d, data_source %s) has %.200r. This is said once",
                 *(step, key, len(rows), len(scores), rows[0]),
                 *((row := graded[rows[0]].answer.row).index, row.data_source, scores.extras[rows[0]][key]),
             )

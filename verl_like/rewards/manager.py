@@ -24,7 +24,6 @@ from verl_like.remote import local_folder
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
 from verl_like.rewards.grading import (
-    Complete,
     Graded,
     Grading,
     Scorer,
@@ -233,18 +232,12 @@ class RewardManager:
         return Graded(answer=answer, text=text, scorers=self._known_scorers[kind])
 
     def gather(
-        self,
-        graded: Sequence[Graded],
-        *,
-        step: int,
-        may_all_fail: bool = False,
-        quiet: bool = False,
-        complete: Complete = lambda scores, rows: scores,
+        self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False, quiet: bool = False
     ) -> Grading:
         """The scores of responses that are being graded, in this order.
 
         may_all_fail: this is one batch of several, so that its `result` need not hold a score. quiet: and its failures
-        are logged with the others, by `report`. complete: see Grading.
+        are logged with the others, by `report`.
         """
         return Grading(
             graded,
@@ -257,7 +250,6 @@ class RewardManager:
             graded_by=self.graded_by,
             server=self._server(),
             check=self._require_servers,
-            complete=complete,
         )
 
     def _server(self) -> str:
