@@ -355,9 +355,8 @@ class Scores(TensorStruct):
 
 def usable_number(value: Any) -> float | None:
     """`value` as a float if it is one number, finite also as the 32-bit float of training, or a boolean; else None."""
-    if not isinstance(value, bool | int | float):
-        value = scalar(value)
-    return float(value) if value is not None and abs(value) <= _LARGEST else None
+    number = value if isinstance(value, int) else scalar(value)  # an int may be too large for a float
+    return float(number) if number is not None and abs(number) <= _LARGEST else None
 
 
 def scalar(value: Any) -> float | None:
@@ -383,8 +382,8 @@ def numeric_extras(extra: Mapping[str, Any]) -> dict[str, float]:
 
 def unusable_extras(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Further numbers that some rows of a reward function lack: key -> the rows whose value is no usable number."""
-    keys = {key for extra in extras for key in numeric_extras(extra)}
-    keys |= {key for extra in extras for key, value in extra.items() if isinstance(value, float) and key != "pred"}
+    numbers = {key for e in extras for key, v in e.items() if isinstance(v, int) or scalar(v) is not None}
+    keys = numbers - {"score", "pred"}
     rows = {key: [i for i, e in enumerate(extras) if key in e and usable_number(e[key]) is None] for key in keys}
     return {key: found for key, found in sorted(rows.items()) if found}
 

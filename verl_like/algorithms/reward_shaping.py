@@ -11,15 +11,16 @@ of several rows enters it once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.completeness import column_value, complete, component_names, extra_numbers
+from verl_like.algorithms.completeness import complete, component_names, extra_numbers
 from verl_like.algorithms.groups import group_statistics
 from verl_like.algorithms.masked import masked_fill_zero, masked_whiten
 from verl_like.algorithms.moments import RunningMoments
-from verl_like.batch import Episodes, Rollouts, Scores, usable_number
+from verl_like.batch import Episodes, PromptRow, Rollouts, Scores, usable_number
 from verl_like.config import (
     AgentRewardNormConfig,
     AlgorithmConfig,
@@ -231,9 +232,19 @@ def row_groups(rollouts: Rollouts, grouping: str) -> Tensor:
     if grouping == "batch":
         return torch.zeros_like(rollouts.group_B)
     column = "data_source" if grouping == "inductive" else grouping
-    values = [column_value(row, column) for row in rollouts.rows]
+    values = [_column_value(row, column) for row in rollouts.rows]
     ids = {value: number for number, value in enumerate(dict.fromkeys(values))}
     return torch.tensor([ids[value] for value in values], dtype=torch.int64)
+
+
+def _column_value(row: PromptRow, column: str) -> str:
+    own: dict[str, Any] = {"data_source": row.data_source, "ability": row.ability, "index": row.index}
+    if column not in own and column not in row.extra_info:
+        raise ValueError(
+            f"algorithm.agent_reward_norm.grouping={column}: dataset row {row.index} has no such extra_info column; "
+            f"choose state, inductive, batch, {', '.join(own)} or one of {sorted(row.extra_info)}"
+        )
+    return repr(own[column] if column in own else row.extra_info[column])
 
 
 # ---- per token

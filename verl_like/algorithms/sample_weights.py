@@ -9,29 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_like.batch import Episodes, Experience, PromptRow, Rollouts, usable_number
+from verl_like.batch import Episodes, Experience, Rollouts
 from verl_like.config import SampleWeightConfig
 
 LENGTH_EPS = 1e-8  # rows of one length all get weight 1.5, which normalisation turns into 1
 
 
 def difficulties(rollouts: Rollouts, options: SampleWeightConfig) -> Tensor | None:
-    """extra_info[difficulty_key] of each row, float32 [B]; None when weights by difficulty are off."""
+    """extra_info[difficulty_key] of each row, float32 [B]; None when weights by difficulty are off.
+
+    Rows without a number there have failed before: see `complete`.
+    """
     if not options.difficulty:
         return None
-    return torch.tensor([difficulty(row, options.difficulty_key) for row in rollouts.rows])
-
-
-def difficulty(row: PromptRow, key: str) -> float:
-    """extra_info[key]. ValueError for what is no finite number."""
-    value = row.extra_info.get(key)
-    if isinstance(value, bool) or (number := usable_number(value)) is None:
-        raise ValueError(
-            "actor_rollout_ref.actor.sample_weight.difficulty=True needs a number in "
-            f"extra_info[{key!r}] of every dataset row; row {row.index} of {row.data_source} "
-            f"has {value!r:.200}: add it to the data, or set sample_weight.difficulty_key"
-        )
-    return number
+    return torch.tensor([float(row.extra_info[options.difficulty_key]) for row in rollouts.rows])
 
 
 def sample_weights(rows: Experience, options: SampleWeightConfig) -> Tensor | None:

@@ -4,10 +4,10 @@
     val-aux/<data_source>/<variable>/...    everything else: std@N, smaller n, worst@n, pass@k, other variables
 
 N is the number of responses per prompt, n runs over 2, 4, 8 .. N. The core variable of a data source is "acc" if the
-reward function gave it, else "reward". A statistic is computed per prompt and then averaged over prompts. Rows whose
-reward failed are left out and counted (`val-aux/<data_source>/failed_rewards`), and rows whose variable is no usable
-number are in its statistics (`val-aux/<data_source>/<variable>/left_out`); a prompt that lost rows takes no part in
-statistics of more responses than it has left.
+reward function gave one for every response, usable or not, else "reward". A statistic is computed per prompt and then
+averaged over prompts. Rows whose reward failed are left out and counted (`val-aux/<data_source>/failed_rewards`), and
+so are rows from the statistics of a variable that is no usable number in them (`val-aux/<data_source>/<variable>/
+left_out`); a prompt that lost rows takes no part in statistics of more responses than it has left.
 
 Departure from verl, on purpose: verl estimates best@n and worst@n from 1,000 draws WITH replacement, which is random
 and too pessimistic (best@N misses the best response 36% of the time). Here they are the exact mean and standard
@@ -84,20 +84,22 @@ def report_names(rows: Iterable[PromptRow]) -> dict[tuple[str, str], str]:
 @dataclass(frozen=True, slots=True)
 class _Response:
     values: dict[str, float]  # variable -> number
+    has_acc: bool  # the reward function gave one, be it a number or not
     answer: str | None  # what majority votes count ("pred" of the reward function); "": unreadable; None: it gave none
 
 
 def _response(score: float, extra: Mapping[str, Any]) -> _Response:
     pred = extra.get("pred")
     answer = "" if pred is None or pred != pred else str(pred).strip()
-    return _Response({**numeric_extras(extra), "reward": score}, answer if "pred" in extra else None)
+    values = {**numeric_extras(extra), "reward": score}
+    return _Response(values, "acc" in extra, answer if "pred" in extra else None)
 
 
 def _source_metrics(source: str, prompts: list[list[_Response]]) -> dict[str, float]:
     responses = [response for prompt in prompts for response in prompt]
     if not responses:
         return {}
-    core = "acc" if any("acc" in response.values for response in responses) else "reward"
+    core = "acc" if all(response.has_acc for response in responses) else "reward"
     metrics: dict[str, float] = {}
     for name in sorted({name for response in responses for name in response.values}):
         columns = [[response for response in prompt if name in response.values] for prompt in prompts]

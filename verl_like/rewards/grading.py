@@ -16,7 +16,7 @@ import torch
 
 from verl_like.batch import PromptRow, RewardFailure, Scores, unusable_extras
 from verl_like.config.errors import RunStopped
-from verl_like.rewards.model_score import Answer, ModelScore, without_rule
+from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import Part, combine
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, is_finite_reward
 
@@ -120,8 +120,7 @@ class Grading:
         (`may_all_fail`): `require_enough` is then due.
         """
         if self._scores is None:
-            by_rule = self._rule or any(each.futures for each in self._graded)
-            scores = self._by_rule() if by_rule else without_rule(len(self._graded))
+            scores = self._by_rule()
             if self._check is not None and not self._quiet:
                 self._check()
             answers = [each.answer for each in self._graded]

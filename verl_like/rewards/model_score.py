@@ -55,9 +55,8 @@ class ModelScore:
     def texts(self, answers: Sequence[Answer]) -> list[list[int] | str]:
         """What the reward model reads, cut on the right at reward_model.max_length tokens; why a row cannot be read."""
         read = self._templated if self._own_tokenizer is not None else _as_sampled
-        return [
-            found if isinstance(found := read(answer), str) else found[: self._config.max_length] for answer in answers
-        ]
+        most = self._config.max_length
+        return [text if isinstance(text, str) else text[:most] for text in map(read, answers)]
 
     def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
         """model_weight * model + rule_weight * rule; both parts are kept in the extras (model_score, rule_score).
@@ -78,8 +77,8 @@ class ModelScore:
             weighted = self._config.model_weight * value + (self._config.rule_weight * rule if self.needs_rule else 0.0)
             if failures[row] is None and not is_finite_reward(weighted):
                 source = answers[row].row.data_source
-                message = f"the reward model's score is {value}, weighted {weighted}"
-                message = str(texts[row]) if isinstance(texts[row], str) else message
+                told = f"the reward model's score is {value}, weighted {weighted}"
+                message = str(texts[row]) if isinstance(texts[row], str) else told
                 failures[row] = RewardFailure(row=row, data_source=source, kind="bad_value", message=message)
             lost = failures[row] is not None and scores.failures[row] is not None and not bool(scores.valid_B[row])
             joined.append(weighted if failures[row] is None else math.nan if lost else failed)
@@ -102,13 +101,3 @@ class ModelScore:
 
 def _as_sampled(answer: Answer) -> list[int]:
     return [*answer.prompt_ids, *answer.response]
-
-
-def without_rule(count: int) -> Scores:
-    """The scores of rows that no rule grades: 0, to which the model's are added."""
-    return Scores(
-        score_B=torch.zeros(count),
-        valid_B=torch.ones(count, dtype=torch.bool),
-        extras=[{} for _ in range(count)],
-        failures=[None] * count,
-    )

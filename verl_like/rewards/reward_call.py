@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import struct
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl_like.rewards.graders import GraderChoice
 from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
 from verl_like.user_code import load
+
+_LARGEST = 3.4028234663852886e38
 
 
 class RewardFunctionError(ServiceError):
@@ -80,7 +80,4 @@ class RewardCall:
 
 def is_finite_reward(value: float) -> bool:
     """Whether a number is finite as the 32-bit float that training uses."""
-    try:
-        return math.isfinite(struct.unpack("f", struct.pack("f", value))[0])
-    except (OverflowError, struct.error):  # an int may be too large for any float
-        return False
+    return abs(value) <= _LARGEST

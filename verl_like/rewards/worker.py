@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
 from decimal import Decimal
@@ -29,7 +29,7 @@ class Grader:
         self._arguments = own_arguments(spec)
         self._wants_address = takes_address(spec, self._scorer)
         self.is_async = is_async(self._scorer)
-        self._deaths = watch()
+        watch()
 
     def call(self, payload: Any) -> Any:
         """The RewardOutcome of a RewardCall; of a list of them, in verl's batch form, the list. Or an awaitable."""
@@ -41,7 +41,7 @@ class Grader:
                 extra_infos=[call.extra_info for call in payload],
                 **self._with_address(payload[0].server),
             )
-            return _read(values, lambda values: [self._noted(each) for each in _outcomes(values, len(payload))])
+            return _read(values, lambda values: _outcomes(values, len(payload)))
         scorer, arguments = self._scorer, self._with_address(payload.server)
         if payload.grader is not None:
             scorer, arguments = graders.compute_score, {"grader": payload.grader, "options": self._spec.options}
@@ -52,11 +52,7 @@ class Grader:
             extra_info=payload.extra_info,
             **arguments,
         )
-        return _read(value, lambda value: self._noted(to_outcome(value)))
-
-    def _noted(self, outcome: RewardOutcome) -> RewardOutcome:
-        death = last_death(self._deaths)
-        return dataclasses.replace(outcome, child_died=death) if death else outcome
+        return _read(value, to_outcome)
 
     def _with_address(self, server: str) -> dict[str, Any]:
         return {**self._arguments, SERVED[0]: server} if self._wants_address else self._arguments
@@ -102,7 +98,7 @@ def _checked(value: Any) -> RewardOutcome:
         return _bad_value(f"score must be a number, not {_short(value)} ({type(value).__name__})")
     if not is_finite_reward(number):
         return _bad_value(f"score is {_short(number)}: it must be finite, also as a 32-bit float")
-    return RewardOutcome(score=float(number), extras=extras)
+    return RewardOutcome(score=float(number), extras=extras, child_died=last_death())
 
 
 def _short(value: Any) -> str:
@@ -128,8 +124,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if callable(getattr(value, "item", None)):  # numpy scalars, tensors of one element
-        try:
+        with contextlib.suppress(ValueError, RuntimeError, TypeError):  # more than one element
             return _plain(value.item())
-        except (ValueError, RuntimeError, TypeError):  # more than one element
-            return str(value)[:_TEXT_CHARS]
     return str(value)[:_TEXT_CHARS]
