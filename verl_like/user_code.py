@@ -179,7 +179,8 @@ def _load_file(file: Path) -> ModuleType:
     if importlib.util.spec_from_file_location(file.stem, file) is None:
         raise ImportError(f"{file} is not a Python file (.py)")
     text, folder = file.read_text(encoding="utf-8", errors="replace"), str(file.parent)
-    if re.search(rf"^\s*(?:from|import)\s+{re.escape(file.stem)}\b", text, re.MULTILINE):  # a package, not itself
+    of_itself = re.search(rf"^\s*(?:from|import)\s+{re.escape(file.stem)}\b", text, re.MULTILINE)  # a package is meant
+    if of_itself or file.stem in sys.stdlib_module_names:
         sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != folder]
     if folder not in sys.path:
         sys.path.append(folder)  # helpers beside the file can be imported

@@ -61,6 +61,8 @@ def make_experience(
     Raises ValueError when no row is left, a score is not finite, or something the configuration needs is missing.
     """
     scores = complete(scores, rollouts.rows, algorithm, actor=actor)
+    if reward_B is not None:
+        scores = scores.replace(valid_B=scores.valid_B & ~reward_B.isnan())
     kept_B, metrics = trainable_rows(rollouts, scores)
     reward_B = (scores.score_B if reward_B is None else reward_B)[kept_B]
     rollouts, scores, evaluated = rollouts.select(kept_B), scores.select(kept_B), evaluated.select(kept_B)

@@ -155,7 +155,8 @@ class Grading:
 
 def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penalty: float | None) -> None:
     """Log how many rewards failed, and the first of them in full; and what makes the others doubtful."""
-    _warn_of_deaths(scores, graded, step)
+    own = [(scorer, future) for each in graded for scorer, future in zip(each.scorers, each.futures, strict=False)]
+    tell_of_deaths([future.result() for scorer, future in own if scorer.grader is None], f"step {step}")
     for key, rows in unusable_extras(scores.extras).items():
         if key not in _told:
             _told.add(key)
@@ -182,15 +183,14 @@ def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penal
         )
 
 
-def _warn_of_deaths(scores: Scores, graded: Sequence[Graded], step: int) -> None:
-    """A function that swallows the death of a process it has started gives every response the same."""
-    values = scores.score_B[scores.valid_B].unique().tolist()
-    deaths = [o.child_died for each in graded for f in each.futures if f.done() and (o := f.result()).child_died]
-    if deaths and len(values) == 1 and len(graded) > 1:
+def tell_of_deaths(outcomes: Sequence[RewardOutcome], where: str) -> None:
+    """A function that swallows the death of a process which it has started gives every response the same."""
+    dead = [outcome for outcome in outcomes if outcome.child_died]
+    if len(dead) > 1 and len({outcome.score for outcome in dead}) == 1:
         logger.error(
-            "step %d: ALL %d SCORES ARE %g, AND A PROCESS THAT THE REWARD FUNCTION STARTED %s: it may take that for a "
-            "score, and then nothing is learnt. What the process wrote to stderr, above, says why it died",
-            *(step, int(scores.valid_B.sum()), values[0], deaths[0].upper()),
+            "%s: %d RESPONSES ALL SCORE %s, AND A PROCESS THAT THE REWARD FUNCTION STARTED %s: it may have taken that for "
+            "a score, and then nothing is learnt. What the process wrote to stderr, above, says why it died",
+            *(where, len(dead), dead[0].score, dead[-1].child_died.upper()),
         )
 
 

@@ -32,6 +32,7 @@ from verl_like.rewards.grading import (
     question_of,
     report,
     require_enough,
+    tell_of_deaths,
 )
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
@@ -171,6 +172,7 @@ class RewardManager:
             for response in responses
         ]
         outcomes = [future.result() for future in scorers[0].submit(calls)]
+        tell_of_deaths(outcomes, self.graded_by)
         failed = [f"response {r[:60]!r}: {o.message}" for r, o in zip(responses, outcomes, strict=True) if o.kind]
         if failed:
             what = f"{self.graded_by}: tried with row {row.index} of data_source {row.data_source}"
