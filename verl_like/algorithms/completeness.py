@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from verl_like.batch import PromptRow, RewardFailure, Scores, usable_number
 from verl_like.config import ActorConfig, AlgorithmConfig, RewardModelConfig
-
-logger = logging.getLogger(__name__)
 
 SHAPED_REWARDS = ("seq_reward", "seq_final_reward")
 """What algorithm.filter_groups.metric may name, and no reward function returns."""
@@ -30,7 +27,7 @@ def complete(
     reward_model: RewardModelConfig | None = None,
     actor: ActorConfig | None = None,
 ) -> Scores:
-    """The scores, where rows that lack a value have failed (bad_value), which is logged.
+    """The scores, where rows that lack a value have failed (bad_value).
 
     For want of a value of the reward function a row scores reward_model.failure_penalty, if there is one; for want of
     one of the data set it is left out in any case. Of a section that is not given nothing is known to be read.
@@ -38,19 +35,14 @@ def complete(
     returned, given = _of_reward_function(algorithm, reward_model), _of_data(algorithm, actor)
     penalty = reward_model and reward_model.failure_penalty
     score_B, valid_B, failures = scores.score_B.clone(), scores.valid_B.clone(), list(scores.failures)
-    new: list[tuple[int, int, str]] = []
     for i in valid_B.nonzero().flatten().tolist():
-        row, what = rows[i], _lacking(rows[i].extra_info, given, "the row has")
+        what = _lacking(rows[i].extra_info, given, "the row has")
         lost = what or penalty is None
         if not what and failures[i] is None:
             what = _lacking(scores.extras[i], returned, "the reward function returned")
         if what:
-            failures[i] = RewardFailure(row=i, data_source=row.data_source, kind="bad_value", message=what)
+            failures[i] = RewardFailure(row=i, data_source=rows[i].data_source, kind="bad_value", message=what)
             score_B[i], valid_B[i] = math.nan if lost else penalty, not lost
-            new.append((i, row.index, what))
-    if new:
-        told = "%d of %d rows lack a value that is read of each; their rewards failed: row %d (dataset index %d): %s"
-        logger.warning(told, len(new), len(rows), *new[0])
     return scores.replace(score_B=score_B, valid_B=valid_B, failures=failures)
 
 

@@ -252,9 +252,12 @@ class Collector:
 
     def _completed(self, rows: Sequence[PromptRow], step: int, scores: Scores) -> Scores:
         """Rows without a value that training reads have failed. RewardError if that leaves too few."""
-        scores = completed(self.config, scores, rows)
-        self.rewards.require_enough([scores], step=step)
-        return scores
+        found = completed(self.config, scores, rows)
+        if new := [f for f, old in zip(found.failures, scores.failures, strict=True) if f is not None and f is not old]:
+            what = "step %d: %d of %d rows lack a value that is read of each; their rewards failed: row %d, %s"
+            logger.warning(what, step, len(new), len(rows), new[0].row, new[0].message)
+        self.rewards.require_enough([found], step=step)
+        return found
 
     def _by_outcome(self, in_races: Sequence[EpisodeFailure], members: Sequence[Member], scores: Scores) -> Scores:
         """After the policy of each episode's outcome. RunStopped where too many were lost."""

@@ -51,7 +51,7 @@ def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, 
             failed.setdefault(source, 0)
             rows = prompts.setdefault(group, [])
             if bool(scores.valid_B[i]):
-                rows.append(_response(float(scores.score_B[i]), scores.extras[i]))
+                rows.append(_response(scores, i))
                 further.setdefault(source, []).append(scores.extras[i])
             else:
                 failed[source] += 1
@@ -84,22 +84,24 @@ def report_names(rows: Iterable[PromptRow]) -> dict[tuple[str, str], str]:
 @dataclass(frozen=True, slots=True)
 class _Response:
     values: dict[str, float]  # variable -> number
-    has_acc: bool  # the reward function gave one, be it a number or not
+    has_acc: bool  # the reward function gave one, be it a number or not, or failed
     answer: str | None  # what majority votes count ("pred" of the reward function); "": unreadable; None: it gave none
 
 
-def _response(score: float, extra: Mapping[str, Any]) -> _Response:
-    pred = extra.get("pred")
+def _response(scores: Scores, row: int) -> _Response:
+    extra = scores.extras[row]
+    pred, values = extra.get("pred"), {**numeric_extras(extra), "reward": float(scores.score_B[row])}
     answer = "" if pred is None or pred != pred else str(pred).strip()
-    values = {**numeric_extras(extra), "reward": score}
-    return _Response(values, "acc" in extra, answer if "pred" in extra else None)
+    has_acc = "acc" in extra or scores.failures[row] is not None  # that one has reward_model.failure_penalty
+    return _Response(values, has_acc, answer if "pred" in extra else None)
 
 
 def _source_metrics(source: str, prompts: list[list[_Response]]) -> dict[str, float]:
     responses = [response for prompt in prompts for response in prompt]
     if not responses:
         return {}
-    core = "acc" if all(response.has_acc for response in responses) else "reward"
+    has_acc = all(response.has_acc for response in responses) and any("acc" in r.values for r in responses)
+    core = "acc" if has_acc else "reward"
     metrics: dict[str, float] = {}
     for name in sorted({name for response in responses for name in response.values}):
         columns = [[response for response in prompt if name in response.values] for prompt in prompts]

@@ -188,7 +188,7 @@ def tell_of_deaths(outcomes: Sequence[RewardOutcome], where: str) -> None:
     dead = [outcome for outcome in outcomes if outcome.child_died]
     if len(dead) > 1 and len({outcome.score for outcome in dead}) == 1:
         logger.error(
-            "%s: %d RESPONSES ALL SCORE %s, AND A PROCESS THAT THE REWARD FUNCTION STARTED %s: it may have taken that for "
+            "%s: %d RESPONSES ALL SCORE %s, AND A PROCESS THAT THE REWARD FUNCTION STARTED %s: it may take that for "
             "a score, and then nothing is learnt. What the process wrote to stderr, above, says why it died",
             *(where, len(dead), dead[0].score, dead[-1].child_died.upper()),
         )

@@ -487,7 +487,7 @@ GDPO = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["part"]}
 @pytest.mark.parametrize("asynchronous", [None, AsyncTrainingConfig()])
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_row_without_what_training_reads_is_a_failed_reward(
-    data: PromptDataset, alone: bool, asynchronous: AsyncTrainingConfig | None
+    data: PromptDataset, alone: bool, asynchronous: AsyncTrainingConfig | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"alone": alone, "asynchronous": asynchronous, "algorithm": AlgorithmConfig(**GDPO)}
     with collector(data, batch=6, verdict=lacking, **options) as (made, _):
@@ -496,6 +496,7 @@ def test_a_row_without_what_training_reads_is_a_failed_reward(
         failed = {rollouts.rows[f.row].index: f.kind for f in scores.failures if f is not None}
         assert failed == {1: "bad_value", 4: "bad_value"} and int(scores.valid_B.sum()) == 10
         assert made.metrics()["outcomes/grader_error"] == 2
+        assert "step 1: 2 of 12 rows lack a value" in caplog.text and "algorithm.gdpo_reward_keys=part" in caplog.text
 
 
 def test_a_group_that_lacks_the_metric_of_the_filter_is_no_end_of_the_run(data: PromptDataset) -> None:
