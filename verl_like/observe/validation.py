@@ -14,7 +14,7 @@ and too pessimistic (best@N misses the best response 36% of the time). Here they
 deviation over all subsets of n different responses. For 0/1 values best@n/mean then is the unbiased pass@k of
 https://arxiv.org/abs/2107.03374, which is also reported as pass@k. maj@n goes over all subsets too, or over 1,000 of
 them drawn with a fixed seed when there are more; tied answers share the vote. A response whose answer could not be read
-(`pred` is None, NaN or blank) does not vote, unless no other of the subset does: then the mean value counts.
+(`pred` is None, NaN, blank or [INVALID]) does not vote, unless no other of the subset does: then the mean value counts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 from verl_like.batch import PromptRow, Rollouts, Scores, numeric_extras, unusable_extras, whole_episodes
 
 _MAX_SUBSETS = 1000
+_NO_ANSWER = "[INVALID]"  # of DAPO's grader
 _CORE_STATISTICS = ("mean@", "best@", "maj@")
 
 
@@ -91,7 +92,7 @@ class _Response:
 def _response(scores: Scores, row: int) -> _Response:
     extra = scores.extras[row]
     pred, values = extra.get("pred"), {**numeric_extras(extra), "reward": float(scores.score_B[row])}
-    answer = "" if pred is None or pred != pred else str(pred).strip()
+    answer = "" if pred is None or pred != pred else str(pred).strip().removeprefix(_NO_ANSWER)
     has_acc = "acc" in extra or scores.failures[row] is not None  # that one has reward_model.failure_penalty
     return _Response(values, has_acc, answer if "pred" in extra else None)
 

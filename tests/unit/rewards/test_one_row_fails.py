@@ -217,7 +217,7 @@ def test_further_values_that_are_texts_or_answers_are_no_numbers_that_were_lost(
     assert unusable_extras(extras) == {} and numeric_extras(extras[0]) == {}
 
 
-@pytest.mark.parametrize("unread", [None, "", "  ", math.nan])
+@pytest.mark.parametrize("unread", [None, "", "  ", math.nan, "[INVALID]"])
 def test_an_answer_that_could_not_be_read_has_no_vote(unread: Any) -> None:
     """Two unreadable ones would be the majority over "7"."""
     batch = rollouts((1, 1, 1), [0, 0, 0])
