@@ -28,8 +28,6 @@ from verl_like.rewards.grading import (
     Grading,
     Scorer,
     Submit,
-    extra_info_of,
-    question_of,
     report,
     require_enough,
     tell_of_deaths,
@@ -159,18 +157,8 @@ class RewardManager:
         scorers = [s for s in parts if s.grader not in graders.GRADERS and s.part.name != JUDGE]
         if not scorers:
             return
-        calls = [
-            RewardCall(
-                data_source=row.data_source,
-                solution_str=response,
-                ground_truth=row.ground_truth,
-                extra_info=extra_info_of(row),
-                question=question_of(row),
-                grader=scorers[0].grader,
-                server=self._server(),
-            )
-            for response in responses
-        ]
+        answer = Answer(row=row, prompt_ids=(), response_ids=())
+        calls = [Graded(answer=answer, text=text).call(scorers[0], self._server()) for text in responses]
         outcomes = [future.result() for future in scorers[0].submit(calls)]
         tell_of_deaths(outcomes, self.graded_by)
         failed = [f"response {r[:60]!r}: {o.message}" for r, o in zip(responses, outcomes, strict=True) if o.kind]
