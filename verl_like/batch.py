@@ -29,7 +29,7 @@ from verl_like.ragged import Side, bounds, flat_rows, padded_rows, places, plain
 
 _PROMPTS, _RESPONSES = "prompt_length_B", "response_length_B"
 _ENDINGS = {_PROMPTS: "_BP", _RESPONSES: "_BR"}
-_LARGEST = torch.finfo(torch.float32).max
+_TOO_LARGE = 3.4028235677973366e38  # from here on a 32-bit float is infinite
 _SIDES: dict[str, Side] = {_PROMPTS: "left", _RESPONSES: "right"}
 
 
@@ -356,7 +356,7 @@ class Scores(TensorStruct):
 def usable_number(value: Any) -> float | None:
     """`value` as a float if it is one number, finite also as the 32-bit float of training, or a boolean; else None."""
     number = value if isinstance(value, int) else scalar(value)  # an int may be too large for a float
-    return float(number) if number is not None and abs(number) <= _LARGEST else None
+    return float(number) if number is not None and abs(number) < _TOO_LARGE else None
 
 
 def scalar(value: Any) -> float | None:

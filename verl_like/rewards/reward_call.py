@@ -9,7 +9,7 @@ from verl_like.rewards.graders import GraderChoice
 from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
 from verl_like.user_code import load
 
-_LARGEST = 3.4028234663852886e38
+_TOO_LARGE = 3.4028235677973366e38  # from here on a 32-bit float is infinite
 
 
 class RewardFunctionError(ServiceError):
@@ -80,4 +80,4 @@ class RewardCall:
 
 def is_finite_reward(value: float) -> bool:
     """Whether a number is finite as the 32-bit float that training uses."""
-    return abs(value) <= _LARGEST
+    return abs(value) < _TOO_LARGE
