@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verl_like.batch import MediaHandle, Prompt, Scores
+from verl_like.batch import MediaHandle, Prompt, Scores, usable_number
 from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, EpisodeRunner
 from verl_like.episodes.kept import Kept
 from verl_like.episodes.loop import Arrivals
@@ -87,8 +87,8 @@ class Member:
             return RewardOutcome(kind=failure.kind, message=failure.message, lost=True)
         if self.episode.reward is None:
             return None
-        won = self.episode.info.get("success")  # of a game: what counts as right, whatever its score
-        return RewardOutcome(score=self.episode.reward, extras={} if won is None else {"acc": float(won)})
+        won = usable_number(self.episode.info.get("success"))  # of a game: what counts as right, whatever its score
+        return RewardOutcome(score=self.episode.reward, extras={} if won is None else {"acc": won})
 
 
 @dataclass(slots=True, eq=False)

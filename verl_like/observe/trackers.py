@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from verl_like.batch import scalar
 from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
 from verl_like.observe.console import StepTable
-from verl_like.observe.metrics import scalar
 from verl_like.observe.prometheus import PrometheusTracker, require_port
 from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS

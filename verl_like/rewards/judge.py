@@ -95,12 +95,18 @@ class Judge:
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
         """One future per call; each gets a RewardOutcome."""
-        return [self._threads.submit(self._grade, call) for call in calls]
+        return [self._threads.submit(self._outcome, call) for call in calls]
 
     def close(self) -> None:
         """Drop what has not been sent. Safe to call twice."""
         self._closing.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _outcome(self, call: RewardCall) -> RewardOutcome:
+        try:
+            return self._grade(call)
+        except Exception as error:  # what a row or an endpoint holds may be anything: the failure is the row's
+            return RewardOutcome(kind="exception", message=f"the judge: {type(error).__name__}: {error}"[:_SHOWN_CHARS])
 
     def _grade(self, call: RewardCall) -> RewardOutcome:
         text = self.prompt(call)

@@ -16,6 +16,7 @@ import torch
 from tests.unit.episodes.fleet import N, Verdict, collector, dataset, teaches
 from verl_like.batch import MediaHandle, Prompt
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig, LengthRewardConfig, RewardModelConfig
+from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.errors import RunStopped
 from verl_like.data.dataset import PromptDataset
 from verl_like.episodes.answering import Answering
@@ -24,6 +25,7 @@ from verl_like.episodes.outcomes import Policies
 from verl_like.models.images import MediaError
 from verl_like.observe.logs import DiscreetFormatter
 from verl_like.rewards.grading import RewardError
+from verl_like.rewards.reward_call import RewardOutcome
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
@@ -502,6 +504,55 @@ def test_failures_name_their_rows_of_the_batch(data: PromptDataset) -> None:
         assert 4 not in [row.index for row in rollouts.rows]  # one response has nothing to compare with
         for row, failure in enumerate(pending.result().failures):
             assert failure is None or failure.row == row
+
+
+def lacking(position: int, nth: int) -> RewardOutcome:
+    """The reward function gives no `part` for one response of position 4, and none but text for one of position 1."""
+    part: dict[str, Any] = {"part": "?"} if (position, nth) == (1, 1) else {"part": position * (nth == 0)}
+    return RewardOutcome(score=teaches(position, nth), extras={} if (position, nth) == (4, 0) else part)
+
+
+GDPO = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["part"]}
+
+
+@pytest.mark.parametrize("asynchronous", [None, AsyncTrainingConfig()])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_row_without_what_training_reads_is_a_failed_reward(
+    data: PromptDataset, alone: bool, asynchronous: AsyncTrainingConfig | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"alone": alone, "asynchronous": asynchronous, "algorithm": AlgorithmConfig(**GDPO)}
+    with collector(data, batch=6, verdict=lacking, **options) as (made, _):
+        rollouts, pending = made.next_batch(1)
+        scores = pending.result()
+        failed = {rollouts.rows[f.row].index: f.kind for f in scores.failures if f is not None}
+        assert failed == {1: "bad_value", 4: "bad_value"} and int(scores.valid_B.sum()) == 10
+        assert made.metrics()["outcomes/grader_error"] == 2
+        assert "step 1: 2 of 12 rows lack a value" in caplog.text and "algorithm.gdpo_reward_keys=part" in caplog.text
+
+
+def test_a_group_that_lacks_the_metric_of_the_filter_is_no_end_of_the_run(data: PromptDataset) -> None:
+    with collector(data, verdict=lacking, algorithm=filtering(metric="part")) as (made, _):
+        rollouts, pending = made.next_batch(1)
+        assert {row.index for row in rollouts.rows} == {
+            2,
+            3,
+            5,
+            6,
+        }  # 0 teaches nothing; 1 and 4 have one row to compare
+        assert pending.result().valid_B.all()
+
+
+def test_a_key_that_no_row_has_ends_the_run_by_its_name(data: PromptDataset) -> None:
+    algorithm = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["typo"])
+    with collector(data, verdict=lacking, algorithm=algorithm) as (made, _):
+        _, pending = made.next_batch(1)
+        with pytest.raises(RewardError, match=r"bad_value: algorithm.gdpo_reward_keys=typo: .* part, and no 'typo'"):
+            pending.result()
+    with (
+        collector(data, verdict=lacking, algorithm=filtering(metric="typo")) as (made, _),
+        pytest.raises(RewardError, match=r"algorithm.filter_groups.metric=typo: .* part, and no 'typo'"),
+    ):
+        made.next_batch(1)
 
 
 # ---- greedy baselines (remax)

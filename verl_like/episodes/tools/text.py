@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from verl_like.rewards.reward_call import is_finite_reward
 from verl_like.text import whole
 
 MOST_CHARS = 1 << 20  # of any text that leaves a worker
@@ -60,11 +61,11 @@ def to_reward(value: Any) -> float | None:
     if value is None:
         return None
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several elements
         number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
-        raise ValueError(f"the reward must be a finite number, not {value!r:.200}")
+    if not is_finite_reward(number):
+        raise ValueError(f"the reward must be a finite number, also as a 32-bit float, not {value!r:.200}")
     return number
 
 
