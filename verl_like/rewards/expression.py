@@ -47,7 +47,9 @@ _FURTHER = (  # commands of mathematics beyond this language, for `understood`
     "overline pm rangle rceil rfloor setminus times"
 )
 _MATHEMATICS = {f"\\{name}" for name in (*_WORDS, *GREEK, *_FURTHER.split())} | {*_WORDS, "pmatrix", "bmatrix", "array"}
-_INDEXED = re.compile(r"[\d)\]}]\s*_")
+_SENSELESS = re.compile(
+    r"[\d)\]}]\s*_|(?:[\d)\]}]|\\r(?:floor|ceil|angle))\s*\\\{|\\\}\s*[\d(\[{]"
+)  # 5_a, 5\{1\}: math-verify reads a product
 _PIECES = re.compile(r"\\?[A-Za-z]+|[^A-Za-z]")
 
 
@@ -58,7 +60,7 @@ def understood(truth: str, answer: str) -> bool:
     """
     known = _MATHEMATICS.union(_PIECES.findall(truth))
     letters = {"e", "i"}.union(*_PIECES.sub(lambda piece: "" if piece[0][0] == "\\" else piece[0], truth))
-    return not _INDEXED.search(answer) and all(
+    return not _SENSELESS.search(answer) and all(
         piece in known or piece in "0123456789{}[]()^_+-*/=<>|!,.& \\" or letters.issuperset(piece)
         for piece in _PIECES.findall(answer)
     )

@@ -149,9 +149,10 @@ _SPELLINGS = [
     ]
 ]
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_TRAILING = re.compile(r"(?:(?<!\\)[,;:]|\s|(?<!\.)\.{1,2}(?=[\s,;:]*$))+$")  # but no dots that stand for more
+_LEADING = re.compile(r"^(?:\\(?:displaystyle|textstyle|q?quad)(?![A-Za-z])(?:\{\})?|\\[,;: !]|\s)+")
+_TRAILING = re.compile(r"(?:\\?[,;:]|\\!|\\q?quad|\s|(?<!\.)\.{1,2}(?=[\s,;:]*$))+$")  # but no dots that stand for more
 _LEAD_IN = re.compile(
-    r"^\s*(?P<command>\\(?:text|textbf|mathrm|mbox)\s*\{)?\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?"
+    r"^(?P<command>\\(?:text|textbf|mathrm|mbox)\s*\{)?\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?"
     r"answer(?:\s+is)?(?(command)\s*:?\s*\}|(?:(?<=is)\s|\s*:))\s*",
     re.IGNORECASE,
 )
@@ -177,7 +178,7 @@ def strip_delimiters(answer: str) -> str:
     text, before = answer.strip(), None
     while text != before:
         before = text
-        text = _LEAD_IN.sub("", _TRAILING.sub("", text))
+        text = _LEAD_IN.sub("", _LEADING.sub("", _TRAILING.sub("", text)))
         for left, right in _DELIMITERS:
             if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
                 inner = text[len(left) : -len(right)]

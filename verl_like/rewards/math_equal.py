@@ -169,7 +169,7 @@ def _compare_values(truth: Quantity, answer: Quantity) -> Verdict:
 def _may_mean_percent(truth: Quantity, tree: expression.Node) -> bool:
     """Whether a percent sign may be left out or added: always if the reference has one; 50 may be 50%, 0.5 not 0.5%."""
     value = expression_value.real_value(tree)
-    return truth.percent or value is None or abs(value) > 1
+    return truth.percent or (value is not None and abs(value) > 1)
 
 
 def _tree(text: str) -> expression.Node | None:

@@ -14,7 +14,7 @@ Same = Callable[[str, str], bool]  # (truth, answer) -> equal
 
 _MAX_PARTS = 40
 _NAME = (
-    rf"(?:(?!not|no[nr]?(?![A-Za-z]))[A-Za-z]{{1,3}}|\\(?:{'|'.join(expression.GREEK)})(?![A-Za-z]))"
+    rf"(?:(?!(?:not|no|nor|non|or|and|of|per|is)(?![A-Za-z]))[A-Za-z]{{1,3}}|\\(?:{'|'.join(expression.GREEK)})(?![A-Za-z]))"
     r"(?:_\{?\w+\}?|')?(?:\([A-Za-z,]{1,5}\))?"
 )
 _ASSIGNMENT = re.compile(rf"^({_NAME}|\((?:\s*{_NAME}\s*,)+\s*{_NAME}\s*\))\s*=\s*([^=]+)$", re.DOTALL)
@@ -25,9 +25,14 @@ _FOUND = re.compile(
     r"lceil|rceil|[lc]?dots|bmod|mod|pmod|binom|to|infty|frac|sqrt|circ|cdot)(?![A-Za-z])"
     r"|(?<![A-Za-z\\])(?i:the|of|total|answer|area|volume|perimeter|surface|length|width|height|radius|diameter|distance|"
     r"time|speed|rate|age|cost|price|profit|sum|product|difference|number|probability|ratio|mean|median|average|lcm|gcd|"
-    r"value|result|slope|(?!no)[a-z]{1,2})(?![A-Za-z])|[A-Z]|[-+*/\d\s()\[\]{}|!.,^_']",
+    r"value|result|slope|[a-z])(?![A-Za-z])|[A-Z]|[-+*/\d\s()\[\]{}|!.,^_']",
 )
-_WORD = re.compile(r"(?<![A-Za-z\\])(?:no|nor|not|non|(?!arc)[a-z]{5,})(?![A-Za-z])")
+_UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]|\\(?:angle|triangle|sum|prod|int|lim|gcd|max|min|det)(?![A-Za-z])")
+_WORD = re.compile(
+    r"(?<![A-Za-z\\])(?!arc|sin|cos|tan|cot|sec|csc|ln|log|exp|pi)(?:(?:or|and|no|nor|not|non)(?![A-Za-z])"
+    r"|[a-z]{5,}|[a-z]{2,}\s+(?![-+*/^)\s])\S)"
+)
+_MULTIPLE = re.compile(rf"^\s*(?:[-+.\d\s]+{_NAME}|{_NAME}\s*[-+*/]\s*[\d.]+|\\frac\{{{_NAME}\}}\{{[\d.]+\}})\s*$")
 _RELATION = re.compile(r"\s*(\\le |\\ge |<|>)\s*")
 _MIRROR = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _MATRIX = re.compile(r"^\\begin\s*\{([pbvBV]?matrix|array|smallmatrix)\}(?:\{[lcr|]*\})?(.*)\\end\s*\{\1\}$", re.DOTALL)
@@ -141,9 +146,15 @@ def compare_relations(truth: str, answer: str, same: Same) -> bool | None:
 
 
 def _is_found(side: str) -> bool:
-    """Whether what stands left of = says what the number is, as x, a+b, \\angle ABC do; 2+3 is a number itself."""
-    if is_name(side) or not re.search("[A-Za-z]", side):
-        return is_name(side)
+    """Whether what stands left of = says what the number is, as x, a+b and \\angle ABC do.
+
+    Not so 2+3, which is a number itself, 2x, which leaves an equation to be solved, and words that are not known.
+    """
+    if is_name(side):
+        return True
+    balanced = all(side.count(left) == side.count(right) for left, right in ("()", "[]", "{}"))
+    if not balanced or side.strip()[:1] in "-*/." or _MULTIPLE.match(side) or not _UNKNOWN.search(plain_text(side)):
+        return False
     tree = expression.parse(squeeze(side))
     if tree is None or _WORD.search(side):
         return not _FOUND.sub("", plain_text(side)).strip()

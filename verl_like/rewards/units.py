@@ -5,87 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 from dataclasses import dataclass
+from pathlib import Path
 
-# canonical name: spellings (a plural s is understood)
-_UNITS = {
-    "mm": "mm millimeter millimetre",
-    "cm": "cm centimeter centimetre",
-    "m": "m meter metre",
-    "km": "km kilometer kilometre",
-    "inch": "in inch inches",
-    "foot": "ft foot feet",
-    "yard": "yd yard",
-    "mile": "mi mile",
-    "acre": "acre",
-    "hectare": "ha hectare",
-    "mg": "mg milligram",
-    "g": "g gram",
-    "kg": "kg kilogram",
-    "pound": "lb pound",
-    "ounce": "oz ounce",
-    "ton": "ton tonne",
-    "second": "s sec second",
-    "minute": "min minute",
-    "hour": "h hr hour",
-    "day": "day",
-    "week": "week",
-    "month": "month",
-    "year": "yr year",
-    "ml": "ml milliliter millilitre",
-    "liter": "l liter litre",
-    "gallon": "gal gallon",
-    "dollar": "dollar usd",
-    "cent": "cent",
-    "euro": "euro eur",
-    "yen": "yen jpy",
-    "rupee": "rupee inr",
-    "peso": "peso",
-    "degree": "degree deg",
-    "celsius": "celsius centigrade",
-    "fahrenheit": "fahrenheit",
-    "kelvin": "kelvin",
-    "radian": "radian rad",
-    "mph": "mph",
-    "kph": "kph kmh",
-    "rpm": "rpm",
-    "newton": "newton",
-    "joule": "joule",
-    "watt": "watt",
-    "volt": "volt",
-    "hertz": "hertz hz",
-    "unit": "unit",
-}
-_CANONICAL = {spelling: name for name, spellings in _UNITS.items() for spelling in spellings.split()}
-# what an answer may count, in the plural; no word that scales a number or stands for one (pairs, quarters, times)
-_THINGS_BUT_S = re.findall(
-    "[a-z]+",
-    "adult animal apple arrangement bag ball banana bead bird block boat book bottle boy brother cake candidate car "
-    "card cat chair chicken chip choice chocolate circle coin color colour combination committee cookie cow cup "
-    "customer diagonal digit divisor dog doll donut duck edge egg element employee event face factor flower friend "
-    "game gift girl grape guest handshake house integer intersection item jelly kid kitten lamp letter line lion "
-    "marble member method muffin number object orange order outcome page painting palindrome path pear pen pencil "
-    "permutation pie piece plane plant player point polygon prime prize problem rabbit rectangle region result rock "
-    "room root rose route row sandwiche seat segment shell shirt shoe side sister sock solution song stamp step "
-    "sticker stone student subset table teacher team term ticket tile toy tree triangle value way wheel window word "
-    "worker zero boxe buse classe glasse peache matche",
-)
-_PLURALS = "people children men women candies puppies pennies vertices dice mice leaves"
-_THINGS = {f"{thing}s" for thing in _THINGS_BUT_S} | set(_PLURALS.split())
-_QUALITY_WORDS = (
-    "different distinct possible positive integer whole real prime ordered total red blue green yellow black white "
-    "orange purple brown pink valid new small large big unique"
-)
-_QUALITIES = set(_QUALITY_WORDS.split())
+# units.txt: name -> words; a unit by its spellings, and lists of other words
+_LISTS: dict[str, list[str]] = {}
+for _line in (Path(__file__).parent / "units.txt").read_text().splitlines():
+    _list_name, _, _words = _line.partition(":")
+    if not _line.startswith("#"):
+        _LISTS.setdefault(_list_name, []).extend(_words.split())
+_THINGS, _QUALITIES, _CHANGING = (frozenset(_LISTS.pop(name)) for name in ("things", "qualities", "changing"))
+_CANONICAL = {spelling: name for name, spellings in _LISTS.items() for spelling in spellings}
 _SQUARE, _CUBIC = ("sq", "square", "squared"), ("cu", "cubic", "cubed")
 _ONE_LETTER = {spelling for spelling in _CANONICAL if len(spelling) == 1} | {"L"}  # 5 M is no length, nor is 5M
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-# words that change the number they stand beside: no unit, whatever follows
-_NUMBER_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety half halves thirds fourths fifths sixths "
-    "sevenths eighths ninths tenths hundredths thousandths plus minus over squared cubed either neither not"
-)
-_CHANGES = re.compile(rf"(?<![A-Za-z\\])(?:{'|'.join([*_NUMBER_WORDS.split(), *_SCALES])}|times (?=[a-z]))(?![A-Za-z])")
+_CHANGES = re.compile(rf"(?<![A-Za-z\\])(?:{'|'.join([*_CHANGING, *_SCALES])}|times (?=[a-z]))(?![A-Za-z])")
 
 _WRAPPER = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mbox|rm)\s*\{"
 _POWER = r"(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
@@ -107,8 +40,6 @@ _ANGLE_OF = re.compile(r"(?<![A-Za-z\\])\\?(?:sin|cos|tan|cot|sec|csc)(?!\s*\^|[
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
 _PERCENT = re.compile(r"^(?P<value>.*?)\s*(?:\\?%|(?:\\text\s*\{)?\s*\b(?:percent|per cent)\b\s*\}?)$", re.DOTALL)
 _CURRENCY = re.compile(r"^(?P<sign>-?)\s*(?P<currency>\\\$|\$|\u20ac|\u00a3)\s*(?P<value>[\d.].*)$", re.DOTALL)
-
-
 _DEGREES = {"": "degree", "C": "degree celsius", "F": "degree fahrenheit"}
 _SIGNS = {"\u20ac": "euro", "\u00a3": "pound"}
 
@@ -145,28 +76,29 @@ def split_unit(text: str, *, one_letter: bool = False, known: Set[str] | None = 
     if match := _DEGREE.match(text):
         return Quantity(match["value"], _DEGREES[match["scale"]]) if match["value"] else Quantity(text)
     if match := _WRAPPED_UNIT.match(text):
-        name = _name(match["words"], match[3]) or _counted(match["words"], match[3], known)
+        name = _name(match["words"], match[3]) or _counted(match["words"], match["value"], known, match[3])
         if name:
             return Quantity(match["value"].strip(), name)
     if match := _BARE_UNIT.match(text):
         words = match["words"]
         if len(words) > 1 or (words in _ONE_LETTER and one_letter and text[match.start("words") - 1] == " "):
-            name = _name(words, match[3]) or ("" if known is None else _counted(words, match[3], known))
+            name = _name(words, match[3]) or ("" if known is None else _counted(words, match["value"], known, match[3]))
             if name:
                 return Quantity(match["value"].strip(), name)
-    if (match := _COUNTED.match(text)) and (name := _counted(match["words"], None, known)):
+    if (match := _COUNTED.match(text)) and (name := _counted(match["words"], match["value"], known)):
         return Quantity(match["value"], name)
     return Quantity(text)
 
 
-def _counted(words: str, power: str | None, known: Set[str] | None) -> str:
+def _counted(words: str, value: str, known: Set[str] | None, power: str | None = None) -> str:
     """ "things" or "other" (see Quantity) for words that say what is counted, "" for any others."""
     if known is None:
         return "" if _CHANGES.search(words) else "other"
     *before, last = words.lower().strip(" .").split() or [""]
     if power or not _QUALITIES.union(known).issuperset(before):
         return ""
-    return "other" if last in known else "things" if last in _THINGS else ""
+    listed = last in _THINGS or (value.strip() == "1" and f"{last}s" in _THINGS)
+    return "other" if last in known else "things" if listed else ""
 
 
 def words_of(text: str) -> Set[str]:
@@ -192,7 +124,7 @@ def _name(words: str, power: str | None) -> str:
         known = []
         for word in re.split(r"[\s.\-]+", part):
             word = word.lower() if len(word) > 1 or word == "L" else word
-            if word in _SQUARE or word in _CUBIC:
+            if (word in _SQUARE or word in _CUBIC) and not exponent and word.endswith("ed") == bool(known):
                 exponent = "2" if word in _SQUARE else "3"
             elif word in _CANONICAL or word.removesuffix("s") in _CANONICAL:
                 known.append(_CANONICAL.get(word) or _CANONICAL[word.removesuffix("s")])

@@ -13,7 +13,7 @@ from pathlib import Path
 SEED = 20261125
 PARTS = Path(__file__).resolve().parent / "data" / "wrappings.txt"
 NUMBERS = ("5", "12", "36", "128", "4096", "3.5", "0.25", r"\frac{3}{4}", r"2\sqrt{3}", r"\frac{7\pi}{6}", "-17")
-# references of a section, each with what stands for # (no part may turn it into the reference) and for \v
+# references of a section, each with what stands for # (no part may turn it into the reference) and for ~v
 GOLDS = {
     "any": (
         *NUMBERS,
@@ -29,7 +29,7 @@ GOLDS = {
         "y=2x+1",
     ),
     "number": (*NUMBERS, "0"),
-    "positive": tuple(n for n in NUMBERS if re.fullmatch(r"[\d.]+", n)) + ("0",),
+    "positive": (*(number for number in NUMBERS if re.fullmatch(r"[\d.]+", number)), "0"),
     "decimal": ("3.5", "0.25"),
     "scaled": tuple(n for n in NUMBERS if re.fullmatch(r"-?[\d.]+|\\frac\{3\}\{4\}", n)),
     "metres": (r"5\text{ m}", r"12 \text{ meters}", r"3.5\mathrm{\,m}"),
@@ -67,7 +67,7 @@ def _filled(part: str, truth: str, draw: random.Random) -> str:
     number = re.match(r"\\?\$?(-?[\d.]+)", truth)
     answer = re.sub(r"\\u([0-9a-f]{4})", lambda code: chr(int(code[1], 16)), part)
     answer = re.sub(r"<(?!/|!--|br>|del>|s>)([^<>]*[A-Za-z][^<>]*)>", lambda words: _worded(words[1], draw), answer)
-    answer = answer.replace("\\v", number[1] if number else truth)
+    answer = answer.replace("~v", number[1] if number else truth)
     return answer.replace("@", truth).replace("#", draw.choice(OTHERS))
 
 
