@@ -39,7 +39,9 @@ _DEGREE = re.compile(
 _ANGLE_OF = re.compile(r"(?<![A-Za-z\\])\\?(?:sin|cos|tan|cot|sec|csc)(?!\s*\^|[a-z])")  # the inverse ones give degrees
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
 _PERCENT = re.compile(r"^(?P<value>.*?)\s*(?:\\?%|(?:\\text\s*\{)?\s*\b(?:percent|per cent)\b\s*\}?)$", re.DOTALL)
-_CURRENCY = re.compile(r"^(?P<sign>-?)\s*(?P<currency>\\\$|\$|\u20ac|\u00a3)\s*(?P<value>[\d.].*)$", re.DOTALL)
+_CURRENCY = re.compile(
+    r"^(?P<sign>-?)\s*(?P<currency>\\\$|\$|\u20ac|\u00a3)\s*(?P<value>(?:[-\d.(]|\\(?:frac|sqrt|pi)).*)$", re.DOTALL
+)
 _DEGREES = {"": "degree", "C": "degree celsius", "F": "degree fahrenheit"}
 _SIGNS = {"\u20ac": "euro", "\u00a3": "pound"}
 
@@ -60,6 +62,7 @@ def split_unit(text: str, *, one_letter: bool = False, known: Set[str] | None = 
     known: words that count as a unit besides those listed above: the reference's, for an answer. None: any, for the
     reference itself. Words that are not understood stay in the value.
     """
+    text = re.sub(r"^\(([^()]*)\)$", r"\1", text)
     if match := _PERCENT.match(text):
         return Quantity(match["value"], percent=True)
     if match := _CURRENCY.match(text):

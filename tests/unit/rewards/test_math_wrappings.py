@@ -56,6 +56,10 @@ FRAMES: dict[str, tuple[str | Callable[[str], str], Callable[[str], bool]]] = {
     "bold": ("**@**", _always),
     "displaystyle": (r"\displaystyle @", _always),
     "left and right": (_sized, _always),
+    "left and right around it": (
+        r"\left(@\right)",
+        lambda answer: _is_single(answer) and answer[-1] != "." and "approx" not in answer,
+    ),
     "braces": ("{@}", lambda answer: "," not in answer and "text" not in answer and _is_single(answer)),
     "The answer is": ("The answer is @", _always),
     "The answer is, in text": (r"\text{The answer is } @", _always),
