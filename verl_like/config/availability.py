@@ -87,19 +87,23 @@ NO_EFFECT: dict[str, str] = {
     },
 }
 
-# Section or key of newer verl -> what it is. Unknown keys below these get this answer instead of a did-you-mean.
+# Section or key of newer verl of which nothing is here -> what it is, and what is instead. Unknown keys below these get
+# this answer, not a did-you-mean: a section that has a key of ours, or a spelling of one, has rows for its other names.
 NEWER: dict[str, str] = {
     "actor_rollout_ref.model.mtp": "multi-token prediction",
     "actor_rollout_ref.model.tiled_mlp": "tiled MLP",
-    "actor_rollout_ref.model.lora": "more options of LoRA",
     "actor_rollout_ref.actor.megatron": "Megatron training",
     "actor_rollout_ref.ref.megatron": "Megatron training",
     "actor_rollout_ref.actor.router_replay": "router replay of mixture-of-experts models",
     "actor_rollout_ref.ref.router_replay": "router replay of mixture-of-experts models",
     "actor_rollout_ref.actor.qat": "quantisation-aware training",
     "actor_rollout_ref.rollout.engine_kwargs.trtllm": "TensorRT-LLM; rollout.name=vllm or sglang",
-    "actor_rollout_ref.rollout.trace": "tracing of agent loops",
-    "actor_rollout_ref.rollout.prometheus": "Prometheus metrics",
+    "actor_rollout_ref.rollout.trace": (
+        "traces in weave, MLflow or trackio; trainer.rollout_data_dir writes every response with its tokens, turns and "
+        "tool calls as jsonl, trainer.log_val_generations sends validation's to the trackers of trainer.logger, and "
+        "`verl-like report` shows both"
+    ),
+    "actor_rollout_ref.rollout.prometheus": "metrics of the engine's own; trainer.prometheus_port serves those of the run",
     "actor_rollout_ref.rollout.disaggregation": "separate prefill and decode",
     "actor_rollout_ref.rollout.quantization_config_file": "quantised rollout by a file (rollout.quantization is there)",
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": "router replay of mixture-of-experts models",
@@ -119,14 +123,23 @@ NEWER: dict[str, str] = {
     "critic.megatron": "Megatron training",
     "data.datagen": "generated datasets",
     "distillation": "on-policy distillation",
-    "env": "environments of agents",
-    "global_profiler": "profiling",
-    "skip": "choice of steps to record and replay (skip.rollout.enable and dump_dir are there), and asynchronous ones",
-    "trainer.v1": "samplers of your own, and devices that change between training and rollout",
+    "global_profiler.global_tool_config.precision_debugger": "the precision debugger",
+    "skip.rollout.steps": "choice of the steps to record and replay; skip.rollout.enable takes them all",
+    "skip.rollout_tq": "record and replay through the transfer queue; skip.rollout records",
+    "skip.async_rollout": "record and replay of asynchronous steps; skip.rollout records synchronous ones",
+    "trainer.v1.separate_async.hybrid_rollout": "devices that change between training and rollout",
+    **{
+        f"trainer.v1.sampler.{name}": "samplers of finished groups; data.sampler.class_path draws prompts"
+        for name in ("custom_sampler", "sampler_kwargs")
+    },
     "transfer_queue": "the transfer queue",
     "critic.model.mtp": "multi-token prediction",
     "critic.model.tiled_mlp": "tiled MLP",
-    "critic.model.lora": "more options of LoRA",
+    **{
+        f"{role}.model.lora.{name}": "more options of Megatron's LoRA; its precision follows fsdp_config"
+        for role in ("actor_rollout_ref", "critic")
+        for name in ("a2a_experimental", "dtype")
+    },
     **{f"{section}.qat": "quantisation-aware training" for section in _MODELS},
 }
 

@@ -31,6 +31,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.aliases import Change, canonical, renamed, rest_of
 from verl_like.config.availability import newer_than_here
 from verl_like.config.doctor import check
+from verl_like.config.doctor_async import uncorrected
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
 from verl_like.config.schema import find_key, from_dict, get_value, keys, sections, suggest
@@ -166,7 +167,24 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
     tree = _base(settings.groups)
     raise_if_any([problem for change in changes if (problem := _apply(tree, change))])
     _import_users_modules(tree)
-    return tree, changes, settings.warnings + warnings
+    return tree, changes, settings.warnings + warnings + _corrected(tree, changes)
+
+
+def _corrected(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
+    """Groups that live through several versions of the weights get truncated importance weights, unless something else
+    is said; the line that tells it."""
+    key = "algorithm.rollout_correction.rollout_is"
+    written = OmegaConf.to_container(tree.trainer, resolve=False)
+    if _leaf(written, "mode") == "sync" or any(key == change.key for change in changes):
+        return []
+    if not uncorrected(to_config(tree)):
+        return []
+    _apply(tree, Change(key, "token"))
+    return [
+        f"{key}=token, as trainer.mode={tree.trainer.mode} trains on responses of older weights: the loss of each token "
+        "is weighted by its probability now over that when it was sampled, cut off at rollout_is_threshold; "
+        "bypass_mode=True takes the clipped ratio to the sampler instead, without a further forward pass"
+    ]
 
 
 def _import_users_modules(tree: DictConfig) -> None:
@@ -423,7 +441,7 @@ def _unknown(change: Change) -> str | None:
         return f"{change.key}={change.value!r}: this is a section; set one of its keys, {change.key}.<name>"
     newer = newer_than_here(change.key)
     if newer is not None:
-        return f"{change.key}: not available yet ({newer})"
+        return f"{change.key}={change.value}: not available yet ({newer})"
     if rest_of(change.key):
         rest = rest_of(change.key)[0]
         rest = "null" if rest is None else rest
