@@ -55,7 +55,10 @@ def main(arguments: argparse.Namespace) -> Report:
     check_comparable("grpo", work, arguments.compare)
     alone = generation_alone(arguments.rollout, work)
     write_inputs(folder, MODELS[arguments.model], workload, num_steps=num_steps)
-    recording = json.loads(arguments.replay.read_text()) if arguments.replay else None
+    try:
+        recording = json.loads(arguments.replay.read_text()) if arguments.replay else None
+    except ValueError as error:
+        raise BenchError(f"--replay {arguments.replay} is no JSON: {error}") from error
     peak, num_parameters = run(config, workload, recording)
     steps = list(read_metrics(log_dir(config) / "metrics.jsonl").values())
     report = summary(steps[arguments.warmup :], peak, num_parameters, work, alone)

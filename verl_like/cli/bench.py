@@ -63,6 +63,13 @@ def positive(text: str) -> int:
     return value
 
 
+def existing_file(text: str) -> Path:
+    """The path of a file that is there, for argparse."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: {'a folder' if Path(text).is_dir() else 'there is no such file'}")
+    return Path(text)
+
+
 def shape(parser: argparse.ArgumentParser) -> None:
     """What is computed, and on how many processes."""
     parser.add_argument("--model", choices=sorted(MODELS), default="cpu", help="shape of the model")
@@ -95,7 +102,9 @@ def channel(parser: argparse.ArgumentParser) -> None:
 def files(parser: argparse.ArgumentParser) -> None:
     """Figures out, and earlier figures in."""
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--compare", type=Path, help="figures of an earlier run of the same work on the same hardware")
+    parser.add_argument(
+        "--compare", type=existing_file, help="figures of an earlier run of the same work on the same hardware"
+    )
 
 
 def overrides(parser: argparse.ArgumentParser) -> None:
@@ -116,8 +125,12 @@ def step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=5, help="measured steps")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--log-prob-pass", action="store_true", help="also time a pass for old log-probs")
-    parser.add_argument("--replay", type=Path, help="JSON with the response tokens of each step: train on those")
-    parser.add_argument("--rollout", type=Path, help="JSON of `bench rollout`: the generation alone, for the bar")
+    parser.add_argument(
+        "--replay", type=existing_file, help="JSON with the response tokens of each step: train on those"
+    )
+    parser.add_argument(
+        "--rollout", type=existing_file, help="JSON of `bench rollout`: the generation alone, for the bar"
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder for inputs and logs")
 
 

@@ -103,7 +103,7 @@ NEWER: dict[str, str] = {
         "tool calls as jsonl, trainer.log_val_generations sends validation's to the trackers of trainer.logger, and "
         "`verl-like report` shows both"
     ),
-    "actor_rollout_ref.rollout.prometheus": "metrics of the engine's own; trainer.prometheus_port serves those of the run",
+    "actor_rollout_ref.rollout.prometheus": "the engine's metrics; trainer.prometheus_port serves those of the run",
     "actor_rollout_ref.rollout.disaggregation": "separate prefill and decode",
     "actor_rollout_ref.rollout.quantization_config_file": "quantised rollout by a file (rollout.quantization is there)",
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": "router replay of mixture-of-experts models",

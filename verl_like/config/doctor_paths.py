@@ -1,7 +1,11 @@
-"""Where a run's models and tokenizers lie: the keys that say so, and what can be said of them without looking."""
+"""Where a run's models, tokenizers and data lie: the keys that say so, and what can be said of them without looking."""
+
+from typing import Any
 
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
+
+DATA_FILES = ("data.train_files", "data.val_files")
 
 
 def model_paths(config: PPOConfig) -> dict[str, str]:
@@ -19,6 +23,25 @@ def model_paths(config: PPOConfig) -> dict[str, str]:
         if path is not None:
             keys_by_path.setdefault(path, key)
     return {key: path for path, key in keys_by_path.items()}
+
+
+def data_paths(config: PPOConfig) -> list[tuple[str, str]]:
+    """(key, path) of every data file that this run reads itself: a class of the user's may take other names."""
+    data = config.data
+    if config.env.train.tags or data.custom_cls.path is not None:
+        return []
+    return [
+        (key, path)
+        for key, files in zip(DATA_FILES, (data.train_files, data.val_files), strict=True)
+        for path in listed_files(files)
+    ]
+
+
+def listed_files(files: Any) -> list[str]:
+    """The paths in a path, a list, or a dictionary of either."""
+    if isinstance(files, dict):
+        return [path for part in files.values() for path in listed_files(part)]
+    return [files] if isinstance(files, str) else list(files or ())
 
 
 def impossible_paths(config: PPOConfig) -> list[str]:

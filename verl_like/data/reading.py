@@ -18,6 +18,7 @@ from typing import Any
 from verl_like.config import DataConfig
 from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows
 from verl_like.data.storage import localize
+from verl_like.models.location import file_problem
 
 logger = logging.getLogger(__name__)
 
@@ -70,16 +71,9 @@ def read_files(files: Files, data: DataConfig, *, key: str) -> list[DataFile]:
 
 
 def _read_file(location: str, name: str, data: DataConfig, key: str) -> DataFile:
-    if not location.strip():
-        raise ValueError(f"{key}= is empty (a shell variable that is not set?): name a file ({known()})")
+    if problem := file_problem(key, location):
+        raise ValueError(problem)
     path = localize(location, cache_dir=data.cache_dir, use_shm=data.use_shm, key=key)
-    if path.is_dir():
-        raise ValueError(f"{key}: {path} is a folder; name the file in it")
-    if not path.is_file():
-        raise ValueError(
-            f"{key}: there is no file {path}. Write one with `python -m verl_like.data.preprocess.gsm8k --help`, or "
-            f"set {key} to your file"
-        )
     try:
         rows = read_rows(path, _wanted(data))
     except ValueError as error:

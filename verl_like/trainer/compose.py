@@ -181,8 +181,8 @@ def _corrected(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
         return []
     _apply(tree, Change(key, "token"))
     return [
-        f"{key}=token, as trainer.mode={tree.trainer.mode} trains on responses of older weights: the loss of each token "
-        "is weighted by its probability now over that when it was sampled, cut off at rollout_is_threshold; "
+        f"{key}=token, as trainer.mode={tree.trainer.mode} trains on responses of older weights: each token's loss is "
+        "weighted by its probability now over that when it was sampled, cut off at rollout_is_threshold; "
         "bypass_mode=True takes the clipped ratio to the sampler instead, without a further forward pass"
     ]
 
