@@ -39,7 +39,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.rollout\.checkpoint_engine\.update_weights_bucket_megabytes",
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     ),
-    (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha)", r"\1.lora_\2"),
+    (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha|adapter_path)", r"\1.lora_\2"),
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
     (r"data\.((?:tool_config|function_tool)_path)", r"actor_rollout_ref.rollout.multi_turn.\1"),

@@ -135,6 +135,8 @@ class FSDPEngine:
         self._stored = CheckpointNames(model.hf)
         if with_lora:
             self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed, left_out=tower)
+            if config.lora_adapter_path is not None and self.process.rank == 0:  # the others get theirs from there
+                lora.load_adapter(model.hf, config)
         return model
 
     def _shard(self) -> sharding.Sharding:

@@ -56,7 +56,7 @@ def file_problem(key: str, path: str) -> str | None:
     if path in listed_files([*DataConfig().train_files, *DataConfig().val_files]):
         none = ", or set it to null for a run without validation" if key == "data.val_files" else ""
         return f"{key} is not set{_EXAMPLE}: name your file{none}; `verl-like data list` shows what can be prepared"
-    return f"{key}: there is no file {file}{_nearest(Path(path.removeprefix('file://')))}"
+    return f"{key}: there is no file {file}{nearest(Path(path.removeprefix('file://')))}"
 
 
 def location_problem(key: str, path: str, *files: str) -> str | None:
@@ -73,12 +73,12 @@ def location_problem(key: str, path: str, *files: str) -> str | None:
         return f"{key}={path} is a file; name the model's folder"
     if _HUB_NAME.fullmatch(path) is None or path.startswith("."):
         fix = "set it to the folder of your model, or to its name on the hub"
-        return f"{key}={path}: there is no such folder ({folder.absolute()}){_nearest(folder)}; {fix}"
+        return f"{key}={path}: there is no such folder ({folder.absolute()}){nearest(folder)}; {fix}"
     missing = _missing_on_hub(path, files)
-    return missing and f"{key}={path}: there is no folder {folder.absolute()}{_nearest(folder)}; {missing}"
+    return missing and f"{key}={path}: there is no folder {folder.absolute()}{nearest(folder)}; {missing}"
 
 
-def _nearest(path: Path) -> str:
+def nearest(path: Path) -> str:
     """What has a similar name beside the missing file or folder, for the message; else the first parent that exists;
     and that a relative path counts from the current folder."""
     path, relative = (

@@ -12,14 +12,18 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from verl_like.models.adapter_config import WEIGHTS
 from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.remote import local_folder
 
 if TYPE_CHECKING:
     from verl_like.config import ModelConfig
@@ -162,6 +166,28 @@ def attach(
     return Adapters(
         names=tuple(names), targets=targets, modules=tuple(modules), rank=model.lora_rank, alpha=model.lora_alpha
     )
+
+
+def load_adapter(hf: nn.Module, model: ModelConfig) -> None:
+    """Put the tensors of model.lora_adapter_path into the adapters (and the value head) of `hf`; on the meta device
+    names and shapes are compared alone. ValueError, where they are others."""
+    file = Path(local_folder(str(model.lora_adapter_path))) / WEIGHTS
+    own = {peft_name(name): parameter for name, parameter in hf.named_parameters() if is_trained(name)}
+    with safe_open(file, framework="pt") as stored:
+        there = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+        wrong = [name for name in own | there if name not in own or there.get(name) != tuple(own[name].shape)]
+        wrong = [name for name in wrong if name in there or is_adapter(name)]  # a value head of its own may be new
+        if wrong:
+            name = min(wrong)
+            shape = tuple(own[name].shape) if name in own else "no such tensor"
+            raise ValueError(
+                f"model.lora_adapter_path={model.lora_adapter_path} does not fit {model.path}: {name} is "
+                f"{there.get(name, 'not in the file')}, and the model has {shape} ({len(wrong)} tensors differ in all)"
+            )
+        with torch.no_grad():
+            for name in there:
+                if not own[name].is_meta:
+                    own[name].copy_(stored.get_tensor(name))
 
 
 def is_adapter(name: str) -> bool:

@@ -71,7 +71,14 @@ from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.garbage import settle
-from verl_like.trainer.inputs import check_vision, end_token_ids, max_model_len, refuse_media, refuse_missing_answers
+from verl_like.trainer.inputs import (
+    check_adapters,
+    check_vision,
+    end_token_ids,
+    max_model_len,
+    refuse_media,
+    refuse_missing_answers,
+)
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
@@ -402,6 +409,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bo
         if role.kind == "policy":
             check_ulysses(model, hf_config, role.ulysses)
     check_tensor_parallel(config, hf_config)
+    check_adapters(config)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
