@@ -1,4 +1,4 @@
-"""What a verb says of nothing, of what is not there, and of files of another kind: in words of what was typed, at once."""
+"""What a verb says of nothing, of what is not there and of files of another kind: at once, of what was typed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("train", NOT_SET.format("")),
         ("plan", NOT_SET.format("")),
-        (f"plan {MODEL}=models/tiny data.train_files=a.parquet data.val_files=b.parquet", TINY + ".*no file {here}/a.p"),
+        (f"plan {MODEL}=models/tiny data.train_files=a.parquet data.val_files=b.parquet", TINY + ".*file {here}/a.p"),
         (f"train {MODEL}=folder data.train_files=row.jsonl", "did you mean rows.jsonl.*val_files is not set"),
         (f"train {MODEL}=models/tiny critic.model.path=no/critic data.tokenizer=tok/x algorithm.adv_estimator=gae",
          TINY + ".*data.tokenizer=tok/x: there is no folder {here}/tok/x .*critic.model.path=no/critic: there is no "),
