@@ -54,11 +54,11 @@ def main(arguments: argparse.Namespace) -> Report:
     work = work_of(arguments, workload, num_ranks)
     check_comparable("grpo", work, arguments.compare)
     alone = generation_alone(arguments.rollout, work)
-    write_inputs(folder, MODELS[arguments.model], workload, num_steps=num_steps)
     try:
         recording = json.loads(arguments.replay.read_text()) if arguments.replay else None
-    except ValueError as error:
-        raise BenchError(f"--replay {arguments.replay} is no JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--replay {arguments.replay}: {error}") from error
+    write_inputs(folder, MODELS[arguments.model], workload, num_steps=num_steps)
     peak, num_parameters = run(config, workload, recording)
     steps = list(read_metrics(log_dir(config) / "metrics.jsonl").values())
     report = summary(steps[arguments.warmup :], peak, num_parameters, work, alone)

@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _runner(module: str) -> Callable[[argparse.Namespace], None]:
     def run(arguments: argparse.Namespace) -> None:
         try:
+            if vars(arguments).get("compare"):  # before minutes are spent
+                importlib.import_module("verl_like.bench.report").Report.load(arguments.compare)
             importlib.import_module(f"verl_like.bench.{module}").main(arguments)
         except BenchError as error:
             sys.exit(f"error: {error}")
@@ -61,13 +63,6 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
-
-
-def existing_file(text: str) -> Path:
-    """The path of a file that is there, for argparse."""
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text}: {'a folder' if Path(text).is_dir() else 'there is no such file'}")
-    return Path(text)
 
 
 def shape(parser: argparse.ArgumentParser) -> None:
@@ -102,9 +97,7 @@ def channel(parser: argparse.ArgumentParser) -> None:
 def files(parser: argparse.ArgumentParser) -> None:
     """Figures out, and earlier figures in."""
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument(
-        "--compare", type=existing_file, help="figures of an earlier run of the same work on the same hardware"
-    )
+    parser.add_argument("--compare", type=Path, help="figures of an earlier run of the same work on the same hardware")
 
 
 def overrides(parser: argparse.ArgumentParser) -> None:
@@ -125,12 +118,8 @@ def step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=5, help="measured steps")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--log-prob-pass", action="store_true", help="also time a pass for old log-probs")
-    parser.add_argument(
-        "--replay", type=existing_file, help="JSON with the response tokens of each step: train on those"
-    )
-    parser.add_argument(
-        "--rollout", type=existing_file, help="JSON of `bench rollout`: the generation alone, for the bar"
-    )
+    parser.add_argument("--replay", type=Path, help="JSON with the response tokens of each step: train on those")
+    parser.add_argument("--rollout", type=Path, help="JSON of `bench rollout`: the generation alone, for the bar")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder for inputs and logs")
 
 

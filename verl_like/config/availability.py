@@ -1,16 +1,14 @@
 """What is not built yet, and what says nothing here. Building a feature = deleting its row.
 
-`NOT_YET` rows: a switch, when it counts as on, what to do instead, and the keys it governs (they mean nothing while the
-switch is off). `NO_EFFECT`: keys of verl that are accepted because scripts carry them, but change nothing by design.
+`NO_EFFECT`: keys of verl that are accepted because scripts carry them, but change nothing by design.
 `NEWER`: parts of newer verl that have no keys here.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.schema import find_key, get_value, keys
+from verl_like.config.schema import find_key, get_value
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
@@ -23,46 +21,22 @@ _MODELS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """A switch whose feature is not built."""
-
-    key: str
-    is_on: Callable[[Any], bool]
-    instead: str
-    governs: tuple[str, ...] = ()  # keys, or sections ending in ".", that only this feature reads
-
-
-def _truthy(value: Any) -> bool:
-    return bool(value)
-
-
-def _is(*values: str) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
-def _off(*names: str, instead: str = "set it to false") -> list[NotYet]:
-    return [NotYet(name, _truthy, instead) for name in names]
-
-
-NOT_YET: list[NotYet] = [
-    # Sharding and the model
-    *[
-        NotYet(f"{section}.strategy", _is("megatron"), "use fsdp2")
-        for section in (_ACTOR, _REF, "critic", "reward_model")
-    ],
-    *[
-        NotYet(f"{section}.model_dtype", _is("float16", "fp16"), "use float32: updates would be lost to rounding")
+# Switch -> (the values that ask for what is not built; None: any that is set, what to do instead).
+NOT_YET: dict[str, tuple[tuple[str, ...] | None, str]] = {
+    **{f"{section}.strategy": (("megatron",), "use fsdp2") for section in (_ACTOR, _REF, "critic", "reward_model")},
+    **{
+        f"{section}.model_dtype": (("float16", "fp16"), "use float32: updates would be lost to rounding")
         for section in _MODELS
-    ],
-    # Rollout
-    *_off(
-        f"{_ROLLOUT}.agent.custom_async_server.path",
-        f"{_ROLLOUT}.agent.custom_async_server.name",
-        instead="leave it out: a server of your own could not be given weights that are proved to be the trainer's; "
-        "rollout.name chooses an engine",
+    },
+    **dict.fromkeys(
+        (f"{_ROLLOUT}.agent.custom_async_server.path", f"{_ROLLOUT}.agent.custom_async_server.name"),
+        (
+            None,
+            "leave it out: a server of your own could not be given weights that are proved to be the trainer's; "
+            "rollout.name chooses an engine",
+        ),
     ),
-]
+}
 
 NO_EFFECT: dict[str, str] = {
     "reward_model.model.use_fused_kernels": "they belong to the language-model head, which a reward model has not",
@@ -163,15 +137,18 @@ def belongs_to(path: str) -> str | None:
 
 def not_available(config: PPOConfig) -> list[str]:
     """One line for every switch that is on without its feature being built; followers of a listed key are left out."""
-    on = {row.key: row.instead for row in NOT_YET if row.is_on(get_value(config, row.key))}
+    on = {key: value for key in NOT_YET if _asks_for_it(key, value := get_value(config, key))}
     return [
-        f"{key}={_shown(get_value(config, key))}: not available yet; {instead}"
-        for key, instead in on.items()
-        if not _follows(key, on)
+        f"{key}={value}: not available yet; {NOT_YET[key][1]}" for key, value in on.items() if not _follows(key, on)
     ]
 
 
-def _follows(key: str, on: dict[str, str]) -> bool:
+def _asks_for_it(key: str, value: Any) -> bool:
+    refused = NOT_YET[key][0]
+    return bool(value) if refused is None else value in refused
+
+
+def _follows(key: str, on: Mapping[str, Any]) -> bool:
     """Whether a key of the reference or the critic only repeats the actor's (see trainer/config/*.yaml)."""
     name = key.rsplit(".", 1)[-1]
     return key in (f"{_REF}.{name}", f"critic.{name}") and f"{_ACTOR}.{name}" in on
@@ -179,21 +156,7 @@ def _follows(key: str, on: dict[str, str]) -> bool:
 
 def without_effect(set_keys: frozenset[str]) -> list[str]:
     """One line for every key that the user set and nothing reads in this version."""
-    warnings = [f"{key} has no effect: {why}" for key, why in NO_EFFECT.items() if key in set_keys]
-    governed = {key: row.key for row in NOT_YET for key in governed_keys(row)}
-    return warnings + [
-        f"{key} has no effect: it belongs to {governed[key]}, which is not in use"
-        for key in sorted(set_keys & governed.keys())
-    ]
-
-
-def governed_keys(row: NotYet) -> list[str]:
-    """The leaves that a row's `governs` names, without its own switch."""
-    return [
-        path
-        for path in keys()
-        if path != row.key and any(path.startswith(g) if g.endswith(".") else path == g for g in row.governs)
-    ]
+    return [f"{key} has no effect: {why}" for key, why in NO_EFFECT.items() if key in set_keys]
 
 
 def newer_than_here(path: str) -> str | None:
@@ -207,7 +170,3 @@ def _section_of(path: str) -> str | None:
     if find_key(path) is not None:
         return None
     return next((prefix for prefix in NEWER if path == prefix or path.startswith(prefix + ".")), None)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)

@@ -1,10 +1,11 @@
 """Where a run's models, tokenizers and data lie: the keys that say so, and what can be said of them without looking."""
 
-from typing import Any
+from collections.abc import Mapping
 
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
 
+Files = str | list[str] | Mapping[str, str | list[str]]
 DATA_FILES = ("data.train_files", "data.val_files")
 
 
@@ -33,15 +34,15 @@ def data_paths(config: PPOConfig) -> list[tuple[str, str]]:
     return [
         (key, path)
         for key, files in zip(DATA_FILES, (data.train_files, data.val_files), strict=True)
-        for path in listed_files(files)
+        for _, path in named_files(files)
     ]
 
 
-def listed_files(files: Any) -> list[str]:
-    """The paths in a path, a list, or a dictionary of either."""
-    if isinstance(files, dict):
-        return [path for part in files.values() for path in listed_files(part)]
-    return [files] if isinstance(files, str) else list(files or ())
+def named_files(files: Files, name: str = "") -> list[tuple[str, str]]:
+    """(name of the set, path) of each file; the name is empty where the files are not a dictionary."""
+    if isinstance(files, Mapping):
+        return [each for key, paths in files.items() for each in named_files(paths, str(key))]
+    return [(name, path) for path in ([files] if isinstance(files, str) else files)]
 
 
 def impossible_paths(config: PPOConfig) -> list[str]:

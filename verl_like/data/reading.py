@@ -10,12 +10,13 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_like.config import DataConfig
+from verl_like.config.doctor_paths import Files, named_files
 from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows
 from verl_like.data.storage import localize
 from verl_like.models.location import file_problem
@@ -48,23 +49,9 @@ class DataFile:
         return {"name": self.path.name, "bytes": self.size, "rows": len(self.rows), "digest": self.digest}
 
 
-Files = str | list[str] | Mapping[str, str | list[str]]
-
-
-def flat(files: Files) -> list[tuple[str, str]]:
-    """(name of the set, path) of each file; the name is empty where the files are not a dictionary."""
-    if isinstance(files, Mapping):
-        return [(str(name), path) for name, paths in files.items() for path in _as_list(paths)]
-    return [("", path) for path in _as_list(files)]
-
-
-def _as_list(paths: str | list[str]) -> list[str]:
-    return [paths] if isinstance(paths, str) else list(paths)
-
-
 def read_files(files: Files, data: DataConfig, *, key: str) -> list[DataFile]:
     """Read and check all files. `key` is the configuration key they come from, for messages."""
-    named = flat(files)
+    named = named_files(files)
     if not named:
         raise ValueError(f"{key} is empty: name at least one file ({known()})")
     return [_read_file(path, name, data, key) for name, path in named]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_like.config import DataConfig, ModelConfig, PPOConfig
-from verl_like.config.doctor_paths import data_paths, listed_files, model_paths
+from verl_like.config.doctor_paths import data_paths, model_paths
 from verl_like.config.errors import raise_if_any
 from verl_like.remote import is_remote, local_folder
 
@@ -53,7 +53,7 @@ def file_problem(key: str, path: str) -> str | None:
         return f"{key}= is empty (a shell variable that is not set?): name a file"
     if file.is_dir():
         return f"{key}: {file} is a folder; name the file in it"
-    if path in listed_files([*DataConfig().train_files, *DataConfig().val_files]):
+    if path in (*DataConfig().train_files, *DataConfig().val_files):
         none = ", or set it to null for a run without validation" if key == "data.val_files" else ""
         return f"{key} is not set{_EXAMPLE}: name your file{none}; `verl-like data list` shows what can be prepared"
     return f"{key}: there is no file {file}{nearest(Path(path.removeprefix('file://')))}"

@@ -174,8 +174,7 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
 def _adapted(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
     """Rank, scale and modules of the LoRA adapters that the run begins with; the lines that tell what of one is not
     taken over. ConfigError where the user asks for others."""
-    told: list[str] = []
-    problems: list[str] = []
+    told, problems = list[str](), list[str]()
     given = {change.key: change.value for change in changes}
     for section in ("actor_rollout_ref.model", "critic.model"):
         key = f"{section}.lora_adapter_path"
@@ -184,15 +183,14 @@ def _adapted(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
         settings, saved = adapter_settings(path, key, of_value_model=section == "critic.model")
         for name, value in settings.items():
             asked = given.get(f"{section}.{name}", value)
-            if asked == value or (isinstance(value, list) and isinstance(asked, list) and {*asked} == {*value}):
-                _apply(tree, Change(f"{section}.{name}", value))
-            else:
+            if asked != value and not (isinstance(asked, list) and sorted(asked) == sorted(value)):
                 problems.append(f"{section}.{name}={asked}, but {key}={path} has {name}={value}: leave {name} out")
+            _apply(tree, Change(f"{section}.{name}", value))
         if saved.get("lora_dropout"):
             told.append(
                 f"{key}={path}: its lora_dropout={saved['lora_dropout']} has no effect: nothing is dropped here"
             )
-        base, model = saved.get("base_model_name_or_path") or "", _selected(tree, f"{section}.path") or ""
+        base, model = saved.get("base_model_name_or_path"), _selected(tree, f"{section}.path")
         if base and Path(base).name != Path(model).name:
             told.append(f"{key}={path} was made for {base}, and is put on {section}.path={model}: the same weights?")
     raise_if_any(problems)

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from verl_like.batch import Rollouts, Scores
 from verl_like.config import DataConfig, PPOConfig
-from verl_like.config.doctor_paths import listed_files
 from verl_like.config.errors import ConfigError
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
@@ -133,8 +132,8 @@ def _external(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> ExternalCh
 
 def _check_alone(config: PPOConfig) -> None:
     """ConfigError where the configuration has nothing to validate on, or cannot be evaluated in one process."""
-    files, example, reward = listed_files(config.data.val_files), DataConfig().val_files, config.reward_model
-    if not files or (files == example and file_problem("data.val_files", files[0])):
+    files, reward = config.data.val_files, config.reward_model
+    if not files or (files == DataConfig().val_files and file_problem("data.val_files", files[0])):
         raise ConfigError(
             ["no validation set is named: give data.val_files=FILE, or the --config-path and --config-name of a run"]
         )
