@@ -49,7 +49,7 @@ _PARTING_S = 10.0
 
 
 class Replicas(Protocol):
-    """What samples: `trainer.roles.PolicyGroup`."""
+    """What samples: `trainer.replicas.RolloutGroup`."""
 
     def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
         """Run `work`, which makes its first requests at once, with the replicas open until its future is done."""
