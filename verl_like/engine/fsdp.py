@@ -128,9 +128,7 @@ class FSDPEngine:
         if training and config.enable_gradient_checkpointing:
             blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
         model.requires_grad_(training)
-        tower = None
-        if role.freeze_vision_tower and families.sees(self.hf_config):
-            tower = model.hf.base_model.get_submodule("visual").requires_grad_(False)
+        tower = families.frozen_tower(model.hf, frozen=role.freeze_vision_tower)
         self._head_names = model.head_names()
         self._stored = CheckpointNames(model.hf)
         if with_lora:

@@ -9,7 +9,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.roles import generates, needs_critic, roles_of
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import ForeignDataset
-from verl_like.models.families import refuse_vision, sees
+from verl_like.models.families import frozen_tower, refuse_vision, sees
 from verl_like.models.loading import build_meta_model, load_hf_config
 from verl_like.models.lora import adapters_apart, attach, load_adapter
 from verl_like.user_code import is_reference
@@ -51,9 +51,8 @@ def check_adapters(config: PPOConfig) -> None:
     for role in roles_of(config).values():
         if role.optim is None or role.model.lora_adapter_path is None:
             continue
-        hf_config = load_hf_config(role.model, f"{role.model_section}.path")
-        hf = build_meta_model(role.model, hf_config, kind=role.kind).hf
-        tower = hf.base_model.get_submodule("visual") if role.freeze_vision_tower and sees(hf_config) else None
+        hf = build_meta_model(role.model, load_hf_config(role.model), kind=role.kind).hf
+        tower = frozen_tower(hf, frozen=role.freeze_vision_tower)
         attach(hf, role.model, dtype=torch.float32, seed=0, left_out=tower)
         load_adapter(hf, role.model)
 
