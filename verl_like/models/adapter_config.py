@@ -39,7 +39,7 @@ def adapter_settings(path: str, key: str, *, of_value_model: bool) -> tuple[dict
         rank, alpha, targets = int(saved["r"]), float(saved["lora_alpha"]), saved["target_modules"]
         if saved["peft_type"] != "LORA" or rank < 1 or alpha <= 0 or not isinstance(targets, str | list):
             raise ValueError(f"peft_type={saved['peft_type']}, r={rank}, lora_alpha={alpha}, target_modules={targets}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError([f"{key}={path}: {CONFIG} describes no LoRA adapter ({error!r}); {wanted}"]) from error
     fits = _PLAIN_AT | {"modules_to_save": _HEAD if of_value_model else ()}
     more = [f"{n}={value}" for n, value in saved.items() if value and n not in _PLAIN and value not in fits.get(n, ())]

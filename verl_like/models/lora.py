@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -171,23 +172,23 @@ def attach(
 def load_adapter(hf: nn.Module, model: ModelConfig) -> None:
     """Put the tensors of model.lora_adapter_path into the adapters (and the value head) of `hf`; on the meta device
     names and shapes are compared alone. ValueError, where they are others."""
-    file = Path(local_folder(str(model.lora_adapter_path))) / WEIGHTS
+    named, file = f"model.lora_adapter_path={model.lora_adapter_path}", local_folder(str(model.lora_adapter_path))
     own = {peft_name(name): parameter for name, parameter in hf.named_parameters() if is_trained(name)}
-    with safe_open(file, framework="pt") as stored:
-        there = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-        wrong = [name for name in own | there if name not in own or there.get(name) != tuple(own[name].shape)]
-        wrong = [name for name in wrong if name in there or is_adapter(name)]  # a value head of its own may be new
-        if wrong:
-            name = min(wrong)
-            shape = tuple(own[name].shape) if name in own else "no such tensor"
-            raise ValueError(
-                f"model.lora_adapter_path={model.lora_adapter_path} does not fit {model.path}: {name} is "
-                f"{there.get(name, 'not in the file')}, and the model has {shape} ({len(wrong)} tensors differ in all)"
-            )
-        with torch.no_grad():
-            for name in there:
-                if not own[name].is_meta:
-                    own[name].copy_(stored.get_tensor(name))
+    try:
+        stored = load_file(Path(file) / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{named}: {WEIGHTS} cannot be read: {error}") from error
+    there = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    wanted = {name: tuple(own[name].shape) for name in own if name in there or is_adapter(name)}  # a head may be new
+    if wrong := sorted(name for name in there | wanted if there.get(name) != wanted.get(name)):
+        shapes = " and ".join(str(shapes.get(wrong[0], "absent")) for shapes in (there, wanted))
+        raise ValueError(
+            f"{named} does not fit {model.path}: {wrong[0]} is {shapes}, in the file and in the model ({len(wrong)} "
+            "tensors differ in all)"
+        )
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            own[name].copy_(tensor)
 
 
 def is_adapter(name: str) -> bool:

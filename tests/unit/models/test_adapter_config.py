@@ -118,10 +118,18 @@ def test_a_folder_without_one(adapter: Path) -> None:
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=rf"there is no file {adapter}/adapter_model.safetensors; name the folder"):
         composed(f"{KEY}=adapter")
-    (adapter / "adapter_config.json").write_text("[]")
     save_file(tensors(), adapter / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match="describes no LoRA adapter"):
-        composed(f"{KEY}=adapter")
+    for text in ("[]", "{", "[" * 100_000):
+        (adapter / "adapter_config.json").write_text(text)
+        with pytest.raises(ConfigError, match="describes no LoRA adapter"):
+            composed(f"{KEY}=adapter")
+
+
+def test_a_damaged_file(adapter: Path) -> None:
+    model, _ = composed(f"{KEY}=adapter")
+    (adapter / "adapter_model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ValueError, match=r"lora_adapter_path=adapter: adapter_model.safetensors cannot be read"):
+        load_adapter(tiny(), model)
 
 
 def test_its_tensors_are_added_to_the_weights(adapter: Path) -> None:
@@ -149,5 +157,8 @@ def test_tensors_of_another_model_are_refused(adapter: Path, name: str, shape: t
     with torch.device("meta"):
         hf = tiny()
     attach(hf, model, dtype=torch.float32, seed=0)
-    with pytest.raises(ValueError, match=rf"lora_adapter_path=adapter does not fit /here/tiny: {key} is .*1 tensors"):
+    with pytest.raises(
+    told = rf"lora_adapter_path=adapter does not fit /here/tiny: {key} is .* and .*in the model \(1 tensors"
+    with pytest.raises(ValueError, match=told):
+    ):
         load_adapter(hf, model)
