@@ -157,8 +157,6 @@ def test_tensors_of_another_model_are_refused(adapter: Path, name: str, shape: t
     with torch.device("meta"):
         hf = tiny()
     attach(hf, model, dtype=torch.float32, seed=0)
-    with pytest.raises(
     told = rf"lora_adapter_path=adapter does not fit /here/tiny: {key} is .* and .*in the model \(1 tensors"
     with pytest.raises(ValueError, match=told):
-    ):
         load_adapter(hf, model)
