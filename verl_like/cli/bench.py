@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _runner(module: str) -> Callable[[argparse.Namespace], None]:
     def run(arguments: argparse.Namespace) -> None:
         try:
+            if vars(arguments).get("compare"):  # before minutes are spent
+                importlib.import_module("verl_like.bench.report").Report.load(arguments.compare)
             importlib.import_module(f"verl_like.bench.{module}").main(arguments)
         except BenchError as error:
             sys.exit(f"error: {error}")

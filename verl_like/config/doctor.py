@@ -490,8 +490,13 @@ def covers(row: Idle, key: str) -> bool:
 
 def risky(config: PPOConfig) -> list[str]:
     """Settings that work but are probably not meant."""
+    return _greedy_validation(config) + risky_training(config)
+
+
+def risky_training(config: PPOConfig) -> list[str]:
+    """Those of them that concern training alone."""
     actor = config.actor_rollout_ref.actor
-    lines = _odd_budgets(config) + _greedy_validation(config)
+    lines = _odd_budgets(config)
     estimator = config.algorithm.adv_estimator
     compares = (*GROUP_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "gdpo", "gigpo")
     if estimator in compares and config.actor_rollout_ref.rollout.n == 1:

@@ -76,6 +76,9 @@ class ModelConfig(ConfigNode):
     """Rank of LoRA adapters; 0: train all weights."""
     lora_alpha: float = 16
     """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
+    lora_adapter_path: str | None = None
+    """Folder of a LoRA adapter of the peft library (or its URL) that training goes on from; rank, scale and modules are
+    the adapter's. The reference is the model without it. Null: a new one, where lora_rank asks for it."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """More of LoRA."""
     target_modules: Any = "all-linear"

@@ -167,7 +167,7 @@ def _nearest(section: str, name: str) -> str | None:
     below = [key for key in same_name if key.startswith(section + ".")]
     if not section:
         return _ending(name) or next(iter(difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)), None)
-    if len(below) == 1:
+    if below and (len(below) == 1 or name not in _GENERIC):
         return below[0]
     longer = [key for known, key in siblings.items() if len(name) > 3 and name in known]
     if name in _GENERIC:

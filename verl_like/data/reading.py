@@ -10,14 +10,16 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_like.config import DataConfig
+from verl_like.config.doctor_paths import Files, named_files
 from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows, whole_of
 from verl_like.data.storage import localize
+from verl_like.models.location import file_problem
 
 logger = logging.getLogger(__name__)
 
@@ -47,39 +49,18 @@ class DataFile:
         return {"name": self.path.name, "bytes": self.size, "rows": len(self.rows), "digest": self.digest}
 
 
-Files = str | list[str] | Mapping[str, str | list[str]]
-
-
-def flat(files: Files) -> list[tuple[str, str]]:
-    """(name of the set, path) of each file; the name is empty where the files are not a dictionary."""
-    if isinstance(files, Mapping):
-        return [(str(name), path) for name, paths in files.items() for path in _as_list(paths)]
-    return [("", path) for path in _as_list(files)]
-
-
-def _as_list(paths: str | list[str]) -> list[str]:
-    return [paths] if isinstance(paths, str) else list(paths)
-
-
 def read_files(files: Files, data: DataConfig, *, key: str) -> list[DataFile]:
     """Read and check all files. `key` is the configuration key they come from, for messages."""
-    named = flat(files)
+    named = named_files(files)
     if not named:
         raise ValueError(f"{key} is empty: name at least one file ({known()})")
     return [_read_file(path, name, data, key) for name, path in named]
 
 
 def _read_file(location: str, name: str, data: DataConfig, key: str) -> DataFile:
-    if not location.strip():
-        raise ValueError(f"{key}= is empty (a shell variable that is not set?): name a file ({known()})")
+    if problem := file_problem(key, location):
+        raise ValueError(problem)
     path = localize(location, cache_dir=data.cache_dir, use_shm=data.use_shm, key=key)
-    if path.is_dir():
-        raise ValueError(f"{key}: {path} is a folder; name the file in it")
-    if not path.is_file():
-        raise ValueError(
-            f"{key}: there is no file {path}. Write one with `python -m verl_like.data.preprocess.gsm8k --help`, or "
-            f"set {key} to your file"
-        )
     try:
         rows = read_rows(path, _wanted(data))
     except ValueError as error:

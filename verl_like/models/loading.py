@@ -29,6 +29,7 @@ from verl_like.models.heads import (
     attach_value_head,
 )
 from verl_like.models.lean_model import Functions, put_in
+from verl_like.models.location import TOKENIZER_FILES, check_location
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
 from verl_like.remote import local_folder, to_shared_memory
@@ -49,7 +50,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "actor
 
     ValueError, naming `key`, where there is none.
     """
-    fix = "save the model's tokenizer in the folder (tokenizer.save_pretrained), or name another: data.tokenizer"
+    fix = "save the model's tokenizer in the folder (tokenizer.save_pretrained)"
+    fix += ", or name another: data.tokenizer" if "." in key else ""  # not of a verb that takes a model alone
+    check_location(key, path, *TOKENIZER_FILES)
     try:
         tokenizer = AutoTokenizer.from_pretrained(local_folder(path, key), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -69,6 +72,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     """
     import_modules(external_modules(), EXTERNAL_MODULES)
     import_modules(model.external_lib, "model.external_lib")
+    check_location(key, model.path, "config.json")
     try:
         config = AutoConfig.from_pretrained(local_folder(model.path, key), trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -21,6 +21,7 @@ from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.doctor_paths import DATA_FILES
 from verl_like.config.errors import ConfigError
 from verl_like.config.placement import has_further_pools
 from verl_like.config.roles import (
@@ -71,7 +72,13 @@ from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.garbage import settle
-from verl_like.trainer.inputs import check_vision, max_model_len, refuse_media, refuse_missing_answers
+from verl_like.trainer.inputs import (
+    check_adapters,
+    check_vision,
+    max_model_len,
+    refuse_media,
+    refuse_missing_answers,
+)
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
@@ -95,6 +102,7 @@ from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 Group = TypeVar("Group", bound=RoleGroup)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,10 +386,12 @@ def assemble(
     )
 
 
-def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
-    """Tokenizer, model configuration and datasets, checked against each other. The prompts offer toolbox's tools."""
+def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bool = True) -> Inputs:
+    """Tokenizer, model configuration and datasets, checked against each other. The prompts offer toolbox's tools.
+
+    trains: False where the validation set alone is answered, and stands for the training set too."""
     model, data = config.actor_rollout_ref.model, with_system_prompt(config)
-    check_locations(config)
+    check_locations(config, *(DATA_FILES if trains else DATA_FILES[1:]))
     key = "data.tokenizer" if data.tokenizer else "actor_rollout_ref.model.path"
     trust = model.trust_remote_code or data.trust_remote_code
     tokenizer = load_tokenizer(data.tokenizer or model.path, trust, key)
@@ -398,6 +408,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         if role.kind == "policy":
             check_ulysses(model, hf_config, role.ulysses)
     check_tensor_parallel(config, hf_config)
+    check_adapters(config)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -412,12 +423,12 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     if config.env.train.tags:
         train, val = environment_datasets(config, data, tokenizer)
     else:
-        train = build_dataset(data, data.train_files, tokenizer, split="train", **options)
         val = build_dataset(data, data.val_files, tokenizer, split="val", **options) if data.val_files else None
+        train = build_dataset(data, data.train_files, tokenizer, split="train", **options) if trains else required(val)
     check_agents((train, val), config.actor_rollout_ref.rollout)
     check_interactions((train, val), toolbox)
     for split, dataset in (("train", train), ("val", val)):
-        if dataset is not None:
+        if dataset is not None and (trains or split == "val"):
             refuse_media(dataset, f"data.{split}_files", hf_config)
             dataset.check_rows()
     return Inputs(
@@ -566,7 +577,7 @@ def resolve_world(config: PPOConfig) -> tuple[str, int]:
     return device, torch.cuda.device_count() if device == "cuda" else 1
 
 
-def required(steps: int | None) -> int:
-    """A length that the plan knows because it was built with the size of the training set."""
-    assert steps is not None
-    return steps
+def required(known: T | None) -> T:
+    """What is there in this case: a length that the plan knows since it was built with the size of the data, say."""
+    assert known is not None
+    return known

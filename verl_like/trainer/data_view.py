@@ -12,6 +12,7 @@ from verl_like.config import PPOConfig
 from verl_like.data.build import build_dataset
 from verl_like.data.dataset import PromptDataset
 from verl_like.models.loading import load_hf_config, load_tokenizer
+from verl_like.models.location import file_problem
 from verl_like.models.vision import processor_of
 from verl_like.trainer.build import input_errors, with_system_prompt
 
@@ -51,7 +52,10 @@ def view(config: PPOConfig, file: str, rows: Sequence[int], measure: int) -> Vie
         data = dataclasses.replace(
             with_system_prompt(config), max_prompt_length=_NO_LIMIT, filter_overlong_prompts=False, train_max_samples=-1
         )
-        tokenizer = load_tokenizer(data.tokenizer or policy.path, policy.trust_remote_code)
+        if problem := file_problem("FILE", file):
+            raise ValueError(problem)
+        key = "data.tokenizer" if data.tokenizer else "actor_rollout_ref.model.path (--model)"
+        tokenizer = load_tokenizer(data.tokenizer or policy.path, policy.trust_remote_code, key)
         if policy.custom_chat_template:
             tokenizer.chat_template = policy.custom_chat_template
         dataset = build_dataset(data, file, tokenizer, split="train")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PretrainedConfig
 
 from verl_like.config import PPOConfig
-from verl_like.config.roles import generates, needs_critic
+from verl_like.config.roles import generates, needs_critic, roles_of
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import ForeignDataset
-from verl_like.models.families import refuse_vision, sees
-from verl_like.models.lora import adapters_apart
+from verl_like.models.families import frozen_tower, refuse_vision, sees
+from verl_like.models.loading import build_meta_model, load_hf_config
+from verl_like.models.lora import adapters_apart, attach, load_adapter
 from verl_like.user_code import is_reference
 
 
@@ -40,6 +42,17 @@ def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
         refuse_vision(hf_config, "actor_rollout_ref.actor.use_torch_compile=True", "set it to False")
     if needs_critic(config.critic, config.algorithm):
         refuse_vision(hf_config, "a critic", "use an estimator without one, for instance algorithm.adv_estimator=grpo")
+
+
+def check_adapters(config: PPOConfig) -> None:
+    """ValueError for an adapter of model.lora_adapter_path whose tensors are not those that its model would get."""
+    for role in roles_of(config).values():
+        if role.optim is None or role.model.lora_adapter_path is None:
+            continue
+        hf = build_meta_model(role.model, load_hf_config(role.model), kind=role.kind).hf
+        tower = frozen_tower(hf, frozen=role.freeze_vision_tower)
+        attach(hf, role.model, dtype=torch.float32, seed=0, left_out=tower)
+        load_adapter(hf, role.model)
 
 
 def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
