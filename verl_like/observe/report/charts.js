@@ -1,5 +1,5 @@
 "use strict";
-// Hands the tables of charts.py to Bokeh, which draws them. A chart is drawn when it comes near the window.
+// Hands the tables of charts.py to Bokeh, which draws them one after another, what is nearest to the window first.
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 
@@ -19,34 +19,54 @@ const median = (values) => {
   return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : null;
 };
 
-// ---- drawn when seen, again when the theme changes ------------------------------------------------------------------
-const plots = new Map(); // element -> function that draws into it
-const watcher = new IntersectionObserver(
-  (entries) => {
-    for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); draw(entry.target); }
-  },
-  { rootMargin: "400px" },
-);
+// ---- drawn without being scrolled to (a picture may be of the whole page), again when the theme changes, and for paper ----
+const plots = new Map(); // element -> { drawing: makes its figure, drawn }
 
 function later(target, drawing) {
+  if (![...plots.values()].some((plot) => !plot.drawn)) setTimeout(drawNext);
   plots.set(target, { drawing, drawn: false });
-  watcher.observe(target);
 }
 
-function draw(target) {
+function drawNext() {
+  const waiting = [...plots.keys()].filter((target) => !plots.get(target).drawn);
+  const far = (target) => Math.abs(target.getBoundingClientRect().top);
+  if (waiting.length) draw(waiting.reduce((near, target) => (far(target) < far(near) ? target : near)));
+  if (waiting.length > 1) setTimeout(drawNext); // the page answers its reader in between
+}
+
+function draw(target, then = () => {}) {
   const plot = plots.get(target);
   target.replaceChildren();
   plot.drawn = true;
-  const figure = plot.drawing();
-  Bokeh.Plotting.show(figure, target).catch((error) => { target.textContent = `This chart failed: ${error.message}`; });
+  Bokeh.Plotting.show(plot.drawing(), target).then(then).catch((error) => { target.textContent = `This chart failed: ${error.message}`; });
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  for (const [target, plot] of plots) if (plot.drawn) draw(target);
 }
 
 $("theme").addEventListener("click", () => {
-  const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  document.documentElement.dataset.theme = theme;
-  try { localStorage.setItem("verl_like.theme", theme); } catch { /* a browser may forbid it to files */ }
-  for (const [target, plot] of plots) if (plot.drawn) draw(target);
+  setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  try { localStorage.setItem("verl_like.theme", document.documentElement.dataset.theme); } catch { /* a browser may forbid it to files */ }
 });
+
+// Paper is light and has a width of its own: each chart gets a picture that scales with it. Bokeh waits for nothing but
+// promises, so all are painted before the browser lays out the first sheet.
+let themeOfScreen;
+addEventListener("beforeprint", () => {
+  themeOfScreen = document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = "light";
+  for (const target of plots.keys()) draw(target, (view) => target.append(pictureOf(view)));
+});
+addEventListener("afterprint", () => setTheme(themeOfScreen));
+
+function pictureOf(view) {
+  const picture = view.export("svg").canvas;
+  picture.setAttribute("viewBox", `0 0 ${view.bbox.width} ${view.bbox.height}`);
+  picture.classList.add("picture");
+  return picture;
+}
 
 // ---- one range of steps for all charts ------------------------------------------------------------------------------
 const allSteps = data.runs.flatMap((run) => run.steps);
@@ -89,14 +109,17 @@ function smooth(values) {
   });
 }
 
-// Lines of a chart: of one run all its metrics; of several runs the first metric of each run, in the run's colour.
+// What sets the i-th series apart: one of the twelve colours of report.css, and a dash (of bars: a hatch) that each third
+// one has. Colours with the same dash differ for colour-blind readers too.
+const styleOf = (i) => ({ color: `c${i % 12}`, turn: (i + Math.floor(i / 12)) % 3 });
+const DASHES = ["solid", "dashed", "dotted"], HATCHES = ["blank", "right_diagonal_line", "dot"];
+
+// Lines of a chart: of one run all its metrics; of several runs the first metric of each run, in the run's style.
 function linesOf(chart) {
-  if (data.runs.length === 1) {
-    const lines = chart.lines.map((line, i) => ({ ...line, run: data.runs[0], color: `c${i}` }));
-    return [...lines, ...chart.points.map((line, i) => ({ ...line, run: data.runs[0], color: `c${(i + lines.length) % 3}`, dots: true }))];
-  }
-  const wanted = [...chart.lines.slice(0, 1), ...chart.points.slice(0, 1).map((line) => ({ ...line, dots: true }))];
-  return data.runs.flatMap((run, i) => wanted.map((line) => ({ ...line, run, label: `${run.name} ${line.dots ? line.label : ""}`, color: `c${i}` })));
+  const points = chart.points.map((line) => ({ ...line, dots: true }));
+  if (data.runs.length === 1) return [...chart.lines, ...points].map((line, i) => ({ ...line, run: data.runs[0], ...styleOf(i) }));
+  const wanted = [...chart.lines.slice(0, 1), ...points.slice(0, 1)];
+  return data.runs.flatMap((run, i) => wanted.map((line) => ({ ...line, run, label: `${run.name}: ${line.label}`, ...styleOf(i) })));
 }
 
 function drawCurves(lines) {
@@ -107,23 +130,16 @@ function drawCurves(lines) {
     table[`v${i}`] = steps.map((step) => number(at.get(step)));
     steps.forEach((step, k) => { table.height[k] ??= at.get(step); });
   });
-  const hover = new Bokeh.HoverTool({ mode: "vline", tooltips: [["step", "@step"], ...lines.map((line, i) => [line.label.trim(), `@v${i}`])] });
+  const hover = new Bokeh.HoverTool({ mode: "vline", tooltips: [["step", "@step"], ...lines.map((line, i) => [line.label, `@v${i}`])] });
   const level = lines.flatMap((line) => finite(line.run, line.metric).y);
   const flat = level.every((value) => value === level[0]) && level[0]; // else a constant of 1e-6 would be drawn as 0
   const limits = new Bokeh.DataRange1d({ range_padding: 0.08, default_span: Math.abs(flat) || 1 });
   const figure = figureOf({ x_range: stepRange(), y_range: limits }, hover);
   for (const line of lines) {
-    const source = finite(line.run, line.metric), paint = color(line.color);
-    if (line.dots) {
-      figure.line(source.x, source.y, { line_color: paint, line_width: 1.5, line_dash: "dashed" });
-      figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null });
-    } else if (source.x.length < 60) {
-      figure.line(source.x, source.y, { line_color: paint, line_width: 1.8 });
-      if (source.x.length < 3) figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null });
-    } else {
-      figure.line(source.x, source.y, { line_color: paint, line_width: 1, line_alpha: 0.28 });
-      figure.line(source.x, smooth(source.y), { line_color: paint, line_width: 1.9 });
-    }
+    const source = finite(line.run, line.metric), paint = color(line.color), many = !line.dots && source.x.length >= 60;
+    if (many) figure.line(source.x, source.y, { line_color: paint, line_width: 1, line_alpha: 0.28 });
+    figure.line(source.x, many ? smooth(source.y) : source.y, { line_color: paint, line_width: line.dots ? 1.5 : 1.9, line_dash: DASHES[line.turn] });
+    if (line.dots || source.x.length < 3) figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null });
   }
   limits.renderers = [...figure.renderers]; // without the line that only carries the hover
   const source = new Bokeh.ColumnDataSource({ data: { ...table, height: table.height.map((value) => value ?? NaN) } });
@@ -136,9 +152,10 @@ function curve(chart) {
   if (!lines.length) return null;
   const plot = element("div", { className: "plot" });
   const legend = element("div", { className: "legend" }, ...lines.map((line) => {
-    const sign = element("i", {});
-    sign.style.background = `var(--${line.color})`;
-    return element("span", { title: line.metric }, sign, `${line.label} ${number(finite(line.run, line.metric).y.at(-1))}`);
+    const sign = element("i", { className: line.dots ? "line dots" : "line" });
+    sign.style.borderTopStyle = DASHES[line.turn];
+    sign.style.color = `var(--${line.color})`;
+    return element("span", { title: line.metric }, sign, `${line.label}, last ${number(finite(line.run, line.metric).y.at(-1))}`);
   }));
   plot.addEventListener("dblclick", () => showSteps(...whole));
   later(plot, () => drawCurves(lines));
@@ -162,8 +179,14 @@ function drawCharts() {
 }
 
 // ---- where the time goes --------------------------------------------------------------------------------------------
-const palette = ["#3f74d1", "#d2762b", "#3a9468", "#b0499b", "#8a6fd1", "#c2473d", "#4aa3b5", "#a98b2d", "#7a828c", "#d17fa0", "#5b8a3a", "#9a6a4a"];
-const phaseColor = (phases, name) => palette[phases.names.indexOf(name) % palette.length];
+const phaseStyle = (phases, name) => styleOf(phases.names.indexOf(name));
+const phaseColor = (phases, name) => color(phaseStyle(phases, name).color);
+
+function phaseSign(phases, name) {
+  const { color: paint, turn } = phaseStyle(phases, name), sign = element("i", { className: `sign ${HATCHES[turn]}` });
+  sign.style.backgroundColor = `var(--${paint})`;
+  return sign;
+}
 
 function phaseTable(phases) {
   const sum = (values) => values.reduce((all, value) => all + (value || 0), 0);
@@ -173,10 +196,8 @@ function phaseTable(phases) {
   });
   const cells = (values) => values.map((value) => element("td", { className: "number" }, value));
   $("phase-table").tBodies[0].append(...rows.map(([name, count, seconds, share, floor]) => {
-    const sign = element("i", { className: "sign" });
-    sign.style.background = phaseColor(phases, name);
     const ratio = floor && seconds ? `${number(seconds / floor)}×` : "–";
-    return element("tr", {}, element("td", {}, sign, name), ...cells([String(count), `${number(seconds)} s`, `${(100 * share).toFixed(0)}%`, floor ? `${number(floor)} s` : "–", ratio]));
+    return element("tr", {}, element("td", {}, phaseSign(phases, name), name), ...cells([String(count), `${number(seconds)} s`, `${(100 * share).toFixed(0)}%`, floor ? `${number(floor)} s` : "–", ratio]));
   }));
 }
 
@@ -192,7 +213,7 @@ function drawPhaseSteps(phases) {
     const seconds = starts.map((i) => mean(phases.seconds[name], i));
     const top = seconds.map((value, i) => bottom[i] + value);
     const source = new Bokeh.ColumnDataSource({ data: { x, bottom, top, seconds, step: x.map(String), phase: x.map(() => name) } });
-    figure.vbar({ field: "x" }, { value: size * 0.9 }, { field: "top" }, { field: "bottom" }, { source, fill_color: phaseColor(phases, name), line_color: null });
+    figure.vbar({ field: "x" }, { value: size * 0.9 }, { field: "top" }, { field: "bottom" }, { source, fill_color: phaseColor(phases, name), line_color: null, hatch_pattern: HATCHES[phaseStyle(phases, name).turn], hatch_color: color("surface"), hatch_scale: 6 });
     bottom = top;
   }
   return figure;
@@ -225,14 +246,9 @@ function drawWaterfall(phases, which) {
 }
 
 function drawPhases(phases) {
-  if (!phases.steps.length) { $("phase-steps").closest(".charts").hidden = true; return; }
   later($("phase-steps"), () => drawPhaseSteps(phases));
   $("phase-steps").addEventListener("dblclick", () => showSteps(...whole));
-  $("phase-legend").append(...phases.names.map((name) => {
-    const sign = element("i", {});
-    sign.style.background = phaseColor(phases, name);
-    return element("span", {}, sign, name);
-  }));
+  $("phase-legend").append(...phases.names.map((name) => element("span", {}, phaseSign(phases, name), name)));
   const slider = $("waterfall-step");
   slider.max = phases.steps.length;
   later($("waterfall"), () => drawWaterfall(phases, Number(slider.value)));
@@ -245,5 +261,5 @@ function drawPhases(phases) {
 
 if (window.Bokeh) Bokeh.set_log_level("warn");
 if (window.Bokeh && $("charts")) drawCharts();
-if (window.Bokeh && data.phases) drawPhases(data.phases);
-if (data.phases) phaseTable(data.phases);
+if (window.Bokeh && $("phase-steps")) drawPhases(data.phases);
+if ($("phase-table")) phaseTable(data.phases);

@@ -38,17 +38,19 @@ def facts(run: Run) -> list[str]:
 
 
 def tiles(run: Run) -> list[dict[str, str]]:
-    """The few numbers that say how a run went: label, value, and where it came from."""
-    steps = run.steps
+    """The few numbers that say how a run went: label, value, and of which steps it is."""
     found = []
 
     def add(label: str, metric: str, form: str, unit: str = "", change: bool = False) -> None:
-        values = [metrics[metric] for metrics in steps.values() if metric in metrics]
+        values = {step: metrics[metric] for step, metrics in run.steps.items() if metric in metrics}
         if not values:
             return
-        last = values[-1] if metric.startswith("val-") else statistics.fmean(values[-10:])
-        first = f"from {form.format(values[0])}" if change and len(values) > 1 else unit
-        found.append({"label": label, "value": form.format(last), "note": first, "metric": metric})
+        steps = list(values)[-1:] if metric.startswith("val-") else list(values)[-10:]
+        value = form.format(statistics.fmean(values[step] for step in steps))
+        note = f"mean of the last {len(steps)} steps" if len(steps) > 1 else f"step {steps[0]}"
+        if change and len(values) > 1:
+            note += f"; first {form.format(next(iter(values.values())))}"
+        found.append({"label": label, "value": value, "note": f"{unit}, {note}" if unit else note, "metric": metric})
 
     add("Score", "critic/score/mean", "{:.3g}", change=True)
     means = [name for name in validation_metrics(run) if "/mean@" in name]
@@ -104,17 +106,20 @@ def shown(path: str, value: Any) -> str:
 
 
 def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """The environment as (name, text), nested tables one row an entry."""
+    """The environment as (name, text), nested tables one row an entry; earlier starts are not among them."""
     rows = []
     for name, value in environment.items():
         label = name.replace("_", " ")
-        if name == "earlier":
-            rows += [("earlier start", f"{start['started']}: {start['command']}") for start in value]
-        elif isinstance(value, dict):
-            rows += [(f"{label}: {inner}", str(item)) for inner, item in value.items()]
-        elif value not in (None, [], ""):
-            rows.append((label, ", ".join(value) if isinstance(value, list) else str(value)))
+        if isinstance(value, dict):
+            rows += [(f"{label}: {inner}", _plain(item)) for inner, item in value.items()]
+        elif name != "earlier" and value not in (None, [], ""):
+            rows.append((label, _plain(value)))
     return rows
+
+
+def _plain(value: Any) -> str:
+    items = list(value.values()) if isinstance(value, dict) else value
+    return ", ".join(map(str, items)) if isinstance(items, list) else str(items)
 
 
 def sample_lines(run: Run, wanted: Iterable[int]) -> list[str]:

@@ -43,6 +43,7 @@ def write_report(run_folder: str | os.PathLike[str], out: str | os.PathLike[str]
     samples = sample_lines(run, wanted_steps(verdicts, kept))
     kept = sorted({record["step"] for record in map(json.loads, samples) if record["part"] == "training"})
     last = max(run.steps, default=0)
+    phases = phase_tables(run.steps)
     content = {
         "title": title_of(run),
         "facts": facts(run),
@@ -52,11 +53,13 @@ def write_report(run_folder: str | os.PathLike[str], out: str | os.PathLike[str]
         "quiet": quiet_rules(verdicts),
         "config": config_rows(run),
         "environment": environment_rows(run.environment),
+        "earlier": [(start["started"], start["command"]) for start in run.environment.get("earlier", [])],
         "summary": summary_rows(run.steps),
+        "timed": bool(phases["steps"]),
         "folder": str(run.path),
     }
     data = {"runs": [{"name": "", **columns(run.steps)}], "charts": chart_tables([run.steps])}
-    data |= {"phases": phase_tables(run.steps), "fields": sorted(FIELDS)}
+    data |= {"phases": phases, "fields": sorted(FIELDS)}
     return _write("report.html.jinja", content, data, Path(out or run.path / REPORT), samples)
 
 
