@@ -1,5 +1,5 @@
 "use strict";
-// Hands the tables of charts.py to Bokeh, which draws them one after another, what is nearest to the window first.
+// Hands the tables of charts.py to Bokeh, which draws them.
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 
@@ -19,52 +19,47 @@ const median = (values) => {
   return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : null;
 };
 
-// ---- drawn without being scrolled to (a picture may be of the whole page), again when the theme changes, and for paper ----
-const plots = new Map(); // element -> { drawing: makes its figure, drawn }
+// ---- drawn at once, for a page may be printed or pictured as a whole; again when the theme changes ----------------------
+const plots = new Map(); // element -> { drawing: makes its figure, view: what Bokeh made of that }
 
-function later(target, drawing) {
-  if (![...plots.values()].some((plot) => !plot.drawn)) setTimeout(drawNext);
-  plots.set(target, { drawing, drawn: false });
+function plot(target, drawing) {
+  plots.set(target, { drawing, view: null });
+  draw(target);
 }
 
-function drawNext() {
-  const waiting = [...plots.keys()].filter((target) => !plots.get(target).drawn);
-  const far = (target) => Math.abs(target.getBoundingClientRect().top);
-  if (waiting.length) draw(waiting.reduce((near, target) => (far(target) < far(near) ? target : near)));
-  if (waiting.length > 1) setTimeout(drawNext); // the page answers its reader in between
-}
-
-function draw(target, then = () => {}) {
-  const plot = plots.get(target);
+function draw(target) {
+  const known = plots.get(target);
   target.replaceChildren();
-  plot.drawn = true;
-  Bokeh.Plotting.show(plot.drawing(), target).then(then).catch((error) => { target.textContent = `This chart failed: ${error.message}`; });
-}
-
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  for (const [target, plot] of plots) if (plot.drawn) draw(target);
+  Bokeh.Plotting.show(known.drawing(), target).then((view) => { known.view = view; })
+    .catch((error) => { target.textContent = `This chart failed: ${error.message}`; });
 }
 
 $("theme").addEventListener("click", () => {
-  setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-  try { localStorage.setItem("verl_like.theme", document.documentElement.dataset.theme); } catch { /* a browser may forbid it to files */ }
+  const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  document.documentElement.dataset.theme = theme;
+  try { localStorage.setItem("verl_like.theme", theme); } catch { /* a browser may forbid it to files */ }
+  for (const target of plots.keys()) draw(target);
 });
 
-// Paper is light and has a width of its own: each chart gets a picture that scales with it. Bokeh waits for nothing but
-// promises, so all are painted before the browser lays out the first sheet.
-let themeOfScreen;
-addEventListener("beforeprint", () => {
-  themeOfScreen = document.documentElement.dataset.theme;
-  document.documentElement.dataset.theme = "light";
-  for (const target of plots.keys()) draw(target, (view) => target.append(pictureOf(view)));
-});
-addEventListener("afterprint", () => setTheme(themeOfScreen));
+// Paper has a width and a theme of its own. A browser that prints waits for no promise, so what is drawn is copied.
+addEventListener("beforeprint", () => { for (const [target, { view }] of plots) if (view) target.append(pictureOf(view)); });
+addEventListener("afterprint", () => { for (const picture of document.querySelectorAll(".picture")) picture.remove(); });
 
+// A chart as SVG that takes any width, and the page's colours whatever they become.
 function pictureOf(view) {
   const picture = view.export("svg").canvas;
   picture.setAttribute("viewBox", `0 0 ${view.bbox.width} ${view.bbox.height}`);
   picture.classList.add("picture");
+  const names = new Map(["muted", "line", "surface", ...Array.from({ length: 12 }, (_, i) => `c${i}`)].flatMap((name) => {
+    const parts = color(name).match(/\w\w/g).map((part) => parseInt(part, 16));
+    return [[color(name), name], [`rgb(${parts})`, name]]; // Bokeh writes both
+  }));
+  for (const node of picture.querySelectorAll("*")) {
+    for (const part of ["fill", "stroke"]) {
+      const name = names.get(node.getAttribute(part));
+      if (name) node.style[part] = `var(--${name})`;
+    }
+  }
   return picture;
 }
 
@@ -150,30 +145,31 @@ function drawCurves(lines) {
 function curve(chart) {
   const lines = linesOf(chart).filter((line) => finite(line.run, line.metric).x.length);
   if (!lines.length) return null;
-  const plot = element("div", { className: "plot" });
+  const frame = element("div", { className: "plot" });
   const legend = element("div", { className: "legend" }, ...lines.map((line) => {
     const sign = element("i", { className: line.dots ? "line dots" : "line" });
     sign.style.borderTopStyle = DASHES[line.turn];
     sign.style.color = `var(--${line.color})`;
     return element("span", { title: line.metric }, sign, `${line.label}, last ${number(finite(line.run, line.metric).y.at(-1))}`);
   }));
-  plot.addEventListener("dblclick", () => showSteps(...whole));
-  later(plot, () => drawCurves(lines));
+  frame.addEventListener("dblclick", () => showSteps(...whole));
   const caption = element("figcaption", { title: `${chart.title}. ${chart.note}` }, chart.title, chart.note ? element("span", { className: "note" }, chart.note) : null);
-  return element("figure", {}, caption, plot, legend);
+  return { figure: element("figure", {}, caption, frame, legend), draw: () => plot(frame, () => drawCurves(lines)) };
 }
 
 function drawCharts() {
   for (const section of new Set(data.charts.map((chart) => chart.section))) {
     const charts = data.charts.filter((chart) => chart.section === section).map(curve).filter(Boolean);
-    $("charts").append(element("h3", { className: "part" }, section), element("div", { className: "charts" }, ...charts));
+    $("charts").append(element("h3", { className: "part" }, section), element("div", { className: "charts" }, ...charts.map(({ figure }) => figure)));
+    for (const chart of charts) chart.draw(); // into the page, where they have a size
   }
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].sort();
   $("metrics").append(...names.map((name) => element("option", { value: name })));
   $("metric").addEventListener("change", () => {
     const name = $("metric").value.trim();
     if (!names.includes(name)) return;
-    $("picked").prepend(curve({ title: name, note: "", lines: [{ metric: name, label: name }], points: [] }) || "");
+    const picked = curve({ title: name, note: "", lines: [{ metric: name, label: name }], points: [] });
+    if (picked) { $("picked").prepend(picked.figure); picked.draw(); }
     $("metric").value = "";
   });
 }
@@ -213,7 +209,7 @@ function drawPhaseSteps(phases) {
     const seconds = starts.map((i) => mean(phases.seconds[name], i));
     const top = seconds.map((value, i) => bottom[i] + value);
     const source = new Bokeh.ColumnDataSource({ data: { x, bottom, top, seconds, step: x.map(String), phase: x.map(() => name) } });
-    figure.vbar({ field: "x" }, { value: size * 0.9 }, { field: "top" }, { field: "bottom" }, { source, fill_color: phaseColor(phases, name), line_color: null, hatch_pattern: HATCHES[phaseStyle(phases, name).turn], hatch_color: color("surface"), hatch_scale: 6 });
+    figure.vbar({ field: "x" }, { value: size * 0.9 }, { field: "top" }, { field: "bottom" }, { source, fill_color: phaseColor(phases, name), line_color: null, hatch_pattern: HATCHES[phaseStyle(phases, name).turn], hatch_color: color("surface"), hatch_alpha: 0.6, hatch_scale: 6 });
     bottom = top;
   }
   return figure;
@@ -246,12 +242,12 @@ function drawWaterfall(phases, which) {
 }
 
 function drawPhases(phases) {
-  later($("phase-steps"), () => drawPhaseSteps(phases));
+  plot($("phase-steps"), () => drawPhaseSteps(phases));
   $("phase-steps").addEventListener("dblclick", () => showSteps(...whole));
   $("phase-legend").append(...phases.names.map((name) => element("span", {}, phaseSign(phases, name), name)));
   const slider = $("waterfall-step");
   slider.max = phases.steps.length;
-  later($("waterfall"), () => drawWaterfall(phases, Number(slider.value)));
+  plot($("waterfall"), () => drawWaterfall(phases, Number(slider.value)));
   slider.addEventListener("input", () => {
     const which = Number(slider.value);
     $("waterfall-title").textContent = which ? `Step ${phases.steps[which - 1]}` : "A typical step";

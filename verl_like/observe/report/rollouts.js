@@ -181,7 +181,7 @@ function detail(sample) {
     element("p", { className: "facts" }, ...facts.map((text, i) => element(i === 1 ? "b" : "span", {}, text))),
     ...(sample.failure ? [element("p", { className: "bad" }, `The reward failed: ${sample.failure}`)] : []),
     element("h4", {}, "Prompt"), element("div", { className: "box" }, sample.input),
-    element("h4", {}, "Response"), ...response, ...truth, ...groupOf(sample), ...pairs(sample),
+    element("h4", {}, "Response"), ...response, ...truth, ...pairs(sample), ...groupOf(sample),
   );
   $("detail").scrollTop = 0;
 }
