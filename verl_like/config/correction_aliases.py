@@ -144,7 +144,7 @@ def _rejection_settings(changes: list[Change], warnings: list[str]) -> list[Chan
 
 
 def _joined(value: Any) -> Any:
-    return ",".join(str(item) for item in value) if isinstance(value, list) else value
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value) if isinstance(value, dict) else value
 
 
 def _roll(changes: list[Change], warnings: list[str]) -> list[Change]:

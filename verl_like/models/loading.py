@@ -193,8 +193,13 @@ def sharding_units(model: TokenModel, fsdp: FSDPConfig) -> list[nn.Module]:
         return sized_units(model, policy.min_num_params, _root_modules(model.hf))
     names = set(policy.transformer_layer_cls_to_wrap or model.hf._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ValueError(f"model type {model.hf.config.model_type!r} has no module of class {sorted(names)} to shard")
+    absent = names - {type(layer).__name__ for layer in layers}
+    if not layers or (absent and policy.transformer_layer_cls_to_wrap):
+        raise ValueError(
+            f"wrap_policy.transformer_layer_cls_to_wrap={policy.transformer_layer_cls_to_wrap}: a model of type "
+            f"{model.hf.config.model_type!r} has no module of class {sorted(absent)}; it has "
+            f"{sorted({type(module).__name__ for module in model.hf.modules()})}"
+        )
     return layers
 
 

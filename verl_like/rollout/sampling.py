@@ -80,6 +80,18 @@ def bad_word_tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
     return tuple(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
 
 
+def require_tokens_left(sampling: SamplingParams, num_ids: int, what: str) -> None:
+    """ValueError where bad words (and before `min_tokens` the tokens that stop) rule out all `num_ids` ids."""
+    alone = {word[0] for word in sampling.bad_words if len(word) == 1}
+    ruled_out = alone.union(sampling.stop_token_ids if sampling.min_tokens else ())
+    if alone and len(ruled_out) >= num_ids and ruled_out.issuperset(range(num_ids)):
+        early = f", and before min_tokens={sampling.min_tokens} the tokens that stop," if sampling.min_tokens else ""
+        raise ValueError(
+            f"{what}bad_words: its {len(alone)} single tokens{early} rule out all {num_ids} tokens of the vocabulary, "
+            "and nothing is left to sample; leave some out"
+        )
+
+
 def completes_stop(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
     """Whether the last token completes one of these texts. Reads as few tokens as can hold the longest of them: a
     character is 4 tokens at most, and a few more stand before."""

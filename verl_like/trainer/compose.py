@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -264,6 +264,9 @@ def _read_yaml(path: Path, settings: Settings) -> None:
 
 
 def _read_override(text: str, settings: Settings) -> None:
+    if not text:
+        settings.warnings.append('an empty argument is skipped (as "$EXTRA" leaves one where EXTRA is not set)')
+        return
     if not text.strip():
         settings.problems.append(
             "an argument is blank: in a shell script a backslash with a space after it ends the command, and the lines "
@@ -448,6 +451,10 @@ def _composed(groups: tuple[str, ...]) -> bytes:
 
 def _apply(tree: DictConfig, change: Change) -> str | None:
     """Set one value; returns what is wrong with it, if anything."""
+    key = find_key(change.key)
+    form = "" if key is None or key.path != change.key else _form(key.type)
+    if form == _TRUTH and type(change.value) in (int, float) and change.value not in (0, 1):
+        return f"{change.key}={change.value!r}: {form}"  # omegaconf takes any number for true
     try:
         with open_dict(tree):  # a dictionary is merged into a dictionary; it replaces a list (data.val_files)
             merge = isinstance(change.value, dict) and isinstance(OmegaConf.select(tree, change.key), DictConfig)
@@ -455,5 +462,19 @@ def _apply(tree: DictConfig, change: Change) -> str | None:
     except OmegaConfBaseException as error:
         if change.value is None:
             return f"{change.key}=null: it must have a value; leave it out, or give it one"
-        return f"{change.key}={change.value!r}: {str(error).splitlines()[0]}"
+        return f"{change.key}={change.value!r}: {form or str(error).splitlines()[0]}"
     return None
+
+
+_TRUTH = "give true or false"
+
+
+def _form(kind: Any) -> str:
+    """How a value of this type is written, for messages; of an enum nothing, whose own error lists its names."""
+    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
+    if get_origin(kind) in (list, dict):
+        return "give a list, as [a,b]" if get_origin(kind) is list else "give a dictionary, as {name: value}"
+    if any(get_origin(each) is list for each in kinds):
+        return f"give a list, as [{'1,2' if get_args(kinds[0])[0] is int else 'a,b'}]"
+    forms = {bool: _TRUTH, int: "give a whole number", float: "give a number", str: "give a text"}
+    return " or ".join(forms[each] for each in kinds if each in forms)

@@ -94,8 +94,10 @@ class ProgramService:
         self._command = None if spec.command is None else shlex.split(spec.command)
         self._run = None if spec.path is None else load(spec.path, f"{KEYS}path")
         if self._run is not None:
-            given = dict.fromkeys(_named(self._run), "")
-            check_call(self._run, f"{KEYS}path={spec.path}", "data", "base_url", "api_key", keywords=given)
+            given = dict.fromkeys(("data", "base_url", "api_key", *_named(self._run)), "")
+            check_call(self._run, f"{KEYS}path={spec.path}", keywords=given)
+            if isinstance(self._run, type):
+                raise ProgramError(f"{KEYS}path={spec.path} is a class; name a function run(data, base_url, api_key)")
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     async def call(self, payload: ProgramRequest) -> ProgramReply:
