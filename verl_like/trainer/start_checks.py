@@ -1,19 +1,23 @@
-"""What a run's keys ask of this machine, its packages, its network and its model, checked before anything is started."""
+"""What a run asks of this machine, its packages, its network and its model, checked before anything is started."""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 import os
 import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from verl_like.config import PPOConfig
+from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.config.errors import raise_if_any
+from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.config.roles import generates, roles_of
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 from verl_like.models import blocks, families, loading, lora
@@ -38,7 +42,7 @@ def check_machine(config: PPOConfig, device: str) -> None:
             for key, value, count, each, what in _counts(config, device)
             if count * each > memory
         ]
-        + _missing_engines(config)
+        + [*_engines(config)]
         + [text for key, url in _urls(config).items() if (text := unreachable(key, url))]
     )
     if config.ray_init.address is not None and config.trainer.launcher == "ray":
@@ -91,21 +95,31 @@ def _counts(config: PPOConfig, device: str) -> Iterator[tuple[str, int, int, flo
         )
 
 
-def _missing_engines(config: PPOConfig) -> list[str]:
-    """Engines that are chosen and not installed."""
-    names = {f"{_ROLLOUT}.name": str(config.actor_rollout_ref.rollout.name)}
+def _engines(config: PPOConfig) -> Iterator[str]:
+    """Engines that are chosen and not installed, and arguments that the installed one does not take."""
+    chosen: dict[str, RolloutConfig | RewardRolloutConfig] = {_ROLLOUT: config.actor_rollout_ref.rollout}
     if generates(config.reward_model, config.custom_reward_function):
-        names["reward_model.rollout.name"] = str(config.reward_model.rollout.name)
-    problems = []
-    for key, name in names.items():
+        chosen["reward_model.rollout"] = config.reward_model.rollout
+    for section, rollout in chosen.items():
+        name, vllm = str(rollout.name), importlib.util.find_spec("vllm")
         if name == "sglang" and compat.installed() is None:
-            problems.append(f"{key}=sglang: {compat.how_to_install()}")
-        if name == "vllm" and importlib.util.find_spec("vllm") is None:
-            problems.append(
-                f"{key}=vllm: vLLM is not installed here: pip install 'verl_like[vllm]' (docs/installation.md), or set "
-                "name=hf"
-            )
-    return problems
+            yield f"{section}.name=sglang: {compat.how_to_install()}"
+        if name != "vllm":
+            continue
+        if vllm is None or vllm.origin is None:
+            yield f"{section}.name=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set name=hf"
+        elif given := rollout.engine_kwargs.vllm:
+            known = _fields(Path(vllm.origin).parent / "engine" / "arg_utils.py", "EngineArgs")
+            for unknown in sorted(set(given) - known if known else ()):
+                near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(unknown, known, n=1))
+                yield f"{section}.engine_kwargs.vllm.{unknown}={given[unknown]}: vLLM has no such argument{near}"
+
+
+def _fields(file: Path, name: str) -> set[str]:
+    """The fields of a dataclass in a file, which importing would take seconds; none where it is not there."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+    (fields,) = [each.body for each in body if isinstance(each, ast.ClassDef) and each.name == name] or [[]]
+    return {each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
 
 
 def _urls(config: PPOConfig) -> dict[str, str]:
