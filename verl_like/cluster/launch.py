@@ -275,9 +275,9 @@ def _check_reachable(address: str) -> None:
     try:
         place = services.canonicalize_bootstrap_address(address)
         if place is None:
-            raise ValueError("no running Ray is known on this machine")
-    except ValueError as error:
-        raise ConfigError([f"{key}: {error}; {fix}"]) from error
+            raise ValueError("")
+    except (ValueError, ConnectionError) as error:
+        raise ConfigError([f"{key}: no running Ray is known on this machine; {fix}"]) from error
     host, _, port = place.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S) as connection:

@@ -71,8 +71,8 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     for key, value in model.override_config.items():
         if key not in config:
             close = difflib.get_close_matches(key, config.to_dict(), n=1)
-            hint = f": did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"model.override_config.{key} is not a key of a {config.model_type!r} config{hint}")
+            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise ValueError(f"model.override_config.{key}={value}: no key of a {config.model_type!r} config; {hint}")
         setattr(config, key, value)
     families.check(config, packed=uses_packing(model))
     _check_router_loss(model, config)

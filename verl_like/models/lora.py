@@ -197,7 +197,7 @@ def _targets(
     chosen = [name for name in chosen if model.exclude_modules is None or not _matches(name, model.exclude_modules)]
     if not chosen:
         raise ValueError(
-            f"model.target_modules={model.target_modules!r} (exclude_modules={model.exclude_modules!r}) names no "
+            f"model.target_modules={model.target_modules!r} (model.exclude_modules={model.exclude_modules!r}) names no "
             f"linear layer of this model: {_instead(body)}"
         )
     return chosen

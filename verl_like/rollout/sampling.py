@@ -73,9 +73,9 @@ def bad_word_tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
         return ()
     if tokenizer is None:
         raise ValueError(f"rollout.bad_words={list(words)} cannot be used here: there is no tokenizer")
-    blank = [word for word in words if not word.strip()]
+    blank = [word for word in words if not tokenizer.encode(word.lstrip(), add_special_tokens=False)]
     if blank:
-        raise ValueError(f"rollout.bad_words={list(words)}: {blank} have no letters, of which tokens are made")
+        raise ValueError(f"rollout.bad_words={list(words)}: the tokenizer makes no tokens of {blank}; leave them out")
     texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
     return tuple(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
 

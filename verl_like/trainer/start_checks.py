@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import os
 import socket
+import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -45,6 +46,12 @@ def check_machine(config: PPOConfig, device: str) -> None:
         + [*_engines(config)]
         + [text for key, url in _urls(config).items() if (text := unreachable(key, url))]
     )
+    joins = config.ray_init.address is not None or getattr(sys.modules.get("ray"), "is_initialized", bool)()
+    if config.trainer.launcher == "ray" and config.trainer.nnodes > 1 and not joins:
+        raise ValueError(
+            f"trainer.nnodes={config.trainer.nnodes} with ray_init.address=null: a Ray of our own is this machine alone; "
+            "start one on all machines (ray start) and set ray_init.address=auto, or set nnodes=1"
+        )
     if config.ray_init.address is not None and config.trainer.launcher == "ray":
         from verl_like.cluster.launch import check_joining  # which imports ray
 

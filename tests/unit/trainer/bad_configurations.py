@@ -1,5 +1,5 @@
-"""Configurations that cannot be meant, drawn from the table of keys by a seed: each key gets values of another type, out
-of its range, names that are on no menu, and paths, packages and addresses that are not there."""
+"""Configurations that cannot be meant, drawn by a seed from the table of keys: values of another type, out of range, on
+no menu; and from a table of keys that contradict others, the machine, the model, or name what is not there."""
 
 from __future__ import annotations
 
@@ -11,53 +11,34 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any
 
 from verl_like.config.schema import Key, keys
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+TURNS = f"{ROLLOUT}.multi_turn"
+VAL = f"{ROLLOUT}.val_kwargs"
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+CLOSED = "http://127.0.0.1:9/v1"  # nothing listens at the port `discard`
 
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """One configuration: what is wrong in it, and what the rest must be for the key to count."""
+    """One configuration: what is wrong in it, and what the rest must be for the key to count. {folder}, {model} and
+    {train} in a value are places of `sound`."""
 
     key: str
     value: str
-    kind: str
     around: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def settings(self) -> list[str]:
-        """The command line, without the sound part of it."""
-        return [*(f"{key}={value}" for key, value in self.around.items()), f"{self.key}={self.value}"]
-
-
-# What makes a section count in a run. The first prefix that fits.
-AROUND: dict[str, dict[str, str]] = {
-    "critic.model.path": {"algorithm.adv_estimator": "gae"},
-    "critic.": {"algorithm.adv_estimator": "gae", "critic.model.path": "MODEL"},
-    "reward_model.judge.": {"reward_model.judge.url": "http://127.0.0.1:9/v1", "custom_reward_function.path": "null"},
-    "reward_model.model.path": {"reward_model.enable": "true"},
-    "actor_rollout_ref.ref.": {f"{ACTOR}.use_kl_loss": "true"},
-    "algorithm.kl_ctrl.": {"algorithm.use_kl_in_reward": "true"},
-    "async_training.": {"trainer.mode": "colocate_async", "algorithm.rollout_correction.rollout_is": "token"},
-    f"{ROLLOUT}.multi_turn.": {
-        f"{ROLLOUT}.multi_turn.enable": "true",
-        f"{ROLLOUT}.multi_turn.tool_config_path": "TOOLS",
-    },
-    f"{ROLLOUT}.val_kwargs.": {"data.val_files": "TRAIN"},
-}
-for _lora in ("lora_alpha", "target_modules", "exclude_modules"):
-    AROUND[f"actor_rollout_ref.model.{_lora}"] = {"actor_rollout_ref.model.lora_rank": "2"}
-    AROUND[f"critic.model.{_lora}"] = {**AROUND["critic."], "critic.model.lora_rank": "2"}
-
-
-def around(key: str) -> dict[str, str]:
-    """The other settings with which a key counts."""
-    fits = [prefix for prefix in AROUND if key.startswith(prefix)]
-    return AROUND[max(fits, key=len)] if fits else {}
+    def command_line(self, folder: Path, model: Path) -> list[str]:
+        """All of it."""
+        places = {"{folder}": str(folder), "{model}": str(model), "{train}": f"{folder}/train.jsonl"}
+        settings = {**sound(folder, model), **self.around, self.key: self.value}
+        for name, place in places.items():
+            settings = {key: value.replace(name, place) for key, value in settings.items()}
+        return [f"{key}={value}" for key, value in settings.items()]
 
 
 def sound(folder: Path, model: Path) -> dict[str, str]:
@@ -67,66 +48,165 @@ def sound(folder: Path, model: Path) -> dict[str, str]:
         for i in range(8)
     ]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
-    )
+    (folder / "reward.py").write_text(REWARD)
     return {
-        "data.train_files": f"{folder}/train.jsonl",
+        "data.train_files": "{train}",
         "data.val_files": "[]",
         "data.train_batch_size": "4",
         "data.max_prompt_length": "8",
         "data.max_response_length": "4",
-        "actor_rollout_ref.model.path": str(model),
+        f"{MODEL}.path": str(model),
         f"{ACTOR}.ppo_mini_batch_size": "4",
         f"{ROLLOUT}.name": "hf",
         f"{ROLLOUT}.n": "2",
-        "custom_reward_function.path": f"{folder}/reward.py",
+        "custom_reward_function.path": "{folder}/reward.py",
         "algorithm.adv_estimator": "grpo",
         "trainer.launcher": "local",
         "trainer.device": "cpu",
         "trainer.total_training_steps": "1",
-        "trainer.default_local_dir": f"{folder}/out",
+        "trainer.default_local_dir": "{folder}/out",
         "trainer.report_freq": "-1",
     }
 
 
-def bad_values(key: Key) -> Iterator[tuple[str, str]]:
-    """(kind, text of the value) of everything that this key must refuse."""
+def of_another_type(key: Key) -> Iterator[str]:
+    """Values that no reader of this key could use, as they stand on a command line."""
     kinds = typing.get_args(key.type) if isinstance(key.type, UnionType) else (key.type,)
     if bool in kinds:
-        yield from (("type", text) for text in ("perhaps", "7", "[true]", "{a: 1}"))
+        yield from ("perhaps", "7", "[true]", "{a: 1}")
     elif any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds):
-        yield from (("menu", text) for text in ("nonesuch", "[]", "17"))
+        yield from ("nonesuch", "[]", "17")
     elif int in kinds or float in kinds:
-        if str not in kinds:
-            yield from (("type", text) for text in ("many", "[1,2]", "{a: 1}"))
-        yield from (("range", text) for text in ("-7", "nan", "inf", "-1e30", "1e30", "1180591620717411303424"))
-        if float not in kinds:
-            yield from (("range", text) for text in ("1.5", "1000000000000", "-2"))
+        yield "nan"
+        yield from () if str in kinds else ("many", "[1,2]", "{a: 1}")
+        yield from () if float in kinds else ("1.5", "-7", "1180591620717411303424")
     elif str in kinds:
-        yield from (("type", text) for text in ("[a,b]", "{a: 1}"))
-        if any(word in key.name for word in ("path", "file", "dir")):
-            yield from (("path", text) for text in ("/nowhere/at/all", "nowhere/at_all.py", "pkg://nowhere.at_all:run"))
-        elif any(word in key.name for word in ("url", "address", "host")):
-            yield from (
-                ("address", text)
-                for text in ("http://127.0.0.1:9/v1", "127.0.0.1:9", "nowhere.invalid:80", "not an address", "ftp://x")
-            )
-        else:
-            yield ("menu", "nonesuch")
+        yield from ("[a,b]", "{a: 1}")
     elif typing.get_origin(key.type) is dict:
-        yield from (("type", text) for text in ("text", "[1]", "3"))
-        yield ("names", "{nonesuch: {a: [1]}}")
-    else:
-        yield from (("type", text) for text in ("{a: {b: 1}}", "[[1]]"))
-        yield ("menu", "[nonesuch]")
+        yield from ("text", "[1]", "3")
 
 
-def all_bad() -> list[Bad]:
-    """Every one of them, in the order of the table."""
-    return [Bad(key.path, text, kind, around(key.path)) for key in keys().values() for kind, text in bad_values(key)]
+def odd_values() -> list[Bad]:
+    """Those of every key, in the order of the table."""
+    return [Bad(key.path, value) for key in keys().values() for value in of_another_type(key)]
+
+
+_NO_GRADER = {"custom_reward_function.path": "null"}
+_RAY = {"trainer.launcher": "ray"}
+_LORA = {f"{MODEL}.lora_rank": "2"}
+_VALIDATED = {"data.val_files": "{train}"}
+_VLLM = {f"{ROLLOUT}.name": "vllm"}
+_CLASSES = f"{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+
+CONTRADICTIONS = (
+    # sizes against memory and each other
+    Bad(f"{ROLLOUT}.n", "10000000"),
+    Bad(f"{ROLLOUT}.n_redundant", "10000000"),
+    Bad(f"{VAL}.n", "1000000000", {**_VALIDATED, f"{VAL}.do_sample": "true", f"{VAL}.temperature": "1"}),
+    Bad("custom_reward_function.num_workers", "100000"),
+    Bad("data.filter_overlong_prompts_workers", "100000", {"data.filter_overlong_prompts": "true"}),
+    Bad(f"{ROLLOUT}.agent.num_workers", "100000", {f"{ROLLOUT}.gateway.path": "{folder}/reward.py:compute_score"}),
+    Bad("trainer.n_gpus_per_node", "1000000", _RAY),
+    Bad("ray_init.num_cpus", "1000000", _RAY),
+    Bad(f"{ROLLOUT}.max_num_seqs", "1000000000000", _VLLM),
+    Bad(f"{MODEL}.lora_rank", "65"),
+    Bad("data.train_batch_size", "1000"),
+    Bad(f"{ACTOR}.ppo_mini_batch_size", "3"),
+    Bad(f"{ACTOR}.ppo_mini_batch_size", "5"),
+    Bad("data.max_prompt_length", "500"),
+    Bad("data.max_response_length", "1000000"),
+    Bad(f"{ROLLOUT}.max_model_len", "5"),
+    Bad(f"{ROLLOUT}.tensor_model_parallel_size", "2"),
+    Bad(f"{ACTOR}.ulysses_sequence_parallel_size", "2"),
+    Bad(f"{ACTOR}.fsdp_config.tensor_parallel_size", "3"),
+    Bad("trainer.nnodes", "2"),
+    Bad("trainer.nnodes", "2", _RAY),
+    Bad("trainer.n_gpus_per_node", "2"),
+    Bad("custom_reward_function.timeout", "1e30"),
+    Bad("trainer.stall_timeout", "1e30"),
+    Bad("custom_reward_function.memory_limit_mb", "1000000000000000"),
+    Bad("algorithm.rollout_correction.rollout_token_veto_threshold", "3"),
+    Bad(f"{ACTOR}.entropy_coeff", "inf"),
+    # sampling
+    Bad(f"{ROLLOUT}.min_tokens", "9"),
+    Bad(f"{VAL}.min_tokens", "4", {**_VALIDATED, f"{VAL}.max_tokens": "2"}),
+    Bad(f"{VAL}.max_tokens", "2", {**_VALIDATED, f"{ROLLOUT}.min_tokens": "3"}),
+    Bad(f"{VAL}.max_tokens", "99", _VALIDATED),
+    Bad(f"{ROLLOUT}.bad_words", "[words]"),
+    Bad(f"{ROLLOUT}.bad_words", "[' ']"),
+    Bad(f"{ROLLOUT}.stop", "['']"),
+    Bad(f"{ROLLOUT}.stop_token_ids", "[999]"),
+    Bad(f"{VAL}.stop_token_ids", "[999]", _VALIDATED),
+    Bad(f"{ROLLOUT}.stop_token_ids", "[-1]"),
+    Bad(f"{ROLLOUT}.do_sample", "false"),
+    # module names, arguments of others
+    Bad(f"{MODEL}.target_modules", "[nope_proj]", _LORA),
+    Bad(f"{MODEL}.target_modules", "'.*nope'", _LORA),
+    Bad(f"{MODEL}.target_modules", "'(('", _LORA),
+    Bad(f"{MODEL}.exclude_modules", "[nope_proj]", _LORA),
+    Bad(f"{MODEL}.exclude_modules", "'.*'", _LORA),
+    Bad(_CLASSES, "[Nope]"),
+    Bad(_CLASSES, "[Qwen2DecoderLayer,Nope]"),
+    Bad(f"{MODEL}.override_config", "{nope: 1}"),
+    Bad(f"{ROLLOUT}.engine_kwargs.vllm", "{block_sise: 16}", _VLLM),
+    # what is not there
+    Bad(f"{MODEL}.path", "/nowhere/at/all"),
+    Bad(f"{MODEL}.path", "{train}"),
+    Bad(f"{MODEL}.external_lib", "nowhere_at_all"),
+    Bad("data.tokenizer", "nowhere/at/all"),
+    Bad("critic.model.path", "/nowhere", {"algorithm.adv_estimator": "gae"}),
+    Bad("data.train_files", "/nowhere.parquet"),
+    Bad("data.val_files", "{a: /nowhere.parquet}"),
+    Bad("data.prompt_key", "nowhere"),
+    Bad("data.chat_template", "/nowhere.jinja"),
+    Bad("data.custom_cls.path", "/nowhere.py:D"),
+    Bad("data.sampler.class_path", "/nowhere.py:S"),
+    Bad("data.domain_weights", "{nowhere: 1}"),
+    Bad("custom_reward_function.path", "/nowhere.py"),
+    Bad("custom_reward_function.path", "pkg://nowhere.at_all"),
+    Bad("custom_reward_function.name", "nowhere"),
+    Bad("custom_reward_function.reward_kwargs", "{nowhere: 1}"),
+    Bad("reward_model.rule", "nonesuch", _NO_GRADER),
+    Bad("reward_model.rule", "/nowhere.py:grade", _NO_GRADER),
+    Bad("reward_model.model.path", "/nowhere", {**_NO_GRADER, "reward_model.enable": "true"}),
+    Bad("trainer.trainer_class", "/nowhere.py:T"),
+    Bad("algorithm.adv_estimator", "/nowhere.py:a"),
+    Bad("trainer.resume_from_path", "/nowhere/global_step_3", {"trainer.resume_mode": "resume_path"}),
+    Bad("trainer.resume_from_path", "{model}", {"trainer.resume_mode": "resume_path"}),
+    Bad(f"{TURNS}.tool_config_path", "/nowhere.yaml", {f"{TURNS}.enable": "true"}),
+    Bad(f"{ROLLOUT}.agent.agent_loop_config_path", "/nowhere.yaml"),
+    Bad(f"{ROLLOUT}.gateway.path", "/nowhere.py:run"),
+    Bad("trainer.logger", "[nonesuch]"),
+    Bad("env.train.tags", "[nowhere]"),
+    # addresses
+    Bad("ray_init.address", "127.0.0.1:9", _RAY),
+    Bad("ray_init.address", "nowhere.invalid:6379", _RAY),
+    Bad("ray_init.address", "not an address", _RAY),
+    Bad("ray_init.address", "ray://127.0.0.1:10001", _RAY),
+    Bad("ray_init.num_cpus", "4", {**_RAY, "ray_init.address": "127.0.0.1:9"}),
+    Bad("reward_model.judge.url", CLOSED, _NO_GRADER),
+    Bad("reward_model.judge.url", "http://nowhere.invalid/v1", _NO_GRADER),
+    Bad("reward_model.judge.url", "http://host:port/v1", _NO_GRADER),
+    Bad("reward_model.judge.url", "127.0.0.1:9", _NO_GRADER),
+    Bad("reward_model.sandbox_fusion.url", CLOSED),
+    # keys of which one rules out the other
+    Bad("critic.enable", "false", {"algorithm.adv_estimator": "gae"}),
+    Bad("trainer.critic_warmup", "3"),
+    Bad("trainer.val_only", "true"),
+    Bad("trainer.resume_mode", "resume_path"),
+    Bad("trainer.early_stop_patience", "2"),
+    Bad("trainer.device", "tpu"),
+    Bad(f"{MODEL}.use_liger", "true"),
+    Bad(f"{MODEL}.fused_kernel_options.impl_backend", "triton"),
+    Bad(f"{ROLLOUT}.quantization", "fp8", _VLLM),
+    Bad(f"{ROLLOUT}.name", "openai"),
+    Bad(f"{TURNS}.enable", "true"),
+    Bad("data.system_prompt", "auto"),
+)
 
 
 def drawn(count: int, seed: int) -> list[Bad]:
-    """Some of them, by a seed."""
-    return random.Random(seed).sample(all_bad(), count)
+    """So many of them, up to half from the table of contradictions."""
+    chance = random.Random(seed)
+    some = chance.sample(CONTRADICTIONS, min(count // 2, len(CONTRADICTIONS)))
+    return some + chance.sample(odd_values(), count - len(some))

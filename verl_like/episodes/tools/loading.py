@@ -90,7 +90,7 @@ def _environments(spec: ToolSpec) -> EnvironmentWorker:
         name = f"{EnvironmentWorker.__module__}.{EnvironmentWorker.__name__}"
         raise ToolError(f"env.worker_cls={spec.worker_cls}: derive the class from {name}")
     for kind, config in spec.environments:
-        with _blamed("env.custom"):
+        with _blamed(f"env.train.tags, env.val.tags or env.custom: {kind}"):
             make_game(kind, json.loads(config), "env.custom.<tag>.type")
     return worker()
 
