@@ -152,8 +152,9 @@ def _validation_sampling(config: PPOConfig) -> list[str]:
     if not least <= longest <= rollout.response_length:
         inherited = f" (null: {_ROLLOUT}.min_tokens={least})" if val.min_tokens is None and least else ""
         return [
-            f"{_ROLLOUT}.val_kwargs.min_tokens={val.min_tokens}{inherited} and {_ROLLOUT}.val_kwargs.max_tokens={val.max_tokens} with "
-            f"{_ROLLOUT}.response_length={rollout.response_length}: each must be the next one's value at most"
+            f"{_ROLLOUT}.val_kwargs.min_tokens={val.min_tokens}{inherited} and {_ROLLOUT}.val_kwargs.max_tokens="
+            f"{val.max_tokens} with {_ROLLOUT}.response_length={rollout.response_length}: each must be the next one's "
+            "value at most"
         ]
     if not (val.do_sample and val.temperature == 0):
         return []

@@ -4,7 +4,16 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, one_of, reference_or_none, require
+from verl_like.config.base import (
+    ConfigNode,
+    above,
+    at_least,
+    between,
+    minus_one_or_positive,
+    one_of,
+    reference_or_none,
+    require,
+)
 from verl_like.config.enums import (
     HEALTH_ACTIONS,
     HEALTH_RULES,
@@ -202,7 +211,7 @@ class TrainerConfig(ConfigNode):
             require(legal, "logger_kwargs", {name: given}, fix)
         reference_or_none(self, "trainer_class")
         one_of(self, "log_format", LOG_FORMATS)
-        at_least(self, 0, "prometheus_port")
+        between(self, 0, 65535, "prometheus_port")
         self._take_sizes_from_placement()
 
     def _take_sizes_from_placement(self) -> None:
@@ -237,3 +246,6 @@ class RayInitConfig(ConfigNode):
 
     def check(self) -> None:
         at_least(self, 1, "num_cpus")
+        given = self.runtime_env.get("env_vars", {})
+        legal = isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
+        require(legal, "runtime_env.env_vars", given, "write {NAME: 'text'}, numbers in quotes")

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin
 
 from hydra import compose as hydra_compose
@@ -453,7 +454,7 @@ def _apply(tree: DictConfig, change: Change) -> str | None:
     """Set one value; returns what is wrong with it, if anything."""
     key = find_key(change.key)
     form = "" if key is None or key.path != change.key else _form(key.type)
-    if form == _TRUTH and type(change.value) in (int, float) and change.value not in (0, 1):
+    if form == _form(bool) and type(change.value) in (int, float) and change.value not in (0, 1):
         return f"{change.key}={change.value!r}: {form}"  # omegaconf takes any number for true
     try:
         with open_dict(tree):  # a dictionary is merged into a dictionary; it replaces a list (data.val_files)
@@ -466,15 +467,12 @@ def _apply(tree: DictConfig, change: Change) -> str | None:
     return None
 
 
-_TRUTH = "give true or false"
+_FORMS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_FORMS |= {list: "a list, as [a,b]", dict: "a dictionary, as {name: value}"}
 
 
 def _form(kind: Any) -> str:
     """How a value of this type is written, for messages; of an enum nothing, whose own error lists its names."""
-    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
-    if get_origin(kind) in (list, dict):
-        return "give a list, as [a,b]" if get_origin(kind) is list else "give a dictionary, as {name: value}"
-    if any(get_origin(each) is list for each in kinds):
-        return f"give a list, as [{'1,2' if get_args(kinds[0])[0] is int else 'a,b'}]"
-    forms = {bool: _TRUTH, int: "give a whole number", float: "give a number", str: "give a text"}
-    return " or ".join(forms[each] for each in kinds if each in forms)
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    names = [_FORMS[each] for each in (get_origin(each) or each for each in kinds) if each in _FORMS]
+    return f"give {' or '.join(names)}" if names else ""

@@ -10,8 +10,8 @@ import socket
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -26,117 +26,100 @@ from verl_like.rollout.sampling import require_tokens_left, train_sampling, vali
 from verl_like.rollout.sglang import compat
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_FILTER = "data.filter_overlong_prompts_workers"
 _REACH_S = 2.0
-# What each one takes at least, in bytes: a rank has imported torch, a helper the standard library; a response in flight
-# is a coroutine, its request and its arrays; a thread has touched some of its stack.
-_RANK, _HELPER, _RESPONSE, _THREAD = 200e6, 25e6, 4e3, 50e3
+# What each takes at least: a rank has imported torch, a helper the standard library; a response in flight is a
+# coroutine, its request and its arrays; a thread has touched some of its stack.
+_RANK, _HELPER, _RESPONSE, _THREAD = (200e6, "processes"), (25e6, "processes"), (4e3, "responses"), (5e4, "threads")
 
 
 def check_machine(config: PPOConfig, device: str) -> None:
-    """ConfigError for counts that this machine's memory cannot hold, packages that it lacks, addresses where nobody
+    """ValueError for counts that this machine's memory cannot hold, engines that it lacks, addresses where nobody
     answers."""
+    _check_engines(config)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     raise_if_any(
         [
-            f"{key}={value}: {count:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
-            f"{memory / 1e9:.0f} GB of memory, which hold {memory / each:,.0f}; lower it"
-            for key, value, count, each, what in _counts(config, device)
-            if count * each > memory
+            f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
+            f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
+            for key, value, times, (each, what) in _counts(config, device)
+            if value * times * each > memory
         ]
-        + [*_engines(config)]
         + [text for key, url in _urls(config).items() if (text := unreachable(key, url))]
     )
-    joins = config.ray_init.address is not None or getattr(sys.modules.get("ray"), "is_initialized", bool)()
-    if config.trainer.launcher == "ray" and config.trainer.nnodes > 1 and not joins:
-        raise ValueError(
-            f"trainer.nnodes={config.trainer.nnodes} with ray_init.address=null: a Ray of our own is this machine alone; "
-            "start one on all machines (ray start) and set ray_init.address=auto, or set nnodes=1"
-        )
-    if config.ray_init.address is not None and config.trainer.launcher == "ray":
+    ray, nodes = config.ray_init, config.trainer.nnodes
+    if config.trainer.launcher == "local":
+        return
+    if ray.address is not None:
         from verl_like.cluster.launch import check_joining  # which imports ray
 
-        check_joining(config.ray_init.address, config.ray_init.num_cpus, config.ray_init.temp_dir)
-
-
-def _counts(config: PPOConfig, device: str) -> Iterator[tuple[str, int, int, float, str]]:
-    """Key, value, how many of what it makes, and the bytes of each."""
-    rollout, data, ray = config.actor_rollout_ref.rollout, config.data, config.ray_init
-    custom, judge, fusion = config.custom_reward_function, config.reward_model.judge, config.reward_model.sandbox_fusion
-    yield "custom_reward_function.num_workers", custom.num_workers, custom.num_workers, _HELPER, "processes"
-    if rollout.multi_turn.enable or runs_agent_loops(rollout) or runs_programs(rollout) or config.env.train.tags:
-        yield (
-            f"{_ROLLOUT}.agent.num_workers",
-            rollout.agent.num_workers,
-            rollout.agent.num_workers,
-            _HELPER,
-            "processes",
-        )
-    if data.filter_overlong_prompts:
-        workers = data.filter_overlong_prompts_workers
-        yield "data.filter_overlong_prompts_workers", workers, workers, _RANK, "processes"
-    ranks = config.trainer.n_gpus_per_node
-    if device == "cpu" and isinstance(ranks, int):
-        yield "trainer.n_gpus_per_node", ranks, ranks, _RANK, "processes"
-    if ray.num_cpus is not None:
-        yield "ray_init.num_cpus", ray.num_cpus, ray.num_cpus, _HELPER, "processes"
-    for key, value, prompts in (
-        ("n", rollout.n, data.train_batch_size),
-        ("n_redundant", rollout.n_redundant, data.train_batch_size),
-        ("val_kwargs.n", rollout.val_kwargs.n if data.val_files else 0, data.val_batch_size or 1),
+        check_joining(ray.address, ray.num_cpus, ray.temp_dir)
+    elif (
+        config.trainer.launcher == "ray" and nodes > 1 and not getattr(sys.modules.get("ray"), "is_initialized", bool)()
     ):
-        yield f"{_ROLLOUT}.{key}", value, value * prompts, _RESPONSE, "responses at a time"
-    for section, url, most in (
-        ("judge", judge.url, judge.max_concurrent),
-        ("sandbox_fusion", fusion.url, fusion.max_concurrent),
-    ):
-        if url is not None:
-            yield f"reward_model.{section}.max_concurrent", most, most, _THREAD, "threads"
-    if rollout.name == "vllm":
-        length = rollout.max_model_len or data.max_prompt_length + data.max_response_length
-        yield (
-            f"{_ROLLOUT}.max_num_seqs",
-            rollout.max_num_seqs,
-            rollout.max_num_seqs,
-            4.0 * length,
-            "rows of vLLM's table",
+        raise ValueError(
+            f"trainer.nnodes={nodes} with ray_init.address=null: a Ray of our own is this machine; start one on all "
+            "machines (ray start) and set ray_init.address=auto, or set nnodes=1"
         )
 
 
-def _engines(config: PPOConfig) -> Iterator[str]:
-    """Engines that are chosen and not installed, and arguments that the installed one does not take."""
+def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[float, str]]]:
+    """Key, value, by how much that is multiplied, and what each takes; of what this run makes."""
+    rollout, data, reward = config.actor_rollout_ref.rollout, config.data, config.reward_model
+    helps = rollout.multi_turn.enable or runs_agent_loops(rollout) or runs_programs(rollout) or config.env.train.tags
+    length = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    ranks, at_once = config.trainer.n_gpus_per_node, min(data.val_batch_size or 1, data.train_batch_size)
+    rows: list[tuple[Any, str, Any, int, tuple[float, str]]] = [
+        (True, "custom_reward_function.num_workers", config.custom_reward_function.num_workers, 1, _HELPER),
+        (helps, f"{_ROLLOUT}.agent.num_workers", rollout.agent.num_workers, 1, _HELPER),
+        (data.filter_overlong_prompts, _FILTER, data.filter_overlong_prompts_workers, 1, _RANK),
+        (device == "cpu" and ranks != "auto", "trainer.n_gpus_per_node", ranks, 1, _RANK),
+        (config.ray_init.num_cpus, "ray_init.num_cpus", config.ray_init.num_cpus, 1, _HELPER),
+        (True, f"{_ROLLOUT}.n", rollout.n, data.train_batch_size, _RESPONSE),
+        (True, f"{_ROLLOUT}.n_redundant", rollout.n_redundant, data.train_batch_size, _RESPONSE),
+        (data.val_files, f"{_ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n, at_once, _RESPONSE),
+        (reward.judge.url, "reward_model.judge.max_concurrent", reward.judge.max_concurrent, 1, _THREAD),
+        (rollout.name == "vllm", f"{_ROLLOUT}.max_num_seqs", rollout.max_num_seqs, 1, (4.0 * length, "rows of tokens")),
+    ]
+    return [row for used, *row in rows if used]
+
+
+def _check_engines(config: PPOConfig) -> None:
+    """ValueError for an engine that is chosen and not installed, and for arguments that vLLM does not take."""
     chosen: dict[str, RolloutConfig | RewardRolloutConfig] = {_ROLLOUT: config.actor_rollout_ref.rollout}
     if generates(config.reward_model, config.custom_reward_function):
         chosen["reward_model.rollout"] = config.reward_model.rollout
     for section, rollout in chosen.items():
-        name, vllm = str(rollout.name), importlib.util.find_spec("vllm")
-        if name == "sglang" and compat.installed() is None:
-            yield f"{section}.name=sglang: {compat.how_to_install()}"
-        if name != "vllm":
+        if rollout.name == "sglang":
+            compat.require_installed()
+        if rollout.name != "vllm":
             continue
-        if vllm is None or vllm.origin is None:
-            yield f"{section}.name=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set name=hf"
-        elif given := rollout.engine_kwargs.vllm:
-            known = _fields(Path(vllm.origin).parent / "engine" / "arg_utils.py", "EngineArgs")
-            for unknown in sorted(set(given) - known if known else ()):
-                near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(unknown, known, n=1))
-                yield f"{section}.engine_kwargs.vllm.{unknown}={given[unknown]}: vLLM has no such argument{near}"
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:
+            raise ValueError(
+                f"{section}.name=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set {section}.name=hf"
+            )
+        known = _fields(Path(spec.origin).parent / "engine" / "arg_utils.py", "EngineArgs")
+        for name in sorted(set(rollout.engine_kwargs.vllm) - known) if known else ():
+            near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
+            value = rollout.engine_kwargs.vllm[name]
+            raise ValueError(f"{section}.engine_kwargs.vllm.{name}={value}: vLLM has no such argument{near}")
 
 
 def _fields(file: Path, name: str) -> set[str]:
     """The fields of a dataclass in a file, which importing would take seconds; none where it is not there."""
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
-    (fields,) = [each.body for each in body if isinstance(each, ast.ClassDef) and each.name == name] or [[]]
+    fields = [each for found in body if isinstance(found, ast.ClassDef) and found.name == name for each in found.body]
     return {each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
 
 
 def _urls(config: PPOConfig) -> dict[str, str]:
     """Key -> address of the services that this run asks."""
-    reward, trainer = config.reward_model, config.trainer
-    tracking = trainer.logger_kwargs.get("mlflow", {}).get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI", "")
+    tracking = config.trainer.logger_kwargs.get("mlflow", {}).get("tracking_uri")
     named = {
-        "reward_model.judge.url": reward.judge.url,
-        "reward_model.sandbox_fusion.url": reward.sandbox_fusion.url,
-        "trainer.logger_kwargs.mlflow.tracking_uri": tracking if "mlflow" in trainer.logger else None,
+        "reward_model.judge.url": config.reward_model.judge.url,
+        "reward_model.sandbox_fusion.url": config.reward_model.sandbox_fusion.url,
+        "trainer.logger_kwargs.mlflow.tracking_uri": tracking if "mlflow" in config.trainer.logger else None,
     }
     return {key: url for key, url in named.items() if url and url.startswith("http")}
 
@@ -157,27 +140,24 @@ def unreachable(key: str, url: str) -> str | None:
 def check_models(config: PPOConfig, device: str) -> None:
     """ValueError, naming the key, for what the trainer's models lack: modules that keys name, backends, a compiler."""
     for role in roles_of(config).values():
-        model, policy = role.model, role.fsdp.wrap_policy
+        model, section = role.model, role.model_section.removesuffix("model")
+        with_lora = role.optim is not None and model.lora_rank > 0 and not role.is_base_of_actor
         try:
             hf_config = loading.load_hf_config(model)
             loading.check_backend(model, hf_config, torch.device(device))
-            with_lora = role.optim is not None and model.lora_rank > 0
-            if role.is_base_of_actor or not (with_lora or policy.transformer_layer_cls_to_wrap):
+            if role.compile_blocks:
+                blocks.check_compiler(torch.device(device))
+            if not (with_lora or role.fsdp.wrap_policy.transformer_layer_cls_to_wrap):
                 continue
             built = loading.build_meta_model(model, hf_config, kind=role.kind)
+            frozen = role.freeze_vision_tower and families.sees(hf_config)
+            tower = built.hf.base_model.get_submodule("visual") if frozen else None
             if with_lora:
-                tower = built.hf.base_model.get_submodule("visual") if families.sees(hf_config) else None
-                lora.attach(
-                    built.hf, model, dtype=torch.float32, seed=0, left_out=tower if role.freeze_vision_tower else None
-                )
-        except ValueError as error:
-            raise ValueError(f"{role.model_section.removesuffix('model')}{error}") from error
-        try:
+                lora.attach(built.hf, model, dtype=torch.float32, seed=0, left_out=tower)
+            section = f"{role.sharding_section}."
             loading.sharding_units(built, role.fsdp)
         except ValueError as error:
-            raise ValueError(f"{role.sharding_section}.{error}") from error
-        if role.compile_blocks:
-            blocks.check_compiler(torch.device(device))
+            raise ValueError(f"{section}{error}") from error
 
 
 def check_sampling(

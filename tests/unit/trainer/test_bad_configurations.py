@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,9 @@ def faults(case: bad.Bad, text: str) -> list[str]:
     shown = {case.value, case.value.strip("'"), str(value), repr(value), case.value.replace("e30", "e+30")}
     shown |= {case.value.rpartition(":")[0]}  # the file of a reference
     shown |= {str(int(value)), f"{value:,}"} if isinstance(value, float | int) and abs(value) < 1e40 else set()
-    shown |= {str(name) for name in value} | {str(item) for item in value.values()} if isinstance(value, dict) else set()
+    shown |= (
+        {str(name) for name in value} | {str(item) for item in value.values()} if isinstance(value, dict) else set()
+    )
     shown |= set(map(str, value)) if isinstance(value, list) else set()
     found = [] if case.key in text or ".".join(case.key.split(".")[-2:]) in text else ["key"]
     found += [] if any(each and each in text for each in shown) else ["value"]

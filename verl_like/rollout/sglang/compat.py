@@ -82,16 +82,12 @@ def require_installed() -> str:
     """SGLang's version; ValueError with what to do where there is none."""
     version = installed()
     if version is None:
-        raise ValueError(f"rollout.name=sglang: {how_to_install()}")
+        raise ValueError(
+            "rollout.name=sglang: SGLang is installed neither in this environment nor in "
+            f"{folder()} (variable {FOLDER_VARIABLE}): WITH_SGLANG=1 bash scripts/setup_env.sh, or "
+            "pip install 'verl_like[sglang]' for CUDA; or set rollout.name=vllm"
+        )
     return version
-
-
-def how_to_install() -> str:
-    """What to do where there is no SGLang."""
-    return (
-        f"SGLang is installed neither in this environment nor in {folder()} (variable {FOLDER_VARIABLE}): "
-        "WITH_SGLANG=1 bash scripts/setup_env.sh, or pip install 'verl_like[sglang]' for CUDA; or set name=vllm"
-    )
 
 
 def starting(device: torch.device, sleeps: bool) -> AbstractContextManager[object]:
