@@ -54,9 +54,7 @@ def check_machine(config: PPOConfig, device: str) -> None:
         from verl_like.cluster.launch import check_joining  # which imports ray
 
         check_joining(ray.address, ray.num_cpus, ray.temp_dir)
-    elif (
-        config.trainer.launcher == "ray" and nodes > 1 and not getattr(sys.modules.get("ray"), "is_initialized", bool)()
-    ):
+    elif nodes > 1 and not getattr(sys.modules.get("ray"), "is_initialized", bool)():
         raise ValueError(
             f"trainer.nnodes={nodes} with ray_init.address=null: a Ray of our own is this machine; start one on all "
             "machines (ray start) and set ray_init.address=auto, or set nnodes=1"
@@ -68,7 +66,7 @@ def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[f
     rollout, data, reward = config.actor_rollout_ref.rollout, config.data, config.reward_model
     helps = rollout.multi_turn.enable or runs_agent_loops(rollout) or runs_programs(rollout) or config.env.train.tags
     length = rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    ranks, at_once = config.trainer.n_gpus_per_node, min(data.val_batch_size or 1, data.train_batch_size)
+    ranks = config.trainer.n_gpus_per_node
     rows: list[tuple[Any, str, Any, int, tuple[float, str]]] = [
         (True, "custom_reward_function.num_workers", config.custom_reward_function.num_workers, 1, _HELPER),
         (helps, f"{_ROLLOUT}.agent.num_workers", rollout.agent.num_workers, 1, _HELPER),
@@ -77,7 +75,7 @@ def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[f
         (config.ray_init.num_cpus, "ray_init.num_cpus", config.ray_init.num_cpus, 1, _HELPER),
         (True, f"{_ROLLOUT}.n", rollout.n, data.train_batch_size, _RESPONSE),
         (True, f"{_ROLLOUT}.n_redundant", rollout.n_redundant, data.train_batch_size, _RESPONSE),
-        (data.val_files, f"{_ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n, at_once, _RESPONSE),
+        (data.val_files, f"{_ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n, 1, _RESPONSE),
         (reward.judge.url, "reward_model.judge.max_concurrent", reward.judge.max_concurrent, 1, _THREAD),
         (rollout.name == "vllm", f"{_ROLLOUT}.max_num_seqs", rollout.max_num_seqs, 1, (4.0 * length, "rows of tokens")),
     ]
