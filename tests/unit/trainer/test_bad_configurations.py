@@ -139,7 +139,8 @@ def test_what_is_no_ray(answer: bytes) -> None:
     """What listens at ray_init.address, and says nothing or speaks another language, is told in a few seconds."""
     from verl_like.cluster.launch import check_joining
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("", 0)) as server:  # Ray asks for the loopback's port at the machine's own address
+        server.settimeout(30)
         accepted: list[socket.socket] = []
         thread = threading.Thread(target=lambda: accepted.append(server.accept()[0]) or accepted[0].sendall(answer))
         thread.start()
@@ -162,7 +163,7 @@ def test_an_empty_argument_is_skipped() -> None:
 def test_an_unforeseen_error_ends_in_a_line(has_log: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    handler = logging.FileHandler(tmp_path / "verl_like_run.log")
+    handler = logging.FileHandler(tmp_path / "run.log")
     monkeypatch.setattr(logging.getLogger("verl_like"), "handlers", [handler] if has_log else [])
     monkeypatch.setattr(logging.getLogger("verl_like"), "level", logging.DEBUG)
     with pytest.raises(SystemExit) as ended, told_in_a_line("the start"):
@@ -170,7 +171,7 @@ def test_an_unforeseen_error_ends_in_a_line(has_log: bool, tmp_path: Path, monke
     text = str(ended.value)
     handler.close()
     assert text.startswith("error: the start failed: KeyError: ") and "\n" not in text
-    (file,) = tmp_path.glob("verl_like_*.log") if not has_log else [tmp_path / "verl_like_run.log"]
+    (file,) = [tmp_path / "run.log"] if has_log else tmp_path.glob("verl_like_*.log")
     assert text.endswith(str(file)) and "Traceback" in file.read_text()
     with pytest.raises(KeyError), told_in_a_line("the start", over=lambda: True):
         raise KeyError("of a step")
