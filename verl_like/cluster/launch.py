@@ -265,8 +265,6 @@ def check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> N
 
 def _check_reachable(address: str) -> None:
     """ConfigError where no Ray answers: it would be tried for up to ten minutes, and no signal heard meanwhile."""
-    if address in ("", "local"):
-        return
     services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
     key, fix = (
         f"ray_init.address={address}",
@@ -281,9 +279,10 @@ def _check_reachable(address: str) -> None:
     host, _, port = place.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S) as connection:
-            connection.sendall(b"" if os.environ.get("RAY_USE_TLS") == "1" else _HELLO)
-            if os.environ.get("RAY_USE_TLS") != "1" and connection.recv(4)[3:] != _SETTINGS:
-                raise OSError("what listens there does not speak gRPC, as Ray's head does at its port, mostly 6379")
+            if os.environ.get("RAY_USE_TLS") != "1":
+                connection.sendall(_HELLO)
+                if connection.recv(4)[3:] != _SETTINGS:
+                    raise OSError("what listens there does not speak gRPC, as Ray's head does, mostly at port 6379")
     except (OSError, ValueError) as error:
         raise ConfigError([f"{key}: no Ray answers at {place} ({error}); {fix}"]) from error
 

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.config.errors import raise_if_any
 from verl_like.config.reward_rollout import RewardRolloutConfig
-from verl_like.config.roles import generates, roles_of
+from verl_like.config.roles import REWARD, generates, roles_of
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 from verl_like.models import blocks, families, loading, lora
 from verl_like.rollout.sampling import require_tokens_left, train_sampling, validation_sampling
@@ -50,7 +50,7 @@ def check_machine(config: PPOConfig, device: str) -> None:
     ray, nodes = config.ray_init, config.trainer.nnodes
     if config.trainer.launcher == "local":
         return
-    if ray.address is not None:
+    if ray.address not in (None, "", "local"):
         from verl_like.cluster.launch import check_joining  # which imports ray
 
         check_joining(ray.address, ray.num_cpus, ray.temp_dir)
@@ -88,20 +88,18 @@ def _check_engines(config: PPOConfig) -> None:
     if generates(config.reward_model, config.custom_reward_function):
         chosen["reward_model.rollout"] = config.reward_model.rollout
     for section, rollout in chosen.items():
+        spec = importlib.util.find_spec("vllm") if rollout.name == "vllm" else None
         if rollout.name == "sglang":
             compat.require_installed()
-        if rollout.name != "vllm":
-            continue
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or spec.origin is None:
+        elif rollout.name == "vllm" and spec is None:
             raise ValueError(
                 f"{section}.name=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set {section}.name=hf"
             )
-        known = _fields(Path(spec.origin).parent / "engine" / "arg_utils.py", "EngineArgs")
-        for name in sorted(set(rollout.engine_kwargs.vllm) - known) if known else ():
+        given = rollout.engine_kwargs.vllm if section == _ROLLOUT and spec is not None and spec.origin else {}
+        known = _fields(Path(spec.origin).parent / "engine" / "arg_utils.py", "EngineArgs") if given else set()
+        for name in sorted(set(given) - known) if known else ():
             near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
-            value = rollout.engine_kwargs.vllm[name]
-            raise ValueError(f"{section}.engine_kwargs.vllm.{name}={value}: vLLM has no such argument{near}")
+            raise ValueError(f"{section}.engine_kwargs.vllm.{name}={given[name]}: vLLM has no such argument{near}")
 
 
 def _fields(file: Path, name: str) -> set[str]:
@@ -138,6 +136,8 @@ def unreachable(key: str, url: str) -> str | None:
 def check_models(config: PPOConfig, device: str) -> None:
     """ValueError, naming the key, for what the trainer's models lack: modules that keys name, backends, a compiler."""
     for role in roles_of(config).values():
+        if role.name == REWARD and config.reward_model.worker_class is not None:
+            continue  # of a class of the user's, which may load what it likes
         model, section = role.model, role.model_section.removesuffix("model")
         with_lora = role.optim is not None and model.lora_rank > 0 and not role.is_base_of_actor
         try:

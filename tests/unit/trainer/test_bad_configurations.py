@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.e2e.support import main_ppo
 from tests.unit.trainer import bad_configurations as bad
 from verl_like.config.errors import ConfigError
 from verl_like.observe.logs import told_in_a_line
@@ -75,6 +76,20 @@ def test_all_contradictions_and_two_thousand_odd_values(tmp_path: Path, tiny_mod
     chance = random.Random(SEED)
     wrong = check_drawn([*bad.CONTRADICTIONS, *chance.sample(bad.odd_values(), 2000)], tmp_path, tiny_model)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_on_the_real_command_line(launcher: str, tmp_path: Path, tiny_model: Path) -> None:
+    """A sample of those: exit status 1, a message in place of a traceback, and no worker was started."""
+    for case in random.Random(SEED).sample(bad.CONTRADICTIONS, 8):
+        settings = {"trainer.launcher": launcher, **case.around, case.key: case.value}
+        if launcher == "ray" and case.key.startswith("trainer.n"):
+            continue  # what Ray may do and local may not
+        case = dataclasses.replace(case, around={k: v for k, v in settings.items() if k != case.key})
+        result = main_ppo([f"{key}={value}" for key, value in case.settings(tmp_path, tiny_model).items()])
+        assert result.returncode == 1 and "error: " in result.stdout, result.stdout
+        assert "Traceback" not in result.stdout and "worker(s)" not in result.stdout, result.stdout
 
 
 def test_the_rest_of_them_is_sound(tmp_path: Path, tiny_model: Path) -> None:
