@@ -4,16 +4,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.config.base import (
-    ConfigNode,
-    above,
-    at_least,
-    between,
-    minus_one_or_positive,
-    one_of,
-    reference_or_none,
-    require,
-)
+from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, one_of, reference_or_none, require
 from verl_like.config.enums import (
     HEALTH_ACTIONS,
     HEALTH_RULES,
@@ -211,7 +202,8 @@ class TrainerConfig(ConfigNode):
             require(legal, "logger_kwargs", {name: given}, fix)
         reference_or_none(self, "trainer_class")
         one_of(self, "log_format", LOG_FORMATS)
-        between(self, 0, 65535, "prometheus_port")
+        port = self.prometheus_port
+        require(port is None or 0 <= port <= 65535, "prometheus_port", port, "must lie between 0 and 65535")
         self._take_sizes_from_placement()
 
     def _take_sizes_from_placement(self) -> None:
