@@ -372,11 +372,11 @@ class RolloutConfig(ConfigNode):
 
     def check(self) -> None:
         check_sampling(self)
+        at_least(self, 1, "prompt_length", "response_length", "tensor_model_parallel_size", "max_num_batched_tokens")
         between(self, 0, self.response_length, "min_tokens")
         check_ends(self)
         above(self, 0, "temperature", "gpu_memory_utilization", "sync_probe_tolerance")
         between(self, 0, 1, "gpu_memory_utilization")
-        at_least(self, 1, "prompt_length", "response_length", "tensor_model_parallel_size", "max_num_batched_tokens")
         at_least(self, 1, "limit_images")
         at_least(self, 1, "max_model_len", "max_num_seqs", "update_weights_bucket_megabytes")
         at_least(self, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")

@@ -91,6 +91,7 @@ from verl_like.trainer.reward_check import self_check, try_out
 from verl_like.trainer.reward_models import load_reward_model, use_reward_model
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
+from verl_like.trainer.start_checks import check_machine, check_models, check_sampling
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.told import start_phase, worker_start_text
 from verl_like.trainer.tools import check_interactions, open_toolbox, require_tool_messages
@@ -150,10 +151,13 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
         )
     device, ranks_per_node = resolve_world(config)
     require_quantization(config.actor_rollout_ref.rollout, device)
+    check_machine(config, device)
     check_own_code(config)
     toolbox = open_toolbox(config, stack)
     inputs = load_inputs(config, toolbox)
     require_heads(config.actor_rollout_ref.rollout, inputs.hf_config, device)
+    check_sampling(config, inputs.tokenizer, inputs.hf_config, inputs.eos_ids)
+    check_models(config, device)
     plan = BatchPlan.build(config, config.trainer.nnodes * ranks_per_node, len(inputs.train))
     loader = train_loader(config, inputs.train, plan)  # what is wrong with its sampler is said before anything starts
     if config.asynchronous and loader.learns:

@@ -86,8 +86,8 @@ def max_model_len(config: PPOConfig, hf_config: PretrainedConfig) -> int:
     positions = hf_config.get_text_config().max_position_embeddings
     if length > positions:
         raise ValueError(
-            f"prompt plus response may have {length} tokens (data.max_prompt_length + data.max_response_length, or "
-            f"rollout.max_model_len), but the model has {positions} positions "
-            "(max_position_embeddings); lower the lengths"
+            f"prompt plus response may have {length} tokens (data.max_prompt_length={config.data.max_prompt_length} + "
+            f"data.max_response_length={config.data.max_response_length}, or rollout.max_model_len), but the model has "
+            f"{positions} positions (max_position_embeddings); lower the lengths"
         )
     return length
