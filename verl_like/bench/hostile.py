@@ -1,0 +1,107 @@
+"""Twenty kinds of requests that no client of good will sends, for `verl-like bench gateway`: a process of its own.
+
+    python -m verl_like.bench.hostile '["127.0.0.1", 8000, "sk-...", 12.0]'
+
+Each kind is sent twice, all at the same time, over raw sockets to this machine alone, and waits so many seconds for its
+answer at most. Printed, as JSON: of each kind, the statuses that came back; 0 for a connection closed without one, -1
+for one that was still open at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+_COPIES, _MIB = 2, 1 << 20
+Parts = Iterable[bytes | float]  # what is sent; numbers are pauses in seconds
+
+
+def kinds(key: str) -> dict[str, Parts]:
+    """Of each kind: what is sent. key: of an open session."""
+
+    def post(body: bytes, *headers: str, key: str = key, length: int | None = None) -> bytes:
+        size = f"Content-Length: {len(body) if length is None else length}"
+        lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", *headers]
+        return "\r\n".join([*lines, *([] if length == -1 else [size]), "\r\n"]).encode() + body
+
+    def chat(**more: object) -> bytes:
+        return json.dumps({"messages": [{"role": "user", "content": "t8"}], **more}).encode()
+
+    def repeated(first: bytes, part: bytes, count: int, pause: float = 0.0) -> Iterator[bytes | float]:
+        yield first
+        for _ in range(count):
+            yield from (part, pause) if pause else (part,)
+
+    chunked, zeros = "Transfer-Encoding: chunked", gzip.compress(bytes(256 * _MIB), 9)
+    tool = {"type": "function", "function": {"name": "f", "description": "t9 " * 1000}}
+    start = post(b"", chunked, length=-1)
+    return {
+        "10 MB of tools": [post(chat(tools=[tool] * 3400))],
+        "a million empty messages": [
+            post(json.dumps({"messages": [{"role": "user", "content": ""}] * 10**6}).encode())
+        ],
+        "2 MB of empty lists": [post(b'{"messages": [' + b"[]," * 700_000 + b"[]]}")],
+        "a text of 2 MB": [post(chat(messages=[{"role": "user", "content": "t9 " * 700_000}]))],
+        "100,000 brackets deep": [post(b"[" * 100_000)],
+        "a number of a million digits": [post(b'{"seed": ' + b"9" * _MIB + b"}")],
+        "a key a hundred thousand times": [post(b'{"n": 1' + b',"n": 1' * 100_000 + b"}")],
+        "no number": [post(b'{"messages": [], "seed": NaN}')],
+        "bytes that are no text": [post(b'{"messages": "\xff\xfe"}')],
+        "wrong types": [post(chat(messages={"a": [1]}, tools=5))],
+        "gzip without a key": [post(zeros, "Content-Encoding: gzip", key="sk-guess")],
+        "gzip": [post(zeros, "Content-Encoding: gzip")],
+        "64 MB": repeated(post(b"", length=64 * _MIB), bytes(_MIB), 64),
+        "64 MB without a key": repeated(post(b"", length=64 * _MIB, key="sk-guess"), bytes(_MIB), 64),
+        "chunks without end": repeated(start, b"100000\r\n" + bytes(_MIB) + b"\r\n", 64),
+        "chunks of one byte": repeated(start, b"1\r\nx\r\n" * 10_000, 400),
+        "a body that drips": repeated(post(b"", length=1000), b"x", 1000, 0.5),
+        "headers that drip": repeated(b"POST / HTTP/1.1\r\n", b"x-a: b\r\n", 1000, 0.5),
+        "half a request": [b"POST /v1/chat/comp"],
+        "10,000 headers": [post(b"{}", *(f"x-{number}: y" for number in range(10_000)))],
+        "a header of 1 MB": [post(b"{}", "x-a: " + "y" * _MIB)],
+        "a thousand requests in one go": [post(b"{", "x: y") * 1000],
+    }
+
+
+async def _send(place: tuple[str, int], parts: Parts, wait_s: float) -> int:
+    reader, writer = await asyncio.open_connection(*place)
+
+    async def send() -> None:
+        with suppress(ConnectionError):
+            for part in parts:
+                if isinstance(part, float):
+                    await asyncio.sleep(part)
+                else:
+                    writer.write(part)
+                    await writer.drain()
+
+    sending = asyncio.ensure_future(send())
+    try:
+        async with asyncio.timeout(wait_s):
+            line = await reader.readline()
+        return int(line.split()[1]) if line.startswith(b"HTTP/") else 0
+    except TimeoutError:
+        return -1
+    except (ConnectionError, ValueError):
+        return 0
+    finally:
+        sending.cancel()
+        writer.close()
+
+
+async def _main(host: str, port: int, key: str, wait_s: float) -> dict[str, list[int]]:
+    made = [(kind, number) for number in range(_COPIES) for kind in kinds(key)]
+    sent = [kinds(key)[kind] for kind, _ in made]
+    statuses = await asyncio.gather(*(_send((host, port), parts, wait_s) for parts in sent))
+    found: dict[str, list[int]] = {}
+    for (kind, _), status in zip(made, statuses, strict=True):
+        found.setdefault(kind, []).append(status)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(_main(*json.loads(sys.argv[1])))))
