@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from verl_like.episodes.gateway import schema
 from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply
 
 Event = tuple[str | None, dict[str, Any]]  # name of a server-sent event, its data
@@ -104,6 +105,8 @@ def _tools(body: Mapping[str, Any], function_of: Callable[[Mapping[str, Any]], A
 class Chat:
     """POST /v1/chat/completions."""
 
+    fields, ends = schema.CHAT, "data: [DONE]\n\n"
+
     @staticmethod
     def read(body: Mapping[str, Any]) -> Asked:
         messages = []
@@ -142,6 +145,8 @@ class Chat:
 
 class Messages:
     """POST /v1/messages, Anthropic's."""
+
+    fields, ends = schema.MESSAGES, ""
 
     @staticmethod
     def read(body: Mapping[str, Any]) -> Asked:
@@ -225,6 +230,8 @@ def _required(block: Mapping[str, Any], name: str, where: str) -> str:
 
 class Responses:
     """POST /v1/responses. previous_response_id is looked up by the server."""
+
+    fields, ends = schema.RESPONSES, ""
 
     @staticmethod
     def read(body: Mapping[str, Any], before: list[Message]) -> Asked:

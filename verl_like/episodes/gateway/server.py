@@ -15,7 +15,7 @@ import resource
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -33,11 +33,13 @@ _http_logger = logging.getLogger(f"{__name__}.http")
 _http_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 MODEL = "policy"
+Form = type[Chat] | type[Messages] | type[Responses]
+FORMS: dict[str, Form] = {"/v1/chat/completions": Chat, "/v1/messages": Messages, "/v1/responses": Responses}
 _PING_S = 10.0  # something is said on a stream that waits, so that nobody in between takes it for dead
 _HEADERS_S = 10.0  # for the first request of a connection
 _IDLE_S = 75.0  # between two: longer than clients keep a connection that they do not use
-_BODY_S = 30.0  # to send one, and to read what is answered
-_LINGER_S = 3.0  # what is still sent after a refusal is read for so long, so that the refusal is seen
+_BODY_S = 20.0  # to send one, and to read what is answered
+_LINGER_S = 2.0  # what is still sent after a refusal is read for so long, so that the refusal is seen
 _MOST_CONNECTIONS = 4096
 _SMALL_BYTES, _LARGE_AT_ONCE = 1 << 16, 8  # bodies in memory
 _MOST_SAID = 500  # characters of a reason
@@ -163,40 +165,18 @@ class GatewayServer:
         return session
 
     async def _routed(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
-        place = (request.method, request.path)
-        if place == ("GET", "/v1/models"):
+        method, path = request.method, request.path
+        if (method, path) == ("GET", "/v1/models"):
             found = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl_like"}
             return web.json_response({"object": "list", "data": [found]})
-        if place == ("POST", "/v1/chat/completions"):
-            return await self._serve(request, session, Chat, schema.CHAT, Chat.read, "data: [DONE]\n\n")
-        if place == ("POST", "/v1/messages"):
-            return await self._serve(request, session, Messages, schema.MESSAGES, Messages.read)
-        if place == ("POST", "/v1/responses"):
+        if method == "POST" and path in FORMS:
+            return await self._serve(request, session, FORMS[path])
+        known = path in FORMS or path == "/v1/models"
+        what = "Method Not Allowed" if known else "Not Found"
+        raise Turned(405 if known else 404, f"{what}: {method} {path}")
 
-            def read(body: Mapping[str, Any]) -> Asked:
-                earlier = body.get("previous_response_id")
-                owner, before = (session, []) if earlier is None else self._said.get(earlier, (None, []))
-                if owner is session:
-                    return Responses.read(body, before)
-                what = f"previous_response_id={earlier!r} is none of this episode's"
-                raise Refused(what, param="previous_response_id")
-
-            return await self._serve(request, session, Responses, schema.RESPONSES, read)
-        known = ("/v1/models", "/v1/chat/completions", "/v1/messages", "/v1/responses")
-        what = "Method Not Allowed" if request.path in known else "Not Found"
-        raise Turned(405 if request.path in known else 404, f"{what}: {request.method} {request.path}")
-
-    async def _serve(
-        self,
-        request: web.BaseRequest,
-        session: Session,
-        form: Any,
-        fields: dict[str, Any],
-        read: Any,
-        *,
-        ends: str = "",
-    ) -> web.StreamResponse:
-        body, asked = await self._read(request, session, fields, read)
+    async def _serve(self, request: web.BaseRequest, session: Session, form: Form) -> web.StreamResponse:
+        body, asked = await self._read(request, session, form)
         if request.headers.get("x-stainless-retry-count", "0") != "0":  # the official clients say so
             asked = dataclasses.replace(asked, is_retry=True)
         model, identity = body.get("model") or MODEL, new_identity()
@@ -204,7 +184,7 @@ class GatewayServer:
         answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # or nobody may ask for it
         try:
             if body.get("stream"):
-                return await self._stream(request, session, asked, answering, (form, model, identity), ends)
+                return await self._stream(request, session, asked, answering, (form, model, identity))
             reply = await answering
         finally:  # the connection may have broken
             answering.cancel()
@@ -212,9 +192,7 @@ class GatewayServer:
         self._remember(session, asked, reply, written["id"])
         return web.json_response(written)
 
-    async def _read(
-        self, request: web.BaseRequest, session: Session, fields: dict[str, Any], read: Any
-    ) -> tuple[dict[str, Any], Asked]:
+    async def _read(self, request: web.BaseRequest, session: Session, form: Form) -> tuple[dict[str, Any], Asked]:
         """The body, and what it asks for. Large ones wait for each other."""
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Turned(415, "Unsupported Media Type: a compressed body; send it as it is")
@@ -240,8 +218,15 @@ class GatewayServer:
             if max(length or 0, len(data)) > most:
                 what = f"a body has at most {most} bytes here, far more than the maximum context length"
                 raise Turned(413, f"Request Entity Too Large: {what}")
-            body = await apart(len(data), schema.read, bytes(data), fields)
-            return body, read(body)
+            body = await apart(len(data), schema.read, bytes(data), form.fields)
+        if form is not Responses:
+            return body, form.read(body)
+        name = body.get("previous_response_id")
+        owner, before = (session, []) if name is None else self._said.get(name, (None, []))
+        if owner is not session:
+            what = f"previous_response_id={name!r} is none of this episode's"
+            raise Refused(what, param="previous_response_id")
+        return body, Responses.read(body, before)
 
     async def _stream(
         self,
@@ -249,8 +234,7 @@ class GatewayServer:
         session: Session,
         asked: Asked,
         answering: asyncio.Future[Reply],
-        how: tuple[Any, str, str],
-        ends: str,
+        how: tuple[Form, str, str],
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         form, model, identity = how
@@ -264,7 +248,7 @@ class GatewayServer:
             if not response.prepared:  # what was refused at once is an HTTP error, as long as nothing was said
                 raise
             said = _line(("error", {"type": "error", **_error_body(request, *_told(error, session)[1:])}))
-        await _in_time(request, response, said + ends)
+        await _in_time(request, response, said + form.ends)
         return response
 
     def _remember(self, session: Session, asked: Asked, reply: Reply, name: str) -> None:

@@ -31,8 +31,11 @@ from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 Message = dict[str, Any]
 _THINK = "<think>"
 _SMALL_CHARS = 1 << 16  # that are read, rendered and tokenised in some milliseconds
-_SPARE_CHARS, _TOKEN_CHARS = 1 << 16, 32  # of a context that is full; no text has as many in a token, on average
-_DENSE_CHARS = 8  # of a token, on average: more are worth a careful look
+_SPARE_CHARS, _TOKEN_CHARS = 1 << 18, 32  # of a context that is full; no text has as many in a token, on average
+_PIECE_CHARS, _DENSE_CHARS = (
+    1 << 19,
+    8,
+)  # of more, and of as many in a token, the tokens are counted before they are kept
 _HEAVY = ThreadPoolExecutor(1, "gateway-heavy")  # one at a time: each may take a hundred megabytes
 T = TypeVar("T")
 
@@ -117,7 +120,7 @@ async def apart(size: int, work: Callable[..., T], *arguments: Any) -> T:
 
 
 class Session:
-    """The conversations of one episode. `answer` runs in the gateway's event loop, what it asks the policy in the loop in
+    """The conversations of one episode. `answer` runs in the gateway's event loop and asks the policy in the loop in
     which the session was made; `close` and `turns` may be called from any thread."""
 
     def __init__(self, rules: Rules, ask: Ask) -> None:
@@ -256,7 +259,7 @@ class Session:
         if not asked.messages:
             raise Refused("messages is empty", param="messages")
         try:
-            if size > _DENSE_CHARS * rules.total:
+            if size > max(_PIECE_CHARS, _DENSE_CHARS * rules.total):
                 self._require_room(asked)
             for length in range(len(asked.messages) - 1, 0, -1):
                 if asked.messages[length - 1]["role"] != "assistant":
@@ -273,11 +276,10 @@ class Session:
 
     def _require_room(self, asked: Asked) -> None:
         """Refused for far too long a text, before the tokens of all of it are in memory."""
-        total, step = self.rules.total, _DENSE_CHARS * self.rules.total
+        total, count = self.rules.total, 0
         text = self.rules.encoder.render((asked.messages, asked.tools))
-        count = 0
-        for start in range(0, len(text), step):
-            count += len(self.rules.encoder.encode_text(text[start : start + step]))
+        for start in range(0, len(text), _PIECE_CHARS):
+            count += len(self.rules.encoder.encode_text(text[start : start + _PIECE_CHARS]))
             if count > 1.1 * total:  # cuts may add some
                 what = f"the messages have more than {count} tokens, the maximum context length is {total}"
                 raise Refused(what, "context_length_exceeded", "messages")
