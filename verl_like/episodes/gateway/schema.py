@@ -65,7 +65,7 @@ RESPONSES: dict[str, Any] = _COMMON | {
 }
 
 
-def read(data: bytes, schema: dict[str, Any]) -> dict[str, Any]:
+def read(data: bytearray, schema: dict[str, Any]) -> dict[str, Any]:
     """The object that these bytes are. Refused names the field of another type."""
     _require_bounded(data)
     try:
@@ -83,7 +83,7 @@ def read(data: bytes, schema: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _require_bounded(data: bytes) -> None:
+def _require_bounded(data: bytearray) -> None:
     depth = items = 0
     for mark in _MARKS.finditer(data):
         found = mark[0][0]

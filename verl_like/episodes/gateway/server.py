@@ -41,7 +41,8 @@ _IDLE_S = 75.0  # between two: longer than clients keep a connection that they d
 _BODY_S = 20.0  # to send one, and to read what is answered
 _LINGER_S = 2.0  # what is still sent after a refusal is read for so long, so that the refusal is seen
 _MOST_CONNECTIONS = 4096
-_SMALL_BYTES, _LARGE_AT_ONCE = 1 << 16, 8  # bodies in memory
+_READ_BYTES = 1 << 14  # at a time: the parser keeps the interpreter's lock, for milliseconds if these are tiny chunks
+_SMALL_BYTES, _LARGE_AT_ONCE = 1 << 16, 4  # bodies in memory
 _MOST_SAID = 500  # characters of a reason
 _STATUSES = {401: "authentication_error", 404: "not_found_error", 405: "not_found_error"}
 
@@ -73,6 +74,7 @@ class _Front(web.Server):
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
         self._new[handler] = asyncio.get_running_loop().call_later(_HEADERS_S, transport.abort)
         if len(self._connections) > self._most:  # who has asked something stays
             self._connections[next(iter(self._new))].abort()
@@ -99,7 +101,7 @@ class GatewayServer:
         self._sessions: dict[str, Session] = {}
         self._said: dict[str, tuple[Session, list[Message]]] = {}  # conversations by response id
         self._thread: threading.Thread | None = None
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()  # whatever loop others have set as the usual one
 
     async def start(self) -> None:
         """Listen. Nothing, where it does already."""
@@ -196,7 +198,7 @@ class GatewayServer:
         """The body, and what it asks for. Large ones wait for each other."""
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Turned(415, "Unsupported Media Type: a compressed body; send it as it is")
-        most, length = 2 * session.rules.most_chars + (1 << 20), request.content_length
+        most, length = 2 * session.rules.most_chars, request.content_length
         data = bytearray()
         async with AsyncExitStack() as stack:
             if length is None or length > _SMALL_BYTES:
@@ -218,7 +220,7 @@ class GatewayServer:
             if max(length or 0, len(data)) > most:
                 what = f"a body has at most {most} bytes here, far more than the maximum context length"
                 raise Turned(413, f"Request Entity Too Large: {what}")
-            body = await apart(len(data), schema.read, bytes(data), form.fields)
+            body = await apart(len(data), schema.read, data, form.fields)
         if form is not Responses:
             return body, form.read(body)
         name = body.get("previous_response_id")

@@ -31,11 +31,8 @@ from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 Message = dict[str, Any]
 _THINK = "<think>"
 _SMALL_CHARS = 1 << 16  # that are read, rendered and tokenised in some milliseconds
-_SPARE_CHARS, _TOKEN_CHARS = 1 << 18, 32  # of a context that is full; no text has as many in a token, on average
-_PIECE_CHARS, _DENSE_CHARS = (
-    1 << 19,
-    8,
-)  # of more, and of as many in a token, the tokens are counted before they are kept
+_SPARE_CHARS, _TOKEN_CHARS = 1 << 19, 32  # of a context that is full; no text has as many in a token, on average
+_DENSE_CHARS, _PIECE_CHARS = 8, 1 << 17  # in a token, on average: of more the tokens are counted first, in pieces
 _HEAVY = ThreadPoolExecutor(1, "gateway-heavy")  # one at a time: each may take a hundred megabytes
 T = TypeVar("T")
 
@@ -259,7 +256,7 @@ class Session:
         if not asked.messages:
             raise Refused("messages is empty", param="messages")
         try:
-            if size > max(_PIECE_CHARS, _DENSE_CHARS * rules.total):
+            if size > max(_SPARE_CHARS, _DENSE_CHARS * rules.total):
                 self._require_room(asked)
             for length in range(len(asked.messages) - 1, 0, -1):
                 if asked.messages[length - 1]["role"] != "assistant":
