@@ -104,10 +104,8 @@ def main(arguments: argparse.Namespace) -> Report:
         direct = _cpu(_direct(bench, arguments.sessions, arguments.turns))
         through = _cpu(_through(bench, arguments.sessions, arguments.turns))
         stack.callback(settle(seldom=True))  # as a run does
-        watch, told = Watch(), dict[str, list[int]]()
-        asyncio.run(
-            _through(bench, _ATTACKED, _LONGER * arguments.turns, partial(_attack, watch, told, arguments.hostile_s))
-        )
+        found: dict[str, Any] = {}
+        asyncio.run(_through(bench, _ATTACKED, _LONGER * arguments.turns, partial(_attack, found, arguments.hostile_s)))
     rows = [
         Row(name="asked directly", seconds=direct[1]),
         Row(name="over the gateway", seconds=through[1], floor_seconds=direct[1]),
@@ -117,14 +115,13 @@ def main(arguments: argparse.Namespace) -> Report:
         f"{requests} requests of {arguments.sessions} sessions at once. The driver took {each:.2f} ms of CPU a request "
         f"over the gateway, {plain:.2f} directly.",
         bar("overhead of a request [ms]", each - plain, BAR_MS),
-        f"{len(told)} kinds of hostile requests, {sum(map(len, told.values()))} in all, beside {_ATTACKED} sessions: "
-        "every request of the sessions was answered, none of the others.",
-        bar("longest stall of the driver's loop [s]", watch.stall_s, BAR_STALL_S),
-        bar("memory above idle [MB]", watch.above_mb, BAR_MB),
+        f"{len(found['hostile'])} kinds of hostile requests beside {_ATTACKED} sessions: every request of the sessions "
+        "was answered, the others were refused or cut.",
+        bar("longest stall of the driver's loop [s]", found["stall_s"], BAR_STALL_S),
+        bar("memory above idle [MB]", found["above_idle_mb"], BAR_MB),
     ]
-    figures = {"overhead_ms": each - plain, "stall_s": watch.stall_s, "above_idle_mb": watch.above_mb, "hostile": told}
     work = {"sessions": arguments.sessions, "turns": arguments.turns, "tokens": _TOKENS}
-    report = Report(bench="gateway", work=work, rows=rows, figures=figures, notes=notes)
+    report = Report(bench="gateway", work=work, rows=rows, figures={"overhead_ms": each - plain, **found}, notes=notes)
     return finish(report, arguments.json, arguments.compare)
 
 
@@ -169,30 +166,19 @@ async def _through(bench: Bench, sessions: int, turns: int, beside: Callable[[st
             await other
 
 
-@dataclass(slots=True)
-class Watch:
-    """The longest stall of an event loop, and the most memory of this process beyond that at the start."""
-
-    stall_s: float = 0.0
-    above_mb: float = 0.0
-
-    async def look(self) -> None:
-        """Until it is cancelled."""
-        cpu = torch.device("cpu")
-        idle = reset_peak(cpu) or 0
-        while True:
-            begun = time.perf_counter()
-            await asyncio.sleep(_LOOK_S)
-            self.stall_s = max(self.stall_s, time.perf_counter() - begun - _LOOK_S)
-            self.above_mb = ((peak_bytes(cpu) or 0) - idle) / 1e6
-
-
-async def _attack(watch: Watch, told: dict[str, list[int]], wait_s: float, url: str, key: str) -> None:
-    looking = asyncio.ensure_future(watch.look())
+async def _attack(found: dict[str, Any], wait_s: float, url: str, key: str) -> None:
+    """Send what is hostile; found: stall_s, the longest of this loop, above_idle_mb of memory, the kinds' statuses."""
+    cpu, stall_s = torch.device("cpu"), 0.0
+    idle = reset_peak(cpu) or 0
     place = json.dumps(["127.0.0.1", int(url.rpartition(":")[2]), key, wait_s])
     command = (sys.executable, "-m", "verl_like.bench.hostile", place)
     attacker = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    told |= json.loads((await attacker.communicate())[0])
-    looking.cancel()
-    if any(200 <= status < 300 or status >= 500 for statuses in told.values() for status in statuses):
-        raise RuntimeError(f"a hostile request was not refused: {told}")
+    told = asyncio.ensure_future(attacker.communicate())
+    while not told.done():
+        begun = time.perf_counter()
+        await asyncio.sleep(_LOOK_S)
+        stall_s = max(stall_s, time.perf_counter() - begun - _LOOK_S)
+    kinds = json.loads(told.result()[0])
+    found |= {"stall_s": stall_s, "above_idle_mb": ((peak_bytes(cpu) or 0) - idle) / 1e6, "hostile": kinds}
+    if any(200 <= status < 300 or status >= 500 for statuses in kinds.values() for status in statuses):
+        raise RuntimeError(f"a hostile request was not refused: {kinds}")

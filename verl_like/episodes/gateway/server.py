@@ -44,15 +44,6 @@ _MOST_CONNECTIONS = 4096
 _READ_BYTES = 1 << 14  # at a time: the parser keeps the interpreter's lock, for milliseconds if these are tiny chunks
 _SMALL_BYTES, _LARGE_AT_ONCE = 1 << 16, 4  # bodies in memory
 _MOST_SAID = 500  # characters of a reason
-_STATUSES = {401: "authentication_error", 404: "not_found_error", 405: "not_found_error"}
-
-
-class Turned(Refused):
-    """Refused with another status than 400."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message, _STATUSES.get(status, "invalid_request_error"))
-        self.status = status
 
 
 class _Front(web.Server):
@@ -163,7 +154,7 @@ class GatewayServer:
         key = request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
         session = self._sessions.get(key.strip())
         if session is None:
-            raise Turned(401, "the API key is no session's, or its episode has ended")
+            raise Refused("the API key is no session's, or its episode has ended", "authentication_error", status=401)
         return session
 
     async def _routed(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
@@ -173,9 +164,9 @@ class GatewayServer:
             return web.json_response({"object": "list", "data": [found]})
         if method == "POST" and path in FORMS:
             return await self._serve(request, session, FORMS[path])
-        known = path in FORMS or path == "/v1/models"
-        what = "Method Not Allowed" if known else "Not Found"
-        raise Turned(405 if known else 404, f"{what}: {method} {path}")
+        if path in FORMS or path == "/v1/models":
+            raise Refused(f"Method Not Allowed: {method} {path}", "not_found_error", status=405)
+        raise Refused(f"Not Found: {method} {path}", "not_found_error", status=404)
 
     async def _serve(self, request: web.BaseRequest, session: Session, form: Form) -> web.StreamResponse:
         body, asked = await self._read(request, session, form)
@@ -197,16 +188,13 @@ class GatewayServer:
     async def _read(self, request: web.BaseRequest, session: Session, form: Form) -> tuple[dict[str, Any], Asked]:
         """The body, and what it asks for. Large ones wait for each other."""
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise Turned(415, "Unsupported Media Type: a compressed body; send it as it is")
+            raise Refused("Unsupported Media Type: a compressed body; send it as it is", status=415)
         most, length = 2 * session.rules.most_chars, request.content_length
         data = bytearray()
         async with AsyncExitStack() as stack:
             if length is None or length > _SMALL_BYTES:
                 await stack.enter_async_context(self._large)
             if length is None or length <= most:
-                if request.headers.get("Expect", "").lower() == "100-continue":
-                    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                    request.writer.output_size = 0  # of the answer, nothing
                 try:
                     async with asyncio.timeout(_BODY_S):
                         async for part in request.content.iter_any():
@@ -214,12 +202,13 @@ class GatewayServer:
                             if len(data) > most:
                                 break
                 except TimeoutError as error:
-                    raise Turned(408, f"Request Timeout: the body was not whole after {_BODY_S:g} s") from error
+                    what = f"Request Timeout: the body was not whole after {_BODY_S:g} s"
+                    raise Refused(what, status=408) from error
                 except web.RequestPayloadError as error:
                     raise Refused("the body is not what its headers say") from error
             if max(length or 0, len(data)) > most:
                 what = f"a body has at most {most} bytes here, far more than the maximum context length"
-                raise Turned(413, f"Request Entity Too Large: {what}")
+                raise Refused(f"Request Entity Too Large: {what}", "request_too_large", status=413)
             body = await apart(len(data), schema.read, data, form.fields)
         if form is not Responses:
             return body, form.read(body)
@@ -279,7 +268,7 @@ def _line(event: Event) -> str:
 def _told(error: BaseException, session: Session | None) -> tuple[int, str, str, str | None]:
     """What the program reads of an error: status, message, code, field."""
     if isinstance(error, Refused):
-        return getattr(error, "status", 400), str(error), error.code, error.param
+        return error.status, str(error), error.code, error.param
     if isinstance(error, EpisodeAborted) or (session is not None and error is session.failure):
         return 400, "the episode is no longer wanted", "session_ended", None  # the session ends with its error
     logger.error("a request to the gateway failed", exc_info=error)

@@ -38,11 +38,14 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The program asked for what there is not; it reads why. code: OpenAI's name of the error; param: the field."""
+    """The program asked for what there is not; it reads why. code: the APIs' name of the error; param: the field;
+    status: HTTP's."""
 
-    def __init__(self, message: str, code: str = "invalid_request_error", param: str | None = None) -> None:
+    def __init__(
+        self, message: str, code: str = "invalid_request_error", param: str | None = None, status: int = 400
+    ) -> None:
         super().__init__(message)
-        self.code, self.param = code, param
+        self.code, self.param, self.status = code, param, status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
