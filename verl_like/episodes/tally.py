@@ -16,6 +16,7 @@ CONVERSATION_COUNTS = (
     *("failed_calls", "malformed_calls", "new_rows", "out_of_tokens", "out_of_turns"),
     *("cut_tokens", "unsampled_tokens"),  # of agent loops
     "joined_requests",  # of the gateway
+    "uncalled_answers",
 )
 _SECONDS = "agent_loop_s/"
 

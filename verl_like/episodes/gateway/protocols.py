@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_like.episodes.gateway import schema
@@ -43,8 +43,8 @@ def _text(content: Any, where: str) -> str:
     return "".join(parts)
 
 
-def _options(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Of `Asked`: max_tokens, stop, most_calls, is_forced. Refused for what there is not."""
+def _options(body: Mapping[str, Any], tools: list[dict[str, Any]], *names: str) -> dict[str, Any]:
+    """Of `Asked`: all but the messages. Refused for what there is not."""
     if body.get("n") not in (None, 1):
         raise Refused(f"n={body['n']}: one answer a request; ask several times", param="n")
     for name in _NOT_SERVED:
@@ -64,19 +64,23 @@ def _options(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
     stop = [stop] if isinstance(stop, str) else stop
     if "" in stop:
         raise Refused("stop must be a text or a list of texts, none of them empty", param="stop")
-    return {"max_tokens": most, "stop": tuple(stop), **_choice(body)}
+    return {"tools": tools or None, "max_tokens": most, "stop": tuple(stop), **_choice(body, tools)}
 
 
-def _choice(body: Mapping[str, Any]) -> dict[str, Any]:
+def _choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of `Asked`: how many calls of an answer the client wants to see (0 by tool_choice none, 1 without parallel ones),
-    and whether there must be one."""
+    and of which tools there must be one."""
     choice = body.get("tool_choice")
-    kind = choice["type"] if isinstance(choice, dict) else choice
+    about: Mapping[str, Any] = choice if isinstance(choice, dict) else {"type": choice}
+    kind, name = about["type"], about.get("name") or (about.get("function") or {}).get("name")
     if kind not in (None, "none", "auto", *_FORCED):
         raise Refused(f"tool_choice of type {kind!r} is not available", param="tool_choice")
-    one = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")
-    most = 0 if kind == "none" else 1 if one or body.get("parallel_tool_calls") is False else None
-    return {"most_calls": most, "is_forced": kind in _FORCED}
+    known = [tool["function"]["name"] for tool in tools]
+    forced = tuple(each for each in known if name in (None, each)) if kind in _FORCED else None
+    if forced == ():
+        raise Refused("tool_choice demands a call of a tool that the request does not have", param="tool_choice")
+    one = about.get("disable_parallel_tool_use") or body.get("parallel_tool_calls") is False
+    return {"most_calls": 0 if kind == "none" else 1 if one else None, "forced": forced}
 
 
 def _role(message: Mapping[str, Any], where: str) -> str:
@@ -97,9 +101,9 @@ def _function(kind: str, function: Mapping[str, Any] | None, where: str) -> dict
     return {"type": "function", "function": dict(function or {})}
 
 
-def _tools(body: Mapping[str, Any], function_of: Callable[[Mapping[str, Any]], Any]) -> list[dict[str, Any]] | None:
+def _tools(body: Mapping[str, Any], function_of: Callable[[Mapping[str, Any]], Any]) -> list[dict[str, Any]]:
     tools = enumerate(body.get("tools") or [])
-    return [_function(*function_of(tool), f"tools[{place}]") for place, tool in tools] or None
+    return [_function(*function_of(tool), f"tools[{place}]") for place, tool in tools]
 
 
 class Chat:
@@ -118,9 +122,9 @@ class Chat:
                 message["tool_calls"] = [{"type": "function", **call} for call in calls]
             messages.append(message)
         tools = _tools(body, lambda tool: (tool["type"], tool.get("function")))
-        options = _options(body, "max_completion_tokens", "max_tokens")
+        options = _options(body, tools, "max_completion_tokens", "max_tokens")
         wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        return Asked(messages=messages, tools=tools, wants_usage=wants_usage, **options)
+        return Asked(messages=messages, wants_usage=wants_usage, **options)
 
     @staticmethod
     def write(reply: Reply, model: str, identity: str) -> dict[str, Any]:
@@ -159,7 +163,7 @@ class Messages:
             what = "the last message is the assistant's: an answer cannot be begun for the policy"
             raise Refused(what, param="messages")
         tools = _tools(body, _anthropics_function)
-        return Asked(messages=messages, tools=tools, **_options(body, "max_tokens"))
+        return Asked(messages=messages, **_options(body, tools, "max_tokens"))
 
     @staticmethod
     def write(reply: Reply, model: str, identity: str) -> dict[str, Any]:
@@ -258,7 +262,7 @@ class Responses:
         tools = _tools(body, lambda tool: (tool["type"], {name: tool[name] for name in tool if name != "type"}))
         if any("logprobs" in each for each in body.get("include") or []):
             raise Refused("logprobs is not available", param="include")
-        return Asked(messages=messages, tools=tools, **_options(body, "max_output_tokens"))
+        return Asked(messages=messages, **_options(body, tools, "max_output_tokens"))
 
     @staticmethod
     def write(reply: Reply, model: str, identity: str) -> dict[str, Any]:

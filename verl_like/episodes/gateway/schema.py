@@ -37,7 +37,10 @@ _COMMON = {
     "stop": (_TEXT, [_TEXT]),
     "stop_sequences": [_TEXT],
     "stream_options": {"include_usage": _FLAG},
-    "tool_choice": (_TEXT, {"type!": _TEXT, "disable_parallel_tool_use": _FLAG}),
+    "tool_choice": (
+        _TEXT,
+        {"type!": _TEXT, "name": _TEXT, "function": {"name": _TEXT}, "disable_parallel_tool_use": _FLAG},
+    ),
     **{name: {"type!": _TEXT} for name in ("response_format", "output_format")},
     **{name: {"format": {"type!": _TEXT}} for name in ("text", "output_config")},
 }

@@ -68,7 +68,9 @@ class _Front(web.Server):
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
         self._new[handler] = asyncio.get_running_loop().call_later(_HEADERS_S, transport.abort)
         if len(self._connections) > self._most:  # who has asked something stays
-            self._connections[next(iter(self._new))].abort()
+            oldest = next(iter(self._new))
+            self.spoke(oldest)
+            self._connections[oldest].abort()
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         self.spoke(handler)

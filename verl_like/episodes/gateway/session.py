@@ -33,6 +33,7 @@ _THINK = "<think>"
 _SMALL_CHARS = 1 << 16  # that are read, rendered and tokenised in some milliseconds
 _SPARE_CHARS, _TOKEN_CHARS = 1 << 19, 32  # of a context that is full; no text has as many in a token, on average
 _DENSE_CHARS, _PIECE_CHARS = 8, 1 << 17  # in a token, on average: of more the tokens are counted first, in pieces
+_FORCED_TRIES = 4
 _HEAVY = ThreadPoolExecutor(1, "gateway-heavy")  # one at a time: each may take a hundred megabytes
 T = TypeVar("T")
 
@@ -50,15 +51,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, whatever its protocol. most_calls: that its answer may show, None: all. is_forced: it demands a call.
-    wants_usage: at the end of a stream. is_retry: the client says that it has asked this before."""
+    """A request, whatever its protocol. most_calls: that its answer may show, None: all. forced: tools of which it must
+    call one, None: it need not. wants_usage: at the end of a stream. is_retry: the client says that it has asked this
+    before."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     most_calls: int | None = None
-    is_forced: bool = False
+    forced: tuple[str, ...] | None = None
     wants_usage: bool = False
     is_retry: bool = False
 
@@ -141,10 +143,6 @@ class Session:
     async def answer(self, asked: Asked) -> Reply:
         """The policy's answer. A retry, and a request that comes again after its connection broke, joins the first
         one's. Refused says what cannot be asked."""
-        if asked.is_forced and not self.rules.forced_as_auto:
-            what = "tool_choice demands a call, and what the policy writes is not constrained: ask with auto, or set "
-            what += "actor_rollout_ref.rollout.gateway.forced_tool_choice=auto, which takes any such demand for it"
-            raise Refused(what, param="tool_choice")
         size = asked.num_chars
         if size > self.rules.most_chars:
             what = f"the messages have {size} characters, far more than the maximum context length"
@@ -232,10 +230,30 @@ class Session:
                 sampling = dataclasses.replace(sampling, stop=tuple(dict.fromkeys([*sampling.stop, *asked.stop])))
             most = min(room, asked.max_tokens or room)
             completion = await self._sample(list(context_ids), sampling, most)
+            if asked.forced is not None and not self.rules.forced_as_auto:
+                completion = await self._until_called(asked, context_ids, completion, sampling, most)
             return self._keep(asked, transcript, parent, completion, number)
         finally:
             self.waiting -= 1
             self.touched_s = time.monotonic()
+
+    async def _until_called(
+        self, asked: Asked, context_ids: list[int], completion: Completion, sampling: SamplingParams, most: int
+    ) -> Completion:
+        """The first completion of some that calls what the request demands; what else was sampled is dropped. The
+        policy is not constrained: tokens under a mask would have other log-probs than the trainer's."""
+        for number in range(_FORCED_TRIES):
+            ids = completion.sampled.token_ids.tolist()
+            if any(call.name in (asked.forced or ()) for call in self._parsed(asked, context_ids, ids)[0].calls):
+                return completion
+            self.counts["uncalled_answers"] += 1
+            if number + 1 < _FORCED_TRIES:
+                completion = await self._sample(list(context_ids), sampling, most)
+        what = (
+            f"tool_choice demands a call, and the policy wrote none in {_FORCED_TRIES} answers; ask with auto, or set "
+        )
+        what += "actor_rollout_ref.rollout.gateway.forced_tool_choice=auto, which takes any such demand for it"
+        raise Refused(what, param="tool_choice")
 
     async def _sample(self, context_ids: list[int], sampling: SamplingParams, most: int) -> Completion:
         async def ask() -> Completion:
