@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-_COPIES, _MIB = 2, 1 << 20
+_COPIES, _MIB, _LARGE = 2, 1 << 20, 64 << 20
 Parts = Iterable[bytes | float]  # what is sent; numbers are pauses in seconds
 
 
@@ -40,7 +40,7 @@ def kinds(key: str) -> dict[str, Parts]:
         return itertools.chain([first], itertools.islice(itertools.cycle(parts), count * len(parts)))
 
     zeros, packed = gzip.compress(bytes(256 * _MIB), 9), "Content-Encoding: gzip\r\n"
-    chunked, large = post(b"", "Transfer-Encoding: chunked\r\n"), {"length": 64 * _MIB}
+    chunked = post(b"", "Transfer-Encoding: chunked\r\n")
     tool = {"type": "function", "function": {"name": "f", "description": "t9 " * 1000}}
     return {
         "10 MB of tools": [post(chat(tools=[tool] * 3400))],
@@ -55,8 +55,8 @@ def kinds(key: str) -> dict[str, Parts]:
         "wrong types": [post(chat(messages={"a": [1]}, tools=5))],
         "gzip without a key": [post(zeros, packed, key="sk-guess")],
         "gzip": [post(zeros, packed)],
-        "64 MB": repeated(post(b"", **large), bytes(_MIB), count=64),
-        "64 MB without a key": repeated(post(b"", key="sk-guess", **large), bytes(_MIB), count=64),
+        "64 MB": repeated(post(b"", length=_LARGE), bytes(_MIB), count=64),
+        "64 MB without a key": repeated(post(b"", key="sk-guess", length=_LARGE), bytes(_MIB), count=64),
         "chunks without end": repeated(chunked, b"100000\r\n" + bytes(_MIB) + b"\r\n", count=64),
         "chunks of one byte": repeated(chunked, b"1\r\nx\r\n" * 10_000, count=400),
         "a body that drips": repeated(post(b"", length=1000), b"x", 0.5, count=1000),
@@ -74,11 +74,11 @@ async def _send(place: tuple[str, int], parts: Parts, wait_s: float) -> int:
     async def send() -> None:
         with suppress(ConnectionError):
             for part in parts:
-                if isinstance(part, float):
-                    await asyncio.sleep(part)
-                else:
+                if isinstance(part, bytes):
                     writer.write(part)
                     await writer.drain()
+                else:
+                    await asyncio.sleep(part)
 
     sending = asyncio.ensure_future(send())
     try:

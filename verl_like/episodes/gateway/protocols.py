@@ -92,8 +92,9 @@ def _role(message: Mapping[str, Any], where: str) -> str:
     return role
 
 
-def _function(kind: str, function: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+def _function(tool: tuple[str, Mapping[str, Any] | None], where: str) -> dict[str, Any]:
     """A tool as the chat template is shown it. Refused for what is no function with a name."""
+    kind, function = tool
     if kind != "function":
         raise Refused(f"a tool of type {kind!r} is not available: functions alone", param=f"{where}.type")
     if not (function or {}).get("name"):
@@ -101,9 +102,11 @@ def _function(kind: str, function: Mapping[str, Any] | None, where: str) -> dict
     return {"type": "function", "function": dict(function or {})}
 
 
-def _tools(body: Mapping[str, Any], function_of: Callable[[Mapping[str, Any]], Any]) -> list[dict[str, Any]]:
+def _tools(
+    body: Mapping[str, Any], function_of: Callable[[Mapping[str, Any]], tuple[str, Any]]
+) -> list[dict[str, Any]]:
     tools = enumerate(body.get("tools") or [])
-    return [_function(*function_of(tool), f"tools[{place}]") for place, tool in tools]
+    return [_function(function_of(tool), f"tools[{place}]") for place, tool in tools]
 
 
 class Chat:
@@ -220,10 +223,10 @@ def _of_blocks(role: str, content: Any, where: str) -> list[Message]:
             results.append({"role": "tool", "tool_call_id": answered, "content": said})
         else:
             others.append(block)
-    said: list[Message] = [{"role": role, "content": _text(others, where)}]
+    own: Message = {"role": role, "content": _text(others, where)}
     if calls:
-        said[0]["tool_calls"] = calls
-    return [*results, *(said if others or calls else [])]
+        own["tool_calls"] = calls
+    return [*results, own] if others or calls else results
 
 
 def _required(block: Mapping[str, Any], name: str, where: str) -> str:

@@ -212,7 +212,7 @@ class GatewayServer:
                 what = f"a body has at most {most} bytes here, far more than the maximum context length"
                 raise Refused(f"Request Entity Too Large: {what}", "request_too_large", status=413)
             body = await apart(len(data), schema.read, data, form.fields)
-        if form is not Responses:
+        if form is Chat or form is Messages:
             return body, form.read(body)
         name = body.get("previous_response_id")
         owner, before = (session, []) if name is None else self._said.get(name, (None, []))
@@ -285,6 +285,8 @@ def _error_body(request: web.BaseRequest, message: str, code: str, param: str | 
 
 
 def _error(request: web.BaseRequest, error: BaseException, session: Session | None) -> web.Response:
-    status, *about = _told(error, session)
+    status, message, code, param = _told(error, session)
     # The official clients would ask again after 408, 409, 429 and 5xx.
-    return web.json_response(_error_body(request, *about), status=status, headers={"x-should-retry": "false"})
+    return web.json_response(
+        _error_body(request, message, code, param), status=status, headers={"x-should-retry": "false"}
+    )
