@@ -189,9 +189,14 @@ class GatewayConfig(ConfigNode):
     episode's key."""
     port: int = 0
     """[port] Port of the gateway; 0: any free one."""
+    forced_tool_choice: str = "resample"
+    """What becomes of a request that demands a tool call (tool_choice required, any, a named tool). resample: the
+    policy answers up to four times until it has written one; HTTP 400 where it has not. auto: as if the choice were
+    open."""
 
     def check(self) -> None:
         reference_or_none(self, "path")
+        one_of(self, "forced_tool_choice", ("resample", "auto"))
         between(self, 0, 65535, "port")
 
 
