@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from verl_like.config import Truncation
+from verl_like.config import SpelledTokens, Truncation
+from verl_like.data.special_tokens import SpecialTokens
 
 logger = logging.getLogger(__name__)
 
@@ -22,28 +23,62 @@ class PromptEncoder:
 
     template: Jinja text that replaces the tokenizer's own, "" for no template at all, None for the tokenizer's own.
     Without a template (base models) a single user message is the prompt itself, with the tokenizer's own special tokens
-    (BOS); anything else is an error.
+    (BOS); anything else is an error. spelled: what becomes of control tokens that messages or tools spell out.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_kwargs: dict[str, Any],
+        template: str | None = None,
+        spelled: SpelledTokens = SpelledTokens.text,
+    ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs) | ({"chat_template": template} if template else {})
         own = tokenizer.chat_template is not None or "chat_template" in self.template_kwargs
         self.has_template = own and template != ""
         self._warned = template == ""  # asked for, so no news
+        self.spelled, self.special = spelled, SpecialTokens(tokenizer)
+        if self.has_template:
+            self.special = SpecialTokens(tokenizer, self._turn_tokens())
 
-    def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
-        """Token ids of each conversation, ready for the assistant's answer. Not truncated."""
-        texts = [self.render(conversation) for conversation in conversations]
+    def encode(self, conversations: Sequence[Conversation], *, to_answer: bool = True) -> list[list[int]]:
+        """Token ids of each conversation, ready for the assistant's answer, or (to_answer=False) whole. Not truncated.
+
+        ValueError if the template refuses it, or as `marked` does.
+        """
+        texts = [self.render(self.marked(conversation), to_answer=to_answer) for conversation in conversations]
         if not texts:
             return []
-        return self.tokenizer(texts, add_special_tokens=not self.has_template)["input_ids"]
+        begin = not self.has_template
+        encoded = self.tokenizer([self.special.unmarked(text) for text in texts], add_special_tokens=begin)["input_ids"]
+        marked = {number for number, text in enumerate(texts) if self.special.mark in text}
+        return [
+            self.special.encode(text, add_special_tokens=begin) if number in marked else encoded[number]
+            for number, text in enumerate(texts)
+        ]
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a plain text, without template and special tokens."""
+        """Token ids of a text, perhaps with marks, without template and special tokens."""
+        if self.special.mark in text:
+            return self.special.encode(text)
         return self.tokenizer([text], add_special_tokens=False)["input_ids"][0]
 
-    def render(self, conversation: Conversation) -> str:
+    def marked(self, value: Any) -> Any:
+        """Messages, tools or text of others whose control tokens are to stay text when they are rendered and encoded.
+
+        ValueError for those with any where data.special_tokens_in_text=error.
+        """
+        if self.spelled == SpelledTokens.keep or not (found := self.special.spelled(value)):
+            return value
+        if self.spelled == SpelledTokens.error:
+            raise ValueError(
+                f"a text spells the special token {found[0]!r} out, and data.special_tokens_in_text=error: take it out, "
+                "or set text (it stays text) or keep (it becomes the token)"
+            )
+        return self.special.marked(value)
+
+    def render(self, conversation: Conversation, *, to_answer: bool = True) -> str:
         """The prompt as text. ValueError if the template refuses the messages."""
         messages, tools = conversation
         if not self.has_template:
@@ -51,10 +86,33 @@ class PromptEncoder:
         extra = {} if tools is None else {"tools": tools}
         try:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **extra, **self.template_kwargs
+                messages, add_generation_prompt=to_answer, tokenize=False, **extra, **self.template_kwargs
             )
         except Exception as error:  # templates are programs: they raise what they like
-            raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}") from error
+            shown = str(messages).replace(repr(self.special.mark)[1:-1], "")[:300]
+            raise ValueError(f"the chat template refused the messages {shown}: {error}") from error
+
+    def _turn_tokens(self) -> set[str]:
+        """Added tokens that are not special, but which the template writes around a user's message or a tool's: those
+        of DeepSeek's turns, say, or <tool_response>. Thoughts and calls are the model's, and prompts may ask for them.
+        """
+        known = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        added = [token.content for token in known if not token.special]
+        if not added:
+            return set()
+        user = {"role": "user", "content": "x"}
+        call = {"type": "function", "id": "call00000", "function": {"name": "x", "arguments": {}}}
+        asked: Messages = [user, {"role": "assistant", "content": "x", "tool_calls": [call]}]
+        result = {"role": "tool", "content": "x", "tool_call_id": "call00000", "name": "x"}
+
+        def written(messages: Messages) -> set[str]:
+            try:
+                text = self.render((messages, None))
+            except ValueError:  # it has no such messages
+                return set()
+            return {token for token in added if token in text}
+
+        return {token for token in written([user]) if "think" not in token} | (written([*asked, result]) - written(asked))
 
     def _plain_prompt(self, messages: Messages) -> str:
         if len(messages) != 1 or messages[0]["role"] != "user" or not isinstance(messages[0].get("content"), str):

@@ -281,7 +281,7 @@ class PromptDataset:
             extra["full_prompts"] = self.encoder.render(conversation)
         if data.return_raw_input_ids:
             text = "\n".join(str(message.get("content", "")) for message in conversation[0])
-            extra["raw_input_ids"] = self.encoder.encode_text(text)
+            extra["raw_input_ids"] = self.encoder.encode_text(self.encoder.marked(text))
         if data.prompt_id_key is not None:
             extra |= self._prompt_id(str(row.get(data.prompt_id_key)), place)
         return extra
@@ -289,7 +289,7 @@ class PromptDataset:
     def _prompt_id(self, prompt_id: str, place: str) -> dict[str, Any]:
         if self.data.max_prompt_id_length is None:
             return {"prompt_id": prompt_id}
-        ids = self.encoder.encode_text(prompt_id)
+        ids = self.encoder.encode_text(self.encoder.marked(prompt_id))
         if len(ids) > self.data.max_prompt_id_length:
             raise ValueError(
                 f"{place}: the prompt id {prompt_id[:80]!r} has {len(ids)} tokens, more than "
@@ -352,7 +352,7 @@ class PromptDataset:
 def make_encoder(data: DataConfig, tokenizer: Any) -> PromptEncoder:
     """The encoder that data.chat_template and data.apply_chat_template_kwargs ask for."""
     template = "" if data.chat_template == "none" else find_template(data.chat_template)
-    return PromptEncoder(tokenizer, data.apply_chat_template_kwargs, template)
+    return PromptEncoder(tokenizer, data.apply_chat_template_kwargs, template, data.special_tokens_in_text)
 
 
 def source_of(row: dict[str, Any], data: DataConfig) -> str:

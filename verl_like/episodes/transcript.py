@@ -9,7 +9,8 @@ A chat template only renders whole conversations. What follows an answer is foun
 
     rendering of the whole = what was sent before + what was sampled + delta                  (the proof)
 
-and the delta alone is tokenised. Where the template rewrites what came before (drops thinking, trims, writes a tool
+and the delta alone is tokenised. All three bear marks where messages spell out special tokens (`PromptEncoder.marked`),
+but for what was sampled: that is as it was sampled. Where the template rewrites what came before (drops thinking, trims, writes a tool
 call its own way), no delta exists; then `follow_template` decides between a new row and the model's own history.
 """
 
@@ -80,9 +81,10 @@ class Transcript:
         self.media, self._expand = list(media), expand
         self.messages = list(messages)
         self._encoder = with_stopped_clock(encoder)
-        self._tools = tools
+        self._tools = encoder.marked(tools)
         self._follow = follow_template
-        self._history = [forms(message)[0] for message in messages]  # the messages as the template is given them
+        self._marked: Messages = [encoder.marked(message) for message in messages]  # of self.messages
+        self._history = [forms(message)[0] for message in self._marked]  # the messages as the template is given them
         self._text = self._render(self._history)  # of this row: sent, sampled, sent, ...
         self._proved = True  # whether the template renders _history as _text
         self._ends: set[str] = set()  # what the template ends turns with, as far as it was sampled
@@ -103,6 +105,11 @@ class Transcript:
         self._answer = _Answer(message=message, text=self._decode(token_ids), endings=endings, last_id=last_id)
         self.context_ids = [*self.context_ids, *token_ids]
         self.messages.append(message)
+        # Written anew (a new row), special tokens that were sampled are tokens again, those that were spelled out text
+        special = self._encoder.special
+        num_sampled = sum(number in special.control for number in token_ids)
+        is_spelled = len(special.spelled(self._answer.text)) > num_sampled
+        self._marked.append(special.marked(message) if is_spelled else message)
 
     def observe(self, messages: Sequence[dict[str, Any]], media: Sequence[MediaHandle] = ()) -> Observation:
         """Tool or user messages after an answer, with their images; context_ids then ends in a generation prompt.
@@ -111,15 +118,17 @@ class Transcript:
         """
         if (answer := self._answer) is None or not messages:
             raise ValueError("observe() needs an answer before it and at least one message")
-        observed = [forms(message)[0] for message in messages]
+        marked = [self._encoder.marked(message) for message in messages]
+        observed = [forms(message)[0] for message in marked]
         self._refusals = []
         said, reason, new_row = self._text + answer.text, "", False
         # A template may refuse, turns later, a tool call that was given as text: then the parsed messages are tried.
-        histories = [self._history, [forms(message)[0] for message in self.messages[:-1]]]
+        histories = [self._history, [forms(message)[0] for message in self._marked[:-1]]]
         found = self._first(self._exact, histories, answer, observed) if self._proved else None
         if found is None and self._follow:
             found = self._rewritten(answer, observed)
-            said, new_row, reason = "", True, difference(said, found[1])
+            unmarked = self._encoder.special.unmarked
+            said, new_row, reason = "", True, difference(unmarked(said), unmarked(found[1]))
         elif found is None:
             found = self._first(self._kept, histories, answer, observed)
             if found is None:
@@ -136,6 +145,7 @@ class Transcript:
         self.context_ids = [*earlier, *ids]
         self.media = placed if new_row else [*self.media, *placed]
         self.messages.extend(messages)
+        self._marked += marked
         self._history, self._text, self._answer = history, said + delta, None
         return Observation(ids=list(ids), media=placed, new_row=new_row, reason=reason)
 
@@ -168,7 +178,7 @@ class Transcript:
 
     def _rewritten(self, answer: _Answer, observed: Messages) -> tuple[Messages, str]:
         """The messages so far and the whole context, as the template renders it now."""
-        choices = [forms(message) for message in self.messages]
+        choices = [forms(message) for message in self._marked]
         for number in range(max(map(len, choices))):
             given = [choice[min(number, len(choice) - 1)] for choice in choices]
             whole = self._attempt(given, observed)

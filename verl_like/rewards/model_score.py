@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from verl_like.batch import PromptRow, RewardFailure, Scores
 from verl_like.config import RewardModelConfig
+from verl_like.data.chat import PromptEncoder
 from verl_like.rewards.reward_call import is_finite_reward
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # texts as tokens -> one number each
@@ -45,7 +46,8 @@ class ModelScore:
 
     def __init__(self, config: RewardModelConfig, score: Score, *, policy_tokenizer: Any, own_tokenizer: Any) -> None:
         self._config, self._score = config, score
-        self._policy_tokenizer, self._own_tokenizer = policy_tokenizer, own_tokenizer
+        self._policy_tokenizer = policy_tokenizer
+        self._encoder = None if own_tokenizer is None else PromptEncoder(own_tokenizer, {})  # no turns of the policy's
 
     @property
     def needs_rule(self) -> bool:
@@ -54,7 +56,7 @@ class ModelScore:
 
     def texts(self, answers: Sequence[Answer]) -> list[list[int]]:
         """What the reward model reads, cut on the right at reward_model.max_length tokens."""
-        read = self._templated if self._own_tokenizer is not None else _as_sampled
+        read = self._templated if self._encoder is not None else _as_sampled
         return [read(answer)[: self._config.max_length] for answer in answers]
 
     def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
@@ -86,9 +88,10 @@ class ModelScore:
         )
 
     def _templated(self, answer: Answer) -> list[int]:
+        assert self._encoder is not None
         text = self._policy_tokenizer.decode(answer.response, skip_special_tokens=True)
         messages = [*answer.row.messages, {"role": "assistant", "content": text}]
-        return list(self._own_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+        return self._encoder.encode([(messages, None)], to_answer=False)[0]
 
 
 def _as_sampled(answer: Answer) -> list[int]:

@@ -35,7 +35,13 @@ def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
     if model.input_tokenizer is None:
         return None
     policy = load_tokenizer(model.input_tokenizer, model.trust_remote_code, "reward_model.model.input_tokenizer")
-    return policy, load_tokenizer(network.path, model.trust_remote_code, key)
+    own = load_tokenizer(network.path, model.trust_remote_code, key)
+    if own.chat_template is None:
+        raise ValueError(
+            f"reward_model.model.input_tokenizer={model.input_tokenizer}: answers are written anew with the chat template "
+            f"of {key}={network.path}, which has none; leave input_tokenizer null"
+        )
+    return policy, own
 
 
 def use_reward_model(

@@ -81,7 +81,7 @@ class CompletionCallbackLoop:
         self.callback = load_callback(callback)(self.config, self.scheduler)
         self._tokenizer = tokenizer
         self._parser = parser_of(self.config.actor_rollout_ref.rollout.multi_turn.format)
-        self._tokens = ContinuousTokens(tokenizer, dict(self.config.data.apply_chat_template_kwargs or {}))
+        self._tokens = ContinuousTokens(tokenizer, self.config.data)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
         """The episode: AgentLoopOutputs, one for each context."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_like.config import SpelledTokens
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.transcript import Transcript
 
@@ -20,8 +21,10 @@ class Merged:
 class ContinuousTokens:
     """The chat template's tokens for messages, without tokenising again what the model wrote."""
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
-        self._encoder = PromptEncoder(tokenizer, dict(template_kwargs))
+    def __init__(self, tokenizer: Any, data: Any) -> None:
+        """data: `data.*` of the run."""
+        kwargs, spelled = dict(data.apply_chat_template_kwargs or {}), SpelledTokens(data.special_tokens_in_text)
+        self._encoder = PromptEncoder(tokenizer, kwargs, spelled=spelled)
 
     def initial(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """A conversation that the model is to answer."""
