@@ -73,7 +73,7 @@ class PromptEncoder:
             return value
         if self.spelled == SpelledTokens.error:
             raise ValueError(
-                f"a text spells the special token {found[0]!r} out, and data.special_tokens_in_text=error: take it out, "
+                f"a text spells the special token {found[0]!r} out (data.special_tokens_in_text=error): leave it out, "
                 "or set text (it stays text) or keep (it becomes the token)"
             )
         return self.special.marked(value)
@@ -112,7 +112,9 @@ class PromptEncoder:
                 return set()
             return {token for token in added if token in text}
 
-        return {token for token in written([user]) if "think" not in token} | (written([*asked, result]) - written(asked))
+        return {token for token in written([user]) if "think" not in token} | (
+            written([*asked, result]) - written(asked)
+        )
 
     def _plain_prompt(self, messages: Messages) -> str:
         if len(messages) != 1 or messages[0]["role"] != "user" or not isinstance(messages[0].get("content"), str):

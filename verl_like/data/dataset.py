@@ -18,6 +18,7 @@ from verl_like.batch import MediaHandle, PromptRow
 from verl_like.config import DataConfig, Truncation
 from verl_like.data.chat import Conversation, PromptEncoder, encode_all, truncate
 from verl_like.data.media import DEFAULT_MEDIA_KEYS, MediaColumn, handles, insert_media, media_columns, refuse_tags
+from verl_like.data.prompt_truth import Survey, check_file
 from verl_like.data.reading import (
     DataFile,
     Files,
@@ -114,7 +115,8 @@ class PromptDataset:
         self._placed: dict[int, list[MediaHandle]] = {}  # images of these prompts
         self._sources: dict[int, list[str]] = {}  # by number of the file
         max_samples = data.train_max_samples if split == "train" else data.val_max_samples
-        self._kept = self._choose(max_samples, seed if data.seed is None else data.seed)
+        self._seed = seed if data.seed is None else data.seed
+        self._kept = self._choose(max_samples, self._seed)
         if data.filter_overlong_prompts:
             self._kept = self._drop_overlong(self._kept)
         if len(self._kept) == 0:
@@ -241,19 +243,29 @@ class PromptDataset:
         return {"files": [file.identity() for file in self.files], "rows": len(self), "kept": kept}
 
     def check_rows(self) -> None:
-        """See Dataset: the first row, the first whose text has <image> or <video>, and with data.truncation=error (and
-        no filter, which has seen all) those with the longest texts."""
+        """See Dataset: that prompts say what their rows say (`prompt_truth`); the first row, the first whose text has
+        <image> or <video>, and with data.truncation=error (and no filter, which has seen all) those with the longest
+        texts."""
         tags = [f"<{kind}>" for kind in self._media_keys]
         lengths, tagged = [], []  # by position in the files
-        for cell in (cell for file in self.files for cell in file.rows.column(prompt_column(self.data)[0])):
-            text = str(cell)
-            lengths.append(len(text))
-            tagged.append(any(tag in text for tag in tags))
+        for file in self.files:
+            survey, first = Survey(self.encoder), len(lengths)
+            for cell in file.rows.column(prompt_column(self.data)[0]):
+                text = str(cell)
+                survey.add(len(lengths), cell, text)
+                lengths.append(len(text))
+                tagged.append(any(tag in text for tag in tags))
+            kept = self._kept[(self._kept >= first) & (self._kept < len(lengths))]
+            check_file(str(file.path), survey, kept, self._conversation, seed=self._seed)
         chosen = {0, *itertools.islice((i for i, position in enumerate(self._kept) if tagged[position]), 1)}
         if self.data.truncation == "error" and not self.data.filter_overlong_prompts:
             chosen |= set(heapq.nlargest(_LONGEST, range(len(self)), key=lambda i: lengths[self._kept[i]]))
         for index in sorted(chosen):
             self[index]
+
+    def _conversation(self, position: int) -> tuple[Conversation, str]:
+        row = self.row(position)
+        return (row.messages, row.tools), self._place(position)
 
     def num_media(self) -> int:
         """See Dataset."""

@@ -176,7 +176,8 @@ def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in messages:
         if "role" not in message:
-            raise ValueError(f"{place}: a message has no role: {str(message)[:200]}")
+            hint = " (ShareGPT's keys: name them role and content)" if {"from", "value"} <= set(message) else ""
+            raise ValueError(f"{place}: a message has no role: {str(message)[:200]}{hint}")
     return messages
 
 

@@ -29,7 +29,9 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any, others: Collection[str] = ()) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})  # a tokenizer of one's own may know none
         self._tokenizer = tokenizer
-        self.ids = {token.content: number for number, token in added.items() if token.special or token.content in others}
+        self.ids = {
+            token.content: number for number, token in added.items() if token.special or token.content in others
+        }
         self.control = {number: text for text, number in self.ids.items()}
         longest_first = sorted(self.ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -35,6 +35,7 @@ from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.environments import EnvironmentDataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
+from verl_like.data.prompt_truth import own_text
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.answering import Answering
@@ -420,6 +421,8 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         if dataset is not None:
             refuse_media(dataset, f"data.{split}_files", hf_config)
             dataset.check_rows()
+    if adds := own_text(make_encoder(data, tokenizer)):
+        logger.info("the chat template adds where there is no system message: %r", adds)
     eos_ids = end_token_ids(tokenizer, hf_config)
     return Inputs(
         tokenizer=tokenizer,

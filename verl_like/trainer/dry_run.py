@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from verl_like.config import PPOConfig
 from verl_like.data.dataset import Dataset, PromptDataset
+from verl_like.data.prompt_truth import own_text
 from verl_like.trainer.build import Inputs, Prepared, input_errors, prepare
 from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.free_folder import with_free_folder
@@ -69,7 +70,9 @@ def _data(inputs: Inputs, dataset: Dataset) -> str:
     if isinstance(dataset, PromptDataset):
         text += f" of {', '.join(str(file.path) for file in dataset.files)}"
     ids, _ = dataset[0]
-    return f"{text}\nthe first prompt has {len(ids):,} tokens: {inputs.tokenizer.decode(ids)[-200:]!r}"
+    text += f"\nthe first prompt has {len(ids):,} tokens: {inputs.tokenizer.decode(ids)[-200:]!r}"
+    adds = own_text(dataset.encoder) if isinstance(dataset, PromptDataset) else ""
+    return f"{text}\nthe chat template adds where there is no system message: {adds!r}" if adds else text
 
 
 def _graded(config: PPOConfig, ready: Prepared) -> str:
