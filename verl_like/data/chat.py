@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from verl_like.config import SpelledTokens, Truncation
-from verl_like.data.special_tokens import SpecialTokens
+from verl_like.models.special_tokens import SpecialTokens
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +69,16 @@ class PromptEncoder:
 
         ValueError for those with any where data.special_tokens_in_text=error.
         """
-        if self.spelled == SpelledTokens.keep or not (found := self.special.spelled(value)):
+        if self.spelled == SpelledTokens.keep:
             return value
-        if self.spelled == SpelledTokens.error:
+        marked = self.special.marked(value)
+        if self.spelled == SpelledTokens.error and marked != value:
+            names = ", ".join(self.special.spelled(value)) or "in parts"
             raise ValueError(
-                f"a text spells the special token {found[0]!r} out (data.special_tokens_in_text=error): leave it out, "
+                f"a text spells special tokens out, {names} (data.special_tokens_in_text=error): leave it out, "
                 "or set text (it stays text) or keep (it becomes the token)"
             )
-        return self.special.marked(value)
+        return marked
 
     def render(self, conversation: Conversation, *, to_answer: bool = True) -> str:
         """The prompt as text. ValueError if the template refuses the messages."""
@@ -97,24 +99,21 @@ class PromptEncoder:
         of DeepSeek's turns, say, or <tool_response>. Thoughts and calls are the model's, and prompts may ask for them.
         """
         known = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        added = [token.content for token in known if not token.special]
-        if not added:
-            return set()
-        user = {"role": "user", "content": "x"}
+        added = [token.content for token in known if not token.special and "think" not in token.content]
         call = {"type": "function", "id": "call00000", "function": {"name": "x", "arguments": {}}}
-        asked: Messages = [user, {"role": "assistant", "content": "x", "tool_calls": [call]}]
-        result = {"role": "tool", "content": "x", "tool_call_id": "call00000", "name": "x"}
-
-        def written(messages: Messages) -> set[str]:
+        messages: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        messages.append({"role": "tool", "content": "x", "tool_call_id": "call00000", "name": "x"})
+        written = []
+        for length in range(1, 4) if added else ():
             try:
-                text = self.render((messages, None))
+                text = self.render((messages[:length], None))
             except ValueError:  # it has no such messages
-                return set()
-            return {token for token in added if token in text}
-
-        return {token for token in written([user]) if "think" not in token} | (
-            written([*asked, result]) - written(asked)
-        )
+                text = ""
+            written.append({token for token in added if token in text})
+        return written[0] | (written[2] - written[1]) if added else set()
 
     def _plain_prompt(self, messages: Messages) -> str:
         if len(messages) != 1 or messages[0]["role"] != "user" or not isinstance(messages[0].get("content"), str):

@@ -9,7 +9,7 @@ import itertools
 import logging
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -237,6 +237,14 @@ class PromptDataset:
             }
         )
 
+    def without_ground_truth(self) -> Iterator[tuple[DataFile, list[int], int]]:
+        """Each file with those of its used rows that have no reference answer, and the number of its used rows."""
+        for file, end in zip(self.files, self._ends, strict=True):
+            rows = self._kept - (end - len(file.rows))
+            used = rows[(rows >= 0) & (rows < len(file.rows))]
+            missing = np.intersect1d(used, np.array(file.without_ground_truth(self.data.ground_truth_key), dtype=int))
+            yield file, missing.tolist(), len(used)
+
     def identity(self) -> dict[str, Any]:
         """See Dataset: the files' content and the rows kept of it."""
         kept = hashlib.blake2b(np.ascontiguousarray(self._kept).tobytes(), digest_size=16).hexdigest()
@@ -255,7 +263,7 @@ class PromptDataset:
                 survey.add(len(lengths), cell, text)
                 lengths.append(len(text))
                 tagged.append(any(tag in text for tag in tags))
-            kept = self._kept[(self._kept >= first) & (self._kept < len(lengths))]
+            kept = self._kept[(self._kept >= first) & (self._kept < len(lengths))].tolist()
             check_file(str(file.path), survey, kept, self._conversation, seed=self._seed)
         chosen = {0, *itertools.islice((i for i, position in enumerate(self._kept) if tagged[position]), 1)}
         if self.data.truncation == "error" and not self.data.filter_overlong_prompts:

@@ -9,8 +9,8 @@ A chat template only renders whole conversations. What follows an answer is foun
 
     rendering of the whole = what was sent before + what was sampled + delta                  (the proof)
 
-and the delta alone is tokenised. All three bear marks where messages spell out special tokens (`PromptEncoder.marked`),
-but for what was sampled: that is as it was sampled. Where the template rewrites what came before (drops thinking, trims, writes a tool
+and the delta alone is tokenised. Messages bear marks where they spell special tokens out (`PromptEncoder.marked`),
+what was sampled does not. Where the template rewrites what came before (drops thinking, trims, writes a tool
 call its own way), no delta exists; then `follow_template` decides between a new row and the model's own history.
 """
 

@@ -80,7 +80,7 @@ from verl_like.trainer.recording import RecordedSource, Recorder
 from verl_like.trainer.replicas import RolloutGroup, StandingRolloutGroup
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
-from verl_like.trainer.reward_check import self_check, try_out
+from verl_like.trainer.reward_check import grade_sample, self_check, try_out
 from verl_like.trainer.reward_models import load_reward_model, use_reward_model
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
@@ -202,6 +202,11 @@ def prepared(config: PPOConfig) -> Iterator[Prepared]:
     with ExitStack() as stack:
         with input_errors(), start_phase("tokenizer, data, graders"):
             ready = prepare(config, stack)
+            if ready.rewards.rule_grades and not (ready.rewards.asks_judge or config.env.train.tags):
+                try:
+                    grade_sample(ready.inputs.train, ready.rewards, ready.inputs.tokenizer)
+                except ValueError as error:  # a grader of one's own may want answers of another form
+                    logger.warning("%s", error)
         yield ready
 
 
@@ -419,7 +424,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     check_interactions((train, val), toolbox)
     for split, dataset in (("train", train), ("val", val)):
         if dataset is not None:
-            refuse_media(dataset, f"data.{split}_files", hf_config)
+            refuse_media(dataset, f"data.{split}_files", hf_config, {"image": data.image_key, "video": data.video_key})
             dataset.check_rows()
     if adds := own_text(make_encoder(data, tokenizer)):
         logger.info("the chat template adds where there is no system message: %r", adds)

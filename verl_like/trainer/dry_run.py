@@ -16,7 +16,7 @@ from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.memory_forecast import GIB, Forecast
 from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.resume import find_resume, of_verl, processes_text
-from verl_like.trainer.reward_check import grade_references, table
+from verl_like.trainer.reward_check import grade_sample, table
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
     """(name, text) of what the run would be. ConfigError for what is wrong with it; no file is written.
 
-    The graders run as in the run itself, in their killable processes, and grade one row of each data source.
+    The graders run as in the run itself, in their killable processes, and grade a sample of reference answers.
     """
     with ExitStack() as stack, input_errors():
         check_output_folders(config, make=False)
@@ -76,16 +76,13 @@ def _data(inputs: Inputs, dataset: Dataset) -> str:
 
 
 def _graded(config: PPOConfig, ready: Prepared) -> str:
-    """One row of each data source, its reference answers against a wrong one."""
+    """A sample of the rows, their reference answers against a wrong one."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     if not ready.rewards.rule_grades:
         return "given by the reward model alone"
     if config.env.train.tags or (turns.enable and turns.environment_path is not None):
         return "given by the environment"
-    reports = grade_references(ready.inputs.train, ready.rewards, ready.inputs.tokenizer, 1)
-    for source in (source for source, report in reports.items() if report.broken):
-        logger.warning("%s: its reference answer is not graded better than a wrong one", source)
-    return table(reports)
+    return table(grade_sample(ready.inputs.train, ready.rewards, ready.inputs.tokenizer))
 
 
 def _count(number: int) -> str:
