@@ -71,7 +71,14 @@ from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.garbage import settle
-from verl_like.trainer.inputs import check_vision, end_token_ids, max_model_len, refuse_media, refuse_missing_answers
+from verl_like.trainer.inputs import (
+    check_vision,
+    end_token_ids,
+    max_model_len,
+    refuse_media,
+    refuse_media_keys,
+    refuse_missing_answers,
+)
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
@@ -424,8 +431,9 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     check_interactions((train, val), toolbox)
     for split, dataset in (("train", train), ("val", val)):
         if dataset is not None:
-            refuse_media(dataset, f"data.{split}_files", hf_config, {"image": data.image_key, "video": data.video_key})
+            refuse_media(dataset, f"data.{split}_files", hf_config)
             dataset.check_rows()
+    refuse_media_keys(data, hf_config)
     if adds := own_text(make_encoder(data, tokenizer)):
         logger.info("the chat template adds where there is no system message: %r", adds)
     eos_ids = end_token_ids(tokenizer, hf_config)

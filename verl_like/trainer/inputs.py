@@ -6,7 +6,7 @@ import logging
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from verl_like.config import PPOConfig
+from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.roles import generates, needs_critic
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import ForeignDataset
@@ -18,15 +18,8 @@ from verl_like.user_code import is_reference
 logger = logging.getLogger(__name__)
 
 
-def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig, media: dict[str, str | None]) -> None:
+def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> None:
     """ValueError for rows with images or videos that the model, or the data set's class, has no use for."""
-    named = {f"data.{kind}_key": c for kind, c in media.items() if c not in (None, DEFAULT_MEDIA_KEYS[kind])}
-    if named and not sees(hf_config):
-        text = ", ".join(f"{name}={column}" for name, column in named.items())
-        raise ValueError(
-            f"{text}: the model (model_type {hf_config.model_type}) reads text only; set it to null, or choose a model "
-            "that sees"
-        )
     if not dataset.num_media():
         return
     if not sees(hf_config):
@@ -39,6 +32,16 @@ def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig, media:
             f"{key}: the class of data.custom_cls gives pixels (multi_modal_data), which are not available: derive it "
             "from PromptDataset, whose rows name their images"
         )
+
+
+def refuse_media_keys(data: DataConfig, hf_config: PretrainedConfig) -> None:
+    """ValueError for columns of images or videos that were named for a model which reads text only."""
+    for kind, column in (("image", data.image_key), ("video", data.video_key)):
+        if column not in (None, DEFAULT_MEDIA_KEYS[kind]) and not sees(hf_config):
+            raise ValueError(
+                f"data.{kind}_key={column}: the model (model_type {hf_config.model_type}) reads text only; set the key "
+                "to null, or choose a model that sees"
+            )
 
 
 def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:

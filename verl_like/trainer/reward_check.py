@@ -24,7 +24,8 @@ from verl_like.rewards.manager import RewardManager
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE, _SAMPLE_S = 64, 5.0  # rows that are graded without being asked for, and the time that they may take
+_SAMPLE, _SAMPLE_S = 64, 5.0  # rows that are graded without being asked for, and when no more are
+_AT_ONCE = 4
 _WRONG = "I do not know."
 _REFERENCES = ("reference_response", "reference_solution", "canonical_solution", "solution", "answer")
 _FORMS = ("{0}", "#### {0}", "\\boxed{{{0}}}", "<think> </think><answer> {0} </answer>", "Answer: {0}", "({0})")
@@ -81,19 +82,18 @@ def self_check(dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_sourc
 
 
 def grade_sample(dataset: Dataset, rewards: RewardManager, tokenizer: Any) -> dict[str, SourceReport]:
-    """What became of 64 reference answers, spread over the data sources and each one's rows; of fewer where the first
-    ones took long. A judge, who may cost money, grades the first of each source alone.
+    """What became of 64 reference answers, spread over the data sources and each one's rows; of fewer where they
+    take long. A judge, who may cost money, grades the first of each source alone.
 
     Logs a warning for references that are not graded better than a wrong answer. ValueError when none could be graded.
     """
-    domains = dataset.domains()
+    domains, ends_s = dataset.domains(), time.monotonic() + _SAMPLE_S
     first = _chosen(domains, 1)
-    began = time.monotonic()
     reports = grade_references(dataset, rewards, tokenizer, first)
-    per_row_s = (time.monotonic() - began) / len(first)
-    most = 0 if rewards.asks_judge else min(_SAMPLE - len(first), int(_SAMPLE_S / max(per_row_s, 1e-6)))
-    if rest := [row for row in _spread(domains, most) if row not in set(first)]:
-        grade_references(dataset, rewards, tokenizer, rest, reports)
+    rest = [] if rewards.asks_judge else [row for row in _spread(domains, _SAMPLE) if row not in set(first)]
+    for start in range(0, len(rest), _AT_ONCE):
+        if time.monotonic() < ends_s:
+            grade_references(dataset, rewards, tokenizer, rest[start : start + _AT_ONCE], reports)
     for source, report in reports.items():
         if report.wrong + report.failed:
             what = "%s: %d of %d reference answers looked at are not graded better than a wrong one; first %s"
@@ -155,8 +155,8 @@ def _spread(domains: Sequence[str], most: int) -> list[int]:
     sources: dict[str, list[int]] = {}
     for index, source in enumerate(domains):
         sources.setdefault(source, []).append(index)
-    share = -(-most // len(sources))
-    return [rows[place * len(rows) // share] for rows in sources.values() for place in range(min(share, len(rows)))]
+    counts = [(rows, min(len(rows), -(-most // len(sources)))) for rows in sources.values()]
+    return [rows[place * len(rows) // count] for rows, count in counts for place in range(count)]
 
 
 def reference_answers(row: PromptRow) -> list[str]:

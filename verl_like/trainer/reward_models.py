@@ -38,8 +38,8 @@ def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
     own = load_tokenizer(network.path, model.trust_remote_code, key)
     if own.chat_template is None:
         raise ValueError(
-            f"reward_model.model.input_tokenizer={model.input_tokenizer}: answers are written with the template of {key}="
-            f"{network.path}, which has none; leave input_tokenizer null"
+            f"reward_model.model.input_tokenizer={model.input_tokenizer}: the reward model's own tokenizer ({key}="
+            f"{network.path}) has no chat template to write answers with; leave input_tokenizer null"
         )
     return policy, own
 
