@@ -257,7 +257,7 @@ class PromptDataset:
         tags = [f"<{kind}>" for kind in self._media_keys]
         lengths, tagged = [], []  # by position in the files
         for file in self.files:
-            survey, first = Survey(self.encoder), len(lengths)
+            survey, first = Survey(self.encoder, own_tools=self.data.tools_key is not None), len(lengths)
             for cell in file.rows.column(prompt_column(self.data)[0]):
                 text = str(cell)
                 survey.add(len(lengths), cell, text)

@@ -27,6 +27,7 @@ FIRST, SAMPLED = 8, 56  # rows of a file
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _COMPARED = re.compile(r"""role["'\]) ]*(?:==|!=|in) *[\[(]?((?: *["']\w+["'],?)+)""")  # in a template's source
+_TOOLS = "the tools"
 _FIX = "choose another data.chat_template, or change the row"
 _Change = Callable[[str, str], str]  # of a text: (what it is, the text)
 
@@ -40,10 +41,13 @@ class Findings(NamedTuple):
 
 
 class Survey:
-    """What all rows of a file have: the first with each kind of message, and those that spell special tokens out."""
+    """What all rows of a file have: the first with each kind of message, and those that spell special tokens out.
 
-    def __init__(self, encoder: PromptEncoder) -> None:
-        self.encoder = encoder
+    own_tools: rows bring tools of their own, which a prompt must show; a model may know those of the run without.
+    """
+
+    def __init__(self, encoder: PromptEncoder, *, own_tools: bool) -> None:
+        self.encoder, self.own_tools = encoder, own_tools
         self.firsts: dict[Any, int] = {}
         self.spelled: list[int] = []
 
@@ -57,7 +61,7 @@ class Survey:
             self.spelled.append(position)
 
 
-def look(encoder: PromptEncoder, conversation: Conversation) -> Findings:
+def look(encoder: PromptEncoder, conversation: Conversation, *, own_tools: bool = True) -> Findings:
     """Compare a prompt with its messages and tools. ValueError if the template refuses them."""
     messages, tools = conversation
     errors = list(_wrong_messages(encoder, messages)) if encoder.has_template else []
@@ -69,9 +73,8 @@ def look(encoder: PromptEncoder, conversation: Conversation) -> Findings:
         if is_shown and said not in text:
             notes.append(f"the chat template {'trims' if whole else 'rewrites or shortens'} {what}")
         elif not is_shown and said.strip():
-            on_purpose = what.startswith(("the name", "what the assistant says")) or (
-                whole and what.startswith("the tool")
-            )
+            on_purpose = what.startswith(("the name", "what the assistant says"))
+            on_purpose |= what == _TOOLS and (whole or not own_tools)
             (notes if on_purpose else errors).append(f"the chat template leaves out {what}, {said[:60]!r}: {_FIX}")
     lists = [each["content"] for each in messages if isinstance(each.get("content"), list) and each["content"]]
     if any(str(content) in text for content in lists):
@@ -111,7 +114,7 @@ def check_file(
     for position in chosen:
         conversation, place = read(position)
         try:
-            found = look(encoder, conversation)
+            found = look(encoder, conversation, own_tools=survey.own_tools)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         if found.errors:
@@ -199,7 +202,7 @@ def _changed(conversation: Conversation, change: _Change) -> Conversation:
         if isinstance(message.get("name"), str) and message["role"] not in ("tool", "function"):
             message["name"] = change(f"the name of {what}", message["name"])
         messages.append(message)
-    tools = conversation[1] and [_with_names(tool, "the tools", change) for tool in conversation[1]]
+    tools = conversation[1] and [_with_names(tool, _TOOLS, change) for tool in conversation[1]]
     return messages, tools
 
 

@@ -164,6 +164,8 @@ def test_tools_are_in_the_prompt_by_name_and_parameter() -> None:
     by_hand = [said("system", "Call look_up with a town."), USER]
     found = look(encoder("phi"), (by_hand, [TOOL]))
     assert not found.errors and "leaves out the tools" in found.notes[0]
+    found = look(encoder("phi"), ([USER], [TOOL]), own_tools=False)  # a model may know the tools of its run
+    assert not found.errors and "leaves out the tools" in found.notes[0]
     with pytest.raises(ValueError, match="System role not supported"):
         look(encoder("gemma"), ([SYSTEM, USER], None))
 
