@@ -358,6 +358,7 @@ def _forked(transcript: Transcript) -> Transcript:
     other = copy.copy(transcript)
     other.messages = list(transcript.messages)
     other._history, other._ends = list(transcript._history), set(transcript._ends)
+    other._marked = list(transcript._marked)
     return other
 
 
