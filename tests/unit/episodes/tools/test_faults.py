@@ -177,7 +177,7 @@ def test_functions_lose_nothing_with_their_worker(tmp_path: Path) -> None:
         assert (good.text, good.reward, good.metrics) == ("5", None, {})
         assert "not 4 values" in called(box, "a", "give", what="four").text
         assert "not 'high'" in called(box, "a", "give", what="reward").text
-        assert "finite number, not inf" in called(box, "a", "give", what="infinite").text
+        assert "not inf" in called(box, "a", "give", what="infinite").text
 
 
 def test_tools_that_wait_can_be_called_at_the_same_time(tmp_path: Path) -> None:
