@@ -13,9 +13,10 @@ _TEMP_DIR_CHARS = 40  # what Ray adds is named by date and process, below 67 cha
 def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
     """ValueError, naming the key, for a folder of the run's output that cannot be made or written."""
     trainer, ray = config.trainer, config.ray_init if config.trainer.launcher == "ray" else RayInitConfig()
+    timeline = ray.timeline_json_file
     for key, folder in (
         ("ray_init.temp_dir", ray.temp_dir),
-        ("ray_init.timeline_json_file", ray.timeline_json_file and str(Path(ray.timeline_json_file).parent)),
+        (f"ray_init.timeline_json_file={timeline}, folder", timeline and str(Path(timeline).parent)),
         ("trainer.default_local_dir", trainer.default_local_dir),
         ("trainer.log_dir", trainer.log_dir),
         ("trainer.rollout_data_dir", trainer.rollout_data_dir),

@@ -79,7 +79,7 @@ def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[f
         (reward.judge.url, "reward_model.judge.max_concurrent", reward.judge.max_concurrent, 1, _THREAD),
         (rollout.name == "vllm", f"{_ROLLOUT}.max_num_seqs", rollout.max_num_seqs, 1, (4.0 * length, "rows of tokens")),
     ]
-    return [row for used, *row in rows if used]
+    return [(key, value, times, takes) for used, key, value, times, takes in rows if used]
 
 
 def _check_engines(config: PPOConfig) -> None:
@@ -95,8 +95,9 @@ def _check_engines(config: PPOConfig) -> None:
             raise ValueError(
                 f"{section}.name=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set {section}.name=hf"
             )
-        given = rollout.engine_kwargs.vllm if section == _ROLLOUT and spec is not None and spec.origin else {}
-        known = _fields(Path(spec.origin).parent / "engine" / "arg_utils.py", "EngineArgs") if given else set()
+        given = rollout.engine_kwargs.vllm if section == _ROLLOUT else {}
+        file = spec.origin if given and spec is not None else None
+        known = set() if file is None else _fields(Path(file).parent / "engine" / "arg_utils.py", "EngineArgs")
         for name in sorted(set(given) - known) if known else ():
             near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
             raise ValueError(f"{section}.engine_kwargs.vllm.{name}={given[name]}: vLLM has no such argument{near}")

@@ -19,7 +19,14 @@ ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 TURNS = f"{ROLLOUT}.multi_turn"
 VAL = f"{ROLLOUT}.val_kwargs"
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
+def run(data, base_url, api_key):
+    return 1.0
+"""
 CLOSED = "http://127.0.0.1:9/v1"  # nothing listens at the port `discard`
 
 
@@ -97,6 +104,8 @@ _RAY = {"trainer.launcher": "ray"}
 _LORA = {f"{MODEL}.lora_rank": "2"}
 _VALIDATED = {"data.val_files": "{train}"}
 _VLLM = {f"{ROLLOUT}.name": "vllm"}
+_ONE_WORKER = {f"{ROLLOUT}.agent.num_workers": "1"}
+_PROGRAM = {**_ONE_WORKER, f"{ROLLOUT}.gateway.path": "{folder}/reward.py:run"}
 _CLASSES = f"{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
 
 CONTRADICTIONS = (
@@ -190,6 +199,14 @@ CONTRADICTIONS = (
     Bad("reward_model.judge.url", "http://host:port/v1", _NO_GRADER),
     Bad("reward_model.judge.url", "127.0.0.1:9", _NO_GRADER),
     Bad("reward_model.sandbox_fusion.url", CLOSED),
+    Bad(f"{ROLLOUT}.gateway.host", "nowhere.invalid", _PROGRAM),
+    Bad(f"{ROLLOUT}.gateway.command", "/nowhere/program --fast", _ONE_WORKER),
+    Bad(f"{ROLLOUT}.gateway.command", "''", _ONE_WORKER),
+    Bad("trainer.prometheus_port", "99999"),
+    Bad("ray_init.temp_dir", "/etc/passwd", _RAY),
+    Bad("ray_init.temp_dir", "/tmp/" + 60 * "a", _RAY),
+    Bad("ray_init.timeline_json_file", "/etc/passwd/timeline.json", _RAY),
+    Bad("ray_init.runtime_env", "{env_vars: {A: 1}}", _RAY),
     # keys of which one rules out the other
     Bad("critic.enable", "false", {"algorithm.adv_estimator": "gae"}),
     Bad("trainer.critic_warmup", "3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 import random
 import socket
@@ -21,8 +22,9 @@ from verl_like.config.errors import ConfigError
 from verl_like.observe.logs import told_in_a_line
 from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.rollout.sampling import require_tokens_left
-from verl_like.trainer import build
+from verl_like.trainer import build, start_checks
 from verl_like.trainer.compose import compose, compose_with_warnings
+from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.resume import find_resume
 
 SEED = 2026
@@ -33,6 +35,7 @@ def refusal(case: bad.Bad, folder: Path, model: Path) -> str:
     try:
         config = compose([f"{key}={value}" for key, value in case.settings(folder, model).items()])
         with ExitStack() as stack, build.input_errors():
+            check_output_folders(config, make=False)
             build.prepare(config, stack)
             find_resume(config)
     except ConfigError as error:
@@ -144,6 +147,17 @@ def test_code_of_another_kind(right: str, tmp_path: Path, tiny_model: Path, capf
         assert (text == "accepted") == (name == right), (name, text)
         assert name == right or (name in text and key.rpartition(".")[0] in text and "/verl_like/" not in text), text
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engine_that_is_not_installed(
+    engine: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(start_checks.compat, "installed", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
+    text = refusal(bad.Bad(f"{bad.ROLLOUT}.name", engine), tmp_path, tiny_model)
+    assert f"rollout.name={engine}: " in text and "installed" in text and "pip install" in text
 
 
 # --- addresses, arguments, errors that nobody foresaw ----------------------------------------------------------------
