@@ -115,7 +115,7 @@ def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
         ("qwen2_5", [said("user", "hi", name="Ann")], "leaves out the name of message 0 (user), 'Ann'"),
         ("parts_only", [said("user", [{"type": "text", "text": "Hello"}])], ""),
         ("llama3", [USER, said("ipython", "5")], ""),  # a role that the template names
-        ("qwen2_5", [USER, said("assistant", None, tool_calls=CALL["tool_calls"])], ""),
+        ("qwen2_5", [USER, said("assistant", None, tool_calls=CALL["tool_calls"]), USER], ""),
         ("qwen2_5", [said("user", ""), said("assistant", ""), USER], ""),
     ],
 )  # fmt: skip
