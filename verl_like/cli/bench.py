@@ -167,6 +167,7 @@ def gateway(parser: argparse.ArgumentParser) -> None:
     """The sessions that ask."""
     parser.add_argument("--sessions", type=positive, default=200, help="at once")
     parser.add_argument("--turns", type=positive, default=5, help="requests of each, one after the other")
+    parser.add_argument("--hostile-s", type=positive, default=25, help="seconds for which a hostile client waits")
 
 
 def driver(parser: argparse.ArgumentParser) -> None:

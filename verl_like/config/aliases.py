@@ -237,7 +237,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _loggers(value: Any) -> Any:
-    return [_LOGGERS.get(name, name) for name in _as_list(value)] if value is not None else []
+    return [_mapped(_LOGGERS)(name) for name in names] if isinstance(names := _as_list(value), list) else names or []
 
 
 def _mapped(table: dict[str, str]) -> Callable[[Any], Any]:

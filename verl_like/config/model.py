@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, require
+from verl_like.config.base import ConfigNode, above, at_least, check_pattern, require
 from verl_like.config.enums import Experts, FusedBackend, Recompute
 from verl_like.config.fsdp import FSDPConfig
 
@@ -96,6 +96,7 @@ class ModelConfig(ConfigNode):
             names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
             legal = names or (isinstance(value, str) and value != "") or (value is None and key == "exclude_modules")
             require(legal, key, value, "give a pattern or a list of module names, for instance [q_proj,v_proj]")
+            check_pattern(key, value if isinstance(value, str) else "")
 
 
 @dataclass(kw_only=True, slots=True)

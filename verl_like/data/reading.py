@@ -40,9 +40,16 @@ class DataFile:
     digest: str
     name: str = ""  # of the validation set it belongs to (data.val_files as a dictionary)
 
-    def has_ground_truth(self, key: str | None) -> bool:
-        """Whether a column holds reference answers: data.ground_truth_key, or one of those that are looked for."""
-        return key is not None or bool(set(_GROUND_TRUTH_COLUMNS) & set(self.rows.columns))
+    def without_ground_truth(self, key: str | None) -> list[int]:
+        """Rows without a reference answer (null, not a number, an empty text or list, no such column) in
+        data.ground_truth_key, or in all columns that are looked for."""
+        missing = range(len(self.rows))
+        for name in (key,) if key else _GROUND_TRUTH_COLUMNS:
+            if name in self.rows.columns:
+                of_model = name == "reward_model"
+                values = self.rows.subcolumn(name, "ground_truth") if of_model else self.rows.column(name)
+                missing = [row for row in missing if _is_empty(values[row])]
+        return list(missing)
 
     def identity(self) -> dict[str, Any]:
         """Equal for equal content, wherever the file lies."""
@@ -157,7 +164,8 @@ def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in messages:
         if "role" not in message:
-            raise ValueError(f"{place}: a message has no role: {str(message)[:200]}")
+            hint = " (ShareGPT's keys: name them role and content)" if {"from", "value"} <= set(message) else ""
+            raise ValueError(f"{place}: a message has no role: {str(message)[:200]}{hint}")
     return messages
 
 
@@ -172,14 +180,18 @@ def ground_truth_of(row: dict[str, Any], place: str, column: str | None = None) 
     one (gt_answer, test_cases, ground_truth); None without any."""
     if column is not None and column != "reward_model":
         return row.get(column)
-    reward_model = row.get("reward_model")
-    if reward_model is None:
-        return next((row[name] for name in _GROUND_TRUTH_COLUMNS[1:] if row.get(name) is not None), None)
+    reward_model = {} if row.get("reward_model") is None else row["reward_model"]
     if not isinstance(reward_model, dict):
         raise ValueError(
             f"{place}: column 'reward_model' must hold {{'style', 'ground_truth'}}, not {str(reward_model)[:200]!r}"
         )
-    return reward_model.get("ground_truth")
+    found = [reward_model.get("ground_truth"), *(row.get(name) for name in _GROUND_TRUTH_COLUMNS[1:])]
+    return next((value for value in found if value is not None), None)
+
+
+def _is_empty(value: Any) -> bool:
+    value = value.strip() if isinstance(value, str) else value
+    return value in (None, "", []) or value != value  # not a number
 
 
 def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any]:

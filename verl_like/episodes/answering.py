@@ -300,7 +300,8 @@ class Asker:
             raise EpisodeAborted(f"prompt {group} is no longer wanted")
         sampling = sampling or self.sampling
         if max_tokens is not None and max_tokens < sampling.max_tokens:
-            sampling = dataclasses.replace(sampling, max_tokens=max_tokens)
+            least = min(sampling.min_tokens, max_tokens)  # what is left of the response, or a client's own limit
+            sampling = dataclasses.replace(sampling, max_tokens=max_tokens, min_tokens=least)
         draw: tuple[int | str, ...] = (how.purpose, group, trail.sample, turn)
         if trail.attempt:
             draw += (f"retry{trail.attempt}",)

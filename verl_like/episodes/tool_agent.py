@@ -145,7 +145,10 @@ class ToolAgent:
         self, prompt: Prompt, start: ToolOutcome, ask: Ask, session: str, progress: _Progress
     ) -> EpisodeFailure | None:
         """Turns until the model calls no tool, or a bound is reached. What was lost, if something was."""
-        ids, messages, media = self._start(prompt, start)
+        try:
+            ids, messages, media = self._start(prompt, start)
+        except ValueError as error:  # what the environment said first is refused
+            return EpisodeFailure(kind="template", message=str(error))
         if (start.text or start.messages) and len(ids) > self._bounds.prompt:
             what = f"{len(ids)} tokens with what reset said, more than data.max_prompt_length={self._bounds.prompt}"
             return EpisodeFailure(kind="prompt_too_long", message=what)
@@ -181,7 +184,10 @@ class ToolAgent:
             else:
                 answers, failure, anew = await self._reply(transcript.messages, session, progress)
                 if anew and answers and failure is None and not is_last:
-                    (ids,) = self._encoder.encode([(answers, prompt.row.tools)])
+                    try:
+                        (ids,) = self._encoder.encode([(answers, prompt.row.tools)])
+                    except ValueError as error:
+                        return EpisodeFailure(kind="template", message=str(error))
                     transcript = Transcript(self._encoder, ids, answers, prompt.row.tools, follow_template=False)
                     observation_ids, new_row, media = ids, True, []
                     progress.counts["new_rows"] += 1

@@ -80,8 +80,8 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     for key, value in model.override_config.items():
         if key not in config:
             close = difflib.get_close_matches(key, config.to_dict(), n=1)
-            hint = f": did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"model.override_config.{key} is not a key of a {config.model_type!r} config{hint}")
+            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise ValueError(f"model.override_config.{key}={value}: no key of a {config.model_type!r} config; {hint}")
         setattr(config, key, value)
     families.check(config, packed=uses_packing(model))
     _check_router_loss(model, config)
@@ -248,8 +248,13 @@ def sharding_units(model: TokenModel, fsdp: FSDPConfig) -> list[nn.Module]:
         return sized_units(model, policy.min_num_params, _root_modules(model.hf))
     names = set(policy.transformer_layer_cls_to_wrap or model.hf._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ValueError(f"model type {model.hf.config.model_type!r} has no module of class {sorted(names)} to shard")
+    absent = names - {type(layer).__name__ for layer in layers}
+    if not layers or (absent and policy.transformer_layer_cls_to_wrap):
+        raise ValueError(
+            f"wrap_policy.transformer_layer_cls_to_wrap={policy.transformer_layer_cls_to_wrap}: a model of type "
+            f"{model.hf.config.model_type!r} has no module of class {sorted(absent)}; it has "
+            f"{sorted({type(module).__name__ for module in model.hf.modules()})}"
+        )
     return layers
 
 

@@ -148,8 +148,11 @@ def attach(
     dtype: of the adapters (and the value head); the base keeps its own. left_out: gets none. Raises ValueError when
     nothing is targeted.
     """
-    linear = {name: part for name, part in hf.named_modules() if isinstance(part, nn.Linear)}
+    linear: dict[str, nn.Linear] = {n: part for n, part in hf.named_modules() if isinstance(part, nn.Linear)}
     names = _targets(hf, linear, model, set(() if left_out is None else left_out.modules()))
+    largest = max(min(linear[name].in_features, linear[name].out_features) for name in names)
+    if model.lora_rank > largest:
+        raise ValueError(f"model.lora_rank={model.lora_rank}: no layer that is adapted has a rank above {largest}")
     hf.requires_grad_(False)
     modules = []
     with torch.random.fork_rng(devices=[]):
@@ -215,10 +218,14 @@ def _targets(
     _check_frozen_matrices(hf, linear, body, model.target_modules)
     _refuse_impossible(hf, set(body), model.target_modules)
     chosen = [name for name in body if _matches(name, model.target_modules)]
+    excluded = model.exclude_modules
+    for each in [[name] for name in excluded] if isinstance(excluded, list) else filter(None, [excluded]):
+        if not any(_matches(name, each) for name, _ in hf.named_modules()):
+            raise ValueError(f"model.exclude_modules={excluded!r}: {each} is no module of this model; {_instead(body)}")
     chosen = [name for name in chosen if model.exclude_modules is None or not _matches(name, model.exclude_modules)]
     if not chosen:
         raise ValueError(
-            f"model.target_modules={model.target_modules!r} (exclude_modules={model.exclude_modules!r}) names no "
+            f"model.target_modules={model.target_modules!r} (model.exclude_modules={model.exclude_modules!r}) names no "
             f"linear layer of this model: {_instead(body)}"
         )
     return chosen

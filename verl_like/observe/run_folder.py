@@ -24,7 +24,7 @@ FIELDS = frozenset(
     {
         *("input", "output", "gts", "score", "step", "data_source", "finish_reason", "outcome", "failure", "group"),
         *("dataset_index", "validation_set", "prompt_id", "prompt_tokens", "response_tokens", "sampled_tokens"),
-        *("weight_version", "advantage", "turns", "chosen", "tokens", "episode"),
+        *("weight_version", "advantage", "turns", "chosen", "tokens", "episode", "input_shown", "output_shown"),
     }
 )
 

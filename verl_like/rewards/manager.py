@@ -185,6 +185,11 @@ class RewardManager:
                     )
 
     @property
+    def asks_judge(self) -> bool:
+        """Whether a judge grades some rows."""
+        return self._judge is not None
+
+    @property
     def grades_alone(self) -> bool:
         """Whether each response has its score as soon as it is graded; otherwise a batch gets them together."""
         return self._model is None and self._manager != "batch"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from verl_like.batch import PromptRow, RewardFailure, Scores
 from verl_like.config import RewardModelConfig
+from verl_like.data.chat import PromptEncoder
 from verl_like.rewards.reward_call import is_finite_reward
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # texts as tokens -> one number each
@@ -54,7 +55,8 @@ class ModelScore:
 
     def __init__(self, config: RewardModelConfig, score: Score, *, policy_tokenizer: Any, own_tokenizer: Any) -> None:
         self._config, self._score = config, score
-        self._policy_tokenizer, self._own_tokenizer = policy_tokenizer, own_tokenizer
+        self._policy_tokenizer = policy_tokenizer
+        self._encoder = None if own_tokenizer is None else PromptEncoder(own_tokenizer, {})  # no turns of the policy's
 
     @property
     def needs_rule(self) -> bool:
@@ -63,7 +65,7 @@ class ModelScore:
 
     def texts(self, answers: Sequence[Answer]) -> list[list[int] | str]:
         """What the reward model reads, cut on the right at reward_model.max_length tokens; why a row cannot be read."""
-        read = self._templated if self._own_tokenizer is not None else _as_sampled
+        read = self._templated if self._encoder is not None else _as_sampled
         most = self._config.max_length
         return [text if isinstance(text, str) else text[:most] for text in map(read, answers)]
 
@@ -100,12 +102,13 @@ class ModelScore:
         )
 
     def _templated(self, answer: Answer) -> list[int] | str:
+        assert self._encoder is not None
         messages = answer.row.messages[:-1] if answer.row.begun else answer.row.messages
         messages = [*messages, {"role": "assistant", "content": answer.text(self._policy_tokenizer)}]
         try:
-            return list(self._own_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-        except Exception as error:  # templates refuse roles and orders that others take
-            return f"the chat template of the reward model refuses the conversation: {type(error).__name__}: {error}"
+            return self._encoder.encode([(messages, None)], to_answer=False)[0]
+        except ValueError as error:  # templates refuse roles and orders that others take
+            return f"the chat template of the reward model refuses the conversation: {error}"
 
 
 def _as_sampled(answer: Answer) -> list[int]:

@@ -36,6 +36,7 @@ from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.environments import EnvironmentDataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
+from verl_like.data.prompt_truth import own_text
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.answering import Answering
@@ -77,6 +78,7 @@ from verl_like.trainer.inputs import (
     check_vision,
     max_model_len,
     refuse_media,
+    refuse_media_keys,
     refuse_missing_answers,
 )
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
@@ -87,10 +89,11 @@ from verl_like.trainer.recording import RecordedSource, Recorder
 from verl_like.trainer.replicas import RolloutGroup, StandingRolloutGroup
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
-from verl_like.trainer.reward_check import self_check, try_out
+from verl_like.trainer.reward_check import grade_sample, self_check, try_out
 from verl_like.trainer.reward_models import load_reward_model, use_reward_model
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
+from verl_like.trainer.start_checks import check_machine, check_models, check_sampling
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.told import start_phase, worker_start_text
 from verl_like.trainer.tools import check_interactions, open_toolbox, require_tool_messages
@@ -150,10 +153,13 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
         )
     device, ranks_per_node = resolve_world(config)
     require_quantization(config.actor_rollout_ref.rollout, device)
+    check_machine(config, device)
     check_own_code(config)
     toolbox = open_toolbox(config, stack)
     inputs = load_inputs(config, toolbox)
     require_heads(config.actor_rollout_ref.rollout, inputs.hf_config, device)
+    check_sampling(config, inputs.tokenizer, inputs.hf_config, inputs.eos_ids)
+    check_models(config, device)
     plan = BatchPlan.build(config, config.trainer.nnodes * ranks_per_node, len(inputs.train))
     loader = train_loader(config, inputs.train, plan)  # what is wrong with its sampler is said before anything starts
     if config.asynchronous and loader.learns:
@@ -210,6 +216,11 @@ def prepared(config: PPOConfig) -> Iterator[Prepared]:
     with ExitStack() as stack:
         with input_errors(), start_phase("tokenizer, data, graders"):
             ready = prepare(config, stack)
+            if ready.rewards.rule_grades and not (ready.rewards.asks_judge or config.env.train.tags):
+                try:
+                    grade_sample(ready.inputs.train, ready.rewards, ready.inputs.tokenizer)
+                except ValueError as error:  # a grader of one's own may want answers of another form
+                    logger.warning("%s", error)
         yield ready
 
 
@@ -431,6 +442,9 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bo
         if dataset is not None and (trains or split == "val"):
             refuse_media(dataset, f"data.{split}_files", hf_config)
             dataset.check_rows()
+    refuse_media_keys(data, hf_config)
+    if adds := own_text(make_encoder(data, tokenizer)):
+        logger.info("the chat template adds where there is no system message: %r", adds)
     return Inputs(
         tokenizer=tokenizer,
         hf_config=hf_config,

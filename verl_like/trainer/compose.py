@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -314,6 +315,9 @@ def _read_yaml(path: Path, settings: Settings) -> None:
 
 
 def _read_override(text: str, settings: Settings) -> None:
+    if not text:
+        settings.warnings.append('an empty argument is skipped (as "$EXTRA" leaves one where EXTRA is not set)')
+        return
     if not text.strip():
         settings.problems.append(
             "an argument is blank: in a shell script a backslash with a space after it ends the command, and the lines "
@@ -498,6 +502,10 @@ def _composed(groups: tuple[str, ...]) -> bytes:
 
 def _apply(tree: DictConfig, change: Change) -> str | None:
     """Set one value; returns what is wrong with it, if anything."""
+    key = find_key(change.key)
+    form = "" if key is None or key.path != change.key else _form(key.type)
+    if form == _form(bool) and type(change.value) in (int, float) and change.value not in (0, 1):
+        return f"{change.key}={change.value!r}: {form}"  # omegaconf takes any number for true
     try:
         with open_dict(tree):  # a dictionary is merged into a dictionary; it replaces a list (data.val_files)
             merge = isinstance(change.value, dict) and isinstance(OmegaConf.select(tree, change.key), DictConfig)
@@ -505,5 +513,16 @@ def _apply(tree: DictConfig, change: Change) -> str | None:
     except OmegaConfBaseException as error:
         if change.value is None:
             return f"{change.key}=null: it must have a value; leave it out, or give it one"
-        return f"{change.key}={change.value!r}: {str(error).splitlines()[0]}"
+        return f"{change.key}={change.value!r}: {form or str(error).splitlines()[0]}"
     return None
+
+
+_FORMS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_FORMS |= {list: "a list, as [a,b]", dict: "a dictionary, as {name: value}"}
+
+
+def _form(kind: Any) -> str:
+    """How a value of this type is written, for messages; of an enum nothing, whose own error lists its names."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    names = [_FORMS[each] for each in (get_origin(each) or each for each in kinds) if each in _FORMS]
+    return f"give {' or '.join(names)}" if names else ""

@@ -20,7 +20,7 @@ from verl_like.cluster.worker_group import WorkerError, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.observe.environment import own_files, write_environment
-from verl_like.observe.logs import setup_driver_logging
+from verl_like.observe.logs import setup_driver_logging, told_in_a_line
 from verl_like.observe.redaction import hidden, print_hidden, remember, secrets_of
 from verl_like.observe.run_folder import CONFIG
 from verl_like.trainer.build import Prepared, input_errors, prepared, resolve_world, started
@@ -40,16 +40,18 @@ logger = logging.getLogger(__name__)
 def run(config: PPOConfig) -> None:
     """The run of a command line: what is wrong with its inputs, or stops it, ends the program with its message."""
     sys.excepthook = print_hidden
+    begun: list[bool] = []
     try:
-        fit(config, restart=restart_under_nsight)
+        with told_in_a_line("the start", over=lambda: bool(begun)):
+            fit(config, restart=restart_under_nsight, before=lambda: begun.append(True))
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
         sys.exit(hidden(f"error: {error}"))
 
 
-def fit(config: PPOConfig, **own: Any) -> Path:
+def fit(config: PPOConfig, before: Callable[[], None] = lambda: None, **own: Any) -> Path:
     """The trainer's `fit`, begun again from the newest checkpoint as often as trainer.max_restarts allows when workers
-    are lost; the folder of the run's files. Arguments and errors: see `opened`."""
+    are lost; the folder of the run's files. before: called when all is started. Others and errors: see `opened`."""
     began = time.perf_counter()
     with _prepared(config, **own) as run:
         restarts, stop = Restarts(run.ready.config.trainer), StopFlag()
@@ -57,6 +59,7 @@ def fit(config: PPOConfig, **own: Any) -> Path:
             try:
                 with run.started(again=restarts.saved) as trainer:
                     stop = trainer.stop
+                    before()
                     trainer.fit()
                 break
             except WorkerError as error:

@@ -256,7 +256,7 @@ def test_every_row_names_real_keys():
     ("override", "line"),
     [
         (f"{A}.strategy=megatron", f"{A}.strategy=megatron: not available yet; use fsdp2"),
-        (f"{R}.val_kwargs.min_tokens=999", f"{R}.val_kwargs.min_tokens=999 and max_tokens=None with"),
+        (f"{R}.val_kwargs.min_tokens=999", f"min_tokens=999 and {R}.val_kwargs.max_tokens=None with"),
         (f"+{R}.trace.backend=weave", f"{R}.trace.backend=weave: not available yet (traces in weave, MLflow or"),
         (f"{R}.multi_turn.enable=True", f"set {R}.multi_turn.tool_config_path"),
         (f"{R}.agent.default_agent_loop=tool_agent", f"needs {R}.multi_turn.enable=True"),

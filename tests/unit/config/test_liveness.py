@@ -60,6 +60,7 @@ SAMPLES: dict[str, Any] = {
     "env.custom": {"bandit": {"max_steps": 1}},
     "env.worker_cls": "mine.py:Worker",
     "actor_rollout_ref.rollout.gateway.path": "mine.py:run",
+    "actor_rollout_ref.rollout.gateway.forced_tool_choice": "auto",
     "actor_rollout_ref.actor.ratio_skip_threshold": 20.0,
     "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
     "actor_rollout_ref.model.target_modules": ["q_proj"],

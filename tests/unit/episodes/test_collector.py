@@ -278,6 +278,19 @@ def test_turns_of_an_episode_share_a_session_and_have_seeds_of_their_own(data: P
         assert last[5] == 0 and last[11] == 1 and int(rollouts.response_mask_BR[0].sum()) == 15
 
 
+def test_min_tokens_shrinks_to_the_room_of_a_turn(data: PromptDataset) -> None:
+    """A client's own limit, or what is left of the response; an engine refuses more tokens at least than at most."""
+
+    class LittleRoom(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            done = await ask(list(prompt.ids), SamplingParams(max_tokens=9, min_tokens=6), max_tokens=4)
+            return Episode(turns=(Turn.of(prompt.ids, done),))
+
+    with collector(data, runner=LittleRoom()) as (made, fleet):
+        made.next_batch(1)
+        assert {(r.sampling.min_tokens, r.sampling.max_tokens) for r in fleet.asked} == {(4, 4)}
+
+
 def test_an_error_in_an_episode_is_the_steps(data: PromptDataset) -> None:
     class Broken(SingleTurn):
         async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:

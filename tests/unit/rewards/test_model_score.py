@@ -22,9 +22,15 @@ from verl_like.rewards.reward_call import RewardOutcome
 class TemplateTokenizer:
     """Writes "<role:content>" for each message; a character's id is its code."""
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, return_dict: bool) -> list[int]:
-        assert tokenize and not return_dict
-        return [ord(c) for message in messages for c in f"<{message['role'][0]}:{message['content']}>"]
+    chat_template = "by hand"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: bool) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": False}
+        return "".join(f"<{message['role'][0]}:{message['content']}>" for message in messages)
+
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        assert not add_special_tokens
+        return {"input_ids": [[ord(c) for c in text] for text in texts]}
 
 
 def answer(text: str) -> Answer:
