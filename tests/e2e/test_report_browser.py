@@ -55,7 +55,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     facts = json.loads((folder / "environment.json").read_text())
     facts["command"] += " a.long.key=/data/files/some/where" * 100
     facts["variables"] = {f"VLLM_A_VARIABLE_WITH_A_LONG_NAME_{i}": "v" * 10 * i for i in range(20)}
-    facts["code"] = {"agent.agent_loop_config_path": {"path": "/home/me/loops.yaml", "sha256": "0" * 64}}
+    facts["code"] = {"agent.agent_loop_config_path": {"path": "loops.yaml", "sha256": "0" * 64}}
     facts["earlier"] = [{**facts, "earlier": []}] * 6
     (folder / "environment.json").write_text(json.dumps(facts))
     write_report(folder)

@@ -53,18 +53,13 @@ def tiles(run: Run) -> list[dict[str, str]]:
         found.append({"label": label, "value": value, "note": f"{unit}, {note}" if unit else note, "metric": metric})
 
     add("Score", "critic/score/mean", "{:.3g}", change=True)
-    means = [name for name in validation_metrics(run) if "/mean@" in name]
-    for name in means[:2]:
+    core = {name for values in run.validation for name in values if name.startswith("val-core/")}
+    for name in sorted(name for name in core if "/mean@" in name)[:2]:
         add(f"Validation {name.removeprefix('val-core/')}", name, "{:.3g}", change=True)
     add("Response length", "response_length/mean", "{:,.0f}", "tokens")
     add("Throughput", "perf/throughput", "{:,.0f}", "tokens/s per device")
     add("Step time", "timing_s/step", "{:,.2f}", "seconds")
     return found
-
-
-def validation_metrics(run: Run) -> list[str]:
-    """Names of the validations' core metrics, in order of name."""
-    return sorted({name for values in run.validation for name in values if name.startswith("val-core/")})
 
 
 def config_rows(run: Run) -> list[dict[str, Any]]:
