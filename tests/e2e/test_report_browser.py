@@ -5,6 +5,7 @@ Left out where playwright or a Chromium is missing. `VERL_LIKE_SHOTS=folder` kee
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.unit.observe.run_factory import write_run
+from verl_like.observe.report.charts import CHARTS, PHASES
 from verl_like.observe.report.page import write_comparison, write_report
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -30,6 +32,26 @@ def planted(step: int) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("runs") / "a", planted=planted)
+    write_report(folder)
+    return folder
+
+
+def crowded(step: int) -> dict[str, float]:
+    """Every line of every chart, eight validation sets with long names, more phases than there are chosen colours."""
+    names = [name for chart in CHARTS for name, _ in chart.metrics]
+    names += [f"timing_s/{phase}" for phase in (*PHASES, "of_a_subclass", "and_another")]
+    names += [f"val-core/{'a_long_name_of_a_benchmark/' * 3}{i}/acc/mean@8" for i in range(8) if step % 10 == 0]
+    return {name: 1.0 + (step * i) % 7 for i, name in enumerate(names)} | {"timing_s/step": 60.0}
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with all that a page can hold: the command lines of many starts too."""
+    folder = write_run(tmp_path_factory.mktemp("runs") / "crowd", planted=crowded)
+    environment = json.loads((folder / "environment.json").read_text())
+    command = " ".join(f"a.long.key.number_{i}=its_value_{i}" for i in range(150))
+    start = {"started": "2026-01-01T00:00:00", "command": command}
+    (folder / "environment.json").write_text(json.dumps(environment | {"command": command, "earlier": [start] * 12}))
     write_report(folder)
     return folder
 
@@ -93,6 +115,61 @@ def test_every_chart_is_drawn_and_nothing_is_wider_than_the_window(
     assert opened.count("#charts figure") > 10 and opened.count("#phase-table tbody tr") == 3
     opened.shot(f"report_{width}_{scheme}")
     opened.close(folder / "report.html")
+
+
+DRAWN = "[...document.querySelectorAll('.plot')].every(plot => plot.children.length > 0)"
+OUTSIDE = """() => [...document.querySelectorAll("main *")].filter(box => box.clientWidth > 0
+  && box.scrollWidth > box.clientWidth + 1 && getComputedStyle(box).display !== "inline" && !box.matches("td.text"))
+  .map(box => box.id || box.className || box.tagName)"""
+SAME_COLOUR = """() => [...document.querySelectorAll("figure")].filter(figure => {
+  const colours = [...figure.querySelectorAll(".legend i")].map(sign => getComputedStyle(sign).backgroundColor);
+  return new Set(colours).size < colours.length || colours.includes("rgba(0, 0, 0, 0)");
+}).map(figure => figure.innerText)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_crowded_page_is_whole_without_scrolling(browser: Any, crowd: Path, width: int, scheme: str) -> None:
+    opened = Opened(browser, crowd / "report.html", width, scheme)
+    page = opened.page
+    page.wait_for_function(DRAWN, timeout=60_000)  # though nobody scrolls: pictures of the whole page show them
+    assert page.evaluate(SAME_COLOUR) == []
+    outside = page.evaluate(OUTSIDE)
+    assert outside == [] if width == 1440 else set(outside) <= {"scroll", "list scroll"}, outside
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    bar = (
+        "[...document.querySelectorAll('.bar a')].every(link => link.getBoundingClientRect().right <= innerWidth - 60)"
+    )
+    assert page.evaluate(bar)
+    assert page.evaluate("document.querySelector('#environment').offsetHeight") < 2500
+    opened.shot(f"crowd_{width}_{scheme}")
+    opened.close(crowd / "report.html")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_paper_charts_are_there_and_text_is_dark(browser: Any, crowd: Path, scheme: str) -> None:
+    opened = Opened(browser, crowd / "report.html", 390, scheme)
+    page = opened.page
+    page.wait_for_function("[...plots.values()].every(plot => plot.view)", timeout=60_000)
+    page.wait_for_timeout(1000)  # Bokeh paints soon after it has laid out
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print", color_scheme=scheme)
+    inked = """() => [...document.querySelectorAll(".plot img")].map(async (image) => {
+      await image.decode();
+      const pen = new OffscreenCanvas(image.naturalWidth, image.naturalHeight).getContext("2d");
+      pen.drawImage(image, 0, 0);
+      const values = pen.getImageData(0, 0, image.naturalWidth, image.naturalHeight).data;
+      return values.filter((value, i) => i % 4 === 3 && value > 128).length;
+    })"""
+    counts = page.evaluate(f"async () => Promise.all(({inked})())")
+    assert len(counts) == page.locator(".plot").count() and min(counts) > 300, counts
+    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(31, 35, 40)"
+    for box in (".list", "#environment code"):
+        assert page.evaluate(f"getComputedStyle(document.querySelector('{box}')).maxHeight") == "none"
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    page.wait_for_function("document.querySelectorAll('.plot img').length === 0")
+    assert page.pdf(format="A4").count(b"/Subtype /Image") >= len(counts)  # the browser's own print says both events
+    opened.close(crowd / "report.html")
 
 
 def test_the_rollout_browser_filters_sorts_searches_and_colours(browser: Any, folder: Path) -> None:

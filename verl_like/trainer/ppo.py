@@ -59,6 +59,7 @@ class PPOTrainer:
     on_start: Callable[[], None] = lambda: None  # the checkpoint is read, and the first weights are proved
     on_scores: Callable[[Rollouts, Scores], None] = lambda rollouts, scores: None  # a curriculum learns from them
     clock: StepClock = field(default_factory=StepClock)  # of the step that runs; replaced at each step
+    first_step: int | None = field(default=None, init=False)  # that the checkpoint was of, once it is read; else 0
     unreported: Callable[[], dict[str, float]] | None = field(default=None, init=False)  # of a finished step
 
     def fit(self) -> None:
@@ -71,6 +72,7 @@ class PPOTrainer:
     def start(self) -> None:
         """Take up the checkpoint, if there is one; weights into the rollout engine; the validation before training."""
         self.checkpoints.restore(self)
+        self.first_step = self.state.step
         with start_phase("first weight sync and its proof"):
             self.sync_weights()
         self.on_start()

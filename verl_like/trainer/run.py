@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,33 +42,44 @@ def run(config: PPOConfig) -> None:
     """The run of a command line: what is wrong with its inputs, or stops it, ends the program with its message."""
     sys.excepthook = print_hidden
     try:
-        fit(config, restart=restart_under_nsight)
+        _, signal_name = _fit(config, restart=restart_under_nsight)
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
         sys.exit(hidden(f"error: {error}"))
+    if signal_name is not None:  # what a shell wrote behind && is not for a run that is not done
+        sys.exit(128 + signal.Signals[signal_name])
 
 
 def fit(config: PPOConfig, **own: Any) -> Path:
     """The trainer's `fit`, begun again from the newest checkpoint as often as trainer.max_restarts allows when workers
     are lost; the folder of the run's files. Arguments and errors: see `opened`."""
-    began = time.perf_counter()
+    return _fit(config, **own)[0]
+
+
+def _fit(config: PPOConfig, **own: Any) -> tuple[Path, str | None]:
+    """`fit`, and the signal that ended the run before its last step."""
+    began, first_step = time.perf_counter(), None
     with _prepared(config, **own) as run:
         restarts, stop = Restarts(run.ready.config.trainer), StopFlag()
         while True:
             try:
                 with run.started(again=restarts.saved) as trainer:
                     stop = trainer.stop
-                    trainer.fit()
+                    try:
+                        trainer.fit()
+                    finally:
+                        first_step = trainer.first_step if first_step is None else first_step
                 break
             except WorkerError as error:
                 if stop.requested:
                     raise
                 restarts.wait_before_next(error)
     config, folder = trainer.config, log_dir(trainer.config)
-    if not config.trainer.val_only:
-        steps = {"step": trainer.state.step, "total_steps": trainer.total_steps}
-        logger.info("%s", closing_text(config, folder, **steps, seconds=time.perf_counter() - began))
-    return folder
+    if config.trainer.val_only:
+        return folder, None
+    steps = {"step": trainer.state.step, "first_step": first_step or 0, "total_steps": trainer.total_steps}
+    logger.info("%s", closing_text(config, folder, **steps, seconds=time.perf_counter() - began))
+    return folder, stop.signal_name if trainer.state.step < trainer.total_steps else None
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 "use strict";
-// Hands the tables of charts.py to Bokeh, which draws them. A chart is drawn when it comes near the window.
+// Hands the tables of charts.py to Bokeh, which draws them: charts near the window first, then the others.
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 
@@ -9,7 +9,16 @@ function element(tag, properties, ...children) {
   return made;
 }
 
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+// The colour of the series i: twelve that were chosen (report.css), then hues far apart. Bokeh wants it resolved.
+const shade = (i) => (i < 12 ? `var(--c${i})` : `hsl(${(137.5 * i) % 360} 45% 55%)`);
+const color = (i) => {
+  const probe = element("i", { hidden: true });
+  probe.style.color = shade(i);
+  document.body.append(probe);
+  const resolved = getComputedStyle(probe).color;
+  probe.remove();
+  return resolved;
+};
 const number = (value) => {
   if (value === null || value === undefined) return "–";
   return value !== 0 && Math.abs(value) < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
@@ -19,7 +28,7 @@ const median = (values) => {
   return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : null;
 };
 
-// ---- drawn when seen, again when the theme changes ------------------------------------------------------------------
+// ---- drawn when seen or when there is time, again when the theme changes ------------------------------------------------------------------
 const plots = new Map(); // element -> function that draws into it
 const watcher = new IntersectionObserver(
   (entries) => {
@@ -33,12 +42,27 @@ function later(target, drawing) {
   watcher.observe(target);
 }
 
+// Paper and pictures of the whole page show charts that nobody has scrolled to.
+function drawOthers() {
+  const next = [...plots.keys()].find((target) => !plots.get(target).drawn);
+  if (next) { watcher.unobserve(next); draw(next); setTimeout(drawOthers); }
+}
+window.addEventListener("load", () => setTimeout(drawOthers));
+
+// A canvas has the width of the window, not of the paper: a picture of it takes its place meanwhile.
+window.addEventListener("beforeprint", () => {
+  for (const [target, { view }] of plots) {
+    if (view) target.replaceChildren(element("img", { src: view.export("png").canvas.toDataURL(), className: document.documentElement.dataset.theme }));
+  }
+});
+window.addEventListener("afterprint", () => { for (const target of plots.keys()) if (target.querySelector("img")) draw(target); });
+
 function draw(target) {
   const plot = plots.get(target);
   target.replaceChildren();
   plot.drawn = true;
   const figure = plot.drawing();
-  Bokeh.Plotting.show(figure, target).catch((error) => { target.textContent = `This chart failed: ${error.message}`; });
+  Bokeh.Plotting.show(figure, target).then((view) => { plot.view = view; }).catch((error) => { target.textContent = `This chart failed: ${error.message}`; });
 }
 
 $("theme").addEventListener("click", () => {
@@ -92,11 +116,11 @@ function smooth(values) {
 // Lines of a chart: of one run all its metrics; of several runs the first metric of each run, in the run's colour.
 function linesOf(chart) {
   if (data.runs.length === 1) {
-    const lines = chart.lines.map((line, i) => ({ ...line, run: data.runs[0], color: `c${i}` }));
-    return [...lines, ...chart.points.map((line, i) => ({ ...line, run: data.runs[0], color: `c${(i + lines.length) % 3}`, dots: true }))];
+    const lines = chart.lines.map((line, i) => ({ ...line, run: data.runs[0], color: i }));
+    return [...lines, ...chart.points.map((line, i) => ({ ...line, run: data.runs[0], color: i + lines.length, dots: true }))];
   }
   const wanted = [...chart.lines.slice(0, 1), ...chart.points.slice(0, 1).map((line) => ({ ...line, dots: true }))];
-  return data.runs.flatMap((run, i) => wanted.map((line) => ({ ...line, run, label: `${run.name} ${line.dots ? line.label : ""}`, color: `c${i}` })));
+  return data.runs.flatMap((run, i) => wanted.map((line) => ({ ...line, run, label: `${run.name} ${line.dots ? line.label : ""}`, color: i })));
 }
 
 function drawCurves(lines) {
@@ -137,7 +161,7 @@ function curve(chart) {
   const plot = element("div", { className: "plot" });
   const legend = element("div", { className: "legend" }, ...lines.map((line) => {
     const sign = element("i", {});
-    sign.style.background = `var(--${line.color})`;
+    sign.style.background = shade(line.color);
     return element("span", { title: line.metric }, sign, `${line.label} ${number(finite(line.run, line.metric).y.at(-1))}`);
   }));
   plot.addEventListener("dblclick", () => showSteps(...whole));
@@ -162,8 +186,6 @@ function drawCharts() {
 }
 
 // ---- where the time goes --------------------------------------------------------------------------------------------
-const palette = ["#3f74d1", "#d2762b", "#3a9468", "#b0499b", "#8a6fd1", "#c2473d", "#4aa3b5", "#a98b2d", "#7a828c", "#d17fa0", "#5b8a3a", "#9a6a4a"];
-const phaseColor = (phases, name) => palette[phases.names.indexOf(name) % palette.length];
 
 function phaseTable(phases) {
   const sum = (values) => values.reduce((all, value) => all + (value || 0), 0);
@@ -174,7 +196,7 @@ function phaseTable(phases) {
   const cells = (values) => values.map((value) => element("td", { className: "number" }, value));
   $("phase-table").tBodies[0].append(...rows.map(([name, count, seconds, share, floor]) => {
     const sign = element("i", { className: "sign" });
-    sign.style.background = phaseColor(phases, name);
+    sign.style.background = shade(phases.names.indexOf(name));
     const ratio = floor && seconds ? `${number(seconds / floor)}×` : "–";
     return element("tr", {}, element("td", {}, sign, name), ...cells([String(count), `${number(seconds)} s`, `${(100 * share).toFixed(0)}%`, floor ? `${number(floor)} s` : "–", ratio]));
   }));
@@ -192,7 +214,7 @@ function drawPhaseSteps(phases) {
     const seconds = starts.map((i) => mean(phases.seconds[name], i));
     const top = seconds.map((value, i) => bottom[i] + value);
     const source = new Bokeh.ColumnDataSource({ data: { x, bottom, top, seconds, step: x.map(String), phase: x.map(() => name) } });
-    figure.vbar({ field: "x" }, { value: size * 0.9 }, { field: "top" }, { field: "bottom" }, { source, fill_color: phaseColor(phases, name), line_color: null });
+    figure.vbar({ field: "x" }, { value: size * 0.9 }, { field: "top" }, { field: "bottom" }, { source, fill_color: color(phases.names.indexOf(name)), line_color: null });
     bottom = top;
   }
   return figure;
@@ -206,7 +228,7 @@ function waterfallRows(phases, which) {
   for (const name of phases.names) {
     const seconds = at(phases.seconds[name]) || 0, floor = at(phases.floors[name]);
     if (!seconds) continue;
-    const row = { phase: name, left, right: left + seconds, floor: left + Math.min(floor || 0, seconds), seconds: number(seconds), least: number(floor), color: phaseColor(phases, name) };
+    const row = { phase: name, left, right: left + seconds, floor: left + Math.min(floor || 0, seconds), seconds: number(seconds), least: number(floor), color: color(phases.names.indexOf(name)) };
     for (const key of Object.keys(rows)) rows[key].push(row[key]);
     left += seconds;
   }
@@ -230,7 +252,7 @@ function drawPhases(phases) {
   $("phase-steps").addEventListener("dblclick", () => showSteps(...whole));
   $("phase-legend").append(...phases.names.map((name) => {
     const sign = element("i", {});
-    sign.style.background = phaseColor(phases, name);
+    sign.style.background = shade(phases.names.indexOf(name));
     return element("span", {}, sign, name);
   }));
   const slider = $("waterfall-step");

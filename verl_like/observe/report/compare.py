@@ -32,7 +32,7 @@ def differing_keys(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for path in paths:
         values = [table.get(path, missing) for table in tables]
         if any(value != values[0] for value in values):
-            texts = ["(not there)" if value is missing else shown(path, value) for value in values]
+            texts = ["(not set)" if value is missing else shown(path, value) for value in values]
             rows.append({"key": path, "values": texts, "meaning": known[path].doc if path in known else ""})
     return rows
 

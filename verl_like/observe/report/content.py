@@ -46,9 +46,11 @@ def tiles(run: Run) -> list[dict[str, str]]:
         values = [metrics[metric] for metrics in steps.values() if metric in metrics]
         if not values:
             return
-        last = values[-1] if metric.startswith("val-") else statistics.fmean(values[-10:])
+        newest = values[-1:] if metric.startswith("val-") else values[-10:]
+        of = f"mean of the last {len(newest)} steps" if len(newest) > 1 else "the last one"
         first = f"from {form.format(values[0])}" if change and len(values) > 1 else unit
-        found.append({"label": label, "value": form.format(last), "note": first, "metric": metric})
+        note = ", ".join(filter(None, (first, of)))
+        found.append({"label": label, "value": form.format(statistics.fmean(newest)), "note": note, "metric": metric})
 
     add("Score", "critic/score/mean", "{:.3g}", change=True)
     means = [name for name in validation_metrics(run) if "/mean@" in name]
@@ -108,8 +110,8 @@ def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for name, value in environment.items():
         label = name.replace("_", " ")
-        if name == "earlier":
-            rows += [("earlier start", f"{start['started']}: {start['command']}") for start in value]
+        if name == "earlier" and value:
+            rows.append(("earlier starts", "\n".join(f"{start['started']}: {start['command']}" for start in value)))
         elif isinstance(value, dict):
             rows += [(f"{label}: {inner}", str(item)) for inner, item in value.items()]
         elif value not in (None, [], ""):
