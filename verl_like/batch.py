@@ -29,6 +29,7 @@ from verl_like.ragged import Side, bounds, flat_rows, padded_rows, places, plain
 
 _PROMPTS, _RESPONSES = "prompt_length_B", "response_length_B"
 _ENDINGS = {_PROMPTS: "_BP", _RESPONSES: "_BR"}
+_TOO_LARGE = 3.4028235677973366e38  # from here on a 32-bit float is infinite
 _SIDES: dict[str, Side] = {_PROMPTS: "left", _RESPONSES: "right"}
 
 
@@ -288,6 +289,7 @@ class Prompt:
     row: PromptRow
     group: int  # the draw's running number, unique within a run, the same after a resume
     position: int  # in the data set
+    problem: str = ""  # why it cannot be answered: its episodes are lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +358,41 @@ class Scores(TensorStruct):
     seconds_B: Tensor | None = None  # float32: how long grading took, where that is known
     trained_B: Tensor | None = None  # bool: false where a row stays in the batch, but no token of it is trained on
     outcomes: list[str] | None = None  # how each episode ended (docs/outcomes.md); None: nobody has said so
+
+
+def usable_number(value: Any) -> float | None:
+    """`value` as a float if it is one number, finite also as the 32-bit float of training, or a boolean; else None."""
+    number = value if isinstance(value, int) else scalar(value)  # an int may be too large for a float
+    return float(number) if number is not None and abs(number) < _TOO_LARGE else None
+
+
+def scalar(value: Any) -> float | None:
+    """`value` as a float if it is one number (Python, numpy or a one-element tensor), else None."""
+    if isinstance(value, bool | int | float):
+        return float(value)
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    # numpy scalars and 0-d arrays, without importing numpy for them
+    if type(value).__module__ == "numpy" and value.shape == () and value.dtype.kind in "biuf":
+        return float(value)
+    return None
+
+
+def numeric_extras(extra: Mapping[str, Any]) -> dict[str, float]:
+    """The usable numbers (booleans as 0/1) among the further values of a reward function.
+
+    Left out: "score", the reward itself, which has its own metrics, and "pred", an answer, whose mean says nothing.
+    """
+    numbers = {key: usable_number(value) for key, value in extra.items() if key not in ("score", "pred")}
+    return {key: number for key, number in numbers.items() if number is not None}
+
+
+def unusable_extras(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Further numbers that some rows of a reward function lack: key -> the rows whose value is no usable number."""
+    numbers = {key for e in extras for key, v in e.items() if isinstance(v, int) or scalar(v) is not None}
+    keys = numbers - {"score", "pred"}
+    rows = {key: [i for i, e in enumerate(extras) if key in e and usable_number(e[key]) is None] for key in keys}
+    return {key: found for key, found in sorted(rows.items()) if found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import json
 import os
 import re
 import socket
@@ -33,6 +34,22 @@ FORMS = "file.py:name or pkg://module:name"
 _MODULE_PREFIX = "pkg://"
 _REFERENCE = re.compile(r"(?:.*\.py|pkg://[A-Za-z_][\w.]*|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _registered: dict[str, set[str]] = {}
+# Files that no name of their own imports are modules of this one, which is their package. A process that a user's code
+# starts imports them by name too, to find what it is to run: it inherits the environment.
+__path__: list[str] = []
+_FILES = "VERL_LIKE_USER_FILES"  # name of a module -> its file, as JSON
+
+
+class _UserFiles:
+    """Finds such a file, in the process that named it and in those below."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        file = json.loads(os.environ.get(_FILES, "{}")).get(name)
+        return None if file is None else importlib.util.spec_from_file_location(name, file)
+
+
+sys.meta_path.append(_UserFiles)
 
 
 class UserCodeError(ValueError):
@@ -159,23 +176,21 @@ def _load_file(file: Path) -> ModuleType:
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__dict__.get("__file__") == str(file):
             return module
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # helpers beside the file can be imported
-    importlib.invalidate_caches()
-    if _is_importable_as(file.stem, file):  # then other processes that share sys.path can unpickle what it defines
-        return importlib.import_module(file.stem)
-    name = f"{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
+    if importlib.util.spec_from_file_location(file.stem, file) is None:
         raise ImportError(f"{file} is not a Python file (.py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look the module up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    text, folder = file.read_text(encoding="utf-8", errors="replace"), str(file.parent)
+    of_itself = re.search(rf"^\s*(?:from|import)\s+{re.escape(file.stem)}\b", text, re.MULTILINE)  # a package is meant
+    if of_itself or file.stem in sys.stdlib_module_names:
+        sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != folder]
+    if folder not in sys.path:
+        sys.path.append(folder)  # helpers beside the file can be imported
+    importlib.invalidate_caches()
+    name = file.stem
+    if not _is_importable_as(name, file):
+        digest = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()
+        name = f"{__name__}.{re.sub('[^0-9A-Za-z_]', '_', name)}_{digest}"
+        os.environ[_FILES] = json.dumps({**json.loads(os.environ.get(_FILES, "{}")), name: str(file)})
+    return importlib.import_module(name)  # other processes can unpickle what it defines
 
 
 def _is_importable_as(name: str, file: Path) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.architecture.source import ROOT, Source, package_sources, parse
 
-BASE = {"batch", "config", "gauges", "progress", "ragged", "remote", "small_files", "user_code"}
+BASE = {"batch", "config", "gauges", "progress", "ragged", "remote", "small_files", "text", "user_code"}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
 TRAINER_LEVEL = ROLE_LEVEL | {
@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "remote": {"small_files"},
     "small_files": set(),
     "progress": set(),
+    "text": set(),
     "batch": {"config", "ragged"},
     "algorithms": BASE,
     "models": BASE | {"parallel"},
@@ -48,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "environments": {"user_code", "rewards"},
     "rewards": ENGINE_LEVEL | {"data", "services"},
     "episodes": BASE | {"algorithms", "data", "environments", "models", "rewards", "rollout", "services"},
-    "verl_shim": {"rewards", "episodes", "user_code"},
+    "verl_shim": {"rewards", "episodes", "text", "user_code"},
     "observe": ENGINE_LEVEL,
     "cluster": BASE,
     "workers": ROLE_LEVEL | {"cluster", "observe", "services"},

@@ -162,7 +162,7 @@ def vllm_server(model: Path, port: int, log: Path) -> Iterator[None]:
 
 
 def test_what_cannot_be_evaluated_is_told(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"data\.val_files names no validation set"):
+    with pytest.raises(SystemExit, match=r"no validation set is named: give data\.val_files=FILE"):
         main(["eval", str(trained[0]), "data.val_files=null"])
     with pytest.raises(SystemExit, match="is neither a run's folder"):
         main(["eval", str(tmp_path)])

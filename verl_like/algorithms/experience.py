@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verl_like.algorithms.advantages import AdvantageInputs, AdvantageOutputs, compute_advantages
+from verl_like.algorithms.completeness import complete
 from verl_like.algorithms.corrections import DriverCorrection, correct_on_driver
 from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.kl import FULL_KL_KIND, kl_penalty, mean_sequence_kl
@@ -50,14 +51,18 @@ def make_experience(
 ) -> tuple[Experience, dict[str, float]]:
     """Rewards, advantages and corrections of a batch of responses, and metrics under verl's names.
 
-    Rows whose reward failed (valid_B false) and rows in which the policy sampled no token are left out before any
-    statistic, and counted; the rest keeps its order. Tokens that algorithm.rollout_correction rejects earn credit like
-    all others, then leave response_mask; rows without a token left stay, so that N_seq does not depend on them.
+    Rows whose reward failed (valid_B false) or lacks a value (`complete`), and rows in which the policy sampled no
+    token, are left out before any statistic, and counted; the rest keeps its order. Tokens that
+    algorithm.rollout_correction rejects earn credit like all others, then leave response_mask; rows without a token
+    left stay, so that N_seq does not depend on them.
     `kl_coef` is the coefficient before this step's update. `reward_B` (`shape_rewards`) takes the place of the scores;
     `seed` draws the rows of PF-PPO. Without `evaluated.old_log_probs_T` the update takes its own log-probs as
     the old ones (detach).
     Raises ValueError when no row is left, a score is not finite, or something the configuration needs is missing.
     """
+    scores = complete(scores, rollouts.rows, algorithm, actor=actor)
+    if reward_B is not None:
+        scores = scores.replace(valid_B=scores.valid_B & ~reward_B.isnan())
     kept_B, metrics = trainable_rows(rollouts, scores)
     reward_B = (scores.score_B if reward_B is None else reward_B)[kept_B]
     rollouts, scores, evaluated = rollouts.select(kept_B), scores.select(kept_B), evaluated.select(kept_B)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl_like.algorithms.completeness import SHAPED_REWARDS, extra_numbers
 from verl_like.algorithms.groups import group_statistics
-from verl_like.algorithms.reward_shaping import extra_numbers, response_rewards, trainable_B
+from verl_like.algorithms.reward_shaping import response_rewards, trainable_B
 from verl_like.batch import Rollouts, Scores, whole_episodes
 from verl_like.config import FilterGroupsConfig, RewardModelConfig
-
-_REWARDS = ("seq_reward", "seq_final_reward")
 
 
 def has_signal_B(
@@ -24,11 +23,14 @@ def has_signal_B(
 
     range: lo < mean of the metric < hi (Colossal-RL's filter_range). std: standard deviation above std_threshold, by
     default 0 unless range is set (DAPO; ROLL's std_filter). Both, if both are set. Only rows that can be trained on
-    count, those of an episode once; a group with fewer than two has nothing to compare and does not pass.
+    and have the metric count, those of an episode once; a group with fewer than two has nothing to compare and does not
+    pass.
     """
     kept_B = trainable_B(rollouts, scores)
     kept, kept_scores = whole_episodes(rollouts.select(kept_B), scores.select(kept_B))
     values_B = _metric(config, reward_model, kept, kept_scores, max_response_length)
+    known_B = values_B.isfinite()
+    kept, values_B = kept.select(known_B), values_B[known_B]
     # float32: sums of a group's equal values are then exact in float64, and its deviation is exactly 0
     groups = group_statistics(values_B.float(), kept.group_B)
     passes_G = groups.size_G > 1
@@ -62,6 +64,6 @@ def _metric(
     """The number of each row that is compared: float64 [B]."""
     if config.metric in (None, "score"):
         return scores.score_B.double()
-    if config.metric in _REWARDS:
+    if config.metric in SHAPED_REWARDS:
         return response_rewards(reward_model, rollouts, scores, max_response_length)[0]
-    return extra_numbers(scores, config.metric, "algorithm.filter_groups.metric")
+    return extra_numbers(scores, config.metric)

@@ -10,17 +10,17 @@ of several rows enters it once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from verl_like.algorithms.completeness import complete, component_names, extra_numbers
 from verl_like.algorithms.groups import group_statistics
 from verl_like.algorithms.masked import masked_fill_zero, masked_whiten
 from verl_like.algorithms.moments import RunningMoments
-from verl_like.batch import Episodes, PromptRow, Rollouts, Scores
+from verl_like.batch import Episodes, PromptRow, Rollouts, Scores, usable_number
 from verl_like.config import (
     AgentRewardNormConfig,
     AlgorithmConfig,
@@ -62,8 +62,9 @@ def shape_rewards(
     """The per-response part of the order above: rewards [B], the running moments after this batch, and metrics.
 
     `moments` are those before this step; they move only where a scope is "running". Rows that cannot be trained on are
-    in no statistic. Raises ValueError when a column that the configuration names is missing in the data.
+    in no statistic, nor those that lack a value which the configuration reads.
     """
+    scores = complete(scores, rollouts.rows, algorithm, reward_model=reward_model)
     kept_B = trainable_B(rollouts, scores)
     kept = rollouts.select(kept_B)
     episodes = Episodes.of(kept)
@@ -155,34 +156,12 @@ def _chosen(key: str | None, scores: Scores) -> Tensor:
     """Rows whose reward function returned something true under `key`; all rows without a key: bool [B]."""
     if key is None:
         return torch.ones(len(scores), dtype=torch.bool)
-    values = extra_values(scores, key, "reward_model.overlong_buffer.only_key")
-    return torch.tensor([bool(value) for value in values], dtype=torch.bool)
-
-
-def extra_numbers(scores: Scores, name: str, config_key: str) -> Tensor:
-    """The number that the reward function returned under `name` for each row: float64 [B]. ValueError if it is none."""
-    values = extra_values(scores, name, config_key)
-    for value in values:
-        if not isinstance(value, bool | int | float) or not math.isfinite(value):
-            raise ValueError(f"{config_key}={name}: {value!r} is no finite number")
-    return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    return torch.tensor([bool(usable_number(extras.get(key))) for extras in scores.extras], dtype=torch.bool)
 
 
 def reward_components(algorithm: AlgorithmConfig, scores: Scores) -> dict[str, Tensor]:
-    """The rewards that gdpo compares besides the score: float64 [B] by name. Other estimators need none."""
-    keys = algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else []
-    return {key: extra_numbers(scores, key, "algorithm.gdpo_reward_keys") for key in keys if key != "score"}
-
-
-def extra_values(scores: Scores, name: str, config_key: str) -> list[Any]:
-    """What the reward function returned under `name`, row by row; ValueError naming the key where a row has none."""
-    for row, extras in enumerate(scores.extras):
-        if name not in extras:
-            raise ValueError(
-                f"{config_key}={name}: the reward function returned no {name!r} for row {row}; it returned "
-                f"{', '.join(sorted(extras)) or 'a score alone'}. Name one of these, or return it"
-            )
-    return [extras[name] for extras in scores.extras]
+    """The rewards that gdpo compares besides the score: float64 [B] by name."""
+    return {name: extra_numbers(scores, name) for name in component_names(algorithm)}
 
 
 # ---- normalisation of responses' rewards
@@ -314,7 +293,7 @@ def pf_ppo_weights(score_B: Tensor, config: PFPPOConfig) -> Tensor:
         weight_B = ((score_B == score_B.max()) | (score_B == score_B.min())).double()
     else:
         weight_B = torch.where(score_B == score_B.max(), 0.4, 0.1).double()
-    return weight_B.clamp(min=1e-8)  # all scores 0: every row is as likely
+    return weight_B.clamp(1e-8, 1e300)  # all scores 0: every row is as likely; a sum of these is finite
 
 
 def pf_ppo_rows(score_B: Tensor, config: PFPPOConfig, seed: int) -> tuple[Tensor, dict[str, float]]:

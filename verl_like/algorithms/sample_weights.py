@@ -18,19 +18,11 @@ LENGTH_EPS = 1e-8  # rows of one length all get weight 1.5, which normalisation 
 def difficulties(rollouts: Rollouts, options: SampleWeightConfig) -> Tensor | None:
     """extra_info[difficulty_key] of each row, float32 [B]; None when weights by difficulty are off.
 
-    Raises ValueError naming the first row that has no finite number there.
+    Rows without a number there have failed before: see `complete`.
     """
     if not options.difficulty:
         return None
-    values = [row.extra_info.get(options.difficulty_key) for row in rollouts.rows]
-    for value, row in zip(values, rollouts.rows, strict=True):
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            raise ValueError(
-                "actor_rollout_ref.actor.sample_weight.difficulty=True needs a number in "
-                f"extra_info[{options.difficulty_key!r}] of every dataset row; row {row.index} of {row.data_source} "
-                f"has {value!r}: add it to the data, or set sample_weight.difficulty_key"
-            )
-    return torch.tensor([float(value) for value in values if value is not None])
+    return torch.tensor([float(row.extra_info[options.difficulty_key]) for row in rollouts.rows])
 
 
 def sample_weights(rows: Experience, options: SampleWeightConfig) -> Tensor | None:

@@ -54,8 +54,11 @@ def main(arguments: argparse.Namespace) -> Report:
     work = work_of(arguments, workload, num_ranks)
     check_comparable("grpo", work, arguments.compare)
     alone = generation_alone(arguments.rollout, work)
+    try:
+        recording = json.loads(arguments.replay.read_text()) if arguments.replay else None
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--replay {arguments.replay}: {error}") from error
     write_inputs(folder, MODELS[arguments.model], workload, num_steps=num_steps)
-    recording = json.loads(arguments.replay.read_text()) if arguments.replay else None
     peak, num_parameters = run(config, workload, recording)
     steps = list(read_metrics(log_dir(config) / "metrics.jsonl").values())
     report = summary(steps[arguments.warmup :], peak, num_parameters, work, alone)

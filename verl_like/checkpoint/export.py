@@ -20,7 +20,9 @@ from verl_like.checkpoint.weights import LoadedModel, SafetensorsFolder, Sharded
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class
 from verl_like.models.heads import HF_PREFIX, dtype_of
+from verl_like.models.location import check_location
 from verl_like.models.lora import Adapters, is_adapter
+from verl_like.remote import local_folder
 from verl_like.small_files import read_object
 
 FILE_BYTES = 5 * 10**9  # of weights in one file of the result
@@ -228,8 +230,9 @@ def _with_base(stored: _Stored, own: dict[str, Any], choices: Choices) -> Stored
     base = choices.base or (stored.adapter or {}).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{stored.folder} holds adapters alone, and does not say of which model: give --base MODEL")
+    path = local_folder(base)
     try:
-        path = Path(base).expanduser() if Path(base).expanduser().exists() else base
+        check_location("--base" if choices.base else "base_model_name_or_path", base, "config.json")
         config = AutoConfig.from_pretrained(path, trust_remote_code=choices.trust_remote_code)
         model = model_class(config).from_pretrained(
             path,

@@ -160,8 +160,8 @@ def whole_checkpoints(root: str | Path) -> list[Path]:
 def check_checkpoint(path: str | Path, find_faults: FindFaults = lambda path: []) -> Path:
     """The folder that trainer.resume_from_path names. ValueError unless it is a whole checkpoint."""
     folder = Path(path).expanduser()
-    step_of(folder)
-    faults = _incomplete(folder) or _state_faults(folder) or find_faults(folder)
+    named = [] if _STEP_DIR.fullmatch(folder.name) else ["its name must be global_step_<number>"]
+    faults = _incomplete(folder) + named or _state_faults(folder) or find_faults(folder)
     if faults:
         raise ValueError(f"trainer.resume_from_path={str(path)!r} is not a whole checkpoint: {'; '.join(faults)}")
     return folder
@@ -210,7 +210,7 @@ def _step_dirs(root: Path) -> list[Path]:
 
 def _incomplete(path: Path) -> list[str]:
     if not path.is_dir():
-        return [f"{path} does not exist"]
+        return [f"{path.absolute()} does not exist"]
     verl = " (or verl wrote it: trainer.resume_from_path takes it up)" if (path / "data.pt").exists() else ""
     whole = (path / STATE_FILE).exists()
     return [] if whole else [f"{path} holds no {STATE_FILE}: it was not written to its end{verl}"]

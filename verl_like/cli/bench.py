@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _runner(module: str) -> Callable[[argparse.Namespace], None]:
     def run(arguments: argparse.Namespace) -> None:
         try:
+            if vars(arguments).get("compare"):  # before minutes are spent
+                importlib.import_module("verl_like.bench.report").Report.load(arguments.compare)
             importlib.import_module(f"verl_like.bench.{module}").main(arguments)
         except BenchError as error:
             sys.exit(f"error: {error}")
@@ -165,6 +167,7 @@ def gateway(parser: argparse.ArgumentParser) -> None:
     """The sessions that ask."""
     parser.add_argument("--sessions", type=positive, default=200, help="at once")
     parser.add_argument("--turns", type=positive, default=5, help="requests of each, one after the other")
+    parser.add_argument("--hostile-s", type=positive, default=25, help="seconds for which a hostile client waits")
 
 
 def driver(parser: argparse.ArgumentParser) -> None:

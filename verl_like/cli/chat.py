@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl_like.config.errors import ConfigError
+from verl_like.models.location import check_model
 
 if TYPE_CHECKING:
     from verl_like.config import PPOConfig
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Answer line by line. ConfigError, hence exit status 1, for a model that cannot be used."""
+    check_model(arguments.model)  # before torch is imported
     from verl_like.rollout.rollout_engine import SamplingParams
     from verl_like.trainer.serving import model_of
 

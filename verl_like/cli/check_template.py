@@ -7,6 +7,7 @@ template in any run. No weights are loaded.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of a case. unequal: contexts that are not apply_chat_template of the messages. drift: tokens."""
+    """What became of a case. unequal: contexts that are not apply_chat_template of the messages. drift: tokens.
+    left_out: what the prompt does not hold of the messages and tools it begins with."""
 
     case: str
     refused: str = ""
     cuts: tuple[str, ...] = ()
     unequal: int = 0
     drift: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the table; exit status 1 when the template refuses a case, 2 when there is no tokenizer or template."""
     from verl_like.cli.template_cases import cases
     from verl_like.data.chat import PromptEncoder
+    from verl_like.data.prompt_truth import own_text
     from verl_like.data.templates import find_template
     from verl_like.models.loading import load_tokenizer
 
@@ -62,7 +66,12 @@ def run(arguments: argparse.Namespace) -> None:
             again = check(encoder, with_json) if finding.refused else finding
             findings.append(finding if again.refused else again)
     print("\n".join([f"model: {arguments.model}, template: {arguments.chat_template}", *report(findings)]))
-    if any(finding.refused or finding.drift for finding in findings):
+    if adds := own_text(encoder):
+        print(f"note: the chat template adds where there is no system message: {adds!r}", file=sys.stderr)
+    left_out = dict.fromkeys(error for finding in findings for error in finding.left_out)
+    for error in left_out:
+        print(f"error: {error}", file=sys.stderr)
+    if left_out or any(finding.refused or finding.drift for finding in findings):
         sys.exit(1)
 
 
@@ -73,17 +82,19 @@ def check(encoder: PromptEncoder, case: Case) -> Finding:
     except ValueError as error:
         return Finding(case=case.name, refused=str(error))
     assert not kept.cuts
-    return Finding(case=case.name, cuts=followed.cuts, unequal=followed.unequal, drift=followed.drift + kept.drift)
+    return dataclasses.replace(followed, drift=followed.drift + kept.drift)
 
 
 def play(encoder: PromptEncoder, case: Case, *, follow_template: bool) -> Finding:
     """One conversation. ValueError where the template refuses something."""
     from verl_like.cli.template_cases import TOOLS, answer, as_written
+    from verl_like.data.prompt_truth import look
     from verl_like.episodes.transcript import Transcript
 
     messages: list[Message] = [{"role": "system", "content": "Answer briefly."}] if case.system else []
     messages.append({"role": "user", "content": "What is the weather like in Paris?"})
     tools = TOOLS if case.tools else None
+    left_out = tuple(look(encoder, (messages, tools)).errors)
     row = encoder.encode([(messages, tools)])[0]  # what was sent and sampled, put together here a second time
     transcript = Transcript(encoder, row, messages, tools, follow_template=follow_template)
     cuts, unequal, drift = [], 0, 0
@@ -103,7 +114,7 @@ def play(encoder: PromptEncoder, case: Case, *, follow_template: bool) -> Findin
             unequal += row != encoder.encode([(transcript.messages, tools)])[0]
         except ValueError:  # it takes the answer as the text that it is, but not these tool calls
             unequal += 1
-    return Finding(case=case.name, cuts=tuple(cuts), unequal=unequal, drift=drift)
+    return Finding(case=case.name, cuts=tuple(cuts), unequal=unequal, drift=drift, left_out=left_out)
 
 
 def report(findings: Sequence[Finding]) -> list[str]:

@@ -88,11 +88,15 @@ def _show(arguments: argparse.Namespace) -> None:
     )
     if not found.has_template:
         print("the tokenizer has no chat template: the text of a user message is the prompt as it is")
+    if found.adds:
+        print(f"where a row has no system message the chat template adds: {found.adds!r}")
     for row in found.rows:
         print(f"\nrow {row.index}, {row.data_source}, {len(row.tokens):,} tokens")
         print(_tokens(row, ids=arguments.ids, colours=sys.stdout.isatty()))
         print(f"ground truth: {str(row.ground_truth)[:400]}")
         print(f"extra_info: {str(row.extra_info)[:400]}")
+    if found.problem:
+        raise ConfigError([f"a run refuses this file: {found.problem}"])
 
 
 def _tokens(row: ShownRow, *, ids: bool, colours: bool) -> str:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_like.cli.table import table
+from verl_like.config.doctor import risky_training
 from verl_like.config.errors import ConfigError
+from verl_like.models.location import check_model
 from verl_like.trainer.command_line import add_config_arguments, user_files
 from verl_like.trainer.compose import compose_with_warnings
 
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a line for each data source. ConfigError, hence exit status 1, for what is wrong with the inputs."""
+    check_model(arguments.model)  # before torch is imported
     from verl_like.observe.samples import to_json
     from verl_like.trainer.evaluation import evaluate
     from verl_like.trainer.serving import model_of, settings_for
@@ -47,8 +50,10 @@ def run(arguments: argparse.Namespace) -> None:
         keys = [*_sampling(arguments), *arguments.overrides]
         overrides, files = settings_for(model, keys, user_files(arguments))
         config, warnings = compose_with_warnings(overrides, files)
+        of_training = set(risky_training(config))
         for warning in warnings if model.config_file is None else ():
-            logger.warning("config: %s", warning)
+            if warning not in of_training:
+                logger.warning("config: %s", warning)
         done = evaluate(config)
     _print_table(done.sources)
     answers = sum(each.n * each.k for each in done.sources)

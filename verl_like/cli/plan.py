@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 
+from verl_like.config.doctor_paths import DATA_FILES
+from verl_like.models.location import check_locations
+from verl_like.observe.logs import told_in_a_line
 from verl_like.trainer.command_line import add_config_arguments, user_files
 from verl_like.trainer.compose import compose
 
@@ -18,11 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print what the run would be. ConfigError, hence exit status 1, for what is wrong with it."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
-    config = compose(arguments.overrides, user_files(arguments))
+    with told_in_a_line("the plan"):
+        config = compose(arguments.overrides, user_files(arguments))
+        check_locations(config, *DATA_FILES)
     from verl_like.trainer.dry_run import dry_run  # after the cheap checks: it brings torch
     from verl_like.trainer.memory_forecast import NO_ROOM
 
-    rows = dry_run(config)
+    with told_in_a_line("the plan"):
+        rows = dry_run(config)
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         first, *more = text.splitlines()

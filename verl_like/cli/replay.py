@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "step", metavar="STEP", type=int, help="the step; the checkpoint of the one before must be there"
     )
-    parser.add_argument("overrides", nargs="*", help="keys to be set otherwise, as trainer.device=cpu")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys to be set otherwise, as trainer.device=cpu"
+    )
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative; 0: to the last bit (1e-4)")
     parser.set_defaults(run=run)
 

@@ -21,17 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the table; exit status 1 when something differs from the plain model, or depends on how a batch is cut."""
     from verl_like.config import ModelConfig
+    from verl_like.models.location import check_locations
+    from verl_like.trainer.build import input_errors
     from verl_like.trainer.compose import compose
     from verl_like.trainer.gradient_check.check import SelfCheck
     from verl_like.trainer.gradient_check.report import table
     from verl_like.trainer.gradient_check.tiny import DESCRIPTION, write_tiny_model
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, input_errors():
         config = compose(arguments.overrides)
         model = config.actor_rollout_ref.model.path
         if model == ModelConfig().path and not Path(model).expanduser().exists():
             model = f"none given (actor_rollout_ref.model.path); {DESCRIPTION}"
             config = compose([*arguments.overrides, f"actor_rollout_ref.model.path={write_tiny_model(Path(folder))}"])
+        check_locations(config)
         findings, notes = SelfCheck(config=config, num_rows=arguments.rows).run(ranks=arguments.ranks)
     print("\n".join([f"model: {model}", *notes, table(findings)]))
     if not all(finding.passed for finding in findings):

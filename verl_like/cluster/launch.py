@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 _MIN_OBJECT_STORE = 128 * 1024**2
 _MAX_OBJECT_STORE = 8 * 1024**3
-_REACH_S = 30.0  # in which a cluster must take a connection
+_REACH_S = 2.0  # in which a cluster must take a connection, and answer
+_SETTINGS = b"\x04"  # the type of HTTP/2's first frame, after three bytes of its length
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + bytes(5)  # gRPC's beginning
 _START_S = 120.0  # in which the daemons of a Ray of our own must have found each other
 _DAEMONS = ("gcs_server", "raylet")  # Ray's names of the processes without which it does nothing
 _OF_RAY = {  # where the environment does not say
@@ -132,8 +134,7 @@ def connect(
         )
     if address in (None, "", "local"):
         return _start(run_id, num_cpus, min_cpus, temp_dir, object_store_memory, timeline_json_file, extra or {})
-    _check_joining(str(address), num_cpus, temp_dir)
-    _check_reachable(str(address))
+    check_joining(str(address), num_cpus, temp_dir)
     os.environ[RUN_ID_VARIABLE] = run_id
     with _signal_handlers_kept(), _quiet():
         context = ray.init(address=address, namespace=run_id, **_common(), **(extra or {}))
@@ -246,7 +247,8 @@ def _common() -> dict[str, Any]:
     return {"logging_level": logging.WARNING, "log_to_driver": True}
 
 
-def _check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> None:
+def check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> None:
+    """ValueError for settings that contradict joining a cluster, ConfigError where no Ray answers in two seconds."""
     if address.startswith("ray://"):
         raise ValueError(
             f"ray_init.address={address}: Ray Client addresses are not supported, because the training loop must run "
@@ -258,10 +260,11 @@ def _check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> 
                 f"ray_init.{key}={value} has no effect on the running cluster at ray_init.address={address}: "
                 "give it to `ray start`, or leave one of the two keys out."
             )
+    _check_reachable(address)
 
 
 def _check_reachable(address: str) -> None:
-    """ConfigError where nothing takes a connection: Ray would try for ten minutes, and hear no signal meanwhile."""
+    """ConfigError where no Ray answers: it would be tried for up to ten minutes, and no signal heard meanwhile."""
     services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
     key, fix = (
         f"ray_init.address={address}",
@@ -270,13 +273,17 @@ def _check_reachable(address: str) -> None:
     try:
         place = services.canonicalize_bootstrap_address(address)
         if place is None:
-            raise ValueError("no running Ray is known on this machine")
-    except ValueError as error:
-        raise ConfigError([f"{key}: {error}; {fix}"]) from error
+            raise ValueError("")
+    except (ValueError, ConnectionError) as error:
+        raise ConfigError([f"{key}: no running Ray is known on this machine; {fix}"]) from error
     host, _, port = place.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except OSError as error:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S) as connection:
+            if os.environ.get("RAY_USE_TLS") != "1":
+                connection.sendall(_HELLO)
+                if connection.recv(4)[3:] != _SETTINGS:
+                    raise OSError("what listens there does not speak gRPC, as Ray's head does, mostly at port 6379")
+    except (OSError, ValueError) as error:
         raise ConfigError([f"{key}: no Ray answers at {place} ({error}); {fix}"]) from error
 
 

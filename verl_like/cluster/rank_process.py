@@ -167,7 +167,7 @@ def redirect_output(path: Path, title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    user_stream = os.fdopen(os.dup(2), "w", buffering=1)
+    user_stream = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -175,7 +175,7 @@ def redirect_output(path: Path, title: str) -> None:
     os.write(2, f"{_TITLE}{title}, process {os.getpid()} on {socket.gethostname()} ===\n".encode())
     faulthandler.enable(file=2)
     faulthandler.register(STACK_SIGNAL, file=2)
-    to_file = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
+    to_file = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace"))
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_user = logging.StreamHandler(user_stream)
     to_user.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))

@@ -39,7 +39,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.rollout\.checkpoint_engine\.update_weights_bucket_megabytes",
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     ),
-    (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha)", r"\1.lora_\2"),
+    (r"((?:actor_rollout_ref|critic)\.model)\.lora\.(rank|alpha|adapter_path)", r"\1.lora_\2"),
     (r"((?:actor_rollout_ref|critic)\.model)\.lora\.((?:target|exclude)_modules)", r"\1.\2"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer"),
     (r"data\.((?:tool_config|function_tool)_path)", r"actor_rollout_ref.rollout.multi_turn.\1"),
@@ -87,6 +87,13 @@ DROPPED: dict[str, str] = {
     r"actor_rollout_ref\.actor\.data_loader_seed": "trainer.seed seeds the shuffle of actor.shuffle",
     r"critic\.data_loader_seed": "trainer.seed seeds the shuffle of critic.shuffle",
     r"critic\.model\.tokenizer_path": "the critic sees the policy's tokens",
+    r"(actor_rollout_ref|critic)\.model\.torch_dtype": (
+        "verl reads it nowhere; actor_rollout_ref.actor.fsdp_config.model_dtype (critic.model.fsdp_config.model_dtype) "
+        "is the precision of trained weights, and fsdp_config.dtype that of computing"
+    ),
+    r"actor_rollout_ref\.rollout\.multi_turn\.num_repeat_rollouts": (
+        "verl reads it nowhere; actor_rollout_ref.rollout.n is how many conversations a prompt gets"
+    ),
     r"critic\.loss_scale_factor": "the critic's seq-mean-token-sum-norm divides by data.max_response_length",
     r"trainer\.use_v1": "there is one trainer",
     r"trainer\.v1\.separate_async\.parameter_sync_step|async_training\.(trigger_parameter_sync_step|require_batches)": (
@@ -143,8 +150,7 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r"actor_rollout_ref\.rollout\.logprobs_mode": ("processed_logprobs",),
     r"actor_rollout_ref\.rollout\.scheduling_policy": ("fcfs", "priority"),
     r"actor_rollout_ref\.rollout\.engine_kwargs\.trtllm": ({}, None),
-    r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.disable_mm_preprocessor_cache": (True,),  # it processes no image
-    r"actor_rollout_ref\.rollout\.multi_turn\.num_repeat_rollouts": (None,),
+    r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.disable_mm_preprocessor_cache": (True,),  # it keeps none
     r"actor_rollout_ref\.rollout\.moe_load_balance_metrics_interval": (0,),
     r".+\.optim\.optimizer_impl": ("torch.optim",),
     r".+\.optim\.override_optimizer_config": (None,),
@@ -155,8 +161,9 @@ AT_REST: dict[str, tuple[Any, ...]] = {
     r"(actor_rollout_ref\.actor|critic)\.checkpoint\.strict": (True,),
     r"(actor_rollout_ref\.actor|critic)\.checkpoint\.mbridge_config": ({}, None),
     r"actor_rollout_ref\.actor\.sum_pi_squared_checkpointing": (False,),
-    r".+\.profiler\.(relocate_results|finish_hook_.+)": (False, None, []),
-    r"actor_rollout_ref\.ref\.model|(actor_rollout_ref|critic)\.model\.(hf_config_path|lora_adapter_path)": (None,),
+    r"(.+\.|global_)profiler\.(relocate_results|finish_hook_.+)": (False, None, []),
+    r"actor_rollout_ref\.ref\.model|(actor_rollout_ref|critic)\.model\.(hf_config_path|target_parameters)": (None,),
+    r"trainer\.v1\.sync": ({}, None),
     r"actor_rollout_ref\.rollout\.router_config_path": (None,),
     r"(actor_rollout_ref|critic)\.model\.lora\.(type|dropout_position|lora_[AB]_init_method)": (
         *("lora", "pre", "xavier", "zero"),
@@ -230,7 +237,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _loggers(value: Any) -> Any:
-    return [_LOGGERS.get(name, name) for name in _as_list(value)] if value is not None else []
+    return [_mapped(_LOGGERS)(name) for name in names] if isinstance(names := _as_list(value), list) else names or []
 
 
 def _mapped(table: dict[str, str]) -> Callable[[Any], Any]:

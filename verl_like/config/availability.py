@@ -1,16 +1,14 @@
 """What is not built yet, and what says nothing here. Building a feature = deleting its row.
 
-`NOT_YET` rows: a switch, when it counts as on, what to do instead, and the keys it governs (they mean nothing while the
-switch is off). `NO_EFFECT`: keys of verl that are accepted because scripts carry them, but change nothing by design.
+`NO_EFFECT`: keys of verl that are accepted because scripts carry them, but change nothing by design.
 `NEWER`: parts of newer verl that have no keys here.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.schema import find_key, get_value, keys
+from verl_like.config.schema import find_key, get_value
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
@@ -23,46 +21,22 @@ _MODELS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """A switch whose feature is not built."""
-
-    key: str
-    is_on: Callable[[Any], bool]
-    instead: str
-    governs: tuple[str, ...] = ()  # keys, or sections ending in ".", that only this feature reads
-
-
-def _truthy(value: Any) -> bool:
-    return bool(value)
-
-
-def _is(*values: str) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
-def _off(*names: str, instead: str = "set it to false") -> list[NotYet]:
-    return [NotYet(name, _truthy, instead) for name in names]
-
-
-NOT_YET: list[NotYet] = [
-    # Sharding and the model
-    *[
-        NotYet(f"{section}.strategy", _is("megatron"), "use fsdp2")
-        for section in (_ACTOR, _REF, "critic", "reward_model")
-    ],
-    *[
-        NotYet(f"{section}.model_dtype", _is("float16", "fp16"), "use float32: updates would be lost to rounding")
+# Switch -> (the values that ask for what is not built; None: any that is set, what to do instead).
+NOT_YET: dict[str, tuple[tuple[str, ...] | None, str]] = {
+    **{f"{section}.strategy": (("megatron",), "use fsdp2") for section in (_ACTOR, _REF, "critic", "reward_model")},
+    **{
+        f"{section}.model_dtype": (("float16", "fp16"), "use float32: updates would be lost to rounding")
         for section in _MODELS
-    ],
-    # Rollout
-    *_off(
-        f"{_ROLLOUT}.agent.custom_async_server.path",
-        f"{_ROLLOUT}.agent.custom_async_server.name",
-        instead="leave it out: a server of your own could not be given weights that are proved to be the trainer's; "
-        "rollout.name chooses an engine",
+    },
+    **dict.fromkeys(
+        (f"{_ROLLOUT}.agent.custom_async_server.path", f"{_ROLLOUT}.agent.custom_async_server.name"),
+        (
+            None,
+            "leave it out: a server of your own could not be given weights that are proved to be the trainer's; "
+            "rollout.name chooses an engine",
+        ),
     ),
-]
+}
 
 NO_EFFECT: dict[str, str] = {
     "reward_model.model.use_fused_kernels": "they belong to the language-model head, which a reward model has not",
@@ -87,19 +61,23 @@ NO_EFFECT: dict[str, str] = {
     },
 }
 
-# Section or key of newer verl -> what it is. Unknown keys below these get this answer instead of a did-you-mean.
+# Section or key of newer verl of which nothing is here -> what it is, and what is instead. Unknown keys below these get
+# this answer, not a did-you-mean: a section that has a key of ours, or a spelling of one, has rows for its other names.
 NEWER: dict[str, str] = {
     "actor_rollout_ref.model.mtp": "multi-token prediction",
     "actor_rollout_ref.model.tiled_mlp": "tiled MLP",
-    "actor_rollout_ref.model.lora": "more options of LoRA",
     "actor_rollout_ref.actor.megatron": "Megatron training",
     "actor_rollout_ref.ref.megatron": "Megatron training",
     "actor_rollout_ref.actor.router_replay": "router replay of mixture-of-experts models",
     "actor_rollout_ref.ref.router_replay": "router replay of mixture-of-experts models",
     "actor_rollout_ref.actor.qat": "quantisation-aware training",
     "actor_rollout_ref.rollout.engine_kwargs.trtllm": "TensorRT-LLM; rollout.name=vllm or sglang",
-    "actor_rollout_ref.rollout.trace": "tracing of agent loops",
-    "actor_rollout_ref.rollout.prometheus": "Prometheus metrics",
+    "actor_rollout_ref.rollout.trace": (
+        "traces in weave, MLflow or trackio; trainer.rollout_data_dir writes every response with its tokens, turns and "
+        "tool calls as jsonl, trainer.log_val_generations sends validation's to the trackers of trainer.logger, and "
+        "`verl-like report` shows both"
+    ),
+    "actor_rollout_ref.rollout.prometheus": "the engine's metrics; trainer.prometheus_port serves those of the run",
     "actor_rollout_ref.rollout.disaggregation": "separate prefill and decode",
     "actor_rollout_ref.rollout.quantization_config_file": "quantised rollout by a file (rollout.quantization is there)",
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": "router replay of mixture-of-experts models",
@@ -119,14 +97,23 @@ NEWER: dict[str, str] = {
     "critic.megatron": "Megatron training",
     "data.datagen": "generated datasets",
     "distillation": "on-policy distillation",
-    "env": "environments of agents",
-    "global_profiler": "profiling",
-    "skip": "choice of steps to record and replay (skip.rollout.enable and dump_dir are there), and asynchronous ones",
-    "trainer.v1": "samplers of your own, and devices that change between training and rollout",
+    "global_profiler.global_tool_config.precision_debugger": "the precision debugger",
+    "skip.rollout.steps": "choice of the steps to record and replay; skip.rollout.enable takes them all",
+    "skip.rollout_tq": "record and replay through the transfer queue; skip.rollout records",
+    "skip.async_rollout": "record and replay of asynchronous steps; skip.rollout records synchronous ones",
+    "trainer.v1.separate_async.hybrid_rollout": "devices that change between training and rollout",
+    **{
+        f"trainer.v1.sampler.{name}": "samplers of finished groups; data.sampler.class_path draws prompts"
+        for name in ("custom_sampler", "sampler_kwargs")
+    },
     "transfer_queue": "the transfer queue",
     "critic.model.mtp": "multi-token prediction",
     "critic.model.tiled_mlp": "tiled MLP",
-    "critic.model.lora": "more options of LoRA",
+    **{
+        f"{role}.model.lora.{name}": "more options of Megatron's LoRA; its precision follows fsdp_config"
+        for role in ("actor_rollout_ref", "critic")
+        for name in ("a2a_experimental", "dtype")
+    },
     **{f"{section}.qat": "quantisation-aware training" for section in _MODELS},
 }
 
@@ -150,15 +137,18 @@ def belongs_to(path: str) -> str | None:
 
 def not_available(config: PPOConfig) -> list[str]:
     """One line for every switch that is on without its feature being built; followers of a listed key are left out."""
-    on = {row.key: row.instead for row in NOT_YET if row.is_on(get_value(config, row.key))}
+    on = {key: value for key in NOT_YET if _asks_for_it(key, value := get_value(config, key))}
     return [
-        f"{key}={_shown(get_value(config, key))}: not available yet; {instead}"
-        for key, instead in on.items()
-        if not _follows(key, on)
+        f"{key}={value}: not available yet; {NOT_YET[key][1]}" for key, value in on.items() if not _follows(key, on)
     ]
 
 
-def _follows(key: str, on: dict[str, str]) -> bool:
+def _asks_for_it(key: str, value: Any) -> bool:
+    refused = NOT_YET[key][0]
+    return bool(value) if refused is None else value in refused
+
+
+def _follows(key: str, on: Mapping[str, Any]) -> bool:
     """Whether a key of the reference or the critic only repeats the actor's (see trainer/config/*.yaml)."""
     name = key.rsplit(".", 1)[-1]
     return key in (f"{_REF}.{name}", f"critic.{name}") and f"{_ACTOR}.{name}" in on
@@ -166,21 +156,7 @@ def _follows(key: str, on: dict[str, str]) -> bool:
 
 def without_effect(set_keys: frozenset[str]) -> list[str]:
     """One line for every key that the user set and nothing reads in this version."""
-    warnings = [f"{key} has no effect: {why}" for key, why in NO_EFFECT.items() if key in set_keys]
-    governed = {key: row.key for row in NOT_YET for key in governed_keys(row)}
-    return warnings + [
-        f"{key} has no effect: it belongs to {governed[key]}, which is not in use"
-        for key in sorted(set_keys & governed.keys())
-    ]
-
-
-def governed_keys(row: NotYet) -> list[str]:
-    """The leaves that a row's `governs` names, without its own switch."""
-    return [
-        path
-        for path in keys()
-        if path != row.key and any(path.startswith(g) if g.endswith(".") else path == g for g in row.governs)
-    ]
+    return [f"{key} has no effect: {why}" for key, why in NO_EFFECT.items() if key in set_keys]
 
 
 def newer_than_here(path: str) -> str | None:
@@ -194,7 +170,3 @@ def _section_of(path: str) -> str | None:
     if find_key(path) is not None:
         return None
     return next((prefix for prefix in NEWER if path == prefix or path.startswith(prefix + ".")), None)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)

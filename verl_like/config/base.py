@@ -5,6 +5,7 @@ Standard library only: the whole package is importable without torch, hydra or r
 
 import difflib
 import math
+import re
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -66,6 +67,14 @@ def between(node: ConfigNode, low: float, high: float, *keys: str) -> None:
     for key in keys:
         value = getattr(node, key)
         require(value is None or low <= value <= high, key, value, f"must lie between {low} and {high}")
+
+
+def check_pattern(key: str, value: str) -> re.Pattern[str]:
+    """The regular expression; ValueError for what is none."""
+    try:
+        return re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{key}={value!r}: no regular expression ({error})") from error
 
 
 def one_of(node: ConfigNode, key: str, choices: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ The keys are verl's; docs/rollout_correction.md explains them. Standard library 
 
 from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, above, one_of, require
+from verl_like.config.base import ConfigNode, above, between, one_of, require
 
 IS_LEVELS = ("token", "segment", "geometric", "sequence")
 RS_OPTIONS = tuple(
@@ -53,6 +53,7 @@ class RolloutCorrectionConfig(ConfigNode):
             one_of(self, "rollout_is", IS_LEVELS)
         one_of(self, "loss_type", LOSS_TYPES)
         above(self, 0, "rollout_token_veto_threshold")
+        between(self, 0, 1, "rollout_token_veto_threshold")  # of ratios, which are about 1
         weight_bounds(self.rollout_is_threshold)
         parse_rejections(self.rollout_rs, self.rollout_rs_threshold)
 

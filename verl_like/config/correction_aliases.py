@@ -130,7 +130,7 @@ def _rejection_settings(changes: list[Change], warnings: list[str]) -> list[Chan
     lower = given.pop("rollout_rs_threshold_lower", None)
     settings = {name: _joined(value) for name, value in given.items()}
     option, upper = settings.get("rollout_rs"), settings.get("rollout_rs_threshold")
-    if option in _OLD_OPTIONS:
+    if isinstance(option, str) and option in _OLD_OPTIONS:
         settings["rollout_rs"] = _OLD_OPTIONS[option]
         warnings.append(f"{_SECTION}.rollout_rs={option} is another spelling of rollout_rs={_OLD_OPTIONS[option]}")
     if lower is not None:

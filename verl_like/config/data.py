@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, require
-from verl_like.config.enums import CHAT_TEMPLATES, Truncation
+from verl_like.config.enums import CHAT_TEMPLATES, SpelledTokens, Truncation
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,6 +123,9 @@ class DataConfig(ConfigNode):
     chat_template: str = "native"
     """How messages become text: native (the tokenizer's template), none (one user message as it is), chatml, qwen2_5,
     llama3, gemma, r1_zero, or the path of a Jinja file."""
+    special_tokens_in_text: SpelledTokens = SpelledTokens.text
+    """What becomes of special tokens (<|im_end|> ...) that messages, tools or environments spell out: text (they stay
+    text), keep (they become the tokens, as in verl), error."""
     system_prompt: str | None = None
     """System message of prompts that have none: a text, one of think_answer_tags, boxed, code (what the grader of that
     name asks for), or auto: that of reward_model.rule."""

@@ -142,11 +142,14 @@ def _without_engine(config: PPOConfig) -> list[str]:
 def _validation_sampling(config: PPOConfig) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
     val = rollout.val_kwargs
-    longest, least = val.max_tokens or rollout.response_length, val.min_tokens or 0
+    longest = val.max_tokens or rollout.response_length
+    least = rollout.min_tokens if val.min_tokens is None else val.min_tokens
     if not least <= longest <= rollout.response_length:
+        inherited = f" (null: {_ROLLOUT}.min_tokens={least})" if val.min_tokens is None and least else ""
         return [
-            f"{_ROLLOUT}.val_kwargs.min_tokens={val.min_tokens} and max_tokens={val.max_tokens} with {_ROLLOUT}."
-            f"response_length={rollout.response_length}: each must be the next one's value at most"
+            f"{_ROLLOUT}.val_kwargs.min_tokens={val.min_tokens}{inherited} and {_ROLLOUT}.val_kwargs.max_tokens="
+            f"{val.max_tokens} with {_ROLLOUT}.response_length={rollout.response_length}: each must be the next one's "
+            "value at most"
         ]
     if not (val.do_sample and val.temperature == 0):
         return []
@@ -490,8 +493,13 @@ def covers(row: Idle, key: str) -> bool:
 
 def risky(config: PPOConfig) -> list[str]:
     """Settings that work but are probably not meant."""
+    return _greedy_validation(config) + risky_training(config)
+
+
+def risky_training(config: PPOConfig) -> list[str]:
+    """Those of them that concern training alone."""
     actor = config.actor_rollout_ref.actor
-    lines = _odd_budgets(config) + _greedy_validation(config)
+    lines = _odd_budgets(config)
     estimator = config.algorithm.adv_estimator
     compares = (*GROUP_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "gdpo", "gigpo")
     if estimator in compares and config.actor_rollout_ref.rollout.n == 1:

@@ -10,6 +10,13 @@ from verl_like.config.ppo import PPOConfig
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
+def uncorrected(config: PPOConfig) -> bool:
+    """Whether responses of older policies would be trained as if the present one had sampled them."""
+    correction = config.algorithm.rollout_correction
+    corrected = corrects(correction) or two_policies(config.actor_rollout_ref.actor, correction)
+    return config.asynchronous and not corrected
+
+
 def impossible_async(config: PPOConfig) -> list[str]:
     """What cannot work with groups that live through several versions: keys, values, fix."""
     mode, rollout = f"trainer.mode={config.trainer.mode}", config.actor_rollout_ref.rollout
@@ -26,12 +33,11 @@ def impossible_async(config: PPOConfig) -> list[str]:
             f"{mode} with a pool of the rollout engine's own: it would be idle while the actor trains; set "
             "trainer.mode=separate_async"
         )
-    correction = config.algorithm.rollout_correction
-    if not (corrects(correction) or two_policies(config.actor_rollout_ref.actor, correction)):
+    if uncorrected(config):
         problems.append(
-            f"{mode} without a correction: responses are up to async_training.max_staleness="
-            f"{config.async_training.max_staleness} versions older than the policy they train; set "
-            "algorithm.rollout_correction.rollout_is=token (truncated importance weights, one more forward pass), or "
+            f"{mode} without a correction (algorithm.rollout_correction.rollout_is=null): responses are up to "
+            f"async_training.max_staleness={config.async_training.max_staleness} versions older than the policy they "
+            "train; leave rollout_is out (token: truncated importance weights, one more forward pass), or set "
             "algorithm.rollout_correction.bypass_mode=true (the clipped ratio is taken to the sampler, no further pass)"
         )
     if rollout.scheduler.additional_prompts.enable:

@@ -1,7 +1,12 @@
-"""Where a run's models and tokenizers lie: the keys that say so, and what can be said of them without looking."""
+"""Where a run's models, tokenizers and data lie: the keys that say so, and what can be said of them without looking."""
+
+from collections.abc import Mapping
 
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
+
+Files = str | list[str] | Mapping[str, str | list[str]]
+DATA_FILES = ("data.train_files", "data.val_files")
 
 
 def model_paths(config: PPOConfig) -> dict[str, str]:
@@ -19,6 +24,25 @@ def model_paths(config: PPOConfig) -> dict[str, str]:
         if path is not None:
             keys_by_path.setdefault(path, key)
     return {key: path for path, key in keys_by_path.items()}
+
+
+def data_paths(config: PPOConfig) -> list[tuple[str, str]]:
+    """(key, path) of every data file that this run reads itself: a class of the user's may take other names."""
+    data = config.data
+    if config.env.train.tags or data.custom_cls.path is not None:
+        return []
+    return [
+        (key, path)
+        for key, files in zip(DATA_FILES, (data.train_files, data.val_files), strict=True)
+        for _, path in named_files(files)
+    ]
+
+
+def named_files(files: Files, name: str = "") -> list[tuple[str, str]]:
+    """(name of the set, path) of each file; the name is empty where the files are not a dictionary."""
+    if isinstance(files, Mapping):
+        return [each for key, paths in files.items() for each in named_files(paths, str(key))]
+    return [(name, path) for path in ([files] if isinstance(files, str) else files)]
 
 
 def impossible_paths(config: PPOConfig) -> list[str]:

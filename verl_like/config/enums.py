@@ -60,6 +60,14 @@ class Truncation(StrEnum):
     middle = "middle"
 
 
+class SpelledTokens(StrEnum):
+    """What becomes of special tokens that a text of others spells out."""
+
+    text = "text"
+    keep = "keep"
+    error = "error"
+
+
 class ResumeMode(StrEnum):
     """Where a run starts from."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, require
+from verl_like.config.base import ConfigNode, above, at_least, check_pattern, require
 from verl_like.config.enums import Experts, FusedBackend, Recompute
 from verl_like.config.fsdp import FSDPConfig
 
@@ -76,6 +76,9 @@ class ModelConfig(ConfigNode):
     """Rank of LoRA adapters; 0: train all weights."""
     lora_alpha: float = 16
     """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
+    lora_adapter_path: str | None = None
+    """Folder of a LoRA adapter of the peft library (or its URL) that training goes on from; rank, scale and modules are
+    the adapter's. The reference is the model without it. Null: a new one, where lora_rank asks for it."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """More of LoRA."""
     target_modules: Any = "all-linear"
@@ -93,6 +96,7 @@ class ModelConfig(ConfigNode):
             names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
             legal = names or (isinstance(value, str) and value != "") or (value is None and key == "exclude_modules")
             require(legal, key, value, "give a pattern or a list of module names, for instance [q_proj,v_proj]")
+            check_pattern(key, value if isinstance(value, str) else "")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,9 +1,8 @@
 """`reward_model.sandbox.*`, `reward_model.sandbox_fusion.*`: where programs in responses are run."""
 
-import re
 from dataclasses import dataclass, field
 
-from verl_like.config.base import ConfigNode, above, at_least, require
+from verl_like.config.base import ConfigNode, above, at_least, check_pattern, require
 from verl_like.config.endpoint import EndpointConfig, check_address
 from verl_like.config.enums import SandboxLevel
 
@@ -106,8 +105,5 @@ class JudgeConfig(EndpointConfig):
         at_least(self, 1, "max_rpm", "max_tpm", "max_tokens")
         at_least(self, 0, "temperature")
         require(self.score_scale != 0, "score_scale", self.score_scale, "must not be 0")
-        try:
-            groups = re.compile(self.score_pattern).groups
-        except re.error as error:
-            raise ValueError(f"score_pattern={self.score_pattern!r}: no regular expression ({error})") from error
+        groups = check_pattern("score_pattern", self.score_pattern).groups
         require(groups == 1, "score_pattern", self.score_pattern, "needs exactly one group, the number")

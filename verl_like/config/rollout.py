@@ -189,9 +189,14 @@ class GatewayConfig(ConfigNode):
     episode's key."""
     port: int = 0
     """[port] Port of the gateway; 0: any free one."""
+    forced_tool_choice: str = "resample"
+    """What becomes of a request that demands a tool call (tool_choice required, any, a named tool). resample: the
+    policy answers up to four times until it has written one; HTTP 400 where it has not. auto: as if the choice were
+    open."""
 
     def check(self) -> None:
         reference_or_none(self, "path")
+        one_of(self, "forced_tool_choice", ("resample", "auto"))
         between(self, 0, 65535, "port")
 
 
@@ -372,11 +377,11 @@ class RolloutConfig(ConfigNode):
 
     def check(self) -> None:
         check_sampling(self)
+        at_least(self, 1, "prompt_length", "response_length", "tensor_model_parallel_size", "max_num_batched_tokens")
         between(self, 0, self.response_length, "min_tokens")
         check_ends(self)
         above(self, 0, "temperature", "gpu_memory_utilization", "sync_probe_tolerance")
         between(self, 0, 1, "gpu_memory_utilization")
-        at_least(self, 1, "prompt_length", "response_length", "tensor_model_parallel_size", "max_num_batched_tokens")
         at_least(self, 1, "limit_images")
         at_least(self, 1, "max_model_len", "max_num_seqs", "update_weights_bucket_megabytes")
         at_least(self, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")

@@ -4,8 +4,10 @@ import ast
 import difflib
 import inspect
 import itertools
+import math
 import re
 import textwrap
+import threading
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -167,7 +169,7 @@ def _nearest(section: str, name: str) -> str | None:
     below = [key for key in same_name if key.startswith(section + ".")]
     if not section:
         return _ending(name) or next(iter(difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)), None)
-    if len(below) == 1:
+    if below and (len(below) == 1 or name not in _GENERIC):
         return below[0]
     longer = [key for known, key in siblings.items() if len(name) > 3 and name in known]
     if name in _GENERIC:
@@ -187,8 +189,25 @@ def from_dict(tree: dict[str, Any]) -> PPOConfig:
     """Build the dataclasses from plain nested dictionaries; ConfigError lists the faults of all sections at once."""
     problems: list[str] = []
     config = _build(PPOConfig, tree, "", problems)
-    raise_if_any(problems)
+    raise_if_any(problems or [text for key in keys().values() if (text := _beyond(key, get_value(config, key.path)))])
     return config
+
+
+# unit -> the largest number that timers and 64-bit counts of bytes can hold; of others a 64-bit integer's
+_LARGEST = {"s": threading.TIMEOUT_MAX, "MB": 2**43 - 1, "kB": 2**53 - 1}
+_UNBOUNDED = ("clip_cov_lb", "clip_cov_ub", "rollout_is_threshold")  # inf: no bound on that side
+
+
+def _beyond(key: Key, value: Any) -> str | None:
+    """What is wrong with a number that no computation can use; None where nothing is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if math.isnan(value) or (math.isinf(value) and key.name not in _UNBOUNDED):
+        return f"{key.path}={value}: must be a finite number"
+    largest = _LARGEST.get(key.unit, 2**63 - 1 if isinstance(value, int) else math.inf)
+    if value > largest:
+        return f"{key.path}={value}: must be at most {int(largest)}{f' {key.unit}' if key.unit in _LARGEST else ''}"
+    return None
 
 
 def _build(kind: type[Any], tree: dict[str, Any], prefix: str, problems: list[str]) -> Any:

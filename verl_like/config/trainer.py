@@ -202,7 +202,8 @@ class TrainerConfig(ConfigNode):
             require(legal, "logger_kwargs", {name: given}, fix)
         reference_or_none(self, "trainer_class")
         one_of(self, "log_format", LOG_FORMATS)
-        at_least(self, 0, "prometheus_port")
+        port = self.prometheus_port
+        require(port is None or 0 <= port <= 65535, "prometheus_port", port, "must lie between 0 and 65535")
         self._take_sizes_from_placement()
 
     def _take_sizes_from_placement(self) -> None:
@@ -237,3 +238,6 @@ class RayInitConfig(ConfigNode):
 
     def check(self) -> None:
         at_least(self, 1, "num_cpus")
+        given = self.runtime_env.get("env_vars", {})
+        legal = isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
+        require(legal, "runtime_env.env_vars", given, "write {NAME: 'text'}, numbers in quotes")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_like.config import DataConfig
+from verl_like.config.doctor_paths import Files
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import build_custom
-from verl_like.data.reading import Files
 from verl_like.models.vision import VisionProcessor
 
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from verl_like.config import Truncation
+from verl_like.config import SpelledTokens, Truncation
+from verl_like.models.special_tokens import SpecialTokens
+from verl_like.text import whole
 
 logger = logging.getLogger(__name__)
 
@@ -26,45 +28,82 @@ class PromptEncoder:
 
     template: Jinja text that replaces the tokenizer's own, "" for no template at all, None for the tokenizer's own.
     Without a template (base models) a single user message is the prompt itself, with the tokenizer's own special tokens
-    (BOS); anything else is an error. continues: data.continue_final_message.
+    (BOS); anything else is an error. spelled: what becomes of control tokens that messages or tools spell out.
+    continues: data.continue_final_message.
     """
 
     def __init__(
-        self, tokenizer: Any, template_kwargs: Any, template: str | None = None, continues: bool = True
+        self,
+        tokenizer: Any,
+        template_kwargs: Any,
+        template: str | None = None,
+        spelled: SpelledTokens = SpelledTokens.text,
+        continues: bool = True,
     ) -> None:
         self.tokenizer, self.continues = tokenizer, continues
         self.template_kwargs = dict(template_kwargs) | ({"chat_template": template} if template else {})
         own = tokenizer.chat_template is not None or "chat_template" in self.template_kwargs
         self.has_template = own and template != ""
         self._warned = template == ""  # asked for, so no news
+        self.spelled, self.special = spelled, SpecialTokens(tokenizer)
+        if self.has_template:
+            self.special = SpecialTokens(tokenizer, self._turn_tokens())
 
-    def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
-        """Token ids of each conversation, ready for the assistant's answer. Not truncated."""
-        texts = [self.render(conversation) for conversation in conversations]
+    def encode(self, conversations: Sequence[Conversation], *, to_answer: bool = True) -> list[list[int]]:
+        """Token ids of each conversation, ready for the assistant's answer, or (to_answer=False) whole. Not truncated.
+
+        ValueError if the template refuses it, or as `marked` does.
+        """
+        texts = [self.render(self.marked(conversation), to_answer=to_answer) for conversation in conversations]
         if not texts:
             return []
-        return self.tokenizer(texts, add_special_tokens=not self.has_template)["input_ids"]
+        begin = not self.has_template
+        encoded = self.tokenizer([self.special.unmarked(text) for text in texts], add_special_tokens=begin)["input_ids"]
+        marked = {number for number, text in enumerate(texts) if self.special.mark in text}
+        return [
+            self.special.encode(text, add_special_tokens=begin) if number in marked else encoded[number]
+            for number, text in enumerate(texts)
+        ]
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a plain text, without template and special tokens."""
-        return self.tokenizer([text], add_special_tokens=False)["input_ids"][0]
+        """Token ids of a text, perhaps with marks, without template and special tokens."""
+        if self.special.mark in text:
+            return self.special.encode(text)
+        return self.tokenizer([whole(text)], add_special_tokens=False)["input_ids"][0]
 
-    def render(self, conversation: Conversation) -> str:
+    def marked(self, value: Any) -> Any:
+        """Messages, tools or text of others whose control tokens are to stay text when they are rendered and encoded.
+
+        ValueError for those with any where data.special_tokens_in_text=error.
+        """
+        if self.spelled == SpelledTokens.keep:
+            return value
+        marked = self.special.marked(value)
+        if self.spelled == SpelledTokens.error and marked != value:
+            names = ", ".join(self.special.spelled(value)) or "in parts"
+            raise ValueError(
+                f"a text spells special tokens out, {names} (data.special_tokens_in_text=error): leave it out, "
+                "or set text (it stays text) or keep (it becomes the token)"
+            )
+        return marked
+
+    def render(self, conversation: Conversation, *, to_answer: bool = True) -> str:
         """The prompt as text, up to where the policy goes on: after the generation prompt, or in the last message if it
-        is an assistant's. ValueError if the template refuses the messages, or to leave such a message open."""
+        is an assistant's; to_answer=False: the whole conversation. ValueError if the template refuses the messages, or
+        to leave such a message open."""
         messages, tools = conversation
         if not self.has_template:
-            return self._plain_prompt(messages)
+            return whole(self._plain_prompt(messages))
         extra = ({} if tools is None else {"tools": tools}) | self.template_kwargs
-        begun = self.begun(messages)
+        begun = self.begun(messages) if to_answer else None
         if begun is None:
-            return self._rendered(messages, add_generation_prompt=True, **extra)
-        if begun and not (begun.lstrip().startswith(_THINK) and "</think>" not in begun):
+            return self._rendered(messages, add_generation_prompt=to_answer, **extra)
+        if begun and not (self.special.unmarked(begun).lstrip().startswith(_THINK) and "</think>" not in begun):
             messages = [*messages[:-1], {**messages[-1], "content": begun}]  # one text: not every template takes parts
             return self._rendered(messages, add_generation_prompt=False, continue_final_message=True, **extra)
         # A thought without its end: templates would put a closed one before it, and some begin one themselves
         head = self._rendered(messages[:-1], add_generation_prompt=True, **extra)
-        return head[: head.rindex(_THINK)] + begun if begun and head.rstrip().endswith(_THINK) else head + begun
+        return (head[: head.rindex(_THINK)] if begun and head.rstrip().endswith(_THINK) else head) + whole(begun)
 
     def begun(self, messages: Messages) -> str | None:
         """The text of a last message that is the assistant's: the answer with which the policy goes on; "" if it is
@@ -82,10 +121,32 @@ class PromptEncoder:
 
     def _rendered(self, messages: Messages, **options: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return whole(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # templates are programs: they raise what they like
             fix = f"; {_CLOSE}" if "continue_final_message" in options else ""
-            raise ValueError(f"the chat template refused the messages {str(messages)[:300]}: {error}{fix}") from error
+            shown = str(messages).replace(repr(self.special.mark)[1:-1], "")[:300]
+            raise ValueError(f"the chat template refused the messages {shown}: {error}{fix}") from error
+
+    def _turn_tokens(self) -> set[str]:
+        """Added tokens that are not special, but which the template writes around a user's message or a tool's: those
+        of DeepSeek's turns, say, or <tool_response>. Thoughts and calls are the model's, and prompts may ask for them.
+        """
+        known = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        added = [token.content for token in known if not token.special and "think" not in token.content]
+        call = {"type": "function", "id": "call00000", "function": {"name": "x", "arguments": {}}}
+        messages: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        messages.append({"role": "tool", "content": "x", "tool_call_id": "call00000", "name": "x"})
+        written = []
+        for length in range(1, 4) if added else ():
+            try:
+                text = self._rendered(messages[:length], add_generation_prompt=True, **self.template_kwargs)
+            except ValueError:  # it has no such messages
+                text = ""
+            written.append({token for token in added if token in text})
+        return written[0] | (written[2] - written[1]) if added else set()
 
     def _plain_prompt(self, messages: Messages) -> str:
         if len(messages) != 1 or messages[0]["role"] != "user" or not isinstance(messages[0].get("content"), str):

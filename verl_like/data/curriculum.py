@@ -71,7 +71,8 @@ def scored_batch(rollouts: Rollouts, scores: Scores) -> ScoredBatch:
 
 def _objects(values: list[Any]) -> np.ndarray:
     array = np.empty(len(values), dtype=object)
-    array[:] = values
+    for place, value in enumerate(values):  # not all at once: lists of one length would become a second axis
+        array[place] = value
     return array
 
 

@@ -7,9 +7,10 @@ import hashlib
 import heapq
 import itertools
 import logging
+import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from verl_like.batch import MediaHandle, PromptRow
 from verl_like.config import DataConfig, Truncation
 from verl_like.data.chat import Conversation, PromptEncoder, encode_all, truncate
 from verl_like.data.media import DEFAULT_MEDIA_KEYS, MediaColumn, handles, insert_media, media_columns, refuse_tags
+from verl_like.data.prompt_truth import Survey, check_file
 from verl_like.data.reading import (
     DataFile,
     Files,
@@ -29,8 +31,10 @@ from verl_like.data.reading import (
     to_messages,
     tools_of,
 )
+from verl_like.data.rows import whole_of
 from verl_like.data.templates import find_system_prompt, find_template
 from verl_like.models.images import MediaError
+from verl_like.models.videos import look_through
 from verl_like.models.vision import VisionProcessor
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,7 @@ logger = logging.getLogger(__name__)
 SINGLE_TURN = "single_turn_agent"  # verl's agent_name of rows that are answered at once
 _SPLITS = ("train", "val")
 _LONGEST = 1000  # rows that `check_rows` tokenises
+_FIRST, _DECODING_S = 16, 5.0  # rows whose images it decodes before others, and for how long it goes on
 
 
 class Dataset(Protocol):
@@ -103,7 +108,7 @@ class PromptDataset:
         self.data, self.split, self.tools = data, split, tools
         self._vision, self._limit_images = vision, limit_images
         self.encoder = make_encoder(data, tokenizer)
-        self.system_prompt = find_system_prompt(data.system_prompt)
+        self.system_prompt = whole_of(find_system_prompt(data.system_prompt), "data.system_prompt")
         self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
         self._media_keys = {kind: key for kind, key in (("image", data.image_key), ("video", data.video_key)) if key}
         self._media: list[list[MediaColumn]] = [
@@ -114,7 +119,8 @@ class PromptDataset:
         self._placed: dict[int, list[MediaHandle]] = {}  # images of these prompts
         self._sources: dict[int, list[str]] = {}  # by number of the file
         max_samples = data.train_max_samples if split == "train" else data.val_max_samples
-        self._kept = self._choose(max_samples, seed if data.seed is None else data.seed)
+        self._seed = seed if data.seed is None else data.seed
+        self._kept = self._choose(max_samples, self._seed)
         if data.filter_overlong_prompts:
             self._kept = self._drop_overlong(self._kept)
         if len(self._kept) == 0:
@@ -138,6 +144,12 @@ class PromptDataset:
         how = Truncation.error if media else self.data.truncation  # a cut would leave images without their tokens
         ids = truncate(ids, self.data.max_prompt_length, how, self._place(position))
         return ids, dataclasses.replace(row, begun=self.encoder.begun(row.messages) or "", media=media or row.media)
+
+    def without_media(self, index: int) -> tuple[list[int], PromptRow]:
+        """A prompt whose images or videos cannot be used, as its template writes it: for the record."""
+        row = self.row(int(self._kept[index]))
+        (ids,) = self.encoder.encode([(row.messages, row.tools)])
+        return ids[: self.data.max_prompt_length], dataclasses.replace(row, media=[])
 
     def _keep(self, position: int, ids: list[int], media: list[MediaHandle]) -> None:
         self._tokens[position] = array("i", ids)
@@ -209,10 +221,6 @@ class PromptDataset:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def data_sources(self) -> list[str]:
-        """The data sources of all files, sorted, also of rows that were dropped."""
-        return sorted({source for number in range(len(self.files)) for source in self._file_sources(number)})
-
     def domains(self) -> list[str]:
         """See Dataset."""
         sources = [source for number in range(len(self.files)) for source in self._file_sources(number)]
@@ -235,33 +243,70 @@ class PromptDataset:
             }
         )
 
+    def without_ground_truth(self) -> Iterator[tuple[DataFile, list[int], int]]:
+        """Each file with those of its used rows that have no reference answer, and the number of its used rows."""
+        for file, end in zip(self.files, self._ends, strict=True):
+            rows = self._kept - (end - len(file.rows))
+            used = rows[(rows >= 0) & (rows < len(file.rows))]
+            missing = np.intersect1d(used, np.array(file.without_ground_truth(self.data.ground_truth_key), dtype=int))
+            yield file, missing.tolist(), len(used)
+
     def identity(self) -> dict[str, Any]:
         """See Dataset: the files' content and the rows kept of it."""
         kept = hashlib.blake2b(np.ascontiguousarray(self._kept).tobytes(), digest_size=16).hexdigest()
         return {"files": [file.identity() for file in self.files], "rows": len(self), "kept": kept}
 
     def check_rows(self) -> None:
-        """See Dataset: the first row, the first whose text has <image> or <video>, and with data.truncation=error (and
-        no filter, which has seen all) those with the longest texts."""
+        """See Dataset: that prompts say what their rows say (`prompt_truth`); the first row, the first whose text has
+        <image> or <video>, and with data.truncation=error (and no filter, which has seen all) those with the longest
+        texts."""
         tags = [f"<{kind}>" for kind in self._media_keys]
         lengths, tagged = [], []  # by position in the files
-        for cell in (cell for file in self.files for cell in file.rows.column(prompt_column(self.data)[0])):
-            text = str(cell)
-            lengths.append(len(text))
-            tagged.append(any(tag in text for tag in tags))
+        for file in self.files:
+            survey, first = Survey(self.encoder, own_tools=self.data.tools_key is not None), len(lengths)
+            for cell in file.rows.column(prompt_column(self.data)[0]):
+                text = str(cell)
+                survey.add(len(lengths), cell, text)
+                lengths.append(len(text))
+                tagged.append(any(tag in text for tag in tags))
+            kept = self._kept[(self._kept >= first) & (self._kept < len(lengths))].tolist()
+            check_file(str(file.path), survey, kept, self._conversation, seed=self._seed)
         chosen = {0, *itertools.islice((i for i, position in enumerate(self._kept) if tagged[position]), 1)}
         if self.data.truncation == "error" and not self.data.filter_overlong_prompts:
             chosen |= set(heapq.nlargest(_LONGEST, range(len(self)), key=lambda i: lengths[self._kept[i]]))
         for index in sorted(chosen):
             self[index]
+        self._look_through_media()
+
+    def _look_through_media(self) -> None:
+        """MediaError, with how many, for images and videos that are damaged behind their headers: of the first rows,
+        then of others by chance, as many as _DECODING_S are enough for."""
+        rows = [int(position) for position in self._kept if self._has_media(int(position))]
+        rows[_FIRST:] = np.random.default_rng(0).permutation(rows[_FIRST:]).tolist()
+        end, done, damaged = time.monotonic() + _DECODING_S, 0, list[MediaError]()
+        for position in rows if self._vision is not None else ():
+            done += 1
+            try:
+                look_through(self.row(position).media, self.data.max_image_megapixels)
+            except MediaError as error:
+                damaged.append(error)
+            if time.monotonic() > end:
+                break
+        if damaged:
+            what = f"{len(damaged)} of the {done} rows of data.{self.split}_files whose images were decoded are damaged"
+            raise MediaError(f"{what} ({len(rows)} have some): leave them out. The first: {damaged[0]}")
+
+    def _conversation(self, position: int) -> tuple[Conversation, str]:
+        row = self.row(position)
+        return (row.messages, row.tools), self._place(position)
 
     def num_media(self) -> int:
         """See Dataset."""
-        return sum(
-            any(columns.counts[offset] for columns in self._media[number])
-            for number, offset in (self._locate(int(position)) for position in self._kept)
-            if self._media[number]
-        )
+        return sum(self._has_media(int(position)) for position in self._kept)
+
+    def _has_media(self, position: int) -> bool:
+        number, offset = self._locate(position)
+        return any(columns.counts[offset] for columns in self._media[number])
 
     def _file_sources(self, number: int) -> list[str]:
         """The data source of each row of a file."""
@@ -281,7 +326,7 @@ class PromptDataset:
             extra["full_prompts"] = self.encoder.render(conversation)
         if data.return_raw_input_ids:
             text = "\n".join(str(message.get("content", "")) for message in conversation[0])
-            extra["raw_input_ids"] = self.encoder.encode_text(text)
+            extra["raw_input_ids"] = self.encoder.encode_text(self.encoder.marked(text))
         if data.prompt_id_key is not None:
             extra |= self._prompt_id(str(row.get(data.prompt_id_key)), place)
         return extra
@@ -289,7 +334,7 @@ class PromptDataset:
     def _prompt_id(self, prompt_id: str, place: str) -> dict[str, Any]:
         if self.data.max_prompt_id_length is None:
             return {"prompt_id": prompt_id}
-        ids = self.encoder.encode_text(prompt_id)
+        ids = self.encoder.encode_text(self.encoder.marked(prompt_id))
         if len(ids) > self.data.max_prompt_id_length:
             raise ValueError(
                 f"{place}: the prompt id {prompt_id[:80]!r} has {len(ids)} tokens, more than "
@@ -352,7 +397,8 @@ class PromptDataset:
 def make_encoder(data: DataConfig, tokenizer: Any) -> PromptEncoder:
     """The encoder that data.chat_template and data.apply_chat_template_kwargs ask for."""
     template = "" if data.chat_template == "none" else find_template(data.chat_template)
-    return PromptEncoder(tokenizer, data.apply_chat_template_kwargs, template, continues=data.continue_final_message)
+    kwargs, spelled = data.apply_chat_template_kwargs, data.special_tokens_in_text
+    return PromptEncoder(tokenizer, kwargs, template, spelled, continues=data.continue_final_message)
 
 
 def source_of(row: dict[str, Any], data: DataConfig) -> str:

@@ -14,9 +14,11 @@ from typing import Any
 
 from verl_like.batch import PromptRow
 from verl_like.config import DataConfig
+from verl_like.config.doctor_paths import Files, named_files
 from verl_like.data.chat import truncate
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder, source_of
-from verl_like.data.reading import Files, dictionary_of, flat, ground_truth_of, prompt_column, style_of, to_messages
+from verl_like.data.reading import dictionary_of, ground_truth_of, prompt_column, style_of, to_messages
+from verl_like.data.rows import whole_of
 from verl_like.data.storage import localize
 from verl_like.user_code import check_call, load_class
 
@@ -79,7 +81,7 @@ class ForeignDataset:
         self.data, self.split = data, split
         self.encoder = make_encoder(data, tokenizer)
         options = {"cache_dir": data.cache_dir, "use_shm": data.use_shm, "key": f"data.{split}_files"}
-        self.paths = [localize(path, **options) for _, path in flat(files)]
+        self.paths = [localize(path, **options) for _, path in named_files(files)]
         arguments = {
             "data_files": [str(path) for path in self.paths],
             "tokenizer": tokenizer,
@@ -101,7 +103,7 @@ class ForeignDataset:
         row, place = self.rows[index], f"{type(self.rows).__name__} of data.{self.split}_files, row {index}"
         if not isinstance(row, dict):
             raise ValueError(f"{place} must be a dictionary in verl's schema, not {type(row).__name__}")
-        row = {key: plain(value) for key, value in row.items()}
+        row = whole_of({key: plain(value) for key, value in row.items()}, place)
         messages = self._messages(row, place)
         ids = self._tokens(row, messages, place)
         ids = truncate(ids, self.data.max_prompt_length, self.data.truncation, place)

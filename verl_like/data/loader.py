@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from verl_like.batch import Prompt, Rollouts, Scores
-from verl_like.data.dataset import Dataset
+from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.sampler import Sampler
+from verl_like.models.images import MediaError
 
 
 class PromptLoader:
@@ -77,11 +78,18 @@ class PromptLoader:
 
 
 def read_prompts(dataset: Dataset, positions: Sequence[int], groups: Sequence[int]) -> list[Prompt]:
-    """The prompts at these positions of the data set, with these numbers."""
+    """The prompts at these positions of the data set, with these numbers. Images that cannot be used are the failure of
+    their row alone."""
     prompts = []
     for position, group in zip(positions, groups, strict=True):
-        ids, row = dataset[position]
-        prompts.append(Prompt(ids=list(ids), row=row, group=group, position=position))
+        problem = ""
+        try:
+            ids, row = dataset[position]
+        except MediaError as error:
+            assert isinstance(dataset, PromptDataset)
+            ids, row = dataset.without_media(position)
+            problem = str(error)
+        prompts.append(Prompt(ids=list(ids), row=row, group=group, position=position, problem=problem))
     return prompts
 
 

@@ -10,14 +10,16 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_like.config import DataConfig
-from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows
+from verl_like.config.doctor_paths import Files, named_files
+from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows, whole_of
 from verl_like.data.storage import localize
+from verl_like.models.location import file_problem
 
 logger = logging.getLogger(__name__)
 
@@ -38,48 +40,34 @@ class DataFile:
     digest: str
     name: str = ""  # of the validation set it belongs to (data.val_files as a dictionary)
 
-    def has_ground_truth(self, key: str | None) -> bool:
-        """Whether a column holds reference answers: data.ground_truth_key, or one of those that are looked for."""
-        return key is not None or bool(set(_GROUND_TRUTH_COLUMNS) & set(self.rows.columns))
+    def without_ground_truth(self, key: str | None) -> list[int]:
+        """Rows without a reference answer (null, not a number, an empty text or list, no such column) in
+        data.ground_truth_key, or in all columns that are looked for."""
+        missing = range(len(self.rows))
+        for name in (key,) if key else _GROUND_TRUTH_COLUMNS:
+            if name in self.rows.columns:
+                of_model = name == "reward_model"
+                values = self.rows.subcolumn(name, "ground_truth") if of_model else self.rows.column(name)
+                missing = [row for row in missing if _is_empty(values[row])]
+        return list(missing)
 
     def identity(self) -> dict[str, Any]:
         """Equal for equal content, wherever the file lies."""
         return {"name": self.path.name, "bytes": self.size, "rows": len(self.rows), "digest": self.digest}
 
 
-Files = str | list[str] | Mapping[str, str | list[str]]
-
-
-def flat(files: Files) -> list[tuple[str, str]]:
-    """(name of the set, path) of each file; the name is empty where the files are not a dictionary."""
-    if isinstance(files, Mapping):
-        return [(str(name), path) for name, paths in files.items() for path in _as_list(paths)]
-    return [("", path) for path in _as_list(files)]
-
-
-def _as_list(paths: str | list[str]) -> list[str]:
-    return [paths] if isinstance(paths, str) else list(paths)
-
-
 def read_files(files: Files, data: DataConfig, *, key: str) -> list[DataFile]:
     """Read and check all files. `key` is the configuration key they come from, for messages."""
-    named = flat(files)
+    named = named_files(files)
     if not named:
         raise ValueError(f"{key} is empty: name at least one file ({known()})")
     return [_read_file(path, name, data, key) for name, path in named]
 
 
 def _read_file(location: str, name: str, data: DataConfig, key: str) -> DataFile:
-    if not location.strip():
-        raise ValueError(f"{key}= is empty (a shell variable that is not set?): name a file ({known()})")
+    if problem := file_problem(key, location):
+        raise ValueError(problem)
     path = localize(location, cache_dir=data.cache_dir, use_shm=data.use_shm, key=key)
-    if path.is_dir():
-        raise ValueError(f"{key}: {path} is a folder; name the file in it")
-    if not path.is_file():
-        raise ValueError(
-            f"{key}: there is no file {path}. Write one with `python -m verl_like.data.preprocess.gsm8k --help`, or "
-            f"set {key} to your file"
-        )
     try:
         rows = read_rows(path, _wanted(data))
     except ValueError as error:
@@ -163,7 +151,7 @@ def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
 
     Keys that a table fills with null because another row has them are dropped: a chat template may ask for them.
     """
-    prompt = messages_or_text(prompt) if isinstance(prompt, str) else prompt
+    prompt = whole_of(messages_or_text(prompt) if isinstance(prompt, str) else prompt, place)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, dict):
@@ -176,7 +164,8 @@ def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in messages:
         if "role" not in message:
-            raise ValueError(f"{place}: a message has no role: {str(message)[:200]}")
+            hint = " (ShareGPT's keys: name them role and content)" if {"from", "value"} <= set(message) else ""
+            raise ValueError(f"{place}: a message has no role: {str(message)[:200]}{hint}")
     return messages
 
 
@@ -191,14 +180,18 @@ def ground_truth_of(row: dict[str, Any], place: str, column: str | None = None) 
     one (gt_answer, test_cases, ground_truth); None without any."""
     if column is not None and column != "reward_model":
         return row.get(column)
-    reward_model = row.get("reward_model")
-    if reward_model is None:
-        return next((row[name] for name in _GROUND_TRUTH_COLUMNS[1:] if row.get(name) is not None), None)
+    reward_model = {} if row.get("reward_model") is None else row["reward_model"]
     if not isinstance(reward_model, dict):
         raise ValueError(
             f"{place}: column 'reward_model' must hold {{'style', 'ground_truth'}}, not {str(reward_model)[:200]!r}"
         )
-    return reward_model.get("ground_truth")
+    found = [reward_model.get("ground_truth"), *(row.get(name) for name in _GROUND_TRUTH_COLUMNS[1:])]
+    return next((value for value in found if value is not None), None)
+
+
+def _is_empty(value: Any) -> bool:
+    value = value.strip() if isinstance(value, str) else value
+    return value in (None, "", []) or value != value  # not a number
 
 
 def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any]:
@@ -220,4 +213,4 @@ def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any
         raise ValueError(f"{place}: column {column!r} is text but no JSON: {error}") from error
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise ValueError(f"{place}: column {column!r} must hold a list of tool schemas, not {str(value)[:200]!r}")
-    return value
+    return whole_of(value, place)

@@ -10,95 +10,93 @@ import csv
 import gzip
 import io
 import json
+import logging
+import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from verl_like.text import whole
+
+logger = logging.getLogger(__name__)
+
 _BOM = b"\xef\xbb\xbf"
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # of a surrogate pair, perhaps beside its other half
+_TOLD = "%s held half of a surrogate pair, as a cut emoji leaves it: it became U+FFFD"
+_told: set[str] = set()  # files of which it was said row by row
 # Columns whose cells are JSON in a csv file. A prompt is JSON only if it is a list of messages.
 _JSON_CELLS = ("reward_model", "extra_info", "test_cases", "tools", "images", "videos")
 
 
-class Rows(Protocol):
-    """What a data set needs of a file."""
-
-    @property
-    def columns(self) -> list[str]:
-        """All column names, in order of appearance."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def row(self, position: int) -> dict[str, Any]:
-        """One row; what a row of a json file does not have is missing, in a table it is None."""
-        ...
-
-    def column(self, name: str) -> list[Any]:
-        """One column of all rows, None where a row has none."""
-        ...
-
-    def subcolumn(self, name: str, field: str) -> list[Any]:
-        """One field of a column of dictionaries, None where a row has none."""
-        ...
-
-    def counts(self, name: str) -> list[int]:
-        """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one."""
-        ...
-
-
 class TableRows:
-    """Rows of a pyarrow table, which may hold some of the file's `columns` only."""
+    """Rows of a pyarrow table, which may hold some of the file's `columns` only (all names, in order of appearance)."""
 
     def __init__(self, table: pa.Table, columns: list[str]) -> None:
-        self._columns = columns
+        self.columns = columns
+        table.validate(full=True)  # ArrowInvalid for text that is no UTF-8, which else is found row by row
         try:
             self.table = table.combine_chunks()  # faster access by row
         except pa.ArrowInvalid:  # a text column of more than 2 GiB stays in pieces
             self.table = table
 
-    @property
-    def columns(self) -> list[str]:
-        return self._columns
-
     def __len__(self) -> int:
         return self.table.num_rows
 
     def row(self, position: int) -> dict[str, Any]:
-        return self.table.slice(position, 1).to_pylist()[0]
+        """One row. A column that a row of a json file does not have is missing, in a table it is None; a key of a
+        dictionary that it does not have is missing in both."""
+        row = self.table.slice(position, 1)
+        return {name: _written(column)[0] for name, column in zip(row.column_names, row.columns, strict=True)}
 
     def column(self, name: str) -> list[Any]:
-        return self.table.column(name).to_pylist()
+        """One column of all rows, None where a row has none."""
+        return _written(self.table.column(name))
 
     def subcolumn(self, name: str, field: str) -> list[Any]:
+        """One field of a column of dictionaries, None where a row has none."""
         if name not in self.table.column_names:
             return [None] * len(self)
         column = self.table.column(name)
         if not pa.types.is_struct(column.type) or column.type.get_field_index(field) < 0:
             return [None] * len(self)
-        return pc.struct_field(column, field).to_pylist()
+        return _written(pc.struct_field(column, field))
 
     def counts(self, name: str) -> list[int]:
+        """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one."""
         column = self.table.column(name)
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
             return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
         return pc.cast(column.is_valid(), pa.int64()).to_pylist()
 
 
+def _written(column: pa.ChunkedArray) -> list[Any]:
+    """The values of a column as their writer had them, who need not have used Arrow's types."""
+    return [_plain(value, column.type) for value in column.to_pylist()]
+
+
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """A struct without its nulls: Arrow unites the keys of all rows, and fills in what a row did not have. A null in a
+    list or a map was written, and stays."""
+    if value is None or not pa.types.is_nested(kind) or pa.types.is_union(kind):
+        return value
+    if pa.types.is_struct(kind):
+        return {f.name: _plain(value[f.name], f.type) for f in kind if value[f.name] is not None}
+    if pa.types.is_map(kind):
+        return {key: _plain(item, kind.item_type) for key, item in value}
+    return [_plain(item, kind.value_type) for item in value] if pa.types.is_nested(kind.value_type) else value
+
+
 class RecordRows:
-    """Rows of a json or csv file: dictionaries, or the text of one JSON object each."""
+    """Rows of a json or csv file: dictionaries, or the text of one JSON object each. Methods: see TableRows."""
 
     def __init__(self, records: Sequence[dict[str, Any] | bytes], columns: list[str]) -> None:
-        self._records, self._columns = records, columns
-
-    @property
-    def columns(self) -> list[str]:
-        return self._columns
+        self._records, self.columns = records, columns
 
     def __len__(self) -> int:
         return len(self._records)
@@ -189,7 +187,31 @@ def _json_lines(path: Path, content: bytes) -> RecordRows:
         record = _parse(line, f"{path}, line {number}")
         columns |= dict.fromkeys(record)
         records.append(line)
-    return RecordRows(records, list(columns))
+    return _whole_rows(path, records, columns)
+
+
+def _whole_rows(path: Path, records: list[Any], columns: Iterable[str]) -> RecordRows:
+    """The rows with U+FFFD for each half of a surrogate pair; a warning counts those that held one."""
+    mended = []
+    for number, record in enumerate(records):
+        if isinstance(record, bytes) and not _HALF.search(record):
+            continue
+        row = json.loads(record) if isinstance(record, bytes) else record
+        if (clean := whole(row)) != row:
+            records[number] = json.dumps(clean).encode()
+            mended.append(number)
+    if mended:
+        logger.warning(_TOLD, f"{path}: {len(mended)} row(s), the first of them row {mended[0]},")
+    return RecordRows(records, [whole(name) for name in columns])
+
+
+def whole_of(value: Any, place: str) -> Any:
+    """`whole`, with a warning once a file: JSON in a cell, or what a class of the user's gives, may hold halves too."""
+    clean, file = whole(value), place.rpartition(", row ")[0] or place
+    if clean != value and file not in _told:
+        _told.add(file)
+        logger.warning(_TOLD, f"{place} (perhaps others too)")
+    return clean
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -224,7 +246,7 @@ def _read_json(path: Path, wanted: Collection[str] | None) -> RecordRows:
         if not isinstance(record, dict):
             raise ValueError(f"{path}, row {number} must be a JSON object, not {str(record)[:80]!r}")
         columns |= dict.fromkeys(record)
-    return RecordRows(records, list(columns))
+    return _whole_rows(path, records, columns)
 
 
 def _read_csv(path: Path, wanted: Collection[str] | None) -> RecordRows:
@@ -240,7 +262,7 @@ def _read_csv(path: Path, wanted: Collection[str] | None) -> RecordRows:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     except csv.Error as error:
         raise ValueError(f"{path} is not a csv file: {error}") from error
-    return RecordRows(records, columns)
+    return _whole_rows(path, records, columns)
 
 
 def _csv_record(columns: list[str], cells: list[str], place: str) -> dict[str, Any]:
@@ -282,9 +304,3 @@ READERS: dict[str, Callable[[Path, Collection[str] | None], AnyRows]] = {
     ".feather": _read_arrow,
     ".ipc": _read_arrow,
 }
-
-
-def iterate(rows: AnyRows) -> Iterator[dict[str, Any]]:
-    """All rows in order."""
-    for position in range(len(rows)):
-        yield rows.row(position)

@@ -126,13 +126,13 @@ class FSDPEngine:
         if training and config.enable_gradient_checkpointing:
             blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
         model.requires_grad_(training)
-        tower = None
-        if role.freeze_vision_tower and families.sees(self.hf_config):
-            tower = model.hf.base_model.get_submodule("visual").requires_grad_(False)
+        tower = families.frozen_tower(model.hf, frozen=role.freeze_vision_tower)
         self._head_names = model.head_names()
         self._stored = CheckpointNames(model.hf)
         if with_lora:
             self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed, left_out=tower)
+            if config.lora_adapter_path is not None and self.process.rank == 0:  # the others get theirs from there
+                lora.load_adapter(model.hf, config)
         return model
 
     def _shard(self) -> Sharding:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl_like.rewards.reward_call import is_finite_reward
+
 Message = dict[str, Any]
 # What results are called: by ours, Gymnasium's and GEM's, TitanRL's, skyrl-gym's, OpenEnv's; in tinker's is everything
 # that was said so far, before and after the model's message
@@ -114,9 +116,9 @@ def _named(value: Any, *, ended: bool) -> Step:
 
 
 def _step(said: Step, reward: Any, done: bool, truncated: bool, info: Any) -> Step:
-    number = 0.0 if reward is None else float(reward)
-    if not math.isfinite(number):
-        raise ValueError(f"step gave the reward {reward!r}: it must be a finite number")
+    number = math.nan if reward is None or isinstance(reward, str | bytes) else float(reward)
+    if not is_finite_reward(number):
+        raise ValueError(f"step gave the reward {reward!r:.200}: it must be a finite number, also as a 32-bit float")
     known = dict(info) if isinstance(info, Mapping) else {}
     return Step(text=said.text, messages=said.messages, reward=number, done=bool(done), truncated=truncated, info=known)
 

@@ -11,12 +11,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verl_like.batch import MediaHandle, Prompt, Scores
+from verl_like.batch import MediaHandle, Prompt, Scores, usable_number
 from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, EpisodeRunner
 from verl_like.episodes.kept import Kept
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.race import GRACE_S, all_of, end, first_of
+from verl_like.models.images import MediaError
 from verl_like.progress import EPISODE
 from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
@@ -86,8 +87,8 @@ class Member:
             return RewardOutcome(kind=failure.kind, message=failure.message, lost=True)
         if self.episode.reward is None:
             return None
-        won = self.episode.info.get("success")  # of a game: what counts as right, whatever its score
-        return RewardOutcome(score=self.episode.reward, extras={} if won is None else {"acc": float(won)})
+        won = usable_number(self.episode.info.get("success"))  # of a game: what counts as right, whatever its score
+        return RewardOutcome(score=self.episode.reward, extras={} if won is None else {"acc": won})
 
 
 @dataclass(slots=True, eq=False)
@@ -204,6 +205,8 @@ class Collection:
         EPISODE.set(name)  # an episode is a task of its own
         try:
             episode = await self._in_time(prompt, self._run(Asker(self, trail, sampling)))
+        except MediaError as error:
+            episode = Episode.lost(prompt, EpisodeFailure(kind="media", message=str(error)))
         except EpisodeAborted as error:
             if self.ended:
                 raise
@@ -214,6 +217,8 @@ class Collection:
         return episode.named(name)
 
     async def _run(self, ask: Asker) -> Episode:
+        if ask.trail.prompt.problem:
+            raise MediaError(ask.trail.prompt.problem)
         try:
             return await self.how.runner.run(ask.trail.prompt, ask.trail.sample, ask)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and nobody would hear of it
@@ -295,7 +300,8 @@ class Asker:
             raise EpisodeAborted(f"prompt {group} is no longer wanted")
         sampling = sampling or self.sampling
         if max_tokens is not None and max_tokens < sampling.max_tokens:
-            sampling = dataclasses.replace(sampling, max_tokens=max_tokens)
+            least = min(sampling.min_tokens, max_tokens)  # what is left of the response, or a client's own limit
+            sampling = dataclasses.replace(sampling, max_tokens=max_tokens, min_tokens=least)
         draw: tuple[int | str, ...] = (how.purpose, group, trail.sample, turn)
         if trail.attempt:
             draw += (f"retry{trail.attempt}",)

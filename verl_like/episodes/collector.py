@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
-from verl_like.batch import Episodes, Prompt, Rollouts, Scores, whole_episodes
+from verl_like.batch import Episodes, Prompt, PromptRow, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.loader import PromptLoader
@@ -32,6 +32,7 @@ from verl_like.episodes.baseline import with_baseline
 from verl_like.episodes.choosing import Choosing
 from verl_like.episodes.episode import EpisodeFailure
 from verl_like.episodes.flow import Flow
+from verl_like.episodes.judging import completed
 from verl_like.episodes.loop import EpisodeLoop
 from verl_like.episodes.outcomes import outcome_metrics, trained_too
 from verl_like.episodes.pending import PendingBatch, of_rows
@@ -242,11 +243,22 @@ class Collector:
         else:
             graded = all_graded(itertools.chain.from_iterable(members), self.rewards)
             pending = PendingBatch(self.rewards.gather(graded, step=step, may_all_fail=validation))
+            if not validation:  # which reads none of the values that training does
+                pending.then(partial(self._completed, [each.answer.row for each in graded], step))
         flat = list(itertools.chain.from_iterable(members))
         judge = self._with_outcomes if validation else partial(self._by_outcome, lost_in_races(groups))
         pending.then(partial(judge, flat))
         pending.then(partial(of_rows, episode_of_row=episode_of_rows(episodes)))
         return rollouts, pending
+
+    def _completed(self, rows: Sequence[PromptRow], step: int, scores: Scores) -> Scores:
+        """Rows without a value that training reads have failed. RewardError if that leaves too few."""
+        found = completed(self.config, scores, rows)
+        if new := [f for f, old in zip(found.failures, scores.failures, strict=True) if f is not None and f is not old]:
+            what = "step %d: %d of %d rows lack a value that is read of each; their rewards failed: row %d, %s"
+            logger.warning(what, step, len(new), len(rows), new[0].row, new[0].message)
+        self.rewards.require_enough([found], step=step)
+        return found
 
     def _by_outcome(self, in_races: Sequence[EpisodeFailure], members: Sequence[Member], scores: Scores) -> Scores:
         """After the policy of each episode's outcome. RunStopped where too many were lost."""

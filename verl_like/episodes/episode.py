@@ -86,8 +86,8 @@ class Episode:
 
     @classmethod
     def lost(cls, prompt: Prompt, failure: EpisodeFailure) -> Episode:
-        """One of which nothing is left: a turn without a token."""
-        nothing = Turn(observation_ids=prompt.ids, sampled=Sampled.of([], [], 0), finish_reason="stop")
+        """One of which nothing is left: a turn without a token, and without images, which may be what was wrong."""
+        nothing = Turn(observation_ids=prompt.ids, sampled=Sampled.of([], [], 0), finish_reason="stop", media=())
         return cls(turns=(nothing,), failure=failure)
 
     def named(self, name: str) -> Episode:

@@ -18,6 +18,7 @@ from verl_like.rewards.http_json import ServiceError, answer_of, chat_service
 from verl_like.rollout.client import Occupancy
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, Sampled, SamplingParams
+from verl_like.text import whole
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class ExternalChat:
             if error.status in _NO_USE_AGAIN:
                 raise
             return Episode.lost(prompt, EpisodeFailure(kind="endpoint", message=str(error)))
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids = self._tokenizer.encode(whole(text), add_special_tokens=False)
         if not self._told and self._tokenizer.decode(token_ids, skip_special_tokens=True) != text:
             self._told = True
             logger.warning("the tokenizer here cannot write an answer exactly: graders read %r", text[:200])

@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from verl_like.algorithms.completeness import complete
 from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
-from verl_like.batch import Scores
+from verl_like.batch import PromptRow, Scores
 from verl_like.config import PPOConfig
 from verl_like.episodes.answering import Collection, Group, all_graded
 from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.pending import of_rows, renumbered
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.rewards.manager import RewardManager
+
+
+def completed(config: PPOConfig, scores: Scores, rows: Sequence[PromptRow]) -> Scores:
+    """The scores, where rows have failed that lack a value which this configuration reads of each."""
+    actor = config.actor_rollout_ref.actor
+    return complete(scores, rows, config.algorithm, reward_model=config.reward_model, actor=actor)
 
 
 class Judge:
@@ -45,6 +52,7 @@ class Judge:
         """Give the groups their scores, now."""
         graded = all_graded((member for group in groups for member in group.sampled), self._rewards)
         scores = self._rewards.gather(graded, step=self.step, may_all_fail=True, quiet=True).result()
+        scores = completed(self._config, scores, [each.answer.row for each in graded])
         for group, part in zip(groups, scores.split([len(group.sampled) for group in groups]), strict=True):
             group.scores = part
 

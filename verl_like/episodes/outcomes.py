@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from verl_like.batch import Scores
+from verl_like.batch import Scores, usable_number
 from verl_like.config import OutcomesConfig
 from verl_like.config.errors import RunStopped
 from verl_like.config.outcomes import GRADED, LOST
@@ -66,8 +66,8 @@ class Policies:
             return episode.failure.outcome
         if score is None:
             return "grader_error"
-        correct = extras.get("acc")
-        value = float(correct) if isinstance(correct, bool | int | float) else score
+        correct = usable_number(extras.get("acc"))
+        value = score if correct is None else correct
         if value > self.solved_above:
             return "solved"
         cut_off = episode.turns[-1].finish_reason == "length" or episode.counts.get("out_of_turns", 0) > 0

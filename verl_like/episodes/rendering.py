@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from datetime import datetime
@@ -36,7 +37,9 @@ def with_stopped_clock(encoder: PromptEncoder) -> PromptEncoder:
     if not encoder.has_template or "strftime_now" not in str(template):
         return encoder
     clock = {"strftime_now": datetime.now().strftime}
-    return PromptEncoder(encoder.tokenizer, {**clock, **encoder.template_kwargs}, continues=encoder.continues)
+    stopped = copy.copy(encoder)
+    stopped.template_kwargs = {**clock, **encoder.template_kwargs}
+    return stopped
 
 
 def first_difference(one: str, other: str) -> int:

@@ -15,7 +15,7 @@ from verl_like.episodes.episode import Episode, EpisodeFailure
 CONVERSATION_COUNTS = (
     *("failed_calls", "malformed_calls", "new_rows", "out_of_tokens", "out_of_turns"),
     *("cut_tokens", "unsampled_tokens"),  # of agent loops
-    "joined_requests",  # of the gateway
+    *("joined_requests", "uncalled_answers"),  # of the gateway
 )
 _SECONDS = "agent_loop_s/"
 

@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,8 @@ from verl_like.episodes.tool_calls.call import Parsed, ToolCall, ToolCallParser
 from verl_like.episodes.tools.tool_call import LOST, ROW_KEY, ToolOutcome, state_id
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.episodes.transcript import Transcript, without_end
-from verl_like.models.images import MediaError, decoded, header
-from verl_like.models.videos import clip_of, frames_of
+from verl_like.models.images import MediaError
+from verl_like.models.videos import look_through
 from verl_like.models.vision import VisionProcessor
 from verl_like.rollout.rollout_engine import Completion, Sampled
 
@@ -145,7 +145,10 @@ class ToolAgent:
         self, prompt: Prompt, start: ToolOutcome, ask: Ask, session: str, progress: _Progress
     ) -> EpisodeFailure | None:
         """Turns until the model calls no tool, or a bound is reached. What was lost, if something was."""
-        ids, messages, media = self._start(prompt, start)
+        try:
+            ids, messages, media = self._start(prompt, start)
+        except ValueError as error:  # what the environment said first is refused
+            return EpisodeFailure(kind="template", message=str(error))
         if (start.text or start.messages) and len(ids) > self._bounds.prompt:
             what = f"{len(ids)} tokens with what reset said, more than data.max_prompt_length={self._bounds.prompt}"
             return EpisodeFailure(kind="prompt_too_long", message=what)
@@ -181,7 +184,10 @@ class ToolAgent:
             else:
                 answers, failure, anew = await self._reply(transcript.messages, session, progress)
                 if anew and answers and failure is None and not is_last:
-                    (ids,) = self._encoder.encode([(answers, prompt.row.tools)])
+                    try:
+                        (ids,) = self._encoder.encode([(answers, prompt.row.tools)])
+                    except ValueError as error:
+                        return EpisodeFailure(kind="template", message=str(error))
                     transcript = Transcript(self._encoder, ids, answers, prompt.row.tools, follow_template=False)
                     observation_ids, new_row, media = ids, True, []
                     progress.counts["new_rows"] += 1
@@ -267,7 +273,7 @@ class ToolAgent:
         if not found:
             return said, []
         try:
-            await asyncio.to_thread(_look_through, found, self._max_megapixels)
+            await asyncio.to_thread(look_through, found, self._max_megapixels)
         except MediaError as error:
             return f"Error executing tool '{name}': {error}", []
         parts = [{"type": handle.kind} for handle in found] + ([{"type": "text", "text": said}] if said else [])
@@ -318,16 +324,6 @@ class ToolAgent:
             info=info,
             counts={**progress.counts, **played},
         )
-
-
-def _look_through(media: Sequence[MediaHandle], max_megapixels: float) -> None:
-    """MediaError for an image or video that is damaged anywhere: the engine would refuse the whole request."""
-    for handle in media:
-        if handle.kind == "image":
-            header(handle, max_megapixels)
-            decoded(handle)
-        else:
-            deque(frames_of(handle, clip_of(handle, max_megapixels)), maxlen=0)
 
 
 def _label(prompt: Prompt, sample: int, progress: _Progress) -> str:

@@ -9,7 +9,8 @@ A chat template only renders whole conversations. What follows an answer is foun
 
     rendering of the whole = what was sent before + what was sampled + delta                  (the proof)
 
-and the delta alone is tokenised. Where the template rewrites what came before (drops thinking, trims, writes a tool
+and the delta alone is tokenised. Messages bear marks where they spell special tokens out (`PromptEncoder.marked`),
+what was sampled does not. Where the template rewrites what came before (drops thinking, trims, writes a tool
 call its own way), no delta exists; then `follow_template` decides between a new row and the model's own history.
 """
 
@@ -81,18 +82,24 @@ class Transcript:
         self.media, self._expand = list(media), expand
         self.messages = list(messages)
         self._encoder = with_stopped_clock(encoder)
-        self._tools = tools
+        self._tools = encoder.marked(tools)
         self._follow = follow_template
-        self._history = [forms(message)[0] for message in messages]  # the messages as the template is given them
+        self._marked: Messages = [encoder.marked(message) for message in messages]  # of self.messages
+        self._history = [forms(message)[0] for message in self._marked]  # the messages as the template is given them
         self._text = self._render(self._history)  # of this row: sent, sampled, sent, ...
-        self.begun = self._take_begun()
+        self._begun = self._take_begun()
         self._proved = True  # whether the template renders _history as _text
         self._ends: set[str] = set()  # what the template ends turns with, as far as it was sampled
         self._answer: _Answer | None = None
         self._refusals: list[str] = []
 
+    @property
+    def begun(self) -> str:
+        """The text of a last message in which the policy goes on, as it was sent."""
+        return self._encoder.special.unmarked(self._begun)
+
     def _take_begun(self) -> str:
-        """The text of a last message in which the policy goes on, as it was sent. The message leaves the history: it
+        """The same with its marks. The message leaves the history: it
         comes back as a part of the answer."""
         if (begun := self._encoder.begun(self._history)) is None:
             return ""
@@ -117,6 +124,11 @@ class Transcript:
         self._answer = _Answer(message=message, text=self._decode(token_ids), endings=endings, last_id=last_id)
         self.context_ids = [*self.context_ids, *token_ids]
         self.messages = [*self.messages[: len(self._history)], message]
+        # Written anew (a new row), special tokens that were sampled are tokens again, those that were spelled out text
+        special = self._encoder.special
+        num_sampled = sum(number in special.control for number in token_ids)
+        is_spelled = len(special.spelled(self._answer.text)) > num_sampled or self._begun != self.begun
+        self._marked = [*self._marked[: len(self._history)], special.marked(message) if is_spelled else message]
 
     def observe(self, messages: Sequence[dict[str, Any]], media: Sequence[MediaHandle] = ()) -> Observation:
         """Tool or user messages after an answer, with their images; context_ids then ends in a generation prompt.
@@ -125,15 +137,17 @@ class Transcript:
         """
         if (answer := self._answer) is None or not messages:
             raise ValueError("observe() needs an answer before it and at least one message")
-        observed = [forms(message)[0] for message in messages]
+        marked = [self._encoder.marked(message) for message in messages]
+        observed = [forms(message)[0] for message in marked]
         self._refusals = []
         said, reason, new_row = self._text + answer.text, "", False
         # A template may refuse, turns later, a tool call that was given as text: then the parsed messages are tried.
-        histories = [self._history, [forms(message)[0] for message in self.messages[:-1]]]
+        histories = [self._history, [forms(message)[0] for message in self._marked[:-1]]]
         found = self._first(self._exact, histories, answer, observed) if self._proved else None
         if found is None and self._follow:
             found = self._rewritten(answer, observed)
-            said, new_row, reason = "", True, difference(said, found[1])
+            unmarked = self._encoder.special.unmarked
+            said, new_row, reason = "", True, difference(unmarked(said), unmarked(found[1]))
         elif found is None:
             found = self._first(self._kept, histories, answer, observed)
             if found is None:
@@ -150,8 +164,9 @@ class Transcript:
         self.context_ids = [*earlier, *ids]
         self.media = placed if new_row else [*self.media, *placed]
         self.messages.extend(messages)
+        self._marked += marked
         self._history, self._text, self._answer = history, said + delta, None
-        self.begun = self._take_begun()
+        self._begun = self._take_begun()
         return Observation(ids=list(ids), media=placed, new_row=new_row, reason=reason)
 
     def _first(
@@ -183,7 +198,7 @@ class Transcript:
 
     def _rewritten(self, answer: _Answer, observed: Messages) -> tuple[Messages, str]:
         """The messages so far and the whole context, as the template renders it now."""
-        choices = [forms(message) for message in self.messages]
+        choices = [forms(message) for message in self._marked]
         for number in range(max(map(len, choices))):
             given = [choice[min(number, len(choice) - 1)] for choice in choices]
             whole = self._attempt(given, observed)
@@ -232,7 +247,7 @@ class Transcript:
         began belongs to it for some templates."""
         opened = self._text[self._text.rfind("<think>") :] if "<think>" in self._text else ""
         for end in answer.endings or ("",):
-            spoken = self.begun + answer.text.removesuffix(end)
+            spoken = self._begun + answer.text.removesuffix(end)
             yield {"role": "assistant", "content": spoken}
             if opened:
                 yield {"role": "assistant", "content": opened + spoken}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
@@ -177,6 +178,11 @@ def check(config: PretrainedConfig, *, packed: bool) -> None:
         )
     if name not in FAMILIES and not sees(config):
         _warn_untested(name)
+
+
+def frozen_tower(hf: PreTrainedModel, *, frozen: bool) -> nn.Module | None:
+    """The vision tower, frozen in place; None where it is trained (actor.freeze_vision_tower), or there is none."""
+    return hf.base_model.get_submodule("visual").requires_grad_(False) if frozen and sees(hf.config) else None
 
 
 def sees(config: PretrainedConfig) -> bool:

@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+from PIL import ExifTags, Image
 
 from verl_like.batch import MediaHandle
 from verl_like.remote import is_remote
 
 PLACES = ("bytes", "path", "image", "url", "image_url")  # of what is meant in a dictionary; the first that is set
+_TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
+_TURN = {number: Image.Transpose[name] for number, name in enumerate(_TURNS, start=2)}  # by EXIF's orientation
+# What a file holds where its EXIF is worth a look: PIL turns a TIFF itself, and decodes all of a PNG to find some.
+_MARKS = {"TIFF": (), "PNG": (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")}
 _GROUPS = 4  # row groups kept in memory: rows of a batch are often neighbours
 
 
@@ -36,9 +41,12 @@ def place_of(handle: MediaHandle) -> str:
 
 
 def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
-    """(width, height), without decoding the image. MediaError: missing, no image, or larger than allowed."""
-    with _opened(handle, cell_of(handle)) as image:
-        return bounded(handle, image.size, max_megapixels)
+    """(width, height) as it is shown, without decoding it. MediaError: missing, no image, or larger than allowed."""
+    image, data = _opened(handle, cell_of(handle))
+    with image:
+        marked = any(mark in data for mark in _MARKS.get(str(image.format), (b"",)))
+        lies = marked and _turn(image) in [_TURN[number] for number in (5, 6, 7, 8)]
+        return bounded(handle, image.size[::-1] if lies else image.size, max_megapixels)
 
 
 def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -> tuple[int, int]:
@@ -53,18 +61,53 @@ def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -
 
 
 def decoded(handle: MediaHandle, value: Any = None) -> Image.Image:
-    """The image in RGB; the one that `value` names, where it is not the whole cell. MediaError where it is damaged."""
-    with _opened(handle, cell_of(handle) if value is None else value) as image:
+    """The image as a viewer shows it; the one that `value` names, where it is not the whole cell. MediaError where it
+    is damaged."""
+    image, _ = _opened(handle, cell_of(handle) if value is None else value)
+    with image:
         try:
-            return image.convert("RGB")
+            image.load()
+            return shown(image)
         except Exception as error:  # of any of PIL's decoders
             raise MediaError(f"{place_of(handle)} cannot be decoded: {error}") from error
 
 
-def _opened(handle: MediaHandle, value: Any) -> Image.Image:
+def shown(image: Image.Image) -> Image.Image:
+    """The image in RGB: upright, white behind what is transparent, eight bits of all its depth."""
+    if (turn := _turn(image)) is not None:
+        image = image.transpose(turn)
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        image = _eight_bits(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        ground = Image.new("RGB", image.size, "white")
+        ground.paste(image, mask=image.getchannel("A"))
+        return ground
+    return image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Of deeper grey: integers are of 16 bits, fractions up to 1 or to 255, unless one is larger."""
+    grey = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0.0, neginf=0.0)
+    tops = (1.0, 255.0, 65535.0) if image.mode == "F" else (65535.0,)
+    top = next((top for top in tops if grey.max() <= top), grey.max())
+    grey[grey == image.info.get("transparency")] = top  # of a PNG: one value
+    return Image.fromarray((grey.clip(0, top) * (255 / top)).round().astype(np.uint8))
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What turns it upright."""
+    try:
+        return _TURN.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # EXIF of no known form: shown as it lies
+        return None
+
+
+def _opened(handle: MediaHandle, value: Any) -> tuple[Image.Image, bytes]:
+    """The image, not decoded, and its file."""
     data = read(handle, value)
     try:
-        return Image.open(io.BytesIO(data))
+        return Image.open(io.BytesIO(data)), data
     except Exception as error:
         raise MediaError(f"{place_of(handle)} is no image that PIL can open ({len(data)} bytes): {error}") from error
 

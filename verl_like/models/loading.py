@@ -29,6 +29,7 @@ from verl_like.models.heads import (
     attach_value_head,
 )
 from verl_like.models.lean_model import Functions, put_in
+from verl_like.models.location import TOKENIZER_FILES, check_location
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
 from verl_like.remote import local_folder, to_shared_memory
@@ -49,7 +50,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "actor
 
     ValueError, naming `key`, where there is none.
     """
-    fix = "save the model's tokenizer in the folder (tokenizer.save_pretrained), or name another: data.tokenizer"
+    fix = "save the model's tokenizer in the folder (tokenizer.save_pretrained)"
+    fix += ", or name another: data.tokenizer" if "." in key else ""  # not of a verb that takes a model alone
+    check_location(key, path, *TOKENIZER_FILES)
     try:
         tokenizer = AutoTokenizer.from_pretrained(local_folder(path, key), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -69,6 +72,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     """
     import_modules(external_modules(), EXTERNAL_MODULES)
     import_modules(model.external_lib, "model.external_lib")
+    check_location(key, model.path, "config.json")
     try:
         config = AutoConfig.from_pretrained(local_folder(model.path, key), trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -76,8 +80,8 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     for key, value in model.override_config.items():
         if key not in config:
             close = difflib.get_close_matches(key, config.to_dict(), n=1)
-            hint = f": did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"model.override_config.{key} is not a key of a {config.model_type!r} config{hint}")
+            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise ValueError(f"model.override_config.{key}={value}: no key of a {config.model_type!r} config; {hint}")
         setattr(config, key, value)
     families.check(config, packed=uses_packing(model))
     _check_router_loss(model, config)
@@ -244,8 +248,13 @@ def sharding_units(model: TokenModel, fsdp: FSDPConfig) -> list[nn.Module]:
         return sized_units(model, policy.min_num_params, _root_modules(model.hf))
     names = set(policy.transformer_layer_cls_to_wrap or model.hf._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ValueError(f"model type {model.hf.config.model_type!r} has no module of class {sorted(names)} to shard")
+    absent = names - {type(layer).__name__ for layer in layers}
+    if not layers or (absent and policy.transformer_layer_cls_to_wrap):
+        raise ValueError(
+            f"wrap_policy.transformer_layer_cls_to_wrap={policy.transformer_layer_cls_to_wrap}: a model of type "
+            f"{model.hf.config.model_type!r} has no module of class {sorted(absent)}; it has "
+            f"{sorted({type(module).__name__ for module in model.hf.modules()})}"
+        )
     return layers
 
 

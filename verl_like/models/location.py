@@ -1,4 +1,5 @@
-"""Whether models and tokenizers are where the configuration says: asked first, before anything heavy is imported."""
+"""Whether models, tokenizers and data are where the configuration says: asked first, before anything heavy is
+imported."""
 
 from __future__ import annotations
 
@@ -8,72 +9,107 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from verl_like.config import PPOConfig
-from verl_like.config.doctor_paths import model_paths
-from verl_like.remote import local_folder
+from verl_like.config import DataConfig, ModelConfig, PPOConfig
+from verl_like.config.doctor_paths import data_paths, model_paths
+from verl_like.config.errors import raise_if_any
+from verl_like.remote import is_remote, local_folder
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_TIMEOUT = 5.0  # seconds
+_EXAMPLE = " (its default is an example, which is not on this machine)"
 _TOKENIZERS = ("data.tokenizer", "reward_model.model.input_tokenizer")
-_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")  # transformers is content with one
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")  # transformers is content with one
 
 
-def check_locations(config: PPOConfig) -> None:
-    """ValueError, naming the key, for a model or tokenizer that is neither a folder here nor on the hub."""
-    for key, path in model_paths(config).items():
-        check_location(key, path, *(_TOKENIZER_FILES if key in _TOKENIZERS else ("config.json",)))
+def check_locations(config: PPOConfig, *data_keys: str) -> None:
+    """ConfigError that lists the models and tokenizers that are neither folders here nor on the hub, and the data files
+    that are not there. data_keys: of which files."""
+    models = [
+        location_problem(key, path, *(TOKENIZER_FILES if key in _TOKENIZERS else ("config.json",)))
+        for key, path in model_paths(config).items()
+    ]
+    data = [file_problem(key, path) for key, path in data_paths(config) if key in data_keys]
+    raise_if_any([problem for problem in models + data if problem is not None])
 
 
 def check_location(key: str, path: str, *files: str) -> None:
-    """ValueError unless `path` is a folder (with config.json, for a model), or the hub has one of `files` under that
-    name."""
+    """ConfigError for what `location_problem` finds."""
+    problem = location_problem(key, path, *files)
+    raise_if_any([] if problem is None else [problem])
+
+
+def check_model(path: str) -> None:
+    """ConfigError for a verb's MODEL that is no folder (a model's, a checkpoint or a run's) and not on the hub."""
+    if not Path(path).expanduser().is_dir():
+        check_location("MODEL", path, "config.json")
+
+
+def file_problem(key: str, path: str) -> str | None:
+    """Why a data file cannot be opened, as far as looking tells; None for one that is there, or on remote storage."""
+    file = Path(path.removeprefix("file://")).expanduser().absolute()
+    if (is_remote(path) and not path.startswith("file://")) or file.is_file():
+        return None
+    if not path.strip():
+        return f"{key}= is empty (a shell variable that is not set?): name a file"
+    if file.is_dir():
+        return f"{key}: {file} is a folder; name the file in it"
+    if path in (*DataConfig().train_files, *DataConfig().val_files):
+        none = ", or set it to null for a run without validation" if key == "data.val_files" else ""
+        return f"{key} is not set{_EXAMPLE}: name your file{none}; `verl-like data list` shows what can be prepared"
+    return f"{key}: there is no file {file}{nearest(Path(path.removeprefix('file://')))}"
+
+
+def location_problem(key: str, path: str, *files: str) -> str | None:
+    """Why `path` is no model or tokenizer: neither a folder (with config.json, for a model), nor a name under which the
+    hub has one of `files`; None where it is."""
     folder = Path(local_folder(path, key))
     if folder.is_dir():
-        if files == ("config.json",) and not (folder / "config.json").is_file():
-            raise ValueError(f"{key}={path}: the folder has no config.json, so it is no Hugging Face model")
-    elif folder.exists():
-        raise ValueError(f"{key}={path} is a file; name the model's folder")
-    elif _HUB_NAME.fullmatch(path) is None or path.startswith("."):
-        raise ValueError(f"{key}={path}: there is no such folder ({folder.absolute()}){_nearest(folder)}")
-    else:
-        _check_hub(key, path, files)
+        if files != ("config.json",) or (folder / "config.json").is_file():
+            return None
+        return f"{key}={path}: the folder has no config.json, so it is no Hugging Face model"
+    if path == ModelConfig().path:
+        return f"{key} is not set{_EXAMPLE}: name the folder of your model, or its name on the hub"
+    if folder.exists():
+        return f"{key}={path} is a file; name the model's folder"
+    if _HUB_NAME.fullmatch(path) is None or path.startswith("."):
+        fix = "set it to the folder of your model, or to its name on the hub"
+        return f"{key}={path}: there is no such folder ({folder.absolute()}){nearest(folder)}; {fix}"
+    missing = _missing_on_hub(path, files)
+    return missing and f"{key}={path}: there is no folder {folder.absolute()}{nearest(folder)}; {missing}"
 
 
-def _nearest(folder: Path) -> str:
-    """A folder beside the missing one with a similar name, for the message; else the first parent that exists."""
-    if folder.parent.is_dir():
-        near = difflib.get_close_matches(folder.name, [entry.name for entry in folder.parent.iterdir()], n=1)
-        return f". Did you mean {folder.parent / near[0]}?" if near else ". Set it to the folder of your model"
-    there = next(parent for parent in folder.absolute().parents if parent.is_dir())
-    return f"; only {there} exists. Set it to the folder of your model, or to its name on the hub"
+def nearest(path: Path) -> str:
+    """What has a similar name beside the missing file or folder, for the message; else the first parent that exists;
+    and that a relative path counts from the current folder."""
+    path, relative = (
+        path.expanduser(),
+        "" if path.is_absolute() else " (a relative path counts from the current folder)",
+    )
+    if path.parent.is_dir():
+        near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
+        return f"{relative}; did you mean {path.parent / near[0]}?" if near else relative
+    there = next(parent for parent in path.absolute().parents if parent.is_dir())
+    return f"{relative}; only {there} exists"
 
 
-def _check_hub(key: str, name: str, files: tuple[str, ...]) -> None:
-    """A request for each file until one is found, with a short limit; what is in the local cache needs none."""
+def _missing_on_hub(name: str, files: tuple[str, ...]) -> str | None:
+    """Why the hub has no such model: a request for each file until one is found, with a short limit; what is in the
+    local cache needs none."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
     if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
-        return
-    fix = f"download it where there is a network (hf download {name} --local-dir <folder>) and set {key}=<folder>"
+        return None
+    fix = f"download it where there is a network (hf download {name} --local-dir FOLDER) and name that folder"
     if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE", "0") in ("1", "true", "True"):
-        raise ValueError(
-            f"{key}={name} is no folder here and not in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE "
-            f"is set; {fix}"
-        )
+        return f"nor is it in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set: {fix}"
     try:
         for file in files:
             with suppress(EntryNotFoundError):
                 get_hf_file_metadata(hf_hub_url(name, file), timeout=_HUB_TIMEOUT)
-                return
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"{key}={name} is no folder here, and the Hugging Face hub has no model of that name (or it needs a login: "
-            "hf auth login)"
-        ) from error
+                return None
+    except RepositoryNotFoundError:
+        return "and the Hugging Face hub has no model of that name (or it needs a login: hf auth login)"
     except Exception as error:  # the hub's client raises errors of several libraries
-        raise ValueError(
-            f"{key}={name} is no folder here, and the Hugging Face hub cannot be asked for it "
-            f"({type(error).__name__}: {error}); {fix}"
-        ) from error
-    raise ValueError(f"{key}={name}: {name} on the Hugging Face hub has no {' or '.join(files)}")
+        return f"and the Hugging Face hub cannot be asked for it ({type(error).__name__}: {error}): {fix}"
+    return f"and {name} on the Hugging Face hub has no {' or '.join(files)}"

@@ -12,13 +12,18 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from verl_like.models.adapter_config import WEIGHTS
 from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.remote import local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -143,8 +148,11 @@ def attach(
     dtype: of the adapters (and the value head); the base keeps its own. left_out: gets none. Raises ValueError when
     nothing is targeted.
     """
-    linear = {name: part for name, part in hf.named_modules() if isinstance(part, nn.Linear)}
+    linear: dict[str, nn.Linear] = {n: part for n, part in hf.named_modules() if isinstance(part, nn.Linear)}
     names = _targets(hf, linear, model, set(() if left_out is None else left_out.modules()))
+    largest = max(min(linear[name].in_features, linear[name].out_features) for name in names)
+    if model.lora_rank > largest:
+        raise ValueError(f"model.lora_rank={model.lora_rank}: no layer that is adapted has a rank above {largest}")
     hf.requires_grad_(False)
     modules = []
     with torch.random.fork_rng(devices=[]):
@@ -163,6 +171,28 @@ def attach(
     return Adapters(
         names=tuple(names), targets=targets, modules=tuple(modules), rank=model.lora_rank, alpha=model.lora_alpha
     )
+
+
+def load_adapter(hf: nn.Module, model: ModelConfig) -> None:
+    """Put the tensors of model.lora_adapter_path into the adapters (and the value head) of `hf`; on the meta device
+    names and shapes are compared alone. ValueError, where they are others."""
+    named, file = f"model.lora_adapter_path={model.lora_adapter_path}", local_folder(str(model.lora_adapter_path))
+    own = {peft_name(name): parameter for name, parameter in hf.named_parameters() if is_trained(name)}
+    try:
+        stored = load_file(Path(file) / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{named}: {WEIGHTS} cannot be read: {error}") from error
+    there = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    wanted = {name: tuple(own[name].shape) for name in own if name in there or is_adapter(name)}  # a head may be new
+    if wrong := sorted(name for name in there | wanted if there.get(name) != wanted.get(name)):
+        shapes = " and ".join(str(shapes.get(wrong[0], "absent")) for shapes in (there, wanted))
+        raise ValueError(
+            f"{named} does not fit {model.path}: {wrong[0]} is {shapes}, in the file and in the model ({len(wrong)} "
+            "tensors differ in all)"
+        )
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            own[name].copy_(tensor)
 
 
 def is_adapter(name: str) -> bool:
@@ -188,10 +218,14 @@ def _targets(
     _check_frozen_matrices(hf, linear, body, model.target_modules)
     _refuse_impossible(hf, set(body), model.target_modules)
     chosen = [name for name in body if _matches(name, model.target_modules)]
+    excluded = model.exclude_modules
+    for each in [[name] for name in excluded] if isinstance(excluded, list) else filter(None, [excluded]):
+        if not any(_matches(name, each) for name, _ in hf.named_modules()):
+            raise ValueError(f"model.exclude_modules={excluded!r}: {each} is no module of this model; {_instead(body)}")
     chosen = [name for name in chosen if model.exclude_modules is None or not _matches(name, model.exclude_modules)]
     if not chosen:
         raise ValueError(
-            f"model.target_modules={model.target_modules!r} (exclude_modules={model.exclude_modules!r}) names no "
+            f"model.target_modules={model.target_modules!r} (model.exclude_modules={model.exclude_modules!r}) names no "
             f"linear layer of this model: {_instead(body)}"
         )
     return chosen

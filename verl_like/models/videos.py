@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from PIL import Image
 
 from verl_like.batch import MediaHandle
-from verl_like.models.images import PLACES, MediaError, bounded, cell_of, decoded, local_path, place_of, read
+from verl_like.models.images import PLACES, MediaError, bounded, cell_of, decoded, header, local_path, place_of, read
 from verl_like.remote import is_remote
 
 # Frames a second and their number where a row says nothing; frames come in pairs. Source: qwen-vl-utils.
@@ -109,6 +110,16 @@ def frames_of(handle: MediaHandle, clip: Clip) -> Iterator[Image.Image]:
         if frame.size != clip.size:
             raise MediaError(f"{place_of(handle)}: a frame has {frame.size} pixels, the video {clip.size}")
         yield frame
+
+
+def look_through(media: Sequence[MediaHandle], max_megapixels: float) -> None:
+    """MediaError for an image or video that is damaged anywhere: an engine would refuse the whole request."""
+    for handle in media:
+        if handle.kind == "image":
+            header(handle, max_megapixels)
+            decoded(handle)
+        else:
+            deque(frames_of(handle, clip_of(handle, max_megapixels)), maxlen=0)
 
 
 def _frames(handle: MediaHandle, value: Any, clip: Clip) -> Iterator[Image.Image]:

@@ -6,11 +6,17 @@ import functools
 import json
 import logging
 import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
 
+from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.observe.redaction import hidden
 from verl_like.progress import EPISODE
 
@@ -70,6 +76,29 @@ def setup_driver_logging(
         file_handler.setLevel(logging.DEBUG)
         handlers.append(file_handler)
     _install(handlers, min(handler.level for handler in handlers))
+
+
+@contextmanager
+def told_in_a_line(what: str, over: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """End the program with a line on an error that nobody foresaw, whose whole text goes to the log file, or to one of
+    its own where there is none yet. over: what is said of an error then is left to others."""
+    try:
+        yield
+    except (ConfigError, RunStopped):
+        raise
+    except Exception as error:
+        if over():
+            raise
+        handlers = logging.getLogger(_PACKAGE).handlers
+        path = next((each.baseFilename for each in handlers if isinstance(each, logging.FileHandler)), "")
+        if path:
+            logging.getLogger(__name__).debug("%s failed", what, exc_info=True)
+        else:
+            descriptor, path = tempfile.mkstemp(prefix=f"{_PACKAGE}_", suffix=".log")
+            with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(hidden("".join(traceback.format_exception(error))))
+        first = next(iter(str(error).splitlines()), "no message")
+        sys.exit(hidden(f"error: {what} failed: {type(error).__name__}: {first}; the whole text is in {path}"))
 
 
 def _terminal_handler(console: Console) -> logging.Handler:

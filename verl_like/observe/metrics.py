@@ -6,10 +6,8 @@ Pure functions from a stage struct to `{name: number}` under verl's names; docs/
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,28 +114,3 @@ def sequence_balance_metrics(num_tokens: Sequence[int], rank_rows: Sequence[Sequ
 def training_metrics(global_step: int, epoch: int) -> dict[str, float]:
     """Where the run is; trackers use `training/global_step` as the x axis."""
     return {"training/global_step": float(global_step), "training/epoch": float(epoch)}
-
-
-def numeric_extras(extra: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers (and booleans, as 0/1) among the further values of a reward function.
-
-    Left out: "score", the reward itself, which has its own metrics, and "pred", an answer, whose mean says nothing.
-    """
-    found: dict[str, float] = {}
-    for key, value in extra.items():
-        number = scalar(value)
-        if key not in ("score", "pred") and number is not None and math.isfinite(number):
-            found[key] = number
-    return found
-
-
-def scalar(value: Any) -> float | None:
-    """`value` as a float if it is one number (Python, numpy or a one-element tensor), else None."""
-    if isinstance(value, bool | int | float):
-        return float(value)
-    if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 else None
-    # numpy scalars and 0-d arrays, without importing numpy for them
-    if type(value).__module__ == "numpy" and value.shape == () and value.dtype.kind in "biuf":
-        return float(value)
-    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from verl_like.observe.samples import Sample
 
 logger = logging.getLogger(__name__)
 
+_VISIT_S, _MOST_VISITS = 10.0, 32
+
 
 def require_port(trainer: TrainerConfig) -> None:
     """ValueError where trainer.prometheus_port cannot be had, without keeping it: for a run whose processes are yet to
@@ -34,12 +37,34 @@ def _served(trainer: TrainerConfig, registry: CollectorRegistry) -> tuple[Any, t
     port, host = trainer.prometheus_port, trainer.prometheus_host
     assert port is not None
     try:
-        return start_http_server(port, host, registry)
+        server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise ValueError(
             f"trainer.prometheus_port={port} at trainer.prometheus_host={host}: {error}; choose another port, 0 for "
             "any that is free, or null"
         ) from error
+    server.RequestHandlerClass = _bounded(server.RequestHandlerClass)
+    return server, thread
+
+
+def _bounded(handler: type[Any]) -> type[Any]:
+    """Its connections, a few at a time and each for seconds: one that says nothing would keep a thread for ever."""
+    places = threading.BoundedSemaphore(_MOST_VISITS)
+
+    class Visit(handler):  # type: ignore[misc]
+        def handle(self) -> None:
+            if not places.acquire(blocking=False):
+                return
+            end = threading.Timer(_VISIT_S, self.connection.shutdown, (socket.SHUT_RDWR,))
+            end.daemon = True
+            end.start()
+            try:
+                super().handle()
+            finally:
+                end.cancel()
+                places.release()
+
+    return Visit
 
 
 def _stop(server: Any, thread: threading.Thread) -> None:

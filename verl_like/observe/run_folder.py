@@ -24,7 +24,7 @@ FIELDS = frozenset(
     {
         *("input", "output", "gts", "score", "step", "data_source", "finish_reason", "outcome", "failure", "group"),
         *("dataset_index", "validation_set", "prompt_id", "prompt_tokens", "response_tokens", "sampled_tokens"),
-        *("weight_version", "advantage", "turns", "chosen", "tokens", "episode"),
+        *("weight_version", "advantage", "turns", "chosen", "tokens", "episode", "input_shown", "output_shown"),
     }
 )
 
@@ -118,8 +118,9 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if not (folder / METRICS).is_file():
         inside = sorted(file.parent for file in folder.glob(f"*/{METRICS}")) if folder.is_dir() else []
         hint = f"; did you mean {inside[0]}?" if inside else ""
-        there = "there is no such folder" if not folder.is_dir() else f"it holds no {METRICS}"
-        raise FileNotFoundError(f"{folder} is no run's folder (trainer.log_dir): {there}{hint}")
+        there = f"it holds no {METRICS}" if folder.is_dir() else "there is no such folder"
+        there = "it is a file" if folder.is_file() else there
+        raise FileNotFoundError(f"{folder.absolute()} is no run's folder (trainer.log_dir): {there}{hint}")
     return Run(folder)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
+from verl_like.models.special_tokens import SpecialTokens
 from verl_like.observe.redaction import hidden
 from verl_like.ragged import bounds
 
@@ -37,7 +38,11 @@ class Decoder(Protocol):
 def make_samples(
     rollouts: Rollouts, scores: Scores, tokenizer: Decoder, step: int, experience: Experience | None = None
 ) -> list[Sample]:
-    """One record per row, in row order, special tokens left out of the texts. experience: gives the advantages."""
+    """One record per row, in row order, special tokens left out of the texts. experience: gives the advantages.
+
+    Where a text spells some out, input_shown or output_shown has it with those that are tokens in \u27e6 \u27e7.
+    """
+    special = SpecialTokens(tokenizer)
     prompts, ends = rollouts.prompt_lists(), bounds(rollouts.response_length_B)
     credit = {} if experience is None else credit_rows(rollouts, experience)
     samples: list[Sample] = []
@@ -63,6 +68,10 @@ def make_samples(
             "sampled_tokens": int(sampled.sum()),
             "weight_version": int(versions.min()) if len(versions) else None,
         }
+        for name, ids, said in (("input", prompt_ids, row.messages), ("output", response_ids, "")):
+            if special.spelled([said, sample[name]]):
+                parts = (f"\u27e6{text}\u27e7" if is_token else text for text, is_token in special.shown(ids))
+                sample[f"{name}_shown"] = "".join(parts)
         if i in credit and experience is not None:
             trained = row_of(experience, experience.response_mask_T, credit[i])
             advantages = row_of(experience, experience.advantages_T, credit[i])[trained]

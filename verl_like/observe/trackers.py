@@ -18,16 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from verl_like.batch import scalar
 from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
 from verl_like.observe.console import StepTable
-from verl_like.observe.metrics import scalar
 from verl_like.observe.prometheus import PrometheusTracker, require_port
 from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS
 from verl_like.observe.samples import Sample, samples_text, to_json
 from verl_like.observe.services import COLUMNS, SERVICES, require
 from verl_like.small_files import parse_object
+from verl_like.text import whole
 from verl_like.user_code import check_call, is_reference, load
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log one step. Values may be Python or numpy numbers or one-element tensors; TypeError names any other."""
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        numbers = {whole(name): _number(name, value) for name, value in metrics.items()}
         self._warn_not_finite(step, numbers)
         for tracker in list(self._trackers):
             self._attempt(tracker, lambda t=tracker: t.log(step, numbers))
@@ -145,6 +146,7 @@ class Trackers:
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Show validation responses, see `samples.pick_samples`."""
         if samples:
+            samples = whole(list(samples))  # a grader may read half of a surrogate pair out of a response
             for tracker in list(self._trackers):
                 self._attempt(tracker, lambda t=tracker: t.log_samples(step, samples))
 
@@ -361,7 +363,7 @@ class TensorboardTracker:
 def _verbatim(text: str) -> str:
     """A cell of a Markdown table that shows the text as it is: 2*3*4 keeps its stars, a | ends no column."""
     escaped = re.sub(r"[!-/:-@\[-`{-~]", lambda found: f"&#{ord(found[0])};", text)
-    return "<br>".join(escaped.splitlines())
+    return "<br>".join(re.split(r"\r\n?|\n", escaped))
 
 
 class OwnTracker:

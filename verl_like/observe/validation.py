@@ -4,15 +4,17 @@
     val-aux/<data_source>/<variable>/...    everything else: std@N, smaller n, worst@n, pass@k, other variables
 
 N is the number of responses per prompt, n runs over 2, 4, 8 .. N. The core variable of a data source is "acc" if the
-reward function gave it for every response, else "reward". A statistic is computed per prompt and then averaged over
-prompts. Rows whose reward failed are left out and counted (`val-aux/<data_source>/failed_rewards`); a prompt that lost
-rows takes no part in statistics of more responses than it has left.
+reward function gave one for every response, usable or not, else "reward". A statistic is computed per prompt and then
+averaged over prompts. Rows whose reward failed are left out and counted (`val-aux/<data_source>/failed_rewards`), and
+so are rows from the statistics of a variable that is no usable number in them (`val-aux/<data_source>/<variable>/
+left_out`); a prompt that lost rows takes no part in statistics of more responses than it has left.
 
 Departure from verl, on purpose: verl estimates best@n and worst@n from 1,000 draws WITH replacement, which is random
 and too pessimistic (best@N misses the best response 36% of the time). Here they are the exact mean and standard
 deviation over all subsets of n different responses. For 0/1 values best@n/mean then is the unbiased pass@k of
 https://arxiv.org/abs/2107.03374, which is also reported as pass@k. maj@n goes over all subsets too, or over 1,000 of
-them drawn with a fixed seed when there are more; tied answers share the vote.
+them drawn with a fixed seed when there are more; tied answers share the vote. A response whose answer could not be read
+(`pred` is None, NaN, blank or [INVALID]) does not vote, unless no other of the subset does: then the mean value counts.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.batch import PromptRow, Rollouts, Scores, whole_episodes
-from verl_like.observe.metrics import numeric_extras
+from verl_like.batch import PromptRow, Rollouts, Scores, numeric_extras, unusable_extras, whole_episodes
 
 _MAX_SUBSETS = 1000
+_NO_ANSWER = "[INVALID]"  # of DAPO's grader
 _CORE_STATISTICS = ("mean@", "best@", "maj@")
 
 
@@ -40,6 +42,7 @@ def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, 
     batches = [whole_episodes(rollouts, scores) for rollouts, scores in batches]
     names = report_names(row for rollouts, _ in batches for row in rollouts.rows)
     sources: dict[str, dict[tuple[int, int], list[_Response]]] = {}
+    further: dict[str, list[Mapping[str, Any]]] = {}
     failed: dict[str, int] = {}
     for batch_number, (rollouts, scores) in enumerate(batches):
         for i, prompt_row in enumerate(rollouts.rows):
@@ -49,12 +52,15 @@ def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, 
             failed.setdefault(source, 0)
             rows = prompts.setdefault(group, [])
             if bool(scores.valid_B[i]):
-                rows.append(_response(float(scores.score_B[i]), scores.extras[i]))
+                rows.append(_response(scores, i))
+                further.setdefault(source, []).append(scores.extras[i])
             else:
                 failed[source] += 1
     metrics: dict[str, float] = {}
     for source, prompts in sources.items():
         metrics |= _source_metrics(source, [rows for rows in prompts.values() if rows])
+        for name, left_out in unusable_extras(further.get(source, [])).items():
+            metrics[f"val-aux/{source}/{name}/left_out"] = float(len(left_out))
         metrics[f"val-aux/{source}/failed_rewards"] = float(failed[source])
         metrics[f"val-aux/{source}/num_prompts"] = float(len(prompts))
     return metrics
@@ -79,18 +85,24 @@ def report_names(rows: Iterable[PromptRow]) -> dict[tuple[str, str], str]:
 @dataclass(frozen=True, slots=True)
 class _Response:
     values: dict[str, float]  # variable -> number
-    answer: str | None  # what majority votes count ("pred" of the reward function), None if it gave none
+    has_acc: bool  # the reward function gave one, be it a number or not, or failed
+    answer: str | None  # what majority votes count ("pred" of the reward function); "": unreadable; None: it gave none
 
 
-def _response(score: float, extra: Mapping[str, Any]) -> _Response:
-    return _Response({**numeric_extras(extra), "reward": score}, str(extra["pred"]) if "pred" in extra else None)
+def _response(scores: Scores, row: int) -> _Response:
+    extra = scores.extras[row]
+    pred, values = extra.get("pred"), {**numeric_extras(extra), "reward": float(scores.score_B[row])}
+    answer = "" if pred is None or pred != pred else str(pred).strip().removeprefix(_NO_ANSWER)
+    has_acc = "acc" in extra or scores.failures[row] is not None  # that one has reward_model.failure_penalty
+    return _Response(values, has_acc, answer if "pred" in extra else None)
 
 
 def _source_metrics(source: str, prompts: list[list[_Response]]) -> dict[str, float]:
     responses = [response for prompt in prompts for response in prompt]
     if not responses:
         return {}
-    core = "acc" if all("acc" in response.values for response in responses) else "reward"
+    has_acc = all(response.has_acc for response in responses) and any("acc" in r.values for r in responses)
+    core = "acc" if has_acc else "reward"
     metrics: dict[str, float] = {}
     for name in sorted({name for response in responses for name in response.values}):
         columns = [[response for response in prompt if name in response.values] for prompt in prompts]
@@ -162,6 +174,7 @@ def majority_of(votes: Sequence[tuple[str, float]], n: int) -> tuple[float, floa
 
 
 def _vote(votes: Sequence[tuple[str, float]]) -> float:
+    votes = [vote for vote in votes if vote[0]] or votes  # what could not be read has no say
     by_answer: dict[str, list[float]] = {}
     for answer, value in votes:
         by_answer.setdefault(answer, []).append(value)

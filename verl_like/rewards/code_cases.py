@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from verl_like.text import whole
+
 _WRAPPERS = ("input_output", "test_cases", "tests", "unit_tests")
+_WORD = re.compile(r"[^ \t\r]+")  # of a line
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-9  # tolerance of floating-point answers
 
 
@@ -116,16 +120,14 @@ def _from_cases(cases: list[Any]) -> Suite | None:
 
 
 def _text(value: Any) -> str:
-    """Some datasets give lines, or numbers, in place of one text."""
-    if isinstance(value, list):
-        return "\n".join(map(str, value))
-    return value if isinstance(value, str) else str(value)
+    """Some datasets give lines, or numbers, in place of one text. No pipe brings half of a surrogate pair."""
+    return whole("\n".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _arguments(value: Any) -> list[Any]:
     """A list of arguments, or a text with one JSON value a line."""
     if isinstance(value, str):
-        return [json.loads(line) for line in value.splitlines() if line.strip()]
+        return [json.loads(line) for line in value.split("\n") if line.strip()]
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -141,18 +143,17 @@ def _accepted(value: Any) -> list[Any]:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Equal but for white space at line ends and the end; numbers with a fraction may differ by 1e-6 (relative)."""
-    got_lines, expected_lines = _lines(got), _lines(expected)
-    if got_lines == expected_lines:
+    """The same words on the same lines, empty ones left out; numbers with a fraction may differ by 1e-6 (relative)."""
+    if got == expected:
         return True
-    if len(got_lines) != len(expected_lines):
-        return False
-    return all(_same_line(a.split(), b.split()) for a, b in zip(got_lines, expected_lines, strict=True))
+    got_lines, expected_lines = _lines(got), _lines(expected)
+    return len(got_lines) == len(expected_lines) and all(map(_same_line, got_lines, expected_lines))
 
 
-def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.strip().splitlines()]
-    return [line for line in lines if line]
+def _lines(text: str) -> list[list[str]]:
+    """The words of each line. As for the checkers of contests only ASCII's blanks part them: U+2028, U+0085 and their
+    like, at which str.splitlines and str.split cut too, are text."""
+    return [words for line in text.split("\n") if (words := _WORD.findall(line))]
 
 
 def _same_line(got: list[str], expected: list[str]) -> bool:
@@ -162,7 +163,7 @@ def _same_line(got: list[str], expected: list[str]) -> bool:
 def _same_token(got: str, expected: str) -> bool:
     if got == expected:
         return True
-    if not any(c in expected for c in ".eE"):
+    if not any(c in expected for c in ".eE") or not got.isascii() or "_" in got:  # float takes more than programs print
         return False
     try:
         return math.isclose(float(got), float(expected), rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)

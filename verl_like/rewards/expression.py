@@ -31,7 +31,7 @@ _FUNCTIONS = {
     **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan")},
     "lg": "lg",
 }
-_GREEK = re.findall(
+GREEK = re.findall(
     "[A-Za-z]+",
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell",
@@ -41,6 +41,29 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d*)?|\.\d+)|\\(?P<command>[A-Za-z]+)|(?P<word>" + "|".join(_WORDS) + r")(?![a-z])|"
     r"(?P<letter>[A-Za-z]\d*)|(?P<sign>[-+*/^(){}\[\]|!_,]))\s*"
 )
+
+_FURTHER = (  # commands of mathematics beyond this language, for `understood`
+    "begin cap cdot choose circ cup div emptyset end frac binom ge in infty langle lceil le lfloor mathbb mathbf mp "
+    "overline pm rangle rceil rfloor setminus times"
+)
+_MATHEMATICS = {f"\\{name}" for name in (*_WORDS, *GREEK, *_FURTHER.split())} | {*_WORDS, "pmatrix", "bmatrix", "array"}
+_SENSELESS = re.compile(
+    r"[\d)\]}]\s*_|(?:[\d)\]}]|\\r(?:floor|ceil|angle))\s*\\\{|\\\}\s*[\d(\[{]"
+)  # 5_a, 5\{1\}: math-verify reads a product
+_PIECES = re.compile(r"\\?[A-Za-z]+|[^A-Za-z]")
+
+
+def understood(truth: str, answer: str) -> bool:
+    """Whether an answer is made of commands, letters and signs of mathematics, or of the reference.
+
+    Nothing in it then hides a part (\\phantom, \\color), names something else, or speaks in words.
+    """
+    known = _MATHEMATICS.union(_PIECES.findall(truth))
+    letters = {"e", "i"}.union(*_PIECES.sub(lambda piece: "" if piece[0][0] == "\\" else piece[0], truth))
+    return not _SENSELESS.search(answer) and all(
+        piece in known or piece in "0123456789{}[]()^_+-*/=<>|!,.& \\" or letters.issuperset(piece)
+        for piece in _PIECES.findall(answer)
+    )
 
 
 def tokenise(text: str) -> list[tuple[str, str]]:
@@ -139,7 +162,7 @@ class _Parser:
     def _juxtaposed(self, left: Node) -> Node:
         """left times what follows; a whole number before a proper fraction is a mixed number."""
         right = self._power()
-        if left[0] == "num" and left[1].denominator == 1 and right[0] == "frac":
+        if left[0] == "num" and left[1].denominator == 1 and left[1] and right[0] == "frac":
             top, bottom = right[1], right[2]
             if top[0] == bottom[0] == "num" and 0 < top[1] < bottom[1]:
                 return ("num", left[1] + top[1] / bottom[1])
@@ -225,7 +248,7 @@ class _Parser:
     def _command(self, name: str) -> Node:
         if name == "pi":
             return ("const", "pi")
-        if name in _GREEK:
+        if name in GREEK:
             return self._symbol(name)
         if name in ("frac", "binom"):
             return (name, self._group(), self._group())

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from verl_like.batch import PromptRow, RewardFailure, Scores
+from verl_like.batch import PromptRow, RewardFailure, Scores, unusable_extras
 from verl_like.config.errors import RunStopped
-from verl_like.rewards.model_score import Answer, ModelScore, without_rule
+from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import Part, combine
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, is_finite_reward
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _LOGGED_FAILURES = 3  # rows shown in full per batch
 _HEAD_CHARS = 200
 _SLOW_S = 1.0  # a reward that takes longer is worth a line in the log
+_told: set[str] = set()  # further values that the log of this process has named
 
 Submit = Callable[[Sequence[RewardCall]], list[Future[RewardOutcome]]]
 
@@ -101,17 +102,16 @@ class Grading:
         self._rule = model is None or model.needs_rule
         self._most = max_failure_fraction if failure_penalty is None else 1.0
         self._graded_by, self._check = graded_by, check
-        self._futures = [each.futures for each in graded]
-        left = [place for place, futures in enumerate(self._futures) if not futures]
+        left = [place for place, each in enumerate(graded) if not each.futures]
         if self._rule and left:
             scorer = graded[left[0]].scorers[0]  # one function for the whole batch
             for place, future in zip(left, scorer.submit([graded[i].call(scorer, server) for i in left]), strict=True):
-                self._futures[place] = [future]
+                graded[place].futures = [future]
         self._scores: Scores | None = None
 
     def wait(self) -> None:
         """Return when every row has been graded by its rule."""
-        wait_for([future for futures in self._futures for future in futures])
+        wait_for([future for each in self._graded for future in each.futures])
 
     def result(self) -> Scores:
         """Scores in row order. Rows that failed have score NaN, valid_B false and a RewardFailure; they are logged.
@@ -120,7 +120,7 @@ class Grading:
         (`may_all_fail`): `require_enough` is then due.
         """
         if self._scores is None:
-            scores = self._by_rule() if self._rule or any(self._futures) else without_rule(len(self._graded))
+            scores = self._by_rule()
             if self._check is not None and not self._quiet:
                 self._check()
             answers = [each.answer for each in self._graded]
@@ -133,10 +133,10 @@ class Grading:
 
     def _by_rule(self) -> Scores:
         outcomes = [
-            combine([scorer.part for scorer in each.scorers], [future.result() for future in futures])
-            if futures
+            combine([scorer.part for scorer in each.scorers], [future.result() for future in each.futures])
+            if each.futures
             else RewardOutcome(score=0.0)  # a reward model scores it
-            for each, futures in zip(self._graded, self._futures, strict=True)
+            for each in self._graded
         ]
         self._report_slowest(outcomes)
         sources = [each.answer.row.data_source for each in self._graded]
@@ -154,7 +154,18 @@ class Grading:
 
 
 def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penalty: float | None) -> None:
-    """Log how many rewards failed, and the first of them in full."""
+    """Log how many rewards failed, and the first of them in full; and what makes the others doubtful."""
+    own = [(scorer, future) for each in graded for scorer, future in zip(each.scorers, each.futures, strict=False)]
+    tell_of_deaths([future.result() for scorer, future in own if scorer.grader is None], f"step {step}")
+    for key, rows in unusable_extras(scores.extras).items():
+        if key not in _told:
+            _told.add(key)
+            logger.warning(
+                "step %d: %r of the reward function is no finite (32-bit) number in %d of %d rows, which are left out "
+                "of its means: row %d (dataset index %d, data_source %s) has %.200r. This is said once",
+                *(step, key, len(rows), len(scores), rows[0]),
+                *((row := graded[rows[0]].answer.row).index, row.data_source, scores.extras[rows[0]][key]),
+            )
     failures = [failure for failure in scores.failures if failure is not None]
     if not failures:
         return
@@ -169,6 +180,17 @@ def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penal
             "reward %s: row %d (dataset index %d, data_source %s), response %r:\n%s",
             *(failure.kind, failure.row, failed.answer.row.index, failure.data_source),
             *(failed.text[:_HEAD_CHARS], failure.message),
+        )
+
+
+def tell_of_deaths(outcomes: Sequence[RewardOutcome], where: str) -> None:
+    """A function that swallows the death of a process which it has started gives every response the same."""
+    dead = [outcome for outcome in outcomes if outcome.child_died]
+    if len(dead) > 1 and len({outcome.score for outcome in dead}) == 1:
+        logger.error(
+            "%s: %d RESPONSES ALL SCORE %s, AND A PROCESS THAT THE REWARD FUNCTION STARTED %s: it may take that for "
+            "a score, and then nothing is learnt. What the process wrote to stderr, above, says why it died",
+            *(where, len(dead), dead[0].score, dead[-1].child_died.upper()),
         )
 
 

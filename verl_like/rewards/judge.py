@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 3.0  # a careful guess, put right by what the endpoint reports
 _SHOWN_CHARS = 500
+# Where the server's template would read a special token: a response must not forge turns. By look: whose model it is,
+# nobody here knows
+_TOKEN_START = re.compile(
+    r"<(?=[|\uff5c][^<>\s]{1,40}>|[^<>\s]{1,40}[|\uff5c]>|/?s>|(?:start|end)_of_turn>)|\[(?=/?INST\])"
+)
 _WORD = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
@@ -95,12 +100,18 @@ class Judge:
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[RewardOutcome]]:
         """One future per call; each gets a RewardOutcome."""
-        return [self._threads.submit(self._grade, call) for call in calls]
+        return [self._threads.submit(self._outcome, call) for call in calls]
 
     def close(self) -> None:
         """Drop what has not been sent. Safe to call twice."""
         self._closing.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _outcome(self, call: RewardCall) -> RewardOutcome:
+        try:
+            return self._grade(call)
+        except Exception as error:  # what a row or an endpoint holds may be anything: the failure is the row's
+            return RewardOutcome(kind="exception", message=f"the judge: {type(error).__name__}: {error}"[:_SHOWN_CHARS])
 
     def _grade(self, call: RewardCall) -> RewardOutcome:
         text = self.prompt(call)
@@ -152,8 +163,9 @@ class Judge:
         return next(self._services).post(body, read, before_each=take)
 
     def prompt(self, call: RewardCall) -> str:
-        """reward_model.judge.prompt, or its file, filled in."""
+        """reward_model.judge.prompt, or its file, filled in with texts whose special tokens are broken by a space."""
         fields = {"question": call.question, "response": call.solution_str, "reference": str(call.ground_truth)}
+        fields = {name: _TOKEN_START.sub(lambda start: f"{start[0]} ", text) for name, text in fields.items()}
         pattern = re.compile("|".join(re.escape("{" + name + "}") for name in fields))
         return pattern.sub(lambda found: fields[found.group()[1:-1]], self._template)
 

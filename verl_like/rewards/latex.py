@@ -10,26 +10,41 @@ import re
 MAX_ANSWER_CHARS = 1000  # a longer answer is compared as it is written
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _OPEN, _CLOSE = "([{", ")]}"
 
 
 def last_boxed(text: str) -> str | None:
     """Content of the last \\boxed{...} (or \\fbox, or `\\boxed 5`) with balanced braces; None without one.
 
-    A last box that is never closed gives None: the response was cut off in the middle of its answer.
+    Of boxes in boxes it is the outermost: \\boxed{5+\\boxed{1}} says 6. A last box that is never closed gives None: the
+    response was cut off in the middle of its answer.
     """
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if start < 0:
+    last = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if last < 0:
         return None
-    match = _BOX.match(text, start)
+    match = _BOX.match(text, last)
     assert match is not None
-    position = match.end()
-    if position >= len(text):
+    start = match.end()
+    if start >= len(text):
         return None
-    if text[position] != "{":
-        return re.split(r"[\s$]", text[position:], maxsplit=1)[0] or None
-    end = closing_brace(text, position)
-    return None if end is None else text[position + 1 : end]
+    if text[start] != "{":
+        return re.split(r"[\s$]", text[start:], maxsplit=1)[0] or None
+    end = closing_brace(text, start)
+    if end is None:
+        return None
+    content, box, opened = text[start + 1 : end], text[last : end + 1], []
+    for found in _BOX_OR_BRACE.finditer(text):
+        if found[0] == "}" and opened:
+            begin = opened.pop()
+            around = len(begin[0]) > 1 and begin.end() <= last and end < found.start()
+            if around and found.start() - begin.end() <= MAX_ANSWER_CHARS:  # the outermost is closed last
+                inside = text[begin.end() : found.start()]
+                content = content if inside.strip() == box else inside
+                box = text[begin.start() : found.end()]
+        elif found[0][-1] == "{" != found[0][1:]:
+            opened.append(found)
+    return content
 
 
 def closing_brace(text: str, start: int) -> int | None:
@@ -94,11 +109,14 @@ _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr|big|Big|bigg|Bigg)(?![A-Za-z])\s*\.?", ""),
-        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut)(?![A-Za-z])", ""),
+        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut)(?![A-Za-z])(?:\{\})?", ""),
         (r"(?<=\d),\\!\s*(?=\d{3})", ""),
         (r"\{,\}", ","),
         (r"(?<!\\)\\!", ""),
-        (r"(?<!\\)\\[,;: >]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|~", " "),
+        (r"(?<!\\)\\[,;: >]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|(?<=[^\s~])~(?=[^\s~])", " "),
+        (r"\\(?:text|mathrm|mbox)\s*\{[\s~]*\}", " "),
+        (r"\\(?:boxed|fbox)\s*(?=\{)", ""),
+        (r"(\.\d{6,})\s*(?:\.\.\.|\u2026|\\[lc]?dots)$", r"\1"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
@@ -131,6 +149,13 @@ _SPELLINGS = [
     ]
 ]
 _DOLLAR = re.compile(r"(?<!\\)\$")
+_LEADING = re.compile(r"^(?:\\(?:displaystyle|textstyle|q?quad)(?![A-Za-z])(?:\{\})?|\\[,;: !]|\s)+")
+_TRAILING = re.compile(r"(?:\\?[,;:]|\\!|\\q?quad|\s|(?<!\.)\.{1,2}(?=[\s,;:]*$))+$")  # but no dots that stand for more
+_LEAD_IN = re.compile(
+    r"^(?P<command>\\(?:text|textbf|mathrm|mbox)\s*\{)?\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?"
+    r"answer(?:\s+is)?(?(command)\s*:?\s*\}|(?:(?<=is)\s|\s*:))\s*",
+    re.IGNORECASE,
+)
 _DELIMITERS = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`")]
 
 
@@ -153,18 +178,19 @@ def strip_delimiters(answer: str) -> str:
     text, before = answer.strip(), None
     while text != before:
         before = text
-        text = text.rstrip(".,;: \n")
+        text = _LEAD_IN.sub("", _LEADING.sub("", _TRAILING.sub("", text)))
         for left, right in _DELIMITERS:
             if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
                 inner = text[len(left) : -len(right)]
                 text = inner.strip() if left not in inner else text
-        if text.startswith("\\boxed{") and closing_brace(text, 6) == len(text) - 1:
-            text = text[7:-1].strip()
+        start = box.end() if (box := _BOX.match(text)) else 0
+        if text.startswith("{", start) and closing_brace(text, start) == len(text) - 1:
+            text = text[start + 1 : -1].strip()
     return text
 
 
 _TEXT_COMMANDS = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname|rm|bf"
-_TEXT = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}")
+_TEXT = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _SPACE_THAT_MATTERS = re.compile(
     r"(?<=[0-9A-Za-z]) (?=[0-9])|(?<=[A-Za-z]{2}) (?=[A-Za-z]{2})|(\\[A-Za-z]+) (?=[A-Za-z])"
 )

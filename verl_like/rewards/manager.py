@@ -8,7 +8,6 @@ scored 0.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from verl_like.batch import PromptRow, Rollouts, Scores
+from verl_like.batch import PromptRow, Rollouts, Scores, numeric_extras, unusable_extras
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.config.roles import classifies, generates
@@ -29,10 +28,9 @@ from verl_like.rewards.grading import (
     Grading,
     Scorer,
     Submit,
-    extra_info_of,
-    question_of,
     report,
     require_enough,
+    tell_of_deaths,
 )
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
@@ -159,19 +157,10 @@ class RewardManager:
         scorers = [s for s in parts if s.grader not in graders.GRADERS and s.part.name != JUDGE]
         if not scorers:
             return
-        calls = [
-            RewardCall(
-                data_source=row.data_source,
-                solution_str=response,
-                ground_truth=row.ground_truth,
-                extra_info=extra_info_of(row),
-                question=question_of(row),
-                grader=scorers[0].grader,
-                server=self._server(),
-            )
-            for response in responses
-        ]
+        answer = Answer(row=row, prompt_ids=(), response_ids=())
+        calls = [Graded(answer=answer, text=text).call(scorers[0], self._server()) for text in responses]
         outcomes = [future.result() for future in scorers[0].submit(calls)]
+        tell_of_deaths(outcomes, self.graded_by)
         failed = [f"response {r[:60]!r}: {o.message}" for r, o in zip(responses, outcomes, strict=True) if o.kind]
         if failed:
             what = f"{self.graded_by}: tried with row {row.index} of data_source {row.data_source}"
@@ -194,6 +183,11 @@ class RewardManager:
                         "reward_model.%s.%s has no effect: no row has such a data source (there are: %s)",
                         *(key, name, ", ".join(sorted(sources))),
                     )
+
+    @property
+    def asks_judge(self) -> bool:
+        """Whether a judge grades some rows."""
+        return self._judge is not None
 
     @property
     def grades_alone(self) -> bool:
@@ -345,11 +339,11 @@ def reward_metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> d
     if scores.seconds_B is not None and len(scores):
         metrics["reward/seconds/mean"] = float(scores.seconds_B.mean())
         metrics["reward/seconds/max"] = float(scores.seconds_B.max())
+    metrics |= {f"reward/{key}/left_out": float(len(rows)) for key, rows in unusable_extras(scores.extras).items()}
     collected: dict[str, list[float]] = {}
     for extras in scores.extras:
-        for key, value in extras.items():
-            if isinstance(value, bool | int | float) and math.isfinite(value):
-                collected.setdefault(f"reward/{key}/mean", []).append(float(value))
+        for key, value in numeric_extras(extras).items():
+            collected.setdefault(f"reward/{key}/mean", []).append(value)
     sources = [row.data_source for row in rows] if rows is not None else []
     if len(set(sources)) > 1:
         for source, value, valid in zip(sources, scores.score_B.tolist(), scores.valid_B.tolist(), strict=True):

@@ -24,7 +24,7 @@ from verl_like.rewards.math_structure import (
     is_name,
     parts_of,
 )
-from verl_like.rewards.units import Quantity, compatible, says_more_than_the_number, split_unit
+from verl_like.rewards.units import Quantity, compatible, says_more_than_the_number, split_unit, words_of
 
 _MAX_NESTING = 6
 _ROUNDING_DECIMALS = 6  # a decimal with so many places stands for the number it is the rounding of
@@ -35,9 +35,13 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.])([1-9]\d{0,2}(?: \d{3})+)(?!\d)")
 _PERIODIC = re.compile(r"(-?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 _MIXED = re.compile(r"^(-?\d+) (\d+)/(\d+)$")
 _LEADING_ZERO = re.compile(r"(?:^|[\s,(\[{])0\d")
-_SIDE_BY_SIDE = re.compile(r"\d \d|(?<![\\A-Za-z])[A-Za-z] \d")  # 4 0 is no product
+_SIDE_BY_SIDE = re.compile(  # no products: 4 0, x 2, {4}{0}, 4{0}, the footnote 4[1], the link [4](0)
+    r"\d \d|(?<![\\A-Za-z])[A-Za-z] \d|(?<![A-Za-z}\]^_])\{[\d.]+\}\{?\d|(?<![\w.^])[\d.]+\{\d"
+    r"|(?<!\\sqrt)(?<=.)\[[\d.]+\]|^\[[\d.]+\](?=.)"
+)
 _BASED = re.compile(r"^(-?[0-9A-Z]+)_\{(\d+)\}$")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
+_QUOTED = re.compile(r"^\s*[\"'`]+(.*?)\.?[\"']+\s*$", re.DOTALL)
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' \-]*$")
 _CHOICE = re.compile(r"^\(?\s*([A-Z])\s*[).:]?$")
 
@@ -113,12 +117,12 @@ def _compare(truth: str, answer: str, nesting: int) -> Verdict:
         verdict = compare_shape(truth, answer, same)
         if verdict is not None:
             return Verdict(verdict, "structure")
-    return _compare_values(split_unit(truth), split_unit(answer, one_letter=True))
+    return _compare_values(split_unit(truth), split_unit(answer, one_letter=True, known=words_of(truth)))
 
 
 def _compare_text(truth: str, answer: str) -> bool | None:
     """Words, multiple-choice letters, times and numbers of another base: compared as they are written."""
-    left, right = (squeeze(plain_text(side).strip(" \"'").rstrip(".")) for side in (truth, answer))
+    left, right = (squeeze(_QUOTED.sub(r"\1", plain_text(side))) for side in (truth, answer))
     if left == right:
         return bool(left)
     choices = _CHOICE.match(left), _CHOICE.match(right)
@@ -149,6 +153,8 @@ def _compare_values(truth: Quantity, answer: Quantity) -> Verdict:
     left, right = _tree(texts[0]), _tree(texts[1])
     if left is None or right is None:
         return Verdict(symbolic.equal(truth.value, answer.value), "math-verify")
+    if not expression.symbols(right) <= expression.symbols(left):  # 0 times a word is not 0
+        return Verdict(False, "value")
     same = _same_value(left, right, texts)
     if truth.percent != answer.percent and not (same and _may_mean_percent(truth, left)):
         hundredth = ("num", Fraction(1, 100))
@@ -163,7 +169,7 @@ def _compare_values(truth: Quantity, answer: Quantity) -> Verdict:
 def _may_mean_percent(truth: Quantity, tree: expression.Node) -> bool:
     """Whether a percent sign may be left out or added: always if the reference has one; 50 may be 50%, 0.5 not 0.5%."""
     value = expression_value.real_value(tree)
-    return truth.percent or value is None or abs(value) > 1
+    return truth.percent or (value is not None and abs(value) > 1)
 
 
 def _tree(text: str) -> expression.Node | None:

@@ -8,14 +8,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verl_like.rewards import expression, expression_value, intervals, symbolic
-from verl_like.rewards.latex import split_top_level, squeeze
+from verl_like.rewards.latex import plain_text, split_top_level, squeeze
 
 Same = Callable[[str, str], bool]  # (truth, answer) -> equal
 
 _MAX_PARTS = 40
-_NAME = r"(?:[A-Za-z]{1,3}|\\[A-Za-z]+)(?:_\{?\w+\}?|')?(?:\([A-Za-z,]{1,5}\))?"
+_NAME = (
+    rf"(?:(?!(?:not|no|nor|non|or|and|of|per|is)(?![A-Za-z]))[A-Za-z]{{1,3}}|\\(?:{'|'.join(expression.GREEK)})(?![A-Za-z]))"
+    r"(?:_\{?\w+\}?|')?(?:\([A-Za-z,]{1,5}\))?"
+)
 _ASSIGNMENT = re.compile(rf"^({_NAME}|\((?:\s*{_NAME}\s*,)+\s*{_NAME}\s*\))\s*=\s*([^=]+)$", re.DOTALL)
-_MEMBER = re.compile(rf"^{_NAME}\s*\\in\s*(.+)$", re.DOTALL)
+_MEMBER = re.compile(rf"^{_NAME}\s*\\in\s*((?:[(\[R]|\\\{{|\\mathbb|\\emptyset).*)$", re.DOTALL)
+# what an answer may say it has found, besides names and expressions: \angle ABC, \text{Area of the base}, \gcd(12,18)
+_FOUND = re.compile(
+    r"\\(?:angle|measuredangle|triangle|overline|sum|prod|int|lim|gcd|max|min|det|dim|deg|mathbb|mathbf|vec|lfloor|rfloor|"
+    r"lceil|rceil|[lc]?dots|bmod|mod|pmod|binom|to|infty|frac|sqrt|circ|cdot)(?![A-Za-z])"
+    r"|(?<![A-Za-z\\])(?i:the|of|total|answer|area|volume|perimeter|surface|length|width|height|radius|diameter|distance|"
+    r"time|speed|rate|age|cost|price|profit|sum|product|difference|number|probability|ratio|mean|median|average|lcm|gcd|"
+    r"value|result|slope|[a-z])(?![A-Za-z])|[A-Z]|[-+*/\d\s()\[\]{}|!.,^_']",
+)
+_UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]|\\(?:angle|triangle|sum|prod|int|lim|gcd|max|min|det)(?![A-Za-z])")
+_WORD = re.compile(
+    r"(?<![A-Za-z\\])(?!arc|sin|cos|tan|cot|sec|csc|ln|log|exp|pi)(?:(?:or|and|no|nor|not|non)(?![A-Za-z])"
+    r"|[a-z]{5,}|[a-z]{2,}\s+(?![-+*/^)\s])\S)"
+)
+_MULTIPLE = re.compile(rf"^\s*(?:[-+.\d\s]+{_NAME}|{_NAME}\s*[-+*/]\s*[\d.]+|\\frac\{{{_NAME}\}}\{{[\d.]+\}})\s*$")
 _RELATION = re.compile(r"\s*(\\le |\\ge |<|>)\s*")
 _MIRROR = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _MATRIX = re.compile(r"^\\begin\s*\{([pbvBV]?matrix|array|smallmatrix)\}(?:\{[lcr|]*\})?(.*)\\end\s*\{\1\}$", re.DOTALL)
@@ -121,10 +138,27 @@ def compare_relations(truth: str, answer: str, same: Same) -> bool | None:
     if "=" not in answer:
         return same(named[0][2], answer) if named[0] else None
     if "=" not in truth:  # an assignment, or a derivation: 1 + 1 = 2
-        return same(truth, answer.rsplit("=", 1)[1])
+        *before, last = re.split("==?", answer)
+        return same(truth, last) and all(_is_found(side) or same(truth, side) for side in before)
     if truth.count("=") == answer.count("=") == 1:
         return _same_equation(truth, answer)
     return None
+
+
+def _is_found(side: str) -> bool:
+    """Whether what stands left of = says what the number is, as x, a+b and \\angle ABC do.
+
+    Not so 2+3, which is a number itself, 2x, which leaves an equation to be solved, and words that are not known.
+    """
+    if is_name(side):
+        return True
+    balanced = all(side.count(left) == side.count(right) for left, right in ("()", "[]", "{}"))
+    if not balanced or side.strip()[:1] in "-*/." or _MULTIPLE.match(side) or not _UNKNOWN.search(plain_text(side)):
+        return False
+    tree = expression.parse(squeeze(side))
+    if tree is None or _WORD.search(side):
+        return not _FOUND.sub("", plain_text(side)).strip()
+    return bool(expression.symbols(tree))
 
 
 def _same_equation(truth: str, answer: str) -> bool:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from verl_like.batch import PromptRow, RewardFailure, Scores
 from verl_like.config import RewardModelConfig
+from verl_like.data.chat import PromptEncoder
 from verl_like.rewards.reward_call import is_finite_reward
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # texts as tokens -> one number each
@@ -54,17 +55,19 @@ class ModelScore:
 
     def __init__(self, config: RewardModelConfig, score: Score, *, policy_tokenizer: Any, own_tokenizer: Any) -> None:
         self._config, self._score = config, score
-        self._policy_tokenizer, self._own_tokenizer = policy_tokenizer, own_tokenizer
+        self._policy_tokenizer = policy_tokenizer
+        self._encoder = None if own_tokenizer is None else PromptEncoder(own_tokenizer, {})  # no turns of the policy's
 
     @property
     def needs_rule(self) -> bool:
         """Whether rules grade as well (reward_model.rule_weight)."""
         return self._config.rule_weight != 0
 
-    def texts(self, answers: Sequence[Answer]) -> list[list[int]]:
-        """What the reward model reads, cut on the right at reward_model.max_length tokens."""
-        read = self._templated if self._own_tokenizer is not None else _as_sampled
-        return [read(answer)[: self._config.max_length] for answer in answers]
+    def texts(self, answers: Sequence[Answer]) -> list[list[int] | str]:
+        """What the reward model reads, cut on the right at reward_model.max_length tokens; why a row cannot be read."""
+        read = self._templated if self._encoder is not None else _as_sampled
+        most = self._config.max_length
+        return [text if isinstance(text, str) else text[:most] for text in map(read, answers)]
 
     def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
         """model_weight * model + rule_weight * rule; both parts are kept in the extras (model_score, rule_score).
@@ -72,7 +75,10 @@ class ModelScore:
         A row whose rule failed stays failed; a model score that is not finite is a failure of its row. Failed rows are
         left out, or score reward_model.failure_penalty, as they do without a model.
         """
-        values = self._score(self.texts(answers))
+        texts = self.texts(answers)
+        readable = [text for text in texts if not isinstance(text, str)]
+        scored = iter(self._score(readable) if readable else ())
+        values = [math.nan if isinstance(text, str) else float(next(scored)) for text in texts]
         penalty = self._config.failure_penalty
         failed = math.nan if penalty is None else penalty
         joined, failures, extras = [], list(scores.failures), []
@@ -82,7 +88,8 @@ class ModelScore:
             weighted = self._config.model_weight * value + (self._config.rule_weight * rule if self.needs_rule else 0.0)
             if failures[row] is None and not is_finite_reward(weighted):
                 source = answers[row].row.data_source
-                message = f"the reward model's score is {value}, weighted {weighted}"
+                told = f"the reward model's score is {value}, weighted {weighted}"
+                message = str(texts[row]) if isinstance(texts[row], str) else told
                 failures[row] = RewardFailure(row=row, data_source=source, kind="bad_value", message=message)
             lost = failures[row] is not None and scores.failures[row] is not None and not bool(scores.valid_B[row])
             joined.append(weighted if failures[row] is None else math.nan if lost else failed)
@@ -94,21 +101,15 @@ class ModelScore:
             seconds_B=scores.seconds_B,
         )
 
-    def _templated(self, answer: Answer) -> list[int]:
+    def _templated(self, answer: Answer) -> list[int] | str:
+        assert self._encoder is not None
         messages = answer.row.messages[:-1] if answer.row.begun else answer.row.messages
         messages = [*messages, {"role": "assistant", "content": answer.text(self._policy_tokenizer)}]
-        return list(self._own_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+        try:
+            return self._encoder.encode([(messages, None)], to_answer=False)[0]
+        except ValueError as error:  # templates refuse roles and orders that others take
+            return f"the chat template of the reward model refuses the conversation: {error}"
 
 
 def _as_sampled(answer: Answer) -> list[int]:
     return [*answer.prompt_ids, *answer.response]
-
-
-def without_rule(count: int) -> Scores:
-    """The scores of rows that no rule grades: 0, to which the model's are added."""
-    return Scores(
-        score_B=torch.zeros(count),
-        valid_B=torch.ones(count, dtype=torch.bool),
-        extras=[{} for _ in range(count)],
-        failures=[None] * count,
-    )

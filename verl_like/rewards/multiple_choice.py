@@ -28,7 +28,7 @@ def extract_letter(solution_str: str, *, choices: str = "ABCDEFGHIJ", strict: bo
     said = _last(_SAYS.findall(tail), choices)
     if said is not None:
         return said
-    line = tail.splitlines()[-1] if tail else ""
+    line = tail.rpartition("\n")[2]
     if len(line.strip(" .*()[]")) == 1:
         return _first(_ONLY.findall(line), choices)
     return None if strict else _last(_BRACKETED.findall(tail), choices)

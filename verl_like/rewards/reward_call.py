@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import struct
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl_like.rewards.graders import GraderChoice
 from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
 from verl_like.user_code import load
+
+_TOO_LARGE = 3.4028235677973366e38  # from here on a 32-bit float is infinite
 
 
 class RewardFunctionError(ServiceError):
@@ -21,10 +21,12 @@ class RewardOutcome(Outcome):
     """What became of one call. `kind` is None when `score` is good, and may also be "bad_value".
 
     lost: a failure that says nothing about the response: left out whatever reward_model.failure_penalty is.
+    child_died: how a process ended that the function had started in its worker, in this call or before; else "".
     """
 
     score: float | None = None
     lost: bool = False
+    child_died: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,7 +80,4 @@ class RewardCall:
 
 def is_finite_reward(value: float) -> bool:
     """Whether a number is finite as the 32-bit float that training uses."""
-    try:
-        return math.isfinite(struct.unpack("f", struct.pack("f", value))[0])
-    except (OverflowError, struct.error):  # an int may be too large for any float
-        return False
+    return abs(value) < _TOO_LARGE

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from verl_like.rewards.expression import understood
+
 _MAX_CHARS = 200
 _MAX_DEPTH = 8
 _MAX_OPERATORS = 40
@@ -46,6 +48,8 @@ class _TookTooLong(BaseException):
 def equal(truth: str, answer: str) -> bool:
     """Whether math-verify holds two LaTeX answers for the same; False also for what it cannot parse or is too hard."""
     if _too_hard(truth) or _too_hard(answer) or ("\\infty" in truth) != ("\\infty" in answer):
+        return False
+    if not understood(truth, answer):  # math-verify leaves out what it does not know
         return False
     from math_verify import verify
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
 from decimal import Decimal
@@ -9,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from verl_like.rewards import graders
+from verl_like.rewards.children import last_death, watch
 from verl_like.rewards.loading import SERVED, is_async, load_scorer, own_arguments, takes_address
 from verl_like.rewards.reward_call import RewardOutcome, ScorerSpec, is_finite_reward
 
@@ -27,6 +29,7 @@ class Grader:
         self._arguments = own_arguments(spec)
         self._wants_address = takes_address(spec, self._scorer)
         self.is_async = is_async(self._scorer)
+        watch()
 
     def call(self, payload: Any) -> Any:
         """The RewardOutcome of a RewardCall; of a list of them, in verl's batch form, the list. Or an awaitable."""
@@ -95,7 +98,7 @@ def _checked(value: Any) -> RewardOutcome:
         return _bad_value(f"score must be a number, not {_short(value)} ({type(value).__name__})")
     if not is_finite_reward(number):
         return _bad_value(f"score is {_short(number)}: it must be finite, also as a 32-bit float")
-    return RewardOutcome(score=float(number), extras=extras)
+    return RewardOutcome(score=float(number), extras=extras, child_died=last_death())
 
 
 def _short(value: Any) -> str:
@@ -121,8 +124,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if callable(getattr(value, "item", None)):  # numpy scalars, tensors of one element
-        try:
+        with contextlib.suppress(ValueError, RuntimeError, TypeError):  # more than one element
             return _plain(value.item())
-        except (ValueError, RuntimeError, TypeError):  # more than one element
-            return str(value)[:_TEXT_CHARS]
     return str(value)[:_TEXT_CHARS]

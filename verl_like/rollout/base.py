@@ -16,6 +16,7 @@ from verl_like.models.vision import VisionProcessor
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, HeldWeights, Sampled, UnloadedError
+from verl_like.rollout.sampling import require_tokens_left
 from verl_like.rollout.step_loop import Phase, StepLoop, submit_each
 
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
@@ -88,10 +89,13 @@ class EngineBase:
                 f"{what}: {len(request.resume)} tokens to resume from leave nothing to sample of max_tokens="
                 f"{sampling.max_tokens}"
             )
+        if sampling.min_tokens > sampling.max_tokens:
+            raise ValueError(f"{what}: min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}")
         self._check_ids(what, request.prompt_ids)
         self._check_ids(f"{what}, resume", request.resume.token_ids.tolist())
         for word in sampling.bad_words:
             self._check_ids(f"{what}, bad_words", word)
+        require_tokens_left(sampling, self.tokenizer_size, f"{what}: ")
         if not all(sampling.bad_words) or not all(sampling.stop) or min(sampling.stop_token_ids, default=0) < 0:
             raise ValueError(
                 f"{what}: bad_words={list(sampling.bad_words)}, stop={list(sampling.stop)} and stop_token_ids="

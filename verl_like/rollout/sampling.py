@@ -73,11 +73,23 @@ def bad_word_tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
         return ()
     if tokenizer is None:
         raise ValueError(f"rollout.bad_words={list(words)} cannot be used here: there is no tokenizer")
-    blank = [word for word in words if not word.strip()]
+    blank = [word for word in words if not tokenizer.encode(word.lstrip(), add_special_tokens=False)]
     if blank:
-        raise ValueError(f"rollout.bad_words={list(words)}: {blank} have no letters, of which tokens are made")
+        raise ValueError(f"rollout.bad_words={list(words)}: the tokenizer makes no tokens of {blank}; leave them out")
     texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
     return tuple(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
+
+
+def require_tokens_left(sampling: SamplingParams, num_ids: int, what: str) -> None:
+    """ValueError where bad words (and before `min_tokens` the tokens that stop) rule out all `num_ids` ids."""
+    alone = {word[0] for word in sampling.bad_words if len(word) == 1}
+    ruled_out = alone.union(sampling.stop_token_ids if sampling.min_tokens else ())
+    if alone and len(ruled_out) >= num_ids and ruled_out.issuperset(range(num_ids)):
+        early = f", and before min_tokens={sampling.min_tokens} the tokens that stop," if sampling.min_tokens else ""
+        raise ValueError(
+            f"{what}bad_words: its {len(alone)} single tokens{early} rule out all {num_ids} tokens of the vocabulary, "
+            "and nothing is left to sample; leave some out"
+        )
 
 
 def completes_stop(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop: Sequence[str]) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from verl_like.models.images import MediaError
 from verl_like.rollout.rollout_engine import ResumeError, RolloutError, UnloadedError, WeightLoadError
 
 # Errors that arrive as what they were; others as RolloutError.
 _KNOWN: dict[str, type[Exception]] = {
     error.__name__: error
-    for error in (ValueError, RuntimeError, RolloutError, UnloadedError, ResumeError, WeightLoadError)
+    for error in (ValueError, MediaError, RuntimeError, RolloutError, UnloadedError, ResumeError, WeightLoadError)
 }
 
 Told = tuple[str, str]  # class name, message

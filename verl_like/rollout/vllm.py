@@ -121,6 +121,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             seed = request_seed(seed, 2, len(begun), 0)
         if hot is not None:
             sampling = dataclasses.replace(hot, max_tokens=1, min_tokens=min(1, sampling.min_tokens))
+        images = placed_images(request.media, self._vision)  # one that is damaged is no refusal of vLLM's
         try:
             params = compat.sampling_params(sampling, seed=seed, hot=hot is not None)
             compat.add_request(
@@ -131,7 +132,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
                 lora_request=self._lora_request,
                 place=next(self._places),
                 priority=request.priority,
-                images=placed_images(request.media, self._vision),
+                images=images,
             )
         except compat.refusals() as error:
             raise ValueError(f"request {request.request_id}: {error}") from error

@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 _CONNECT_S = 60.0
+_MOST_GUESTS = 64  # that are examined at the same time
 _HANDSHAKE_S = 10.0  # for all of the other end's answers; who is slower is not one of ours
 
 
@@ -82,6 +83,7 @@ class Socket:
         self.address: tuple[str, int] = (name[0], name[1])
         self._known: SimpleQueue[Wire | OSError] = SimpleQueue()
         self._listener: threading.Thread | None = None
+        self._places = threading.Semaphore(_MOST_GUESTS)
 
     def listen(self) -> None:
         """Examine who comes from now on."""
@@ -108,6 +110,7 @@ class Socket:
         """Whoever comes is examined in a thread of its own: strangers keep nobody waiting."""
         try:
             while True:
+                self._places.acquire()
                 connected = self._socket.accept()[0]
                 threading.Thread(target=self._examine, args=(connected, known), name="link-guest", daemon=True).start()
         except OSError as error:  # it was closed
@@ -125,6 +128,7 @@ class Socket:
             connected.close()
         finally:
             deadline.cancel()
+            self._places.release()
 
     def close(self) -> None:
         with suppress(OSError):  # it is closed already

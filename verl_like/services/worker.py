@@ -37,7 +37,8 @@ def main(descriptor: int, parent_pid: int, temporary: str) -> None:
         import_modules(external_modules(), EXTERNAL_MODULES)
         service = spec.make()
     except ValueError as error:
-        connection.send(("load_error", str(error)))
+        with contextlib.suppress(OSError):  # another worker has told it, and the pool is gone
+            connection.send(("load_error", str(error)))
         return
     connection.send(("ready", service.is_async))
     with contextlib.suppress(EOFError, ConnectionError):  # the pool is gone

@@ -78,6 +78,7 @@ def open_gateway(config: PPOConfig, encoder: PromptEncoder, eos_ids: Sequence[in
         response=data.max_response_length,
         total=data.max_prompt_length + data.max_response_length,
         requests=min(limits, default=None),
+        forced_as_auto=gateway.forced_tool_choice == "auto",
     )
     where = {"host": gateway.host, "port": gateway.port}
     return stack.enter_context(

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from verl_like.checkpoint.files import write_atomically
 from verl_like.checkpoint.layout import step_dir
@@ -33,7 +34,7 @@ class Best:
         if settings.best_metric is not None and resumed_at is not None and file.exists():
             kept = read_object(file, {"metric": str})
             if kept["metric"] == settings.best_metric:
-                known = kept.get("validations") or [[kept.get("step"), kept.get("value")]]
+                known: Any = kept.get("validations") or [[kept.get("step"), kept.get("value")]]
                 try:
                     self._seen = {int(step): float(value) for step, value in known if step <= resumed_at}
                 except (TypeError, ValueError) as error:

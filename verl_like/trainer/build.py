@@ -21,6 +21,7 @@ from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.doctor_paths import DATA_FILES
 from verl_like.config.errors import ConfigError
 from verl_like.config.placement import has_further_pools
 from verl_like.config.roles import (
@@ -35,6 +36,7 @@ from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.environments import EnvironmentDataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
+from verl_like.data.prompt_truth import own_text
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.answering import Answering
@@ -71,7 +73,14 @@ from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.garbage import settle
-from verl_like.trainer.inputs import check_vision, max_model_len, refuse_media, refuse_missing_answers
+from verl_like.trainer.inputs import (
+    check_adapters,
+    check_vision,
+    max_model_len,
+    refuse_media,
+    refuse_media_keys,
+    refuse_missing_answers,
+)
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
@@ -80,10 +89,11 @@ from verl_like.trainer.recording import RecordedSource, Recorder
 from verl_like.trainer.replicas import RolloutGroup, StandingRolloutGroup
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
-from verl_like.trainer.reward_check import self_check, try_out
+from verl_like.trainer.reward_check import grade_sample, self_check, try_out
 from verl_like.trainer.reward_models import load_reward_model, use_reward_model
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RoleGroup
 from verl_like.trainer.speed import ModelCosts, SpeedReport
+from verl_like.trainer.start_checks import check_machine, check_models, check_sampling
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.told import start_phase, worker_start_text
 from verl_like.trainer.tools import check_interactions, open_toolbox, require_tool_messages
@@ -95,6 +105,7 @@ from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 Group = TypeVar("Group", bound=RoleGroup)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +153,13 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
         )
     device, ranks_per_node = resolve_world(config)
     require_quantization(config.actor_rollout_ref.rollout, device)
+    check_machine(config, device)
     check_own_code(config)
     toolbox = open_toolbox(config, stack)
     inputs = load_inputs(config, toolbox)
     require_heads(config.actor_rollout_ref.rollout, inputs.hf_config, device)
+    check_sampling(config, inputs.tokenizer, inputs.hf_config, inputs.eos_ids)
+    check_models(config, device)
     plan = BatchPlan.build(config, config.trainer.nnodes * ranks_per_node, len(inputs.train))
     loader = train_loader(config, inputs.train, plan)  # what is wrong with its sampler is said before anything starts
     if config.asynchronous and loader.learns:
@@ -202,6 +216,11 @@ def prepared(config: PPOConfig) -> Iterator[Prepared]:
     with ExitStack() as stack:
         with input_errors(), start_phase("tokenizer, data, graders"):
             ready = prepare(config, stack)
+            if ready.rewards.rule_grades and not (ready.rewards.asks_judge or config.env.train.tags):
+                try:
+                    grade_sample(ready.inputs.train, ready.rewards, ready.inputs.tokenizer)
+                except ValueError as error:  # a grader of one's own may want answers of another form
+                    logger.warning("%s", error)
         yield ready
 
 
@@ -378,10 +397,12 @@ def assemble(
     )
 
 
-def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
-    """Tokenizer, model configuration and datasets, checked against each other. The prompts offer toolbox's tools."""
+def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bool = True) -> Inputs:
+    """Tokenizer, model configuration and datasets, checked against each other. The prompts offer toolbox's tools.
+
+    trains: False where the validation set alone is answered, and stands for the training set too."""
     model, data = config.actor_rollout_ref.model, with_system_prompt(config)
-    check_locations(config)
+    check_locations(config, *(DATA_FILES if trains else DATA_FILES[1:]))
     key = "data.tokenizer" if data.tokenizer else "actor_rollout_ref.model.path"
     trust = model.trust_remote_code or data.trust_remote_code
     tokenizer = load_tokenizer(data.tokenizer or model.path, trust, key)
@@ -398,6 +419,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
         if role.kind == "policy":
             check_ulysses(model, hf_config, role.ulysses)
     check_tensor_parallel(config, hf_config)
+    check_adapters(config)
     vocab_size = hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -412,14 +434,17 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None) -> Inputs:
     if config.env.train.tags:
         train, val = environment_datasets(config, data, tokenizer)
     else:
-        train = build_dataset(data, data.train_files, tokenizer, split="train", **options)
         val = build_dataset(data, data.val_files, tokenizer, split="val", **options) if data.val_files else None
+        train = build_dataset(data, data.train_files, tokenizer, split="train", **options) if trains else required(val)
     check_agents((train, val), config.actor_rollout_ref.rollout)
     check_interactions((train, val), toolbox)
     for split, dataset in (("train", train), ("val", val)):
-        if dataset is not None:
+        if dataset is not None and (trains or split == "val"):
             refuse_media(dataset, f"data.{split}_files", hf_config)
             dataset.check_rows()
+    refuse_media_keys(data, hf_config)
+    if adds := own_text(make_encoder(data, tokenizer)):
+        logger.info("the chat template adds where there is no system message: %r", adds)
     return Inputs(
         tokenizer=tokenizer,
         hf_config=hf_config,
@@ -566,7 +591,7 @@ def resolve_world(config: PPOConfig) -> tuple[str, int]:
     return device, torch.cuda.device_count() if device == "cuda" else 1
 
 
-def required(steps: int | None) -> int:
-    """A length that the plan knows because it was built with the size of the training set."""
-    assert steps is not None
-    return steps
+def required(known: T | None) -> T:
+    """What is there in this case: a length that the plan knows since it was built with the size of the data, say."""
+    assert known is not None
+    return known

@@ -16,6 +16,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.parser import Parser
+from verl_like.observe.logs import told_in_a_line
 from verl_like.trainer.compose import CONFIG_NAME, compose, compose_tree, doctored, to_config, with_suffix, yaml_path
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ def run_parsed(run: Callable[[PPOConfig], None], arguments: argparse.Namespace) 
         if arguments.cfg:
             _show(arguments, files)
             return
-        config = compose(arguments.overrides, files)
+        with told_in_a_line("the start"):
+            config = compose(arguments.overrides, files)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     run(config)

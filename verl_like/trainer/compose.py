@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -31,9 +32,11 @@ from verl_like.config import PPOConfig
 from verl_like.config.aliases import Change, canonical, renamed, rest_of
 from verl_like.config.availability import newer_than_here
 from verl_like.config.doctor import check
+from verl_like.config.doctor_async import uncorrected
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
 from verl_like.config.schema import find_key, from_dict, get_value, keys, sections, suggest
+from verl_like.models.adapter_config import adapter_settings
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
 from verl_like.trainer.helper_sections import inline_all, is_helper, own_data_keys
@@ -166,7 +169,57 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
     tree = _base(settings.groups)
     raise_if_any([problem for change in changes if (problem := _apply(tree, change))])
     _import_users_modules(tree)
-    return tree, changes, settings.warnings + warnings
+    return tree, changes, settings.warnings + warnings + _corrected(tree, changes) + _adapted(tree, changes)
+
+
+def _adapted(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
+    """Rank, scale and modules of the LoRA adapters that the run begins with; the lines that tell what of one is not
+    taken over. ConfigError where the user asks for others."""
+    told, problems = list[str](), list[str]()
+    given = {change.key: change.value for change in changes}
+    for section in ("actor_rollout_ref.model", "critic.model"):
+        key = f"{section}.lora_adapter_path"
+        if (path := _selected(tree, key)) is None:
+            continue
+        settings, saved = adapter_settings(path, key, of_value_model=section == "critic.model")
+        for name, value in settings.items():
+            asked = given.get(f"{section}.{name}", value)
+            if asked != value and not (isinstance(asked, list) and sorted(asked) == sorted(value)):
+                problems.append(f"{section}.{name}={asked}, but {key}={path} has {name}={value}: leave {name} out")
+            _apply(tree, Change(f"{section}.{name}", value))
+        if saved.get("lora_dropout"):
+            told.append(
+                f"{key}={path}: its lora_dropout={saved['lora_dropout']} has no effect: nothing is dropped here"
+            )
+        base, model = saved.get("base_model_name_or_path"), _selected(tree, f"{section}.path")
+        if base and Path(base).name != Path(model).name:
+            told.append(f"{key}={path} was made for {base}, and is put on {section}.path={model}: the same weights?")
+    raise_if_any(problems)
+    return told
+
+
+def _selected(tree: DictConfig, key: str) -> Any:
+    try:
+        return OmegaConf.select(tree, key)
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"{key}: {str(error).splitlines()[0]}"]) from error
+
+
+def _corrected(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
+    """Groups that live through several versions of the weights get truncated importance weights, unless something else
+    is said; the line that tells it."""
+    key = "algorithm.rollout_correction.rollout_is"
+    written = OmegaConf.to_container(tree.trainer, resolve=False)
+    if _leaf(written, "mode") == "sync" or any(key == change.key for change in changes):
+        return []
+    if not uncorrected(to_config(tree)):
+        return []
+    _apply(tree, Change(key, "token"))
+    return [
+        f"{key}=token, as trainer.mode={tree.trainer.mode} trains on responses of older weights: each token's loss is "
+        "weighted by its probability now over that when it was sampled, cut off at rollout_is_threshold; "
+        "bypass_mode=True takes the clipped ratio to the sampler instead, without a further forward pass"
+    ]
 
 
 def _import_users_modules(tree: DictConfig) -> None:
@@ -174,11 +227,9 @@ def _import_users_modules(tree: DictConfig) -> None:
     key = "actor_rollout_ref.model.external_lib"
     try:
         import_modules(external_modules(), EXTERNAL_MODULES)
-        import_modules(OmegaConf.select(tree, key), key)
+        import_modules(_selected(tree, key), key)
     except UserCodeError as error:
         raise ConfigError([str(error)]) from error
-    except OmegaConfBaseException as error:  # external_lib refers to what is not there
-        raise ConfigError([f"{key}: {str(error).splitlines()[0]}"]) from error
 
 
 def to_config(tree: DictConfig) -> PPOConfig:
@@ -264,6 +315,9 @@ def _read_yaml(path: Path, settings: Settings) -> None:
 
 
 def _read_override(text: str, settings: Settings) -> None:
+    if not text:
+        settings.warnings.append('an empty argument is skipped (as "$EXTRA" leaves one where EXTRA is not set)')
+        return
     if not text.strip():
         settings.problems.append(
             "an argument is blank: in a shell script a backslash with a space after it ends the command, and the lines "
@@ -423,7 +477,7 @@ def _unknown(change: Change) -> str | None:
         return f"{change.key}={change.value!r}: this is a section; set one of its keys, {change.key}.<name>"
     newer = newer_than_here(change.key)
     if newer is not None:
-        return f"{change.key}: not available yet ({newer})"
+        return f"{change.key}={change.value}: not available yet ({newer})"
     if rest_of(change.key):
         rest = rest_of(change.key)[0]
         rest = "null" if rest is None else rest
@@ -448,6 +502,10 @@ def _composed(groups: tuple[str, ...]) -> bytes:
 
 def _apply(tree: DictConfig, change: Change) -> str | None:
     """Set one value; returns what is wrong with it, if anything."""
+    key = find_key(change.key)
+    form = "" if key is None or key.path != change.key else _form(key.type)
+    if form == _form(bool) and type(change.value) in (int, float) and change.value not in (0, 1):
+        return f"{change.key}={change.value!r}: {form}"  # omegaconf takes any number for true
     try:
         with open_dict(tree):  # a dictionary is merged into a dictionary; it replaces a list (data.val_files)
             merge = isinstance(change.value, dict) and isinstance(OmegaConf.select(tree, change.key), DictConfig)
@@ -455,5 +513,16 @@ def _apply(tree: DictConfig, change: Change) -> str | None:
     except OmegaConfBaseException as error:
         if change.value is None:
             return f"{change.key}=null: it must have a value; leave it out, or give it one"
-        return f"{change.key}={change.value!r}: {str(error).splitlines()[0]}"
+        return f"{change.key}={change.value!r}: {form or str(error).splitlines()[0]}"
     return None
+
+
+_FORMS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_FORMS |= {list: "a list, as [a,b]", dict: "a dictionary, as {name: value}"}
+
+
+def _form(kind: Any) -> str:
+    """How a value of this type is written, for messages; of an enum nothing, whose own error lists its names."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    names = [_FORMS[each] for each in (get_origin(each) or each for each in kinds) if each in _FORMS]
+    return f"give {' or '.join(names)}" if names else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_like.config.availability import NO_EFFECT, NOT_YET, governed_keys
+from verl_like.config.availability import NO_EFFECT, NOT_YET
 from verl_like.config.readers import PACKAGE, readers
 from verl_like.config.schema import Key, keys
 from verl_like.trainer.coming_from import pages
@@ -87,10 +87,7 @@ def page() -> str:
 def _status() -> dict[str, str]:
     """Why a key has no reader."""
     status = {key: f"no effect: {why}" for key, why in NO_EFFECT.items()}
-    for row in NOT_YET:
-        status[row.key] = "feature not available yet"
-        status.update(dict.fromkeys(governed_keys(row), f"part of `{row.key}`, not available yet"))
-    return status
+    return status | dict.fromkeys(NOT_YET, "feature not available yet")
 
 
 def _section(path: str) -> str:

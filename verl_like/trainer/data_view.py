@@ -10,8 +10,10 @@ from typing import Any
 
 from verl_like.config import PPOConfig
 from verl_like.data.build import build_dataset
-from verl_like.data.dataset import PromptDataset
+from verl_like.data.dataset import make_encoder
+from verl_like.data.prompt_truth import own_text
 from verl_like.models.loading import load_hf_config, load_tokenizer
+from verl_like.models.location import file_problem
 from verl_like.models.vision import processor_of
 from verl_like.trainer.build import input_errors, with_system_prompt
 
@@ -31,7 +33,8 @@ class ShownRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """lengths: tokens of the prompts of the first `len(lengths)` rows. limit: data.max_prompt_length."""
+    """lengths: tokens of the prompts of the first `len(lengths)` rows. limit: data.max_prompt_length. adds: what the
+    chat template says of its own accord. problem: why a run would refuse the file."""
 
     num_rows: int
     sources: list[tuple[str, int]]
@@ -39,6 +42,8 @@ class View:
     limit: int
     rows: list[ShownRow]
     has_template: bool
+    adds: str
+    problem: str
 
 
 def view(config: PPOConfig, file: str, rows: Sequence[int], measure: int) -> View:
@@ -51,7 +56,10 @@ def view(config: PPOConfig, file: str, rows: Sequence[int], measure: int) -> Vie
         data = dataclasses.replace(
             with_system_prompt(config), max_prompt_length=_NO_LIMIT, filter_overlong_prompts=False, train_max_samples=-1
         )
-        tokenizer = load_tokenizer(data.tokenizer or policy.path, policy.trust_remote_code)
+        if problem := file_problem("FILE", file):
+            raise ValueError(problem)
+        key = "data.tokenizer" if data.tokenizer else "actor_rollout_ref.model.path (--model)"
+        tokenizer = load_tokenizer(data.tokenizer or policy.path, policy.trust_remote_code, key)
         if policy.custom_chat_template:
             tokenizer.chat_template = policy.custom_chat_template
         dataset = build_dataset(data, file, tokenizer, split="train")
@@ -61,7 +69,8 @@ def view(config: PPOConfig, file: str, rows: Sequence[int], measure: int) -> Vie
         wrong = [row for row in rows if not 0 <= row < len(dataset)]
         if wrong:
             raise ValueError(f"{file} has {len(dataset):,} rows, from 0: there is no row {wrong[0]}")
-        special = set(tokenizer.all_special_ids)
+        encoder = make_encoder(data, tokenizer)
+        special = {*tokenizer.all_special_ids, *encoder.special.control}
         shown = []
         for row in rows:
             ids, prompt = dataset[row]
@@ -76,11 +85,18 @@ def view(config: PPOConfig, file: str, rows: Sequence[int], measure: int) -> Vie
                 )
             )
         lengths = [len(dataset[row][0]) for row in range(min(measure, len(dataset)))]
+        problem = ""
+        try:
+            dataset.check_rows()
+        except ValueError as error:
+            problem = str(error)
     return View(
         num_rows=len(dataset),
         sources=Counter(dataset.domains()).most_common(),
         lengths=lengths,
         limit=limit,
         rows=shown,
-        has_template=dataset.encoder.has_template if isinstance(dataset, PromptDataset) else True,
+        has_template=encoder.has_template,
+        adds=own_text(encoder),
+        problem=problem,
     )

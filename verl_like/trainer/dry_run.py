@@ -9,13 +9,14 @@ from contextlib import ExitStack
 
 from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.data.dataset import Dataset, PromptDataset
+from verl_like.data.prompt_truth import own_text
 from verl_like.trainer.build import Inputs, Prepared, input_errors, prepare
 from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.memory_forecast import GIB, Forecast
 from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.resume import find_resume, of_verl, processes_text
-from verl_like.trainer.reward_check import grade_references, table
+from verl_like.trainer.reward_check import grade_sample, table
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
     """(name, text) of what the run would be. ConfigError for what is wrong with it; no file is written.
 
-    The graders run as in the run itself, in their killable processes, and grade one row of each data source.
+    The graders run as in the run itself, in their killable processes, and grade a sample of reference answers.
     """
     with ExitStack() as stack, input_errors():
         check_output_folders(config, make=False)
@@ -77,20 +78,19 @@ def _data(inputs: Inputs, dataset: Dataset) -> str:
     if isinstance(dataset, PromptDataset):
         text += f" of {', '.join(str(file.path) for file in dataset.files)}"
     ids, _ = dataset[0]
-    return f"{text}\nthe first prompt has {len(ids):,} tokens: {inputs.tokenizer.decode(ids)[-200:]!r}"
+    text += f"\nthe first prompt has {len(ids):,} tokens: {inputs.tokenizer.decode(ids)[-200:]!r}"
+    adds = own_text(dataset.encoder) if isinstance(dataset, PromptDataset) else ""
+    return f"{text}\nthe chat template adds where there is no system message: {adds!r}" if adds else text
 
 
 def _graded(config: PPOConfig, ready: Prepared) -> str:
-    """One row of each data source, its reference answers against a wrong one."""
+    """A sample of the rows, their reference answers against a wrong one."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     if not ready.rewards.rule_grades:
         return "given by the reward model alone"
     if config.env.train.tags or (turns.enable and turns.environment_path is not None):
         return "given by the environment"
-    reports = grade_references(ready.inputs.train, ready.rewards, ready.inputs.tokenizer, 1)
-    for source in (source for source, report in reports.items() if report.broken):
-        logger.warning("%s: its reference answer is not graded better than a wrong one", source)
-    return table(reports)
+    return table(grade_sample(ready.inputs.train, ready.rewards, ready.inputs.tokenizer))
 
 
 def _count(number: int) -> str:

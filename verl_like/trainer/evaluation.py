@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from verl_like.batch import Rollouts, Scores, whole_episodes
-from verl_like.config import PPOConfig
+from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.external import ExternalChat, NoEngine
+from verl_like.models.location import file_problem
 from verl_like.observe.samples import Sample, make_samples
 from verl_like.observe.validation import report_names
 from verl_like.rewards.http_json import ServiceError
@@ -72,12 +73,12 @@ class Evaluation:
 
 def evaluate(config: PPOConfig) -> Evaluation:
     """Answer and grade data.val_files as a run's validation does. ConfigError for what is wrong with the inputs."""
-    config = _with_validation_alone(config)
+    _check_alone(config)
     with ExitStack() as stack:
         with input_errors():
             device, _ = resolve_world(config)
             check_own_code(config)
-            inputs = load_inputs(config, toolbox := open_toolbox(config, stack))
+            inputs = load_inputs(config, toolbox := open_toolbox(config, stack), trains=False)
             rewards = stack.enter_context(
                 RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
             )
@@ -129,11 +130,13 @@ def _external(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> ExternalCh
     return chat
 
 
-def _with_validation_alone(config: PPOConfig) -> PPOConfig:
-    """The same configuration without training data; ConfigError where it cannot be evaluated in one process."""
-    data, reward = config.data, config.reward_model
-    if not data.val_files:
-        raise ConfigError(["data.val_files names no validation set: give data.val_files=FILE"])
+def _check_alone(config: PPOConfig) -> None:
+    """ConfigError where the configuration has nothing to validate on, or cannot be evaluated in one process."""
+    files, reward = config.data.val_files, config.reward_model
+    if not files or (files == DataConfig().val_files and file_problem("data.val_files", files[0])):
+        raise ConfigError(
+            ["no validation set is named: give data.val_files=FILE, or the --config-path and --config-name of a run"]
+        )
     if reward.enable:
         raise ConfigError(
             [
@@ -141,14 +144,6 @@ def _with_validation_alone(config: PPOConfig) -> PPOConfig:
                 "false to grade by rules, or use verl-like train trainer.val_only=True"
             ]
         )
-    return dataclasses.replace(config, data=dataclasses.replace(data, train_files=_flat(data.val_files)))
-
-
-def _flat(files: Any) -> list[str]:
-    """The files of all validation sets, in place of the training files, which nobody reads here."""
-    if isinstance(files, dict):
-        return [each for part in files.values() for each in _flat(part)]
-    return [files] if isinstance(files, str) else [each for part in files for each in _flat(part)]
 
 
 def _results(metrics: dict[str, float], answered: Sequence[tuple[Rollouts, Scores]], k: int) -> Iterator[SourceResult]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_like.config import PPOConfig
 from verl_like.config.aliases import DEPRECATED, DROPPED, RENAMED, renamed
-from verl_like.config.availability import NO_EFFECT, without_effect
+from verl_like.config.availability import NO_EFFECT, newer_than_here, without_effect
 from verl_like.config.doctor import IDLE, covers, idle
 from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import foreign_names_of
@@ -33,7 +33,9 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
         return [(key, _first_sentence(leaf)) for key, leaf in keys().items() if key.startswith(path + ".")]
     key = find_key(path)
     if key is None:
-        raise ConfigError([f"there is no key {name}{(meant := suggest(name))}{_similar(name, meant)}"])
+        newer = newer_than_here(path)
+        missing = f"there is no key {name}{(meant := suggest(name))}{_similar(name, meant)}"
+        raise ConfigError([missing if newer is None else f"{name}: not available yet ({newer})"])
     tree, changes, _ = compose_tree(overrides, yaml_files)
     config, is_set = to_config(tree), any(find_key(change.key) == key for change in changes)
     followers = followers_of(changes)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_like.checkpoint.files import linked_folders, require_writable
-from verl_like.config import PPOConfig
+from verl_like.config import PPOConfig, RayInitConfig
+
+_TEMP_DIR_CHARS = 40  # what Ray adds is named by date and process, below 67 characters
 
 
 def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
     """ValueError, naming the key, for a folder of the run's output that cannot be made or written."""
-    trainer = config.trainer
+    trainer, ray = config.trainer, config.ray_init if config.trainer.launcher == "ray" else RayInitConfig()
+    timeline = ray.timeline_json_file
     for key, folder in (
+        ("ray_init.temp_dir", ray.temp_dir),
+        (f"ray_init.timeline_json_file={timeline}, folder", timeline and str(Path(timeline).parent)),
         ("trainer.default_local_dir", trainer.default_local_dir),
         ("trainer.log_dir", trainer.log_dir),
         ("trainer.rollout_data_dir", trainer.rollout_data_dir),
@@ -20,6 +25,11 @@ def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
         if folder is not None:
             require_writable(key, folder, make=make)
             linked_folders(key, Path(folder).expanduser())
+    if ray.temp_dir is not None and len(str(Path(ray.temp_dir).resolve())) > _TEMP_DIR_CHARS:
+        raise ValueError(
+            f"ray_init.temp_dir={ray.temp_dir}: Ray puts sockets below it, whose paths may have 107 characters; "
+            f"shorten it to {_TEMP_DIR_CHARS}"
+        )
 
 
 def log_dir(config: PPOConfig) -> Path:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
+import torch
 from transformers import PretrainedConfig
 
-from verl_like.config import PPOConfig
-from verl_like.config.roles import generates, needs_critic
+from verl_like.config import DataConfig, PPOConfig
+from verl_like.config.roles import generates, needs_critic, roles_of
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import ForeignDataset
-from verl_like.models.families import refuse_vision, sees
-from verl_like.models.lora import adapters_apart
+from verl_like.data.media import DEFAULT_MEDIA_KEYS
+from verl_like.models.families import frozen_tower, refuse_vision, sees
+from verl_like.models.loading import build_meta_model, load_hf_config
+from verl_like.models.lora import adapters_apart, attach, load_adapter
 from verl_like.user_code import is_reference
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> None:
@@ -29,6 +36,16 @@ def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> Non
         )
 
 
+def refuse_media_keys(data: DataConfig, hf_config: PretrainedConfig) -> None:
+    """ValueError for columns of images or videos that were named for a model which reads text only."""
+    for kind, column in (("image", data.image_key), ("video", data.video_key)):
+        if column not in (None, DEFAULT_MEDIA_KEYS[kind]) and not sees(hf_config):
+            raise ValueError(
+                f"data.{kind}_key={column}: the model (model_type {hf_config.model_type}) reads text only; set the key "
+                "to null, or choose a model that sees"
+            )
+
+
 def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
     """ValueError for what cannot be done with a vision-language model, before anything heavy is started."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
@@ -42,22 +59,39 @@ def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
         refuse_vision(hf_config, "a critic", "use an estimator without one, for instance algorithm.adv_estimator=grpo")
 
 
+def check_adapters(config: PPOConfig) -> None:
+    """ValueError for an adapter of model.lora_adapter_path whose tensors are not those that its model would get."""
+    for role in roles_of(config).values():
+        if role.optim is None or role.model.lora_adapter_path is None:
+            continue
+        hf = build_meta_model(role.model, load_hf_config(role.model), kind=role.kind).hf
+        tower = frozen_tower(hf, frozen=role.freeze_vision_tower)
+        attach(hf, role.model, dtype=torch.float32, seed=0, left_out=tower)
+        load_adapter(hf, role.model)
+
+
 def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
-    """ValueError for a file without reference answers where built-in graders compare with them."""
-    reward, key = config.reward_model, config.data.ground_truth_key
+    """ValueError for a file without reference answers where built-in graders compare with them; a warning for one in
+    which some rows have none."""
+    reward = config.reward_model
     own = config.custom_reward_function.path is not None or reward.judge.url is not None
     parts = [name for table in reward.weights.values() for name in table]
     others = [reward.rule or "", *reward.rule_by_source.values(), reward.reward_manager, *parts]
     own = own or generates(reward, config.custom_reward_function)
     if own or (reward.enable and reward.rule_weight == 0) or any(map(is_reference, others)):
         return
-    for file in dataset.files if type(dataset) is PromptDataset else ():  # a class of the user's may know answers
-        if not file.has_ground_truth(key):
+    if type(dataset) is not PromptDataset:  # a class of the user's may know answers
+        return
+    for file, missing, used in dataset.without_ground_truth():
+        rows = ", ".join(map(str, missing[:5])) + ", ..." * (len(missing) > 5)
+        told = f"{file.path}: {len(missing):,} of {used:,} rows have no reference answer (null or empty): row {rows}"
+        if len(missing) > reward.max_failure_fraction * used:
             raise ValueError(
-                f"{file.path} has no column 'reward_model' with the reference answers (it has: "
-                f"{', '.join(file.rows.columns)}); set data.ground_truth_key to their column, or grade without them: "
-                "custom_reward_function.path"
+                f"{told} (it has the columns {', '.join(file.rows.columns)}); set data.ground_truth_key to the column "
+                "with the answers, or grade without them: custom_reward_function.path"
             )
+        if missing:
+            logger.warning("%s. Their responses get no reward: leave these rows out", told)
 
 
 def max_model_len(config: PPOConfig, hf_config: PretrainedConfig) -> int:
@@ -73,8 +107,8 @@ def max_model_len(config: PPOConfig, hf_config: PretrainedConfig) -> int:
     positions = hf_config.get_text_config().max_position_embeddings
     if length > positions:
         raise ValueError(
-            f"prompt plus response may have {length} tokens (data.max_prompt_length + data.max_response_length, or "
-            f"rollout.max_model_len), but the model has {positions} positions "
-            "(max_position_embeddings); lower the lengths"
+            f"prompt plus response may have {length} tokens (data.max_prompt_length={config.data.max_prompt_length} + "
+            f"data.max_response_length={config.data.max_response_length}, or rollout.max_model_len), but the model has "
+            f"{positions} positions (max_position_embeddings); lower the lengths"
         )
     return length

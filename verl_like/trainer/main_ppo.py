@@ -15,11 +15,12 @@ from verl_like.trainer.command_line import run_main
 
 
 def train(config: PPOConfig) -> None:
-    """Run the checked configuration. A model that is not there ends the program before torch is imported."""
+    """Run the checked configuration. A model or file that is not there ends the program before torch is imported."""
+    from verl_like.config.doctor_paths import DATA_FILES
     from verl_like.models.location import check_locations
 
     try:
-        check_locations(config)
+        check_locations(config, *DATA_FILES)
     except ValueError as error:
         sys.exit(f"error: {error}")
     from verl_like.trainer.run import run

@@ -94,9 +94,17 @@ def replay_config(run: Path, step: int, overrides: Sequence[str], out: str) -> P
     return compose([*(f"{k}={v}" for k, v in settings.items() if k not in own), *overrides], [file])
 
 
+def _recorded(run: Path) -> Path:
+    """The folder of a run's recorded steps. ConfigError where there is none."""
+    if (run / RECORDED).is_dir():
+        return run / RECORDED
+    there = "it has recorded no step (trainer.record_freq)" if run.is_dir() else "there is no such folder"
+    raise ConfigError([f"{run.absolute()}: {'it is a file; name the folder of a run' if run.is_file() else there}"])
+
+
 def replay(run: Path, step: int, overrides: Sequence[str], tolerance: float) -> list[Difference]:
     """Make the recorded step again, and compare columns and metrics. ConfigError for what is missing."""
-    recorded = read_step(step_file(run / RECORDED, step))
+    recorded = read_step(step_file(_recorded(run), step))
     metrics = read_metrics(run / METRICS).get(step, {})
     with tempfile.TemporaryDirectory() as out:
         config = replay_config(run, step, overrides, out)
@@ -109,7 +117,7 @@ def replay(run: Path, step: int, overrides: Sequence[str], tolerance: float) -> 
 
 def parting(first: Path, second: Path, tolerance: float) -> Difference | None:
     """The first step, phase and tensor in which two recorded runs differ; None: in none that both have recorded."""
-    steps = sorted(set(recorded_steps(first / RECORDED)) & set(recorded_steps(second / RECORDED)))
+    steps = sorted(set(recorded_steps(_recorded(first))) & set(recorded_steps(_recorded(second))))
     if not steps:
         raise ConfigError([f"{first} and {second} have recorded no step in common (trainer.record_freq)"])
     tables = [read_metrics(run / METRICS) for run in (first, second)]

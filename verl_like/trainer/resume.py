@@ -140,7 +140,10 @@ def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
     mode = str(settings.resume_mode)
     path = find_latest(root, check) if newest or mode == "auto" else None
     if path is None and mode == "resume_path" and settings.resume_from_path is not None:
-        path = check_checkpoint(fetched_path(settings), check)
+        try:
+            path = check_checkpoint(fetched_path(settings), check)
+        except ValueError as error:
+            raise ValueError(f"trainer.resume_from_path={settings.resume_from_path}: {error}") from error
     if path is not None:
         exported = [f"{role.name}/huggingface" for role in _trained(config) if (path / CHECKSUMS_FILE).exists()]
         for fault in find_faults(path, exported, top=False) if exported else []:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from verl_like.rewards.manager import RewardManager
 
 logger = logging.getLogger(__name__)
 
+_SAMPLE, _SAMPLE_S = 64, 5.0  # rows that are graded without being asked for, and when no more are
+_AT_ONCE = 4
 _WRONG = "I do not know."
 _REFERENCES = ("reference_response", "reference_solution", "canonical_solution", "solution", "answer")
 _FORMS = ("{0}", "#### {0}", "\\boxed{{{0}}}", "<think> </think><answer> {0} </answer>", "Answer: {0}", "({0})")
@@ -49,6 +52,11 @@ class SourceReport:
         """There were reference answers, and not one was graded better than a wrong one."""
         return self.right == 0 and self.wrong + self.failed > 0
 
+    @property
+    def looked_at(self) -> int:
+        """Rows with a reference answer."""
+        return self.right + self.wrong + self.failed
+
 
 @dataclass(slots=True)
 class _Trial:
@@ -61,7 +69,7 @@ def self_check(dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_sourc
 
     ValueError if a data source has reference answers of which none is graded better than a wrong answer.
     """
-    reports = grade_references(dataset, rewards, tokenizer, rows_per_source)
+    reports = grade_references(dataset, rewards, tokenizer, _chosen(dataset.domains(), rows_per_source))
     logger.info("self-check of the rewards (data.self_check_rows=%d)\n%s", rows_per_source, table(reports))
     broken = [f"{source}: {report.example}" for source, report in reports.items() if report.broken]
     if broken:
@@ -73,16 +81,40 @@ def self_check(dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_sourc
     return reports
 
 
+def grade_sample(dataset: Dataset, rewards: RewardManager, tokenizer: Any) -> dict[str, SourceReport]:
+    """What became of 64 reference answers, spread over the data sources and each one's rows; of fewer where they
+    take long. A judge, who may cost money, grades the first of each source alone.
+
+    Logs a warning for references that are not graded better than a wrong answer. ValueError when none could be graded.
+    """
+    domains, ends_s = dataset.domains(), time.monotonic() + _SAMPLE_S
+    first = _chosen(domains, 1)
+    reports = grade_references(dataset, rewards, tokenizer, first)
+    rest = [] if rewards.asks_judge else [row for row in _spread(domains, _SAMPLE) if row not in set(first)]
+    for start in range(0, len(rest), _AT_ONCE):
+        if time.monotonic() < ends_s:
+            grade_references(dataset, rewards, tokenizer, rest[start : start + _AT_ONCE], reports)
+    for source, report in reports.items():
+        if report.wrong + report.failed:
+            what = "%s: %d of %d reference answers looked at are not graded better than a wrong one; first %s"
+            logger.warning(what, source, report.wrong + report.failed, report.looked_at, report.example)
+    return reports
+
+
 def grade_references(
-    dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_source: int
+    dataset: Dataset,
+    rewards: Scorer,
+    tokenizer: Any,
+    rows: Sequence[int],
+    reports: dict[str, SourceReport] | None = None,
 ) -> dict[str, SourceReport]:
-    """What became of the reference answers of up to `rows_per_source` rows of each data source.
+    """What became of the reference answers of these rows, by data source; added to `reports`.
 
     ValueError when not one answer could be graded.
     """
-    reports: dict[str, SourceReport] = {}
+    reports = {} if reports is None else reports
     trials: list[_Trial] = []
-    for index in _chosen(dataset.domains(), rows_per_source):
+    for index in rows:
         row = dataset[index][1]
         references = reference_answers(row)
         report = reports.setdefault(row.data_source, SourceReport())
@@ -116,6 +148,15 @@ def _chosen(domains: Sequence[str], rows_per_source: int) -> list[int]:
         if taken[source] <= rows_per_source:
             chosen.append(index)
     return chosen
+
+
+def _spread(domains: Sequence[str], most: int) -> list[int]:
+    """Up to `most` rows, as many of each data source, from its first row to its last."""
+    sources: dict[str, list[int]] = {}
+    for index, source in enumerate(domains):
+        sources.setdefault(source, []).append(index)
+    counts = [(rows, min(len(rows), -(-most // len(sources)))) for rows in sources.values()]
+    return [rows[place * len(rows) // count] for rows, count in counts for place in range(count)]
 
 
 def reference_answers(row: PromptRow) -> list[str]:

@@ -37,7 +37,13 @@ def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
     if model.input_tokenizer is None:
         return None
     policy = load_tokenizer(model.input_tokenizer, model.trust_remote_code, "reward_model.model.input_tokenizer")
-    return policy, load_tokenizer(network.path, model.trust_remote_code, key)
+    own = load_tokenizer(network.path, model.trust_remote_code, key)
+    if own.chat_template is None:
+        raise ValueError(
+            f"reward_model.model.input_tokenizer={model.input_tokenizer}: the reward model's own tokenizer ({key}="
+            f"{network.path}) has no chat template to write answers with; leave input_tokenizer null"
+        )
+    return policy, own
 
 
 def _end_ids(network: ModelConfig) -> tuple[int, ...]:

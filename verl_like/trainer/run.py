@@ -21,7 +21,7 @@ from verl_like.cluster.worker_group import WorkerError, new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.observe.environment import own_files, write_environment
-from verl_like.observe.logs import setup_driver_logging
+from verl_like.observe.logs import setup_driver_logging, told_in_a_line
 from verl_like.observe.redaction import hidden, print_hidden, remember, secrets_of
 from verl_like.observe.run_folder import CONFIG
 from verl_like.trainer.build import Prepared, input_errors, prepared, resolve_world, started
@@ -41,8 +41,10 @@ logger = logging.getLogger(__name__)
 def run(config: PPOConfig) -> None:
     """The run of a command line: what is wrong with its inputs, or stops it, ends the program with its message."""
     sys.excepthook = print_hidden
+    begun: list[bool] = []
     try:
-        _, signal_name = _fit(config, restart=restart_under_nsight)
+        with told_in_a_line("the start", over=lambda: bool(begun)):
+            _, signal_name = _fit(config, restart=restart_under_nsight, before=lambda: begun.append(True))
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
         sys.exit(hidden(f"error: {error}"))
@@ -56,8 +58,8 @@ def fit(config: PPOConfig, **own: Any) -> Path:
     return _fit(config, **own)[0]
 
 
-def _fit(config: PPOConfig, **own: Any) -> tuple[Path, str | None]:
-    """`fit`, and the signal that ended the run before its last step."""
+def _fit(config: PPOConfig, before: Callable[[], None] = lambda: None, **own: Any) -> tuple[Path, str | None]:
+    """`fit`, and the signal that ended the run before its last step. before: called when all is started."""
     began, first_step = time.perf_counter(), None
     with _prepared(config, **own) as run:
         restarts, stop = Restarts(run.ready.config.trainer), StopFlag()
@@ -65,6 +67,7 @@ def _fit(config: PPOConfig, **own: Any) -> tuple[Path, str | None]:
             try:
                 with run.started(again=restarts.saved) as trainer:
                     stop = trainer.stop
+                    before()
                     try:
                         trainer.fit()
                     finally:

@@ -45,12 +45,17 @@ def read_configuration(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """(file, configuration) of a run's folder, a checkpoint or a YAML file. ConfigError where there is none."""
     path = Path(path).expanduser()
     if path.is_file():
-        return path, to_dict(to_config(compose_tree([], [path])[0]))
+        try:
+            return path, to_dict(to_config(compose_tree([], [path])[0]))
+        except ConfigError as error:
+            raise ConfigError(
+                [f"{path} is no configuration of a run: {problem}" for problem in error.problems]
+            ) from error
     file = path / CONFIG_FILE
     if not file.exists() and path.is_dir() and (latest := find_latest(path)) is not None:
         file = latest / CONFIG_FILE  # the logs of this run are elsewhere (trainer.log_dir)
     if not file.exists():
-        what = f"{path} holds no {CONFIG_FILE}" if path.is_dir() else f"{path} does not exist"
+        what = f"{path} holds no {CONFIG_FILE}" if path.is_dir() else f"{path.absolute()} does not exist"
         inside = sorted(each.parent for each in path.glob(f"*/{CONFIG_FILE}")) if path.is_dir() else []
         hint = f"; did you mean {inside[-1]}?" if inside else ""
         raise ConfigError([f"{what}: name a run's folder (trainer.log_dir), a checkpoint or a YAML file{hint}"])

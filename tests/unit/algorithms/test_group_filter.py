@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,10 +72,10 @@ def test_metric_of_the_reward_function_and_of_the_overlong_buffer() -> None:
     model = RewardModelConfig(overlong_buffer=OverlongBufferConfig(enable=True, len=4, penalty_factor=1.0))
     for metric in ("seq_reward", "seq_final_reward"):
         assert signal([], [], batch=long, graded=graded, model=model, metric=metric) == [True, True, False, False]
-    with pytest.raises(ValueError, match=r"filter_groups.metric=pred: .*it returned acc"):
-        signal([0] * 4, [0, 0, 1, 1], graded=graded, metric="pred")
-    with pytest.raises(ValueError, match="'yes' is no finite number"):
-        signal([0], [0], graded=scores([1.0]).replace(extras=[{"acc": "yes"}]), metric="acc")
+    assert signal([0] * 4, [0, 0, 1, 1], graded=graded, metric="pred") == [False] * 4
+    for bad in ({"acc": "yes"}, {"acc": None}, {"acc": math.nan}, {"acc": 1e308}, {}):  # of its row, not of the group
+        mixed = scores([1.0] * 4).replace(extras=[{"acc": 1}, bad, {"acc": 0}, {"acc": 1}])
+        assert signal([0] * 4, [0, 0, 0, 1], graded=mixed, metric="acc") == [True, True, True, False]
 
 
 @settings(max_examples=60, deadline=None)

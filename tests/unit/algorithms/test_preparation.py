@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
-from tests.unit.algorithms.builders import experience, rollouts
+from tests.unit.algorithms.builders import evaluated, experience, rollouts, scores
+from verl_like.algorithms.completeness import complete
+from verl_like.algorithms.experience import make_experience
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.algorithms.sample_weights import difficulties, sample_weights
 from verl_like.batch import Experience, PromptRow
-from verl_like.config import ActorConfig, PolicyLossConfig, SampleWeightConfig
+from verl_like.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, SampleWeightConfig
 
 BOTH = SampleWeightConfig(difficulty=True, length=True)
 
@@ -59,11 +64,23 @@ def test_difficulties_are_read_from_the_dataset_row() -> None:
     assert difficulties(batch, SampleWeightConfig()) is None
 
 
-@pytest.mark.parametrize("value", [None, "easy", True, float("nan")])
+@pytest.mark.parametrize("value", [None, "easy", [0.5], float("nan"), 2**400, -math.inf])
 def test_a_row_without_a_difficulty_is_named(value: object) -> None:
-    row = PromptRow(index=7, data_source="toy", messages=[], extra_info={"difficulty": value})
-    with pytest.raises(ValueError, match=r"extra_info\['difficulty'\] of every dataset row; row 7 of toy"):
-        difficulties(rollouts((1,), [0]).replace(rows=[row]), SampleWeightConfig(difficulty=True))
+    infos: list[dict[str, Any]] = [{"difficulty": 0.5}, {"difficulty": value}, {}, {"difficulty": 1}]
+    rows = [PromptRow(index=7, data_source="toy", messages=[], extra_info=info) for info in infos]
+    actor = ActorConfig(sample_weight=SampleWeightConfig(difficulty=True))
+    batch = rollouts((1, 1, 1, 1), [0] * 4).replace(rows=rows)
+    found = complete(scores([1.0, 0.0, 0.0, 0.0]), rows, AlgorithmConfig(), actor=actor)
+    assert found.valid_B.tolist() == [True, False, False, True]
+    assert [failure.message for failure in found.failures if failure is not None] == [
+        f"actor_rollout_ref.actor.sample_weight.difficulty_key=difficulty: the row {what}"
+        for what in (f"has {value!r}, which is no finite number", "has a score alone, and no 'difficulty'")
+    ]
+    trained, metrics = make_experience(
+        AlgorithmConfig(adv_estimator="grpo"), actor, batch, found, evaluated(batch), 0.0
+    )
+    assert trained.difficulty_B is not None and trained.difficulty_B.tolist() == [0.5, 1.0]
+    assert metrics["training/rows_without_reward"] == 2.0
 
 
 def test_scope_says_over_which_rows_weights_are_normalised() -> None:

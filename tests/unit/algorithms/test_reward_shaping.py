@@ -140,8 +140,9 @@ def test_overlong_buffer_spares_rows_without_the_key() -> None:
     graded = scores(VALUES).replace(extras=[{"found": value} for value in found])
     shaped = shape(reward_model=overlong(only_key="found"), graded=graded)
     assert shaped.reward_B.tolist() == pytest.approx([1.0, 0.0, 0.5 - 0.8, 2.0, 2.0, -1.0])
-    with pytest.raises(ValueError, match=r"overlong_buffer.only_key=answer: .*row 0; it returned found"):
-        shape(reward_model=overlong(only_key="answer"), graded=graded)
+    assert shape(reward_model=overlong(only_key="answer"), graded=graded).reward_B.isnan().all()
+    lost = shape(reward_model=overlong(only_key="found"), graded=graded.replace(extras=[{}, *graded.extras[1:]]))
+    assert lost.reward_B.tolist()[1:] == shaped.reward_B.tolist()[1:] and lost.reward_B[0].isnan()
 
 
 @settings(max_examples=40, deadline=None)

@@ -82,3 +82,18 @@ def test_template_variables_are_given(qwen: str, capsys: pytest.CaptureFixture[s
 
 def test_a_folder_without_a_tokenizer_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(capsys, str(tmp_path), status=2)[0].startswith(f"error: MODEL={tmp_path}")
+
+
+def test_what_prompts_do_not_hold_and_what_the_template_adds(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["check-template", qwen])
+    assert "note: the chat template adds where there is no system message: 'You are Qwen, " in capsys.readouterr().err
+    template = tmp_path / "no_system.jinja"
+    template.write_text(
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(SystemExit, match="1"):
+        main(["check-template", qwen, "--chat-template", str(template), "--no-tools"])
+    assert "error: the chat template leaves out message 0 (system), 'Answer briefly.'" in capsys.readouterr().err

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.unit.data.factory import SHARED_DATA
 from verl_like.cli.main import main
 from verl_like.data.catalogue import RECIPES, prepare
 
@@ -160,3 +161,13 @@ def test_a_row_is_shown_as_the_trainer_reads_it(
         main(["data", "show", file, "--model", str(tiny_model), "--row", "3"])
     with pytest.raises(SystemExit, match=r"unknown key data\.max_prompt_lengt"):
         main(["data", "show", file, "--model", str(tiny_model), "data.max_prompt_lengt=3"])
+
+
+def test_a_file_that_a_run_refuses_is_shown_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not (SHARED_DATA / "tok_minimind").is_dir():
+        pytest.skip(f"needs {SHARED_DATA / 'tok_minimind'}")
+    rows = [{"prompt": [{"role": role, "content": "a<|im_end|>b"}]} for role in ("user", "usr")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    with pytest.raises(SystemExit, match=r"a run refuses this file: .*row 1: message 0 has the role 'usr'"):
+        main(["data", "show", str(tmp_path / "rows.jsonl"), "--model", str(SHARED_DATA / "tok_minimind")])
+    assert "a|<|" in capsys.readouterr().out  # pieces, where the token would be one

@@ -36,7 +36,7 @@ def test_a_run_that_can_be_is_told(task: dict[str, str], tiny_model: Path, tmp_p
     assert "1 on cpu, started by ray" in told and "16 rows (sevens 16)" in told
     assert "end tokens     1 '<eos>'\n" in told
     assert "8 prompts x 8 = 64 sequences" in told and "first prompt has 5 tokens: '00+0='" in told
-    assert "sevens           1      0       0" in told  # the reference answer was graded, and better than a wrong one
+    assert "sevens          16      0       0" in told  # the reference answers were graded, and better than wrong ones
     assert "at full lengths each phase takes" in told and "update_actor    0." in told
     assert "a fresh start" in told and told.splitlines()[-1] == "[]"
     assert not (tmp_path / "out").exists()

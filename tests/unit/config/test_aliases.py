@@ -5,8 +5,9 @@ import re
 import pytest
 
 from verl_like.config import aliases
-from verl_like.config.aliases import Change, canonical
-from verl_like.config.schema import find_key, keys, sections
+from verl_like.config.aliases import Change, canonical, renamed
+from verl_like.config.availability import NEWER, newer_than_here
+from verl_like.config.schema import find_key, keys, sections, suggest
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -103,6 +104,32 @@ def test_global_sizes_stay_and_warn():
     assert canonical([Change(f"{A}.ppo_micro_batch_size", None)])[1] == []
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("env.trian.tags", "env.train.tags"),
+        ("env.val.num_group", "env.val.num_groups"),
+        ("env.tags", "env.train.tags"),
+        ("actor_rollout_ref.model.lora.merg", "actor_rollout_ref.model.lora.merge"),
+        ("critic.model.lora.mergee", "critic.model.lora.merge"),
+    ],
+)
+@pytest.mark.parametrize("value", [None, False, "x"])
+def test_a_misspelt_key_beside_keys_of_ours_is_told_what_it_was_meant_to_be(typed, meant, value):
+    assert canonical([Change(typed, value)]) == ([Change(typed, value)], []), "it was dropped, as if it were verl's"
+    assert newer_than_here(typed) is None
+    assert suggest(typed) == f"; did you mean {meant}?"
+
+
+def test_what_is_said_to_be_missing_is_missing():
+    """A row about a section of ours, or of which a key goes by another name here, would hide misspelt names."""
+    ours = [row for row in NEWER if row in sections() or find_key(row) or find_key(renamed(f"{row}.enable"))]
+    spelled = [new for row in NEWER for new in ("steps", "tool", "path") if find_key(renamed(f"{row}.{new}"))]
+    assert (ours, spelled) == ([], [])
+    dropped = (*aliases.DROPPED, *aliases.AT_REST)
+    assert [key for key in (*keys(), *sections()) if any(re.fullmatch(pattern, key) for pattern in dropped)] == []
+
+
 def test_dropped_keys_say_why():
     changes, warnings = canonical([Change("critic.rollout_n", 8)])
     assert (changes, warnings) == ([], ["critic.rollout_n has no effect: it follows actor_rollout_ref.rollout.n"])
@@ -128,6 +155,9 @@ def test_dropped_keys_say_why():
         ("critic.optim.optimizer_impl", "torch.optim"),
         ("transfer_queue.enable", False),
         ("global_profiler.finish_hook_cmd", None),
+        ("actor_rollout_ref.model.torch_dtype", "bfloat16"),  # of no effect in verl either
+        (f"{R}.multi_turn.num_repeat_rollouts", 4),
+        (f"{R}.trace.token2text", True),
         # from verl's own ppo_trainer.yaml of 0.5 to 0.9, at its defaults
         ("trainer.npu_profile.options.level", "level1"),
         ("trainer.esi_redundant_time", 0),

@@ -70,6 +70,51 @@ def test_keys_that_only_other_rows_messages_have_are_dropped(tmp_path: Path) -> 
     assert [dataset[i][1].messages for i in range(2)] == prompts
 
 
+def test_what_the_model_graders_and_tools_are_given_is_what_was_written(tmp_path: Path) -> None:
+    """The real template, on rows whose tools, calls and arguments differ; a table gives what the lines give."""
+    rows = []
+    for name, properties, arguments, extra in (
+        ("weather", {"city": {"type": "string"}}, {"city": "Rome"}, {"weather": {"create_kwargs": {"unit": "C"}}}),
+        ("sum", {"x": {"type": "number", "enum": [1.5, None]}}, {"x": [None]}, {"sum": {"create_kwargs": {"of": 2}}}),
+    ):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        schema = {"name": name, "description": "d", "parameters": {"type": "object", "properties": properties}}
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        rows.append(
+            {
+                "data_source": "s",
+                "prompt": [*messages, {"role": "tool", "content": "ok"}, {"role": "user", "content": "!"}],
+                "reward_model": {"style": "rule", "ground_truth": arguments},
+                "extra_info": {"tools_kwargs": extra},
+                "tools": [{"type": "function", "function": schema}],
+            }
+        )
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer, data = load_tokenizer("tok_qwen25"), DataConfig(tools_key="tools")
+    table = write_parquet(tmp_path / "a.parquet", rows)
+    one, other = (PromptDataset(data, str(file), tokenizer, split="train") for file in (table, lines))
+    assert [one[i] for i in range(2)] == [other[i] for i in range(2)]
+    assert [one[i][1].extra_info for i in range(2)] == [row["extra_info"] for row in rows]
+    assert '{"name": "weather", "arguments": {"city": "Rome"}}' in tokenizer.decode(one[0][0])
+    assert '"properties": {"x": {"type": "number", "enum": [1.5, null]}}' in tokenizer.decode(one[1][0])
+
+
+def test_half_a_surrogate_pair_in_json_text_is_told_once_a_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = json.dumps([{"name": "f", "description": "cut \ud83d", "default": None}])
+    row = {"data_source": "s", "tools": tool, "reward_model": {"ground_truth": "1"}}
+    prompts = [json.dumps([{"role": "user", "content": text}]) for text in ("whole", "cut \ude00", "cut \ud83d")]
+    file = write_parquet(tmp_path / "a.parquet", [row | {"prompt": prompt} for prompt in prompts])
+    dataset = make_dataset(file, tools_key="tools", system_prompt="half \ud83d")
+    assert [dataset.row(i).messages[1]["content"] for i in range(3)] == ["whole", "cut \ufffd", "cut \ufffd"]
+    assert dataset.row(0).messages[0]["content"] == "half \ufffd"
+    assert dataset.row(0).tools == [{"name": "f", "description": "cut \ufffd", "default": None}]
+    told = [record.getMessage().partition(" (perhaps")[0] for record in caplog.records if "half of" in record.message]
+    assert told == ["data.system_prompt", f"{file}, row 0"]
+
+
 def test_messages_as_json_text_are_messages_and_other_texts_are_not(tmp_path: Path) -> None:
     rows = [{"prompt": '[{"role": "user", "content": "1+1="}]'}, {"prompt": '[{"a": 1}]'}, {"prompt": '[{"role": "us'}]
     dataset = make_dataset(write_parquet(tmp_path / "t.parquet", rows))
@@ -87,7 +132,7 @@ def test_several_files_with_different_columns(tmp_path: Path, monkeypatch: pytes
     assert dataset[3][1].messages == [{"role": "user", "content": "plain text"}]
     assert [dataset[i][1].ground_truth for i in range(8)] == ["0", "1", "2", 5, 5, "0", "1", "2"]
     assert [dataset[i][1].index for i in range(8)] == list(range(8))
-    assert dataset.data_sources() == ["arithmetic", "other"]
+    assert sorted(set(dataset.domains())) == ["arithmetic", "other"]
 
 
 def test_countdown_files_of_others_load_as_they_are() -> None:
@@ -95,7 +140,7 @@ def test_countdown_files_of_others_load_as_they_are() -> None:
     tokenizer = load_tokenizer("tok_qwen25")
     dataset = PromptDataset(DataConfig(max_prompt_length=400), files, tokenizer, split="train")
     assert len(dataset) == 10002
-    assert dataset.data_sources() == ["countdown"]
+    assert sorted(set(dataset.domains())) == ["countdown"]
     ids, row = dataset[8001]
     assert row.ground_truth == {"numbers": [96, 7, 37, 74], "target": 55}
     assert row.extra_info == {"index": 0, "split": "test"}
@@ -213,13 +258,13 @@ def test_a_file_without_data_source_is_taken_with_a_warning(caplog: pytest.LogCa
     assert len(dataset) == 800
     _, row = dataset[0]
     assert (row.data_source, row.ground_truth, row.extra_info) == ("unknown", None, {})
-    assert dataset.data_sources() == ["unknown"]
+    assert sorted(set(dataset.domains())) == ["unknown"]
     assert "no column 'data_source' (it has: prompt)" in caplog.text and "data.reward_fn_key" in caplog.text
     assert "no column 'reward_model'" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "verl_like"):
         named = make_dataset(shared_file("arithmetic_sequence/train.parquet"), default_data_source="numbers")
-    assert named.data_sources() == ["numbers"] and "no column 'data_source'" not in caplog.text
+    assert set(named.domains()) == {"numbers"} and "no column 'data_source'" not in caplog.text
 
 
 def test_other_keys(tmp_path: Path) -> None:

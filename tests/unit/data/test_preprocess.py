@@ -65,7 +65,7 @@ def test_errors_of_scripts_are_one_clear_line(tmp_path: Path) -> None:
     write_gsm8k(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"question": "?", "reply": "x"}\n')
     for arguments, message in [
-        (["--local_dataset_path", str(tmp_path)], "train.jsonl, line 1 has no answer (it has: question, reply)"),
+        (["--local_dataset_path", str(tmp_path)], "train.jsonl, row 0 has no answer (it has: question, reply)"),
         (["--local_dataset_path", str(tmp_path / "no")], "there is no folder"),
         ([], "--local_dataset_path is missing"),
     ]:

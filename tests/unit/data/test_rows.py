@@ -154,3 +154,70 @@ def test_text_that_looks_like_a_list_stays_text_in_csv(tmp_path: Path) -> None:
     prompts = ['[{"a": 1}] what is this?', "[1, 2] sorted?", '[{"x": 1}]']
     rows = read_rows(write(tmp_path / "a.csv", [{"prompt": prompt} for prompt in prompts]))
     assert rows.column("prompt") == prompts
+
+
+# Rows as they are written; Arrow unites the keys of each column's dictionaries.
+WEATHER = {"name": "weather", "properties": {"city": {"type": "string"}, "y": {"z": 1}}}
+SUM = {"name": "sum", "properties": {"x": {"enum": [1.5, None]}, "y": {}}}
+UNLIKE: list[dict[str, Any]] = [
+    {"tools": [WEATHER], "extra_info": {"a": 1, "deep": {"b": [1, None]}}},
+    {"tools": [SUM, {"name": "none"}], "extra_info": {"deep": {}}},
+    {"tools": [], "extra_info": {"c": [[{"d": 1}], [{"e": 2}, None]]}},
+]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "stream.arrow", "a.feather", "a.json", "a.jsonl"])
+def test_nulls_that_arrow_fills_in_leave_and_those_of_lists_stay(tmp_path: Path, name: str) -> None:
+    rows = read_rows(write(tmp_path / name, UNLIKE))
+    assert [rows.row(i) for i in range(3)] == UNLIKE
+    assert rows.column("tools") == [row["tools"] for row in UNLIKE]
+    assert rows.subcolumn("extra_info", "deep") == [{"b": [1, None]}, {}, None]
+
+
+def test_other_nested_types_of_tables(tmp_path: Path) -> None:
+    """A map's nulls were written, like a list's; a null column is a null; what JSON text holds stays."""
+    pair = pa.struct([("a", pa.int64()), ("b", pa.int64())])
+    columns = {
+        "map": pa.array([[("k", None), ("l", {"a": 1})], None], pa.map_(pa.string(), pair)),
+        "fixed": pa.array([[{"b": 2}, None], [{}, {"a": 3}]], pa.list_(pair, 2)),
+        "large": pa.array([[{"a": 4}], []], pa.large_list(pair)),
+        "union": pa.array([{"a": None}, None], pa.struct([("a", pa.null())])),
+        "text": pa.array(['{"a": null}', None]),
+        "numbers": pa.array([[1, None], []]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = read_rows(tmp_path / "a.parquet")
+    first, second = rows.row(0), rows.row(1)
+    assert first == {
+        "map": {"k": None, "l": {"a": 1}}, "fixed": [{"b": 2}, None], "large": [{"a": 4}], "union": {},
+        "text": '{"a": null}', "numbers": [1, None],
+    }  # fmt: skip
+    assert second == {
+        "map": None, "fixed": [{}, {"a": 3}], "large": [], "union": None, "text": None, "numbers": []
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.json.gz"])
+def test_half_a_surrogate_pair_becomes_a_mark_and_is_counted(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Escaped, or as the bytes that some writers put in its place; two halves are their character."""
+    cut = [{"prompt": f"{i}", "extra_info": {"k": "\U0001f600"}} for i in range(4)]
+    cut[1]["extra_info"] = {"k\ud83d": ["x\ude00y", "中"]}
+    cut[3]["extra_info"] = {"k": "\ud83d\ud83d\ude00"}
+    rows = read_rows(write(tmp_path / name, cut))
+    assert [row["extra_info"] for row in map(rows.row, range(4))] == [
+        {"k": "\U0001f600"}, {"k\ufffd": ["x\ufffdy", "中"]}, {"k": "\U0001f600"}, {"k": "\ufffd\U0001f600"}
+    ]  # fmt: skip
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"{tmp_path / name}: 2 row(s), the first of them row 1, held half of a surrogate pair")
+    (tmp_path / "raw.jsonl").write_bytes(b'{"prompt": "a\xed\xa0\xbd"}\n{"prompt": "\xed\xa0\xbd\xed\xb8\x80"}\n')
+    assert read_rows(tmp_path / "raw.jsonl").column("prompt") == ["a\ufffd", "\U0001f600"]
+
+
+def test_lines_of_json_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """U+2028, U+2029 and U+0085 stand in JSON as they are."""
+    texts = [f"a{mark}b" for mark in "\u2028\u2029\x85"]
+    lines = "\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8", newline="")
+    assert read_rows(tmp_path / "a.jsonl").column("prompt") == texts

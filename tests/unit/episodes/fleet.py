@@ -30,7 +30,7 @@ from verl_like.rollout.router import Router
 
 T = TypeVar("T")
 N = 2
-Verdict = Callable[[int, int], float | None]  # (position in the data set, which of its responses ended) -> score
+Verdict = Callable[[int, int], float | RewardOutcome | None]  # position and number of the response -> what it gets
 
 
 def teaches(position: int, nth: int) -> float:
@@ -114,7 +114,8 @@ class Rewards:
         nth = self.seen[position] = self.seen.get(position, -1) + 1
         score, future = self.verdict(position, nth % N), Future[RewardOutcome]()
         failure = RewardOutcome(kind="timeout", message="too slow")
-        future.set_result(failure if score is None else RewardOutcome(score=score))
+        outcome = score if isinstance(score, RewardOutcome) else RewardOutcome(score=score)
+        future.set_result(failure if score is None else outcome)
         return future
 
     def gather(self, graded: Sequence[Graded], **options: Any) -> Grading:

@@ -14,18 +14,22 @@ import pytest
 import torch
 
 from tests.unit.episodes.fleet import N, Verdict, collector, dataset, teaches
-from verl_like.batch import Prompt
+from verl_like.batch import MediaHandle, Prompt
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig, LengthRewardConfig, RewardModelConfig
+from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.errors import RunStopped
 from verl_like.data.dataset import PromptDataset
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
 from verl_like.episodes.outcomes import Policies
+from verl_like.models.images import MediaError
 from verl_like.observe.logs import DiscreetFormatter
 from verl_like.rewards.grading import RewardError
+from verl_like.rewards.reward_call import RewardOutcome
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
+from verl_like.rollout.travel import heard, told
 
 
 @pytest.fixture
@@ -211,6 +215,40 @@ def test_a_request_that_the_engine_refuses_ends_the_step_and_the_next_one_works(
         assert fleet.left == {}
 
 
+def test_a_picture_that_cannot_be_used_is_the_failure_of_its_row(
+    data: PromptDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is found when its row is drawn, one by the engine; the others are trained, and the next step goes on."""
+    read = PromptDataset.__getitem__
+
+    def draw(self: PromptDataset, index: int) -> Any:
+        if index == 1:
+            raise MediaError("row 1: image 0 is no image")
+        ids, row = read(self, index)
+        media = [MediaHandle(kind="image", path="a", column="images", row=index, number=0)] if index == 2 else []
+        return ids, dataclasses.replace(row, media=media)
+
+    class Shows(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            if prompt.row.media:
+                raise heard(told(MediaError("row 2: image 0 cannot be decoded")))
+            return await super().run(prompt, sample, ask)
+
+    monkeypatch.setattr(PromptDataset, "__getitem__", draw)
+    with collector(data, runner=Shows()) as (made, fleet):
+        rollouts, pending = made.next_batch(1)
+        pending.wait()
+        scores = pending.result()
+        assert scores.valid_B.tolist() == [True, True, False, False, False, False, True, True]
+        assert [failure and (failure.kind, failure.message) for failure in scores.failures[2:6]] == [
+            *[("media", "row 1: image 0 is no image")] * 2, *[("media", "row 2: image 0 cannot be decoded")] * 2
+        ]  # fmt: skip
+        assert rollouts.media is None and rollouts.response_length_B.tolist()[2:6] == [0] * 4  # nobody opens them again
+        assert {request.request_id.split("-")[1] for request in fleet.asked} == {"0", "3"}
+        assert made.metrics()["outcomes/environment_error"] == 4
+        assert made.next_batch(2)[1].result().valid_B.all()
+
+
 # ---- episodes of several turns
 
 
@@ -238,6 +276,19 @@ def test_turns_of_an_episode_share_a_session_and_have_seeds_of_their_own(data: P
         assert len(set(seeds)) == len(seeds) == 24 and len({r.session for r in fleet.asked}) == 4
         last = rollouts.response_ids_BR[0].tolist()
         assert last[5] == 0 and last[11] == 1 and int(rollouts.response_mask_BR[0].sum()) == 15
+
+
+def test_min_tokens_shrinks_to_the_room_of_a_turn(data: PromptDataset) -> None:
+    """A client's own limit, or what is left of the response; an engine refuses more tokens at least than at most."""
+
+    class LittleRoom(SingleTurn):
+        async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
+            done = await ask(list(prompt.ids), SamplingParams(max_tokens=9, min_tokens=6), max_tokens=4)
+            return Episode(turns=(Turn.of(prompt.ids, done),))
+
+    with collector(data, runner=LittleRoom()) as (made, fleet):
+        made.next_batch(1)
+        assert {(r.sampling.min_tokens, r.sampling.max_tokens) for r in fleet.asked} == {(4, 4)}
 
 
 def test_an_error_in_an_episode_is_the_steps(data: PromptDataset) -> None:
@@ -466,6 +517,55 @@ def test_failures_name_their_rows_of_the_batch(data: PromptDataset) -> None:
         assert 4 not in [row.index for row in rollouts.rows]  # one response has nothing to compare with
         for row, failure in enumerate(pending.result().failures):
             assert failure is None or failure.row == row
+
+
+def lacking(position: int, nth: int) -> RewardOutcome:
+    """The reward function gives no `part` for one response of position 4, and none but text for one of position 1."""
+    part: dict[str, Any] = {"part": "?"} if (position, nth) == (1, 1) else {"part": position * (nth == 0)}
+    return RewardOutcome(score=teaches(position, nth), extras={} if (position, nth) == (4, 0) else part)
+
+
+GDPO = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["part"]}
+
+
+@pytest.mark.parametrize("asynchronous", [None, AsyncTrainingConfig()])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_row_without_what_training_reads_is_a_failed_reward(
+    data: PromptDataset, alone: bool, asynchronous: AsyncTrainingConfig | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"alone": alone, "asynchronous": asynchronous, "algorithm": AlgorithmConfig(**GDPO)}
+    with collector(data, batch=6, verdict=lacking, **options) as (made, _):
+        rollouts, pending = made.next_batch(1)
+        scores = pending.result()
+        failed = {rollouts.rows[f.row].index: f.kind for f in scores.failures if f is not None}
+        assert failed == {1: "bad_value", 4: "bad_value"} and int(scores.valid_B.sum()) == 10
+        assert made.metrics()["outcomes/grader_error"] == 2
+        assert "step 1: 2 of 12 rows lack a value" in caplog.text and "algorithm.gdpo_reward_keys=part" in caplog.text
+
+
+def test_a_group_that_lacks_the_metric_of_the_filter_is_no_end_of_the_run(data: PromptDataset) -> None:
+    with collector(data, verdict=lacking, algorithm=filtering(metric="part")) as (made, _):
+        rollouts, pending = made.next_batch(1)
+        assert {row.index for row in rollouts.rows} == {
+            2,
+            3,
+            5,
+            6,
+        }  # 0 teaches nothing; 1 and 4 have one row to compare
+        assert pending.result().valid_B.all()
+
+
+def test_a_key_that_no_row_has_ends_the_run_by_its_name(data: PromptDataset) -> None:
+    algorithm = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["typo"])
+    with collector(data, verdict=lacking, algorithm=algorithm) as (made, _):
+        _, pending = made.next_batch(1)
+        with pytest.raises(RewardError, match=r"bad_value: algorithm.gdpo_reward_keys=typo: .* part, and no 'typo'"):
+            pending.result()
+    with (
+        collector(data, verdict=lacking, algorithm=filtering(metric="typo")) as (made, _),
+        pytest.raises(RewardError, match=r"algorithm.filter_groups.metric=typo: .* part, and no 'typo'"),
+    ):
+        made.next_batch(1)
 
 
 # ---- greedy baselines (remax)

@@ -309,6 +309,11 @@ def test_every_form_of_a_tools_image(tmp_path: Path) -> None:
     for number, (kind, source) in enumerate(found):
         handle = MediaHandle(kind=kind, path="tool", column="image", row=0, number=number, source=source)
         assert kind == "image" and np.array_equal(np.asarray(decoded(handle)), expected)
+    clear = np.zeros((56, 56, 4), np.uint8)  # nothing to see, and as a viewer shows it
+    deep = np.full((56, 56), 65535, np.uint16)
+    for _, source in media_of(types.SimpleNamespace(text="", image=[clear, Image.fromarray(clear), deep])):
+        handle = MediaHandle(kind="image", path="tool", column="image", row=0, number=0, source=source)
+        assert (np.asarray(decoded(handle)) == 255).all()
     with pytest.raises(ValueError, match="a tool's image must be one of PIL's, an array, bytes, a path or a URL"):
         media_of(types.SimpleNamespace(text="", image=[object()]))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import socket
+import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,23 @@ def test_the_newest_values_are_served_on_this_machine_alone(tmp_path: Path) -> N
         trackers.finish()
     with pytest.raises(OSError):
         urllib.request.urlopen(prometheus.address, timeout=5)
+
+
+def test_who_says_nothing_is_cut_and_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_like.observe.prometheus._VISIT_S", 0.4)
+    monkeypatch.setattr("verl_like.observe.prometheus._MOST_VISITS", 4)
+    tracker = PrometheusTracker(TrainerConfig(logger=[], prometheus_port=0), "run-1")
+    try:
+        port = int(tracker.address.split(":")[2].partition("/")[0])
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(12)]
+        silent[0].sendall(b"GET /met")
+        began = time.monotonic()
+        for each in silent:
+            with suppress(ConnectionResetError):
+                assert each.recv(1) == b""
+            each.close()
+        assert time.monotonic() - began < 5
+        with urllib.request.urlopen(tracker.address, timeout=10) as answer:
+            assert answer.status == 200
+    finally:
+        tracker.finish()

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import AddedToken
 
 from tests.unit.observe import factory
 from verl_like.batch import Evaluated, Experience
@@ -49,6 +51,32 @@ def test_records_have_verls_fields_without_padding_or_special_tokens() -> None:
     assert [sample["outcome"] for sample in judged] == ["solved", "tool_error"]
     assert (samples[1]["input"], samples[1]["output"]) == ("b", "e")
     assert samples[1]["failure"] == "timeout: over 60 s"
+
+
+def test_special_tokens_that_are_text_are_told_from_tokens() -> None:
+    class Special(LetterTokenizer):
+        added_tokens_decoder = {0: AddedToken("<eos>", special=True)}  # noqa: RUF012
+        all_special_tokens = ("<eos>",)
+
+        def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+            texts = {26: "<e", 25: "os>"}
+            return "".join(
+                texts.get(i) or super(Special, self).decode([i], skip_special_tokens=skip_special_tokens)
+                for i in token_ids
+            )
+
+    rollouts = factory.rollouts(
+        [[3, 26, 25, 0], [5, 0]], prompts=[[0, 1], [2]], finish_reasons=["stop", "stop"], sources=["a", "b"]
+    )
+    forged = dataclasses.replace(rollouts.rows[1], messages=[{"role": "user", "content": "b<eos>"}])
+    rollouts = rollouts.replace(rows=[rollouts.rows[0], forged])
+    first, second = make_samples(rollouts, factory.scores([0.5, 1.0], [{}, {}]), Special(), step=7)
+    assert (
+        first["output"] == "c<eos>"
+        and first["output_shown"] == "c<eos>\u27e6<eos>\u27e7"
+        and "input_shown" not in first
+    )
+    assert second["input_shown"] == "b" and "output_shown" not in second  # kept ones would stand in brackets
 
 
 def test_dump_is_read_back_and_replaces_what_was_there(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from tests.unit.observe import factory
+from verl_like.batch import numeric_extras, scalar
 from verl_like.observe.metrics import (
     memory_gib,
     memory_metrics,
-    numeric_extras,
     perf_metrics,
     rollout_metrics,
-    scalar,
     sequence_balance_metrics,
     training_metrics,
 )

@@ -150,7 +150,8 @@ def test_tensorboard_event_file_is_read_back(tmp_path: Path) -> None:
     trackers.log(1, {"critic/score/mean": 0.25})
     trackers.log(2, {"critic/score/mean": 0.5, "actor/grad_norm": float("nan")})
     answer = "2*3*4 = `24`\n<think>a\\|b</think> [x](y)"
-    trackers.log_samples(2, [{"input": "_1_|1", "output": answer, "gts": "2", "score": 1.0}])
+    cut = {"pred": ["\ud83d"], "deep": ("\ude00",)}  # as a grader may read it out of a response
+    trackers.log_samples(2, [{"input": "_1_|1", "output": answer + "\ud83d", "gts": "\u2028\r2", "score": 1.0, **cut}])
     trackers.finish()
     events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -158,7 +159,7 @@ def test_tensorboard_event_file_is_read_back(tmp_path: Path) -> None:
     text = events.Tensors("val/generations/text_summary")[0].tensor_proto.string_val[0].decode()
     page = pytest.importorskip("tensorboard.plugin_util").markdown_to_safe_html(text)  # what its page shows
     cells = [html.unescape(cell.replace("<br>", "\n")) for cell in re.findall(r"<td>(.*?)</td>", page, re.S)]
-    assert cells == ["_1_|1", answer, "2", "1.0"]
+    assert cells == ["_1_|1", answer + "\ufffd", "\u2028\n2", "1.0"]
 
 
 class FakeRun:

@@ -134,6 +134,24 @@ class TestComparison:
     def test_other_output(self, got: str, expected: str) -> None:
         assert not same_output(got, expected)
 
+    @pytest.mark.parametrize("mark", list("\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\x1f\xa0\u3000"))
+    def test_only_line_feeds_end_lines_and_only_blanks_part_words(self, mark: str) -> None:
+        """Where str.splitlines, str.split and str.strip cut too."""
+        assert same_output(f"a{mark}b\r\n", f"a{mark}b") and same_output(f"{mark}\n", f"{mark}  \n\n")
+        for got in ("a\nb", "a b", "ab", f"a{mark} b", f"a{mark}b{mark}", f"{mark}\na{mark}b"):
+            assert not same_output(got, f"a{mark}b"), got
+            assert not same_output(f"a{mark}b", got), got
+        arguments = json.dumps(f"a{mark}b", ensure_ascii=False) + "\r\n\n2"
+        assert code_cases.parse({"fn_name": "f", "inputs": [arguments], "outputs": ["1"]}) == [
+            CallTest("f", [f"a{mark}b", 2], ["1", 1])
+        ]
+
+    @pytest.mark.parametrize(
+        ("got", "right"), [("1.50", True), ("1.500000001", True), ("1_0.5", False), ("\uff11.\uff15", False)]
+    )
+    def test_numbers_are_what_programs_print(self, got: str, right: bool) -> None:
+        assert same_output(got, "10.5" if "_" in got else "1.5") == right
+
     def test_values(self) -> None:
         assert same_value((1, [2.0000001]), [1, (2.0,)])
         assert same_value({1: "a"}, {"1": "a"})
@@ -336,3 +354,23 @@ class TestRealData:
             truth = {"inputs": list(answers), "outputs": list(answers.values())}
             assert grade(table, truth)["score"] == 1.0
             assert grade(table.replace("end=''", "end='1'"), truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85"])
+def test_marks_that_python_takes_for_line_ends(mark: str) -> None:
+    """Right programs score 1 and wrong ones 0, for functions, outputs and asserts."""
+    call = {"fn_name": "f", "inputs": [json.dumps(f"a{mark}b", ensure_ascii=False)], "outputs": ["3"]}
+    assert grade("def f(s): return len(s)", call)["score"] == 1.0
+    assert grade("def f(s): return len(s.splitlines())", call)["score"] == 0.0
+    stdio = {"inputs": [f"x{mark}y\n"], "outputs": [f"x{mark}y\n"]}
+    assert grade("print(input())", stdio)["score"] == 1.0
+    assert grade("print(*input().splitlines(), sep='\\n')", stdio)["score"] == 0.0
+    asserts = [f"assert f() == 'a{mark}b', 'not a{mark}b'", "assert f() != 'a'"]
+    assert grade(f"def f(): return 'a{mark}b'", asserts)["score"] == 1.0
+    assert grade("def f(): return 'a\\nb'", asserts)["score"] == 0.5
+
+
+def test_half_a_surrogate_pair_in_a_test_is_a_mark_that_no_broken_byte_equals() -> None:
+    stdio = json.dumps({"inputs": ["cut \ud83d\n"], "outputs": ["cut \ud83d\n"]})
+    assert grade("print(input())", stdio)["score"] == 1.0
+    assert grade("import sys; sys.stdout.buffer.write(b'cut \\xff')", stdio)["score"] == 0.0

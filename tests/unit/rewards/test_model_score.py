@@ -15,16 +15,22 @@ from verl_like.batch import PromptRow, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.rewards.grading import to_scores
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.model_score import Answer, ModelScore, without_rule
+from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.reward_call import RewardOutcome
 
 
 class TemplateTokenizer:
     """Writes "<role:content>" for each message; a character's id is its code."""
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, return_dict: bool) -> list[int]:
-        assert tokenize and not return_dict
-        return [ord(c) for message in messages for c in f"<{message['role'][0]}:{message['content']}>"]
+    chat_template = "by hand"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: bool) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": False}
+        return "".join(f"<{message['role'][0]}:{message['content']}>" for message in messages)
+
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        assert not add_special_tokens
+        return {"input_ids": [[ord(c) for c in text] for text in texts]}
 
 
 def answer(text: str) -> Answer:
@@ -51,7 +57,9 @@ def test_long_texts_are_cut_on_the_right() -> None:
 
 
 def test_weights_join_model_and_rule() -> None:
-    rule = without_rule(2).replace(score_B=torch.tensor([1.0, 0.0]), extras=[{"acc": 1}, {"acc": 0}])
+    rule = to_scores([RewardOutcome(score=0.0)] * 2, ["s"] * 2).replace(
+        score_B=torch.tensor([1.0, 0.0]), extras=[{"acc": 1}, {"acc": 0}]
+    )
     scores = model_score([0.5, -0.5], model_weight=2.0, rule_weight=10.0).add_to(rule, [answer("a"), answer("b")])
     assert scores.score_B.tolist() == [11.0, -1.0]
     assert scores.extras[0] == {"acc": 1, "model_score": 0.5, "rule_score": 1.0}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,6 +167,22 @@ def test_a_whole_engine_with_a_step_thread() -> None:
         assert ended.sampled.weight_versions[-1] == 5
     finally:
         rollout.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"min_tokens": 5}, "min_tokens=5 is more than max_tokens=4"),
+        ({"bad_words": tuple((i,) for i in range(32_000))}, "nothing is left to sample"),
+    ],
+)
+def test_sampling_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+    rollout = FakeTimeRollout(FakeTimeEngine())
+    assert rollout.tokenizer_size == 32_000
+    asked = request("a", 4)
+    with pytest.raises(ValueError, match=said):
+        rollout.submit(dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, **changes)))
+    rollout.shutdown()
 
 
 def test_requests_of_a_stream_that_breaks_off_are_ended() -> None:

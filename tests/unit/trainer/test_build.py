@@ -73,7 +73,7 @@ def test_a_long_prompt_wherever_it_stands(tmp_path: Path, tiny_model: Path) -> N
 def test_no_reference_answers(tmp_path: Path, tiny_model: Path) -> None:
     rows = [{"data_source": "openai/gsm8k", "prompt": "1+1=", "answer": "2"} for _ in range(4)]
     message = refusal(tmp_path, tiny_model, rows)
-    assert "has no column 'reward_model' with the reference answers" in message and "data.ground_truth_key" in message
+    assert "4 of 4 rows have no reference answer" in message and "data.ground_truth_key" in message
 
 
 def test_a_wrong_image_key(tmp_path: Path, tiny_model: Path) -> None:

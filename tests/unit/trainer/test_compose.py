@@ -98,7 +98,7 @@ def test_all_faults_are_listed_at_once():
     text = problems("data.train_batch_sizes=1", "~data.seed", "data.train_batch_size=1,2", "critic=3", "a b=")
     assert text.startswith("5 problems")
     text = problems("data.max_prompt_length=abc", "actor_rollout_ref.actor.strategy=ddp")
-    assert "data.max_prompt_length='abc'" in text and "expected one of [fsdp, fsdp2, megatron]" in text
+    assert "data.max_prompt_length='abc'" in text and "expected one of [fsdp2, megatron]" in text
     text = problems("actor_rollout_ref.actor.clip_ratio=-1", "critic.grad_clip=0")
     assert "actor_rollout_ref.actor.clip_ratio=-1.0: must be at least 0" in text
     assert "critic.grad_clip=0.0: must be above 0" in text

@@ -16,7 +16,8 @@ from verl_like.data.preprocess.schema import make_row
 from verl_like.rewards.grading import to_scores
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.reward_call import RewardOutcome
-from verl_like.trainer.reward_check import reference_answers, self_check
+from verl_like.trainer import reward_check
+from verl_like.trainer.reward_check import grade_sample, reference_answers, self_check
 
 
 class Tokenizer(CharTokenizer):
@@ -107,3 +108,37 @@ def test_a_penalty_for_failures_is_no_verdict(tmp_path: Path) -> None:
     late = Rewards(lambda text: RewardOutcome(score=0.0) if "know" in text else slow, penalty=1.0)
     with pytest.raises(ValueError, match=r"math: row 0: timeout: slow"):
         self_check(dataset, late, Tokenizer(), 8)
+
+
+def test_a_sample_of_64_is_graded_over_all_sources_and_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many of each source, as far as it has them; a slow grader or a judge is asked of the first rows alone."""
+    sums = [{"target": "x"} if number == 37 else str(number) for number in range(50)]
+    dataset = make_dataset(tmp_path, {"arithmetic": sums, "openai/gsm8k": ["72"] * 100, "countdown": [{"target": 3}]})
+    settings = (CustomRewardFunctionConfig(), RewardModelConfig(), DataConfig(), Tokenizer())
+    with RewardManager(*settings) as rewards:
+        reports = grade_sample(dataset, rewards, Tokenizer())
+        looked_at = {source: report.looked_at + report.no_reference for source, report in reports.items()}
+        assert looked_at == {"arithmetic": 22, "openai/gsm8k": 22, "countdown": 1}
+        assert reports["openai/gsm8k"].right == 22 and not caplog.records
+        monkeypatch.setattr(reward_check, "_SAMPLE_S", 0.0)  # the first ones took all the time
+        assert grade_sample(dataset, rewards, Tokenizer())["arithmetic"].looked_at == 1
+    (tmp_path / "odd").mkdir()
+    odd = make_dataset(tmp_path / "odd", {"arithmetic": ["1", "2"]})
+    asked: list[int] = []
+
+    class Judged(Rewards):
+        asks_judge = False
+
+        def score(self, rollouts: Rollouts, *, step: int) -> Scores:
+            asked.append(len(rollouts.rows))
+            return super().score(rollouts, step=step)
+
+    rewards_of_two = Judged(lambda text: RewardOutcome(score=float("2" in text)))
+    monkeypatch.setattr(reward_check, "_SAMPLE_S", 60.0)
+    assert grade_sample(odd, rewards_of_two, Tokenizer())["arithmetic"].wrong == 1
+    assert "arithmetic: 1 of 2 reference answers looked at are not graded better" in caplog.text and len(asked) == 2
+    rewards_of_two.asks_judge = True
+    grade_sample(odd, rewards_of_two, Tokenizer())
+    assert len(asked) == 3  # a judge is asked of one row

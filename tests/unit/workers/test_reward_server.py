@@ -31,7 +31,9 @@ class Told:
         self.served = served
 
 
-def test_a_pool_of_its_own_serves_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_of_its_own_serves_until_it_ends(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program in place of vLLM's server; everything around it is the run's own."""
 
     def command(rollout: Any, path: str, *, host: str, port: int, **more: Any) -> list[str]:
@@ -41,7 +43,11 @@ def test_a_pool_of_its_own_serves_until_it_ends(tmp_path: Path, monkeypatch: pyt
     config = compose(
         [
             *("algorithm=grpo", "actor_rollout_ref.rollout.n=2", f"trainer.default_local_dir={tmp_path}"),
-            *("reward_model.enable=true", "reward_model.model.path=/m/judge", "reward_model.model_type=generative"),
+            *(
+                "reward_model.enable=true",
+                f"reward_model.model.path={tiny_model}",
+                "reward_model.model_type=generative",
+            ),
             *("reward_model.rollout.name=vllm", "reward_model.enable_resource_pool=true", "reward_model.nnodes=1"),
             "reward_model.n_gpus_per_node=1",
         ]
@@ -59,7 +65,7 @@ def test_a_pool_of_its_own_serves_until_it_ends(tmp_path: Path, monkeypatch: pyt
             use_reward_model(config, plan, pools, told, (None, None))  # pyright: ignore[reportArgumentType]
         told.served.require_alive()
         (address,) = told.served.addresses
-        assert told.served.path == "/m/judge" and told.served.next_address() == address
+        assert told.served.path == str(tiny_model) and told.served.next_address() == address
         server = workers._worker.roles["reward"]._server
         assert server.log == tmp_path / "workers" / "judge0.log"
         helper = helper_of(server)

@@ -65,8 +65,7 @@ def _file_of(folder: Path, split: str) -> Path:
 
 def convert_split(source: Path, target: Path, split: str) -> None:
     """One file to `target`/`split`.parquet."""
-    read = schema.read_jsonl if source.suffix == ".jsonl" else schema.read_records
-    records = read(source, required=("question", "answer"))
+    records = schema.read_records(source, required=("question", "answer"))
     rows = schema.convert(records, lambda record, index: to_row(record, index, split), title=f"gsm8k {split}")
     schema.write_rows(rows, target / f"{split}.parquet", show_sample=split == "train")
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.progress import track
 
-from verl_like.data.rows import READERS, file_format, iterate, read_rows
+from verl_like.data.rows import READERS, file_format, read_rows
 
 _IMAGE_ROWS = 100  # in a row group: what is read to open one image
 
@@ -51,27 +51,16 @@ def parser(description: str, *, local_source: str | None = None) -> argparse.Arg
     return arguments
 
 
-def read_jsonl(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
-    """Records of a jsonl file. ValueError naming file, line and columns if one is broken or a column is missing."""
-    records = []
-    with require_file(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                records.append(_parse(line, f"{path}, line {number}", required))
-    if not records:
-        raise ValueError(f"{path} is empty")
-    return records
-
-
 def read_records(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All rows of a file in any format of `data.rows`. ValueError if it is empty or a column is missing."""
+    """All rows of a file in any format of `data.rows`. ValueError if it is empty or a row lacks a column."""
     rows = read_rows(require_file(path))
-    missing = [name for name in required if name not in rows.columns]
-    if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)} (it has: {', '.join(rows.columns)})")
     if not len(rows):
         raise ValueError(f"{path} is empty")
-    return list(iterate(rows))
+    records = [rows.row(position) for position in range(len(rows))]
+    for number, record in enumerate(records):
+        if missing := [name for name in required if name not in record]:
+            raise ValueError(f"{path}, row {number} has no {', '.join(missing)} (it has: {', '.join(record)})")
+    return records
 
 
 def required_source(options: Any, where: str) -> Path:
@@ -116,17 +105,6 @@ def write_splits(
     for number, (split, records) in enumerate(parts.items()):
         rows = convert(records, lambda record, index, s=split: to_row(record, index, s), title=f"{title} {split}")
         write_rows(rows, folder / f"{split}.parquet", show_sample=number == 0)
-
-
-def _parse(line: str, place: str, required: Sequence[str]) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON: {error}") from error
-    missing = [name for name in required if name not in record]
-    if missing:
-        raise ValueError(f"{place} has no {', '.join(missing)} (it has: {', '.join(record)})")
-    return record
 
 
 def require_file(path: Path) -> Path:

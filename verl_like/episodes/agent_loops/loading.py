@@ -27,7 +27,8 @@ class LoopEntry:
         """The class. UserCodeError, AgentLoopError say what is wrong with it."""
         reference = self.target if ":" in self.target else ":".join(self.target.rsplit(".", 1))
         found = load(reference, f"{self.where}._target_")
-        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(found, "run", found))):
+        run: Any = getattr(found, "run", None)
+        if not inspect.iscoroutinefunction(inspect.unwrap(run)):
             raise AgentLoopError(f"{self.where}: {self.target} has no `async def run`: derive it from AgentLoopBase")
         return found
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_like.config import SpelledTokens
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.transcript import Transcript
 
@@ -21,9 +22,12 @@ class ContinuousTokens:
     """The chat template's tokens for messages, without tokenising again what the model wrote."""
 
     def __init__(self, tokenizer: Any, data: Any) -> None:
-        """data: the run's data.*."""
-        options = dict(data.get("apply_chat_template_kwargs") or {})
-        self._encoder = PromptEncoder(tokenizer, options, continues=data.get("continue_final_message", True))
+        """data: `data.*` of the run."""
+        kwargs = dict(data.get("apply_chat_template_kwargs") or {})
+        spelled = SpelledTokens(data.get("special_tokens_in_text", "text"))
+        self._encoder = PromptEncoder(
+            tokenizer, kwargs, spelled=spelled, continues=data.get("continue_final_message", True)
+        )
 
     def initial(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """A conversation that the model is to answer."""

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -91,11 +92,13 @@ class ProgramService:
     def __init__(self, spec: ProgramSpec) -> None:
         self._printed = [Limited(sys.stdout, 1), Limited(sys.stderr, 2)]
         sys.stdout, sys.stderr = self._printed
-        self._command = None if spec.command is None else shlex.split(spec.command)
+        self._command = None if spec.command is None else _program(spec.command)
         self._run = None if spec.path is None else load(spec.path, f"{KEYS}path")
         if self._run is not None:
-            given = dict.fromkeys(_named(self._run), "")
-            check_call(self._run, f"{KEYS}path={spec.path}", "data", "base_url", "api_key", keywords=given)
+            given = dict.fromkeys(("data", "base_url", "api_key", *_named(self._run)), "")
+            check_call(self._run, f"{KEYS}path={spec.path}", keywords=given)
+            if isinstance(self._run, type):
+                raise ProgramError(f"{KEYS}path={spec.path} is a class; name a function run(data, base_url, api_key)")
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     async def call(self, payload: ProgramRequest) -> ProgramReply:
@@ -166,9 +169,9 @@ class ProgramService:
                 raise RuntimeError(f"the command ended with {process.returncode}: {said}")
             output.seek(0)
             out = output.read()
-        lines = out.decode(errors="replace").strip().splitlines()
+        last = out.strip().rpartition(b"\n")[2].decode(errors="replace")
         try:
-            return json.loads(lines[-1]) if lines else None
+            return json.loads(last) if last else None
         except ValueError:  # it says something else last, and leaves the reward to the graders
             return None
 
@@ -178,6 +181,17 @@ class ProgramService:
             task.cancel()
             await asyncio.wait({task}, timeout=_ENDING_S)
         return ProgramReply(ended=True)
+
+
+def _program(command: str) -> list[str]:
+    """The words of a command line. ProgramError where its first is no program here."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ProgramError(f"{KEYS}command={command!r}: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        raise ProgramError(f"{KEYS}command={command!r}: there is no program {words[:1] or ''} here; name one to run")
+    return words
 
 
 def _named(run: Callable[..., Any]) -> list[str]:

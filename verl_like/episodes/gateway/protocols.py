@@ -1,8 +1,8 @@
 """OpenAI's chat completions and responses, and Anthropic's messages: requests as messages, answers in their form.
 
 Text alone. Sampling parameters other than lengths and stop texts are the run's, whatever a client sends: log-probs are
-those of the run's temperature. So is whether a tool is called: a choice that would force a call is taken for auto. A
-field that asks for something else that there is not is refused.
+those of the run's temperature. A field that asks for something else that there is not is refused. What is read here
+has the types of schema.py.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from verl_like.episodes.gateway import schema
 from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply
 
 Event = tuple[str | None, dict[str, Any]]  # name of a server-sent event, its data
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ROLES = ("system", "user", "assistant", "tool")
+_FORCED = ("required", "function", "any", "tool")  # kinds of tool_choice that demand a call
 # Fields that would be another answer, or another conversation, than the one that is given: each must be left out
 _NOT_SERVED = (
-    *("logprobs", "top_logprobs", "echo", "functions", "function_call", "audio"),  # chat completions
+    *("logprobs", "top_logprobs", "echo", "functions", "function_call", "audio", "logit_bias"),  # chat completions
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),  # vLLM's and SGLang's
     *("background", "conversation", "prompt"),  # responses
     *("container", "mcp_servers"),  # messages
 )
@@ -30,91 +33,101 @@ def _text(content: Any, where: str) -> str:
     """The text of a content: a string, or parts of text."""
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, list):
-        raise Refused(f"{where}: content must be text or a list of parts, not {type(content).__name__}")
     parts = []
-    for part in _objects(content, f"{where}: content"):
-        kind = part.get("type")
-        if kind in ("text", "input_text", "output_text", "refusal"):
-            parts.append(str(part.get("text") or part.get("refusal") or ""))
-        elif kind not in ("thinking", "redacted_thinking"):
-            raise Refused(f"{where}: a part of type {kind!r} is not available: the policy reads text")
+    for place, part in enumerate(content):
+        if part["type"] in ("text", "input_text", "output_text", "refusal"):
+            parts.append(part.get("text") or part.get("refusal") or "")
+        elif part["type"] not in ("thinking", "redacted_thinking"):
+            what = f"a part of type {part['type']!r} is not available: the policy reads text"
+            raise Refused(f"{where}: {what}", param=f"{where}[{place}]")
     return "".join(parts)
 
 
-def _objects(value: Any, where: str) -> list[Mapping[str, Any]]:
-    """A list of objects, empty for none."""
-    if not isinstance(value or [], list) or not all(isinstance(each, Mapping) for each in value or []):
-        raise Refused(f"{where} must be a list of objects: {value!r:.100}")
-    return value or []
-
-
-def _options(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Of `Asked`: max_tokens, stop, most_calls. Refused for what is none, and for what there is not."""
+def _options(body: Mapping[str, Any], tools: list[dict[str, Any]], *names: str) -> dict[str, Any]:
+    """Of `Asked`: all but the messages. Refused for what there is not."""
     if body.get("n") not in (None, 1):
-        raise Refused(f"n={body['n']}: one answer a request; ask several times")
+        raise Refused(f"n={body['n']}: one answer a request; ask several times", param="n")
     for name in _NOT_SERVED:
         if body.get(name):
-            raise Refused(f"{name} is not available")
-    forms = (body.get("response_format"), (body.get("text") or {}).get("format"), body.get("output_format"))
-    for form in (*forms, (body.get("output_config") or {}).get("format")):
-        if form is not None and form.get("type") != "text":
+            raise Refused(f"{name} is not available", param=name)
+    forms: dict[str, Any] = {name: body.get(name) for name in ("response_format", "output_format")}
+    forms |= {f"{name}.format": (body.get(name) or {}).get("format") for name in ("text", "output_config")}
+    for where, form in forms.items():
+        if form is not None and form["type"] != "text":
             what = "what the policy writes is not constrained: its log-probs would be others"
-            raise Refused(f"a response format of type {form.get('type')!r} is not available: {what}")
+            raise Refused(f"a response format of type {form['type']!r} is not available: {what}", param=where)
     name = next((name for name in names if body.get(name) is not None), names[0])
     most = body.get(name)
-    if most is not None and (type(most) is not int or most < 1):
-        raise Refused(f"{name}={most!r}: must be a whole number of at least 1")
+    if most is not None and most < 1:
+        raise Refused(f"{name}={most}: must be a whole number of at least 1", param=name)
     stop = body.get("stop") or body.get("stop_sequences") or []
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(each, str) and each for each in stop):
-        raise Refused(f"stop={stop!r:.100}: must be a text or a list of texts")
-    return {"max_tokens": most, "stop": tuple(stop), "most_calls": _most_calls(body)}
+    if "" in stop:
+        raise Refused("stop must be a text or a list of texts, none of them empty", param="stop")
+    return {"tools": tools or None, "max_tokens": most, "stop": tuple(stop), **_choice(body, tools)}
 
 
-def _most_calls(body: Mapping[str, Any]) -> int | None:
-    """How many calls of an answer the client wants to see: 0 by tool_choice none, 1 without parallel ones."""
+def _choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of `Asked`: how many calls of an answer the client wants to see (0 by tool_choice none, 1 without parallel ones),
+    and of which tools there must be one."""
     choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind == "none":
-        return 0
-    one = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use")
-    return 1 if one or body.get("parallel_tool_calls") is False else None
+    about: Mapping[str, Any] = choice if isinstance(choice, dict) else {"type": choice}
+    kind, name = about["type"], about.get("name") or (about.get("function") or {}).get("name")
+    if kind not in (None, "none", "auto", *_FORCED):
+        raise Refused(f"tool_choice of type {kind!r} is not available", param="tool_choice")
+    known = [tool["function"]["name"] for tool in tools]
+    forced = tuple(each for each in known if name in (None, each)) if kind in _FORCED else None
+    if forced == ():
+        raise Refused("tool_choice demands a call of a tool that the request does not have", param="tool_choice")
+    one = about.get("disable_parallel_tool_use") or body.get("parallel_tool_calls") is False
+    return {"most_calls": 0 if kind == "none" else 1 if one else None, "forced": forced}
 
 
-def _role(message: Mapping[str, Any]) -> str:
-    role = "system" if message.get("role") == "developer" else message.get("role")
+def _role(message: Mapping[str, Any], where: str) -> str:
+    role = message.get("role") or ""
+    role = "system" if role == "developer" else role
     if role not in _ROLES:
-        raise Refused(f"a message has the role {role!r}: there are {', '.join(_ROLES)} and developer")
+        what = f"a message has the role {role!r}: there are {', '.join(_ROLES)} and developer"
+        raise Refused(what, param=f"{where}.role")
     return role
 
 
-def _function(kind: Any, function: Any) -> dict[str, Any]:
+def _function(tool: tuple[str, Mapping[str, Any] | None], where: str) -> dict[str, Any]:
     """A tool as the chat template is shown it. Refused for what is no function with a name."""
+    kind, function = tool
     if kind != "function":
-        raise Refused(f"a tool of type {kind!r} is not available: functions alone")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise Refused(f"a tool must be a function with a name: {function!r:.100}")
-    return {"type": "function", "function": dict(function)}
+        raise Refused(f"a tool of type {kind!r} is not available: functions alone", param=f"{where}.type")
+    if not (function or {}).get("name"):
+        raise Refused(f"{where} must be a function with a name", param=where)
+    return {"type": "function", "function": dict(function or {})}
+
+
+def _tools(
+    body: Mapping[str, Any], function_of: Callable[[Mapping[str, Any]], tuple[str, Any]]
+) -> list[dict[str, Any]]:
+    tools = enumerate(body.get("tools") or [])
+    return [_function(function_of(tool), f"tools[{place}]") for place, tool in tools]
 
 
 class Chat:
     """POST /v1/chat/completions."""
 
+    fields, ends = schema.CHAT, "data: [DONE]\n\n"
+
     @staticmethod
     def read(body: Mapping[str, Any]) -> Asked:
         messages = []
-        for given in _objects(body.get("messages"), "messages"):
-            role = _role(given)
-            message: Message = {"role": role, "content": _text(given.get("content"), f"the {role}'s message")}
+        for place, given in enumerate(body["messages"]):
+            where = f"messages[{place}]"
+            message: Message = {"role": _role(given, where), "content": _text(given.get("content"), f"{where}.content")}
             message |= {name: given[name] for name in ("tool_call_id", "name") if given.get(name)}
-            if calls := _objects(given.get("tool_calls"), "tool_calls"):
-                message["tool_calls"] = [_function("function", call.get("function")) | dict(call) for call in calls]
+            if calls := given.get("tool_calls"):
+                message["tool_calls"] = [{"type": "function", **call} for call in calls]
             messages.append(message)
-        tools = [_function(tool.get("type"), tool.get("function")) for tool in _objects(body.get("tools"), "tools")]
-        options = _options(body, "max_completion_tokens", "max_tokens")
+        tools = _tools(body, lambda tool: (tool["type"], tool.get("function")))
+        options = _options(body, tools, "max_completion_tokens", "max_tokens")
         wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        return Asked(messages=messages, tools=tools or None, wants_usage=wants_usage, **options)
+        return Asked(messages=messages, wants_usage=wants_usage, **options)
 
     @staticmethod
     def write(reply: Reply, model: str, identity: str) -> dict[str, Any]:
@@ -140,18 +153,17 @@ class Chat:
 class Messages:
     """POST /v1/messages, Anthropic's."""
 
+    fields, ends = schema.MESSAGES, ""
+
     @staticmethod
     def read(body: Mapping[str, Any]) -> Asked:
         system = _text(body.get("system"), "system")
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        for given in _objects(body.get("messages"), "messages"):
-            messages += _of_blocks(_role(given), given.get("content"))
-        tools = []
-        for tool in _objects(body.get("tools"), "tools"):
-            about = {"name": tool.get("name"), "description": tool.get("description", "")}
-            kind = "function" if tool.get("type") in (None, "custom") else tool["type"]
-            tools.append(_function(kind, about | {"parameters": tool.get("input_schema") or {}}))
-        return Asked(messages=messages, tools=tools or None, **_options(body, "max_tokens"))
+        for place, given in enumerate(body["messages"]):
+            where = f"messages[{place}]"
+            messages += _of_blocks(_role(given, where), given["content"], f"{where}.content")
+        tools = _tools(body, _anthropics_function)
+        return Asked(messages=messages, **_options(body, tools, "max_tokens"))
 
     @staticmethod
     def write(reply: Reply, model: str, identity: str) -> dict[str, Any]:
@@ -185,68 +197,72 @@ class Messages:
         yield "message_stop", {"type": "message_stop"}
 
 
-def _of_blocks(role: str, content: Any) -> list[Message]:
+def _anthropics_function(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    about = {"name": tool["name"], "description": tool.get("description") or ""}
+    kind = tool.get("type") or "custom"
+    return "function" if kind == "custom" else kind, about | {"parameters": tool.get("input_schema") or {}}
+
+
+def _of_blocks(role: str, content: Any, where: str) -> list[Message]:
     """Anthropic's message as OpenAI's: calls in the assistant's, results as messages of their own."""
-    if not isinstance(content, list):
-        return [{"role": role, "content": _text(content, f"the {role}'s message")}]
-    content = _objects(content, f"the {role}'s message: content")
-    calls = [
-        {
-            "id": block.get("id"),
-            "type": "function",
-            "function": {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})},
-        }
-        for block in content
-        if block.get("type") == "tool_use"
-    ]
-    results = [
-        {
-            "role": "tool",
-            "tool_call_id": block.get("tool_use_id"),
-            "content": _text(block.get("content"), "a tool's result"),
-        }
-        for block in content
-        if block.get("type") == "tool_result"
-    ]
-    others = [block for block in content if block.get("type") not in ("tool_use", "tool_result")]
-    said: list[Message] = [{"role": role, "content": _text(others, f"the {role}'s message")}]
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    calls: list[dict[str, Any]] = []
+    results: list[Message] = []
+    others = []
+    for place, block in enumerate(content):
+        at = f"{where}[{place}]"
+        if block["type"] == "tool_use":
+            function = {"name": _required(block, "name", at), "arguments": json.dumps(block.get("input") or {})}
+            calls.append({"id": _required(block, "id", at), "type": "function", "function": function})
+        elif block["type"] == "tool_result":
+            said, answered = _text(block.get("content"), f"{at}.content"), _required(block, "tool_use_id", at)
+            results.append({"role": "tool", "tool_call_id": answered, "content": said})
+        else:
+            others.append(block)
+    own: Message = {"role": role, "content": _text(others, where)}
     if calls:
-        said[0]["tool_calls"] = calls
-    return [*results, *(said if others or calls else [])]
+        own["tool_calls"] = calls
+    return [*results, own] if others or calls else results
+
+
+def _required(block: Mapping[str, Any], name: str, where: str) -> str:
+    if not block.get(name):
+        raise Refused(f"{where}.{name} is missing", param=f"{where}.{name}")
+    return block[name]
 
 
 class Responses:
     """POST /v1/responses. previous_response_id is looked up by the server."""
 
+    fields, ends = schema.RESPONSES, ""
+
     @staticmethod
     def read(body: Mapping[str, Any], before: list[Message]) -> Asked:
         messages = [] if body.get("instructions") is None else [{"role": "system", "content": body["instructions"]}]
         messages += [each for each in before if not messages or each["role"] != "system"]
-        given = body.get("input")
-        for item in [{"role": "user", "content": given}] if isinstance(given, str) else _objects(given, "input"):
-            kind = item.get("type", "message")
+        given = body["input"]
+        for place, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
+            kind, where = item.get("type") or "message", f"input[{place}]"
             if kind == "function_call":
-                function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                function = {"name": _required(item, "name", where), "arguments": item.get("arguments") or "{}"}
+                call = {"id": _required(item, "call_id", where), "type": "function", "function": function}
                 if messages and messages[-1]["role"] == "assistant":  # text and calls are items of one answer
                     messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), call]}
                 else:
                     messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             elif kind == "function_call_output":
-                output = item.get("output")
-                said = output if isinstance(output, str) else _text(output, "function_call_output")
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
+                said, answered = _text(item.get("output"), f"{where}.output"), _required(item, "call_id", where)
+                messages.append({"role": "tool", "tool_call_id": answered, "content": said})
             elif kind == "message":
-                role = _role(item)
-                messages.append({"role": role, "content": _text(item.get("content"), f"the {role}'s message")})
+                role = _role(item, where)
+                messages.append({"role": role, "content": _text(item.get("content"), f"{where}.content")})
             elif kind != "reasoning":
-                raise Refused(f"an input item of type {kind!r} is not available")
-        tools = []
-        for tool in _objects(body.get("tools"), "tools"):
-            tools.append(_function(tool.get("type"), {name: tool[name] for name in tool if name != "type"}))
-        if any("logprobs" in str(each) for each in body.get("include") or []):
-            raise Refused("logprobs is not available")
-        return Asked(messages=messages, tools=tools or None, **_options(body, "max_output_tokens"))
+                raise Refused(f"an input item of type {kind!r} is not available", param=f"{where}.type")
+        tools = _tools(body, lambda tool: (tool["type"], {name: tool[name] for name in tool if name != "type"}))
+        if any("logprobs" in each for each in body.get("include") or []):
+            raise Refused("logprobs is not available", param="include")
+        return Asked(messages=messages, **_options(body, tools, "max_output_tokens"))
 
     @staticmethod
     def write(reply: Reply, model: str, identity: str) -> dict[str, Any]:

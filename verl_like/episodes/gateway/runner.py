@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_like.batch import Prompt
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure
-from verl_like.episodes.gateway.program import ProgramReply, ProgramRequest, ProgramSpec
+from verl_like.episodes.gateway.program import KEYS, ProgramError, ProgramReply, ProgramRequest, ProgramSpec
 from verl_like.episodes.gateway.server import GatewayServer
 from verl_like.episodes.gateway.session import Rules, Session
 from verl_like.episodes.tools.toolbox import fields_of
@@ -27,14 +27,17 @@ class Gateway:
     ) -> None:
         self._rules, self._timeout = rules, timeout
         self._numbers = itertools.count()
+        try:
+            self.server = GatewayServer(host, port)
+        except OSError as error:
+            raise ProgramError(f"{KEYS}host={host}, port={port}: {error}; choose an address of this machine") from error
         self._pool: WorkerPool[ProgramRequest, ProgramReply] = WorkerPool(
             spec, num_workers=num_workers, start_timeout=_START_S
         )
         try:
             self._pool.start()
-            self.server = GatewayServer(host, port)
         except BaseException:
-            self._pool.close()
+            self.close()
             raise
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:

@@ -1,4 +1,9 @@
-"""The gateway's HTTP: aiohttp in the event loop of the episodes. A session's key is its API key; no other gets in."""
+"""The gateway's HTTP: aiohttp in a thread of its own. A session's key is its API key; no other gets in.
+
+Whoever listens here takes anything from anybody without harm to the run: the key comes before the body, bodies are
+bounded before they are parsed (schema.py) and never unpacked, connections are few and have time limits, and the
+driver's event loop sees nothing but the tokens that are to be sampled.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,75 @@ import asyncio
 import dataclasses
 import json
 import logging
+import resource
 import secrets
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from verl_like.episodes.episode import EpisodeAborted
+from verl_like.episodes.gateway import schema
 from verl_like.episodes.gateway.protocols import Chat, Event, Messages, Responses, new_identity
-from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply, Session
+from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply, Session, apart
 from verl_like.progress import EPISODE
 
 logger = logging.getLogger(__name__)
+_http_logger = logging.getLogger(f"{__name__}.http")
+_http_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 MODEL = "policy"
-_MOST_BYTES = 64 << 20
+Form = type[Chat] | type[Messages] | type[Responses]
+FORMS: dict[str, Form] = {"/v1/chat/completions": Chat, "/v1/messages": Messages, "/v1/responses": Responses}
 _PING_S = 10.0  # something is said on a stream that waits, so that nobody in between takes it for dead
+_HEADERS_S = 10.0  # for the first request of a connection
+_IDLE_S = 75.0  # between two: longer than clients keep a connection that they do not use
+_BODY_S = 20.0  # to send one, and to read what is answered
+_LINGER_S = 2.0  # what is still sent after a refusal is read for so long, so that the refusal is seen
+_MOST_CONNECTIONS = 4096
+_READ_BYTES = 1 << 14  # at a time: the parser keeps the interpreter's lock, for milliseconds if these are tiny chunks
+_SMALL_BYTES, _LARGE_AT_ONCE = 1 << 16, 4  # bodies in memory
+_MOST_SAID = 500  # characters of a reason
+
+
+class _Front(web.Server):
+    """Who may connect, and for how long without a request."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_http_logger,  # no traceback for what a stranger's headers have
+            auto_decompress=False,
+            keepalive_timeout=_IDLE_S,
+            lingering_time=_LINGER_S,
+        )
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = _MOST_CONNECTIONS if files < 0 else min(_MOST_CONNECTIONS, files // 2)
+        self._new: dict[Any, asyncio.TimerHandle] = {}  # connections that have not asked anything
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
+        self._new[handler] = asyncio.get_running_loop().call_later(_HEADERS_S, transport.abort)
+        if len(self._connections) > self._most:  # who has asked something stays
+            oldest = next(iter(self._new))
+            self.spoke(oldest)
+            self._connections[oldest].abort()
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        self.spoke(handler)
+        super().connection_lost(handler, exc)
+
+    def spoke(self, handler: Any) -> None:
+        """It has sent whole headers."""
+        if (timer := self._new.pop(handler, None)) is not None:
+            timer.cancel()
 
 
 class GatewayServer:
@@ -36,21 +93,22 @@ class GatewayServer:
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"  # Anthropic's base URL; OpenAI's has /v1 behind
         self._sessions: dict[str, Session] = {}
         self._said: dict[str, tuple[Session, list[Message]]] = {}  # conversations by response id
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._loop = asyncio.SelectorEventLoop()  # whatever loop others have set as the usual one
 
     async def start(self) -> None:
-        """Listen in the running event loop. Nothing, where it does already."""
-        if self._loop is asyncio.get_running_loop():
-            return
-        self._loop = asyncio.get_running_loop()
-        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_as_json])
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/responses", self._responses)
-        app.router.add_post("/v1/messages", self._messages)
-        app.router.add_get("/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
-        await web.SockSite(runner, self._socket.dup()).start()
+        """Listen. Nothing, where it does already."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
+            self._thread.start()
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._listen(), self._loop))
+
+    async def _listen(self) -> None:
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+        self._front = _Front(self._handle)
+        self._runner = web.ServerRunner(self._front, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._socket).start()
 
     def open(self, session: Session) -> str:
         """Let it in; the key to it."""
@@ -62,85 +120,119 @@ class GatewayServer:
         """The key opens nothing any more."""
         session = self._sessions.pop(key)
         session.close()
-        self._said = {name: kept for name, kept in self._said.items() if kept[0] is not session}
+        for name, (owner, _) in list(self._said.items()):
+            if owner is session:
+                self._said.pop(name, None)
 
     def close(self) -> None:
         """Stop listening. Safe to call twice."""
+        if self._thread is not None:
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._thread = None
         self._socket.close()
+        self._loop.close()
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        if self._session(request) is None:
-            return _stranger(request)
-        found = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl_like"}
-        return web.json_response({"object": "list", "data": [found]})
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, Chat, lambda body: Chat.read(body), ends="data: [DONE]\n\n")
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, Messages, lambda body: Messages.read(body))
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        def read(body: Mapping[str, Any]) -> Asked:
-            earlier = body.get("previous_response_id")
-            if earlier is None:
-                return Responses.read(body, [])
-            session, before = self._said.get(earlier, (None, []))
-            if session is None or session is not self._session(request):
-                raise Refused(f"previous_response_id={earlier!r} is none of this episode's")
-            return Responses.read(body, before)
-
-        return await self._serve(request, Responses, read)
-
-    def _session(self, request: web.Request) -> Session | None:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        key = request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
-        return self._sessions.get(key.strip())
-
-    async def _serve(self, request: web.Request, form: Any, read: Any, *, ends: str = "") -> web.StreamResponse:
-        session = self._session(request)
-        if session is None:
-            return _stranger(request)
-        EPISODE.set(session.episode)
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Any request: every refusal is in the form of its API."""
+        self._front.spoke(request.protocol)
+        session = None
         try:
-            body = json.loads(await request.read())
-            if not isinstance(body, dict):
-                raise Refused("the body must be a JSON object")
-            asked = read(body)
-            if request.headers.get("x-stainless-retry-count", "0") != "0":  # the official clients say so
-                asked = dataclasses.replace(asked, is_retry=True)
-            model, identity = str(body.get("model") or MODEL), new_identity()
-            answering = asyncio.ensure_future(session.answer(asked))
-            answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # or nobody may ask for it
-            try:
-                if body.get("stream"):
-                    return await self._stream(request, session, asked, answering, (form, model, identity), ends)
-                reply = await answering
-            finally:  # the connection may have broken
-                answering.cancel()
-        except (ConnectionError, web.HTTPException):  # nobody reads this; the body is too large
+            session = self._session(request)
+            EPISODE.set(session.episode)
+            return await self._routed(request, session)
+        except ConnectionError:  # nobody reads an answer
             raise
         except (EpisodeAborted, Exception) as error:
-            return _error(request, 400, *_told(error, session))
+            response = _error(request, error, session)
+            if response.status in (401, 408, 413):
+                response.force_close()
+        await _in_time(request, response)
+        return response
+
+    def _session(self, request: web.BaseRequest) -> Session:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        key = request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
+        session = self._sessions.get(key.strip())
+        if session is None:
+            raise Refused("the API key is no session's, or its episode has ended", "authentication_error", status=401)
+        return session
+
+    async def _routed(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
+        method, path = request.method, request.path
+        if (method, path) == ("GET", "/v1/models"):
+            found = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl_like"}
+            return web.json_response({"object": "list", "data": [found]})
+        if method == "POST" and path in FORMS:
+            return await self._serve(request, session, FORMS[path])
+        if path in FORMS or path == "/v1/models":
+            raise Refused(f"Method Not Allowed: {method} {path}", "not_found_error", status=405)
+        raise Refused(f"Not Found: {method} {path}", "not_found_error", status=404)
+
+    async def _serve(self, request: web.BaseRequest, session: Session, form: Form) -> web.StreamResponse:
+        body, asked = await self._read(request, session, form)
+        if request.headers.get("x-stainless-retry-count", "0") != "0":  # the official clients say so
+            asked = dataclasses.replace(asked, is_retry=True)
+        model, identity = body.get("model") or MODEL, new_identity()
+        answering = asyncio.ensure_future(session.answer(asked))
+        answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # or nobody may ask for it
+        try:
+            if body.get("stream"):
+                return await self._stream(request, session, asked, answering, (form, model, identity))
+            reply = await answering
+        finally:  # the connection may have broken
+            answering.cancel()
         written = form.write(reply, model, identity)
         self._remember(session, asked, reply, written["id"])
         return web.json_response(written)
 
+    async def _read(self, request: web.BaseRequest, session: Session, form: Form) -> tuple[dict[str, Any], Asked]:
+        """The body, and what it asks for. Large ones wait for each other."""
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise Refused("Unsupported Media Type: a compressed body; send it as it is", status=415)
+        most, length = 2 * session.rules.most_chars, request.content_length
+        data = bytearray()
+        async with AsyncExitStack() as stack:
+            if length is None or length > _SMALL_BYTES:
+                await stack.enter_async_context(self._large)
+            if length is None or length <= most:
+                try:
+                    async with asyncio.timeout(_BODY_S):
+                        async for part in request.content.iter_any():
+                            data += part
+                            if len(data) > most:
+                                break
+                except TimeoutError as error:
+                    what = f"Request Timeout: the body was not whole after {_BODY_S:g} s"
+                    raise Refused(what, status=408) from error
+                except web.RequestPayloadError as error:
+                    raise Refused("the body is not what its headers say") from error
+            if max(length or 0, len(data)) > most:
+                what = f"a body has at most {most} bytes here, far more than the maximum context length"
+                raise Refused(f"Request Entity Too Large: {what}", "request_too_large", status=413)
+            body = await apart(len(data), schema.read, data, form.fields)
+        if form is Chat or form is Messages:
+            return body, form.read(body)
+        name = body.get("previous_response_id")
+        owner, before = (session, []) if name is None else self._said.get(name, (None, []))
+        if owner is not session:
+            what = f"previous_response_id={name!r} is none of this episode's"
+            raise Refused(what, param="previous_response_id")
+        return body, Responses.read(body, before)
+
     async def _stream(
         self,
-        request: web.Request,
+        request: web.BaseRequest,
         session: Session,
         asked: Asked,
         answering: asyncio.Future[Reply],
-        how: tuple[Any, str, str],
-        ends: str,
+        how: tuple[Form, str, str],
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         form, model, identity = how
         while not (await asyncio.wait({answering}, timeout=_PING_S))[0]:
-            if not response.prepared:
-                await response.prepare(request)
-            await response.write(b": the policy is at work\n\n")
+            await _in_time(request, response, ": the policy is at work\n\n")
         try:
             reply = answering.result()
             self._remember(session, asked, reply, form.write(reply, model, identity)["id"])
@@ -148,11 +240,8 @@ class GatewayServer:
         except (EpisodeAborted, Exception) as error:
             if not response.prepared:  # what was refused at once is an HTTP error, as long as nothing was said
                 raise
-            said = _line(("error", {"type": "error", **_error_body(*_told(error, session))}))
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write((said + ends).encode())
-        await response.write_eof()
+            said = _line(("error", {"type": "error", **_error_body(request, *_told(error, session)[1:])}))
+        await _in_time(request, response, said + form.ends)
         return response
 
     def _remember(self, session: Session, asked: Asked, reply: Reply, name: str) -> None:
@@ -160,44 +249,44 @@ class GatewayServer:
             self._said[name] = session, [*asked.messages, reply.message]
 
 
+async def _in_time(request: web.BaseRequest, response: web.StreamResponse, part: str | None = None) -> None:
+    """Write a part of a stream, or what is left of a response. ConnectionError for a client that does not read."""
+    try:
+        async with asyncio.timeout(_BODY_S):
+            await response.prepare(request)
+            await (response.write_eof() if part is None else response.write(part.encode()))  # type: ignore[attr-defined]
+    except TimeoutError as error:
+        assert request.transport is not None
+        request.transport.abort()
+        raise ConnectionResetError("the client reads nothing") from error
+
+
 def _line(event: Event) -> str:
     name, data = event
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"{head}data: {json.dumps(data)}\n\n"  # in ASCII: some clients cut lines at U+2028 too
 
 
-def _told(error: BaseException, session: Session) -> tuple[str, str]:
-    """What the program reads of an error, and its code."""
+def _told(error: BaseException, session: Session | None) -> tuple[int, str, str, str | None]:
+    """What the program reads of an error: status, message, code, field."""
     if isinstance(error, Refused):
-        return str(error), error.code
-    if isinstance(error, EpisodeAborted) or error is session.failure:
-        return "the episode is no longer wanted", "session_ended"  # the session ends with its error
-    if not isinstance(error, ValueError):  # of JSON, say
-        logger.warning("a request could not be read", exc_info=error)
-    return str(error) or repr(error), "invalid_request_error"
+        return error.status, str(error), error.code, error.param
+    if isinstance(error, EpisodeAborted) or (session is not None and error is session.failure):
+        return 400, "the episode is no longer wanted", "session_ended", None  # the session ends with its error
+    logger.error("a request to the gateway failed", exc_info=error)
+    return 500, "the gateway itself failed; the trainer's log says how", "api_error", None
 
 
-def _error_body(message: str, code: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": code, "code": code, "param": None}}
+def _error_body(request: web.BaseRequest, message: str, code: str, param: str | None) -> dict[str, Any]:
+    message = message[:_MOST_SAID]
+    if request.path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": code, "message": message}}
+    return {"error": {"message": message, "type": code, "code": code, "param": param}}
 
 
-def _error(request: web.Request, status: int, message: str, code: str) -> web.Response:
-    body = ({"type": "error"} if request.path.startswith("/v1/messages") else {}) | _error_body(message, code)
+def _error(request: web.BaseRequest, error: BaseException, session: Session | None) -> web.Response:
+    status, message, code, param = _told(error, session)
     # The official clients would ask again after 408, 409, 429 and 5xx.
-    return web.json_response(body, status=status, headers={"x-should-retry": "false"})
-
-
-def _stranger(request: web.Request) -> web.Response:
-    what = "the API key is no session's, or its episode has ended"
-    return _error(request, 401, what, "authentication_error")
-
-
-@web.middleware
-async def _as_json(request: web.Request, handler: Any) -> web.StreamResponse:
-    """What aiohttp itself refuses, in the form of the APIs: another path or method, a body that is too large."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        what = f"a body has at most {_MOST_BYTES} bytes" if error.status == 413 else f"{request.method} {request.path}"
-        code = "not_found_error" if error.status in (404, 405) else "invalid_request_error"
-        return _error(request, error.status, f"{error.reason}: {what}", code)
+    return web.json_response(
+        _error_body(request, message, code, param), status=status, headers={"x-should-retry": "false"}
+    )

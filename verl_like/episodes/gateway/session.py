@@ -16,9 +16,10 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import Ask, Turn
@@ -29,29 +30,46 @@ from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 
 Message = dict[str, Any]
 _THINK = "<think>"
-_TOKEN_CHARS = 256  # that no token of any vocabulary has
+_SMALL_CHARS = 1 << 16  # that are read, rendered and tokenised in some milliseconds
+_SPARE_CHARS, _TOKEN_CHARS = 1 << 19, 32  # of a context that is full; no text has as many in a token, on average
+_DENSE_CHARS, _PIECE_CHARS = 8, 1 << 17  # in a token, on average: of more the tokens are counted first, in pieces
+_FORCED_TRIES = 4
+_HEAVY = ThreadPoolExecutor(1, "gateway-heavy")  # one at a time: each may take a hundred megabytes
+T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The program asked for what there is not; it reads why. code: OpenAI's name of the error."""
+    """The program asked for what there is not; it reads why. code: the APIs' name of the error; param: the field;
+    status: HTTP's."""
 
-    def __init__(self, message: str, code: str = "invalid_request_error") -> None:
+    def __init__(
+        self, message: str, code: str = "invalid_request_error", param: str | None = None, status: int = 400
+    ) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.param, self.status = code, param, status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, whatever its protocol. most_calls: that its answer may show, None: all. wants_usage: at the end of a
-    stream. is_retry: the client says that it has asked this before."""
+    """A request, whatever its protocol. most_calls: that its answer may show, None: all. forced: tools of which it must
+    call one, None: it need not. wants_usage: at the end of a stream. is_retry: the client says that it has asked this
+    before."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     most_calls: int | None = None
+    forced: tuple[str, ...] | None = None
     wants_usage: bool = False
     is_retry: bool = False
+
+    @property
+    def num_chars(self) -> int:
+        """Of all texts that the template is given."""
+        calls = [message["tool_calls"] for message in self.messages if message.get("tool_calls")]
+        others = json.dumps([self.tools, calls]) if self.tools or calls else ""
+        return sum(len(message["content"]) for message in self.messages) + len(others)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +98,7 @@ class Reply:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What all sessions of a run share. total: most tokens of a request with its answer; response: of an answer.
-    requests: of an episode, None: any number."""
+    requests: of an episode, None: any number. forced_as_auto: a demand for a call is served as if there were none."""
 
     encoder: PromptEncoder
     parser: ToolCallParser
@@ -88,13 +106,27 @@ class Rules:
     response: int
     total: int
     requests: int | None = None
+    forced_as_auto: bool = False
+
+    @property
+    def most_chars(self) -> int:
+        """Of a request. The bytes of its JSON may be twice as many."""
+        return _SPARE_CHARS + _TOKEN_CHARS * self.total
+
+
+async def apart(size: int, work: Callable[..., T], *arguments: Any) -> T:
+    """`work(*arguments)`, which must not touch what others change; in a thread where the input's `size` is large."""
+    if size <= _SMALL_CHARS:
+        return work(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(_HEAVY, work, *arguments)
 
 
 class Session:
-    """The conversations of one episode. Its methods run in the event loop of the episodes."""
+    """The conversations of one episode. `answer` runs in the gateway's event loop and asks the policy in the loop in
+    which the session was made; `close` and `turns` may be called from any thread."""
 
     def __init__(self, rules: Rules, ask: Ask) -> None:
-        self.rules, self._ask = rules, ask
+        self.rules, self._ask, self._loop = rules, ask, asyncio.get_running_loop()
         self.episode = EPISODE.get()  # whose it is, for logs
         self.replies: list[Reply] = []
         self.counts: Counter[str] = Counter()
@@ -106,30 +138,35 @@ class Session:
         self._by_history: dict[str, Reply] = {}  # of a conversation that ends with an answer of ours
         self._open: dict[str, tuple[asyncio.Task[Reply], list[bool]]] = {}  # of a request: who still listens
         self._tasks: set[asyncio.Task[Reply]] = set()  # unfinished; of equal requests only the last is in _open
-        self._number = 0
+        self._number = self._refused = 0  # requests so far, and those of them that the policy was not asked
 
     async def answer(self, asked: Asked) -> Reply:
         """The policy's answer. A retry, and a request that comes again after its connection broke, joins the first
         one's. Refused says what cannot be asked."""
+        size = asked.num_chars
+        if size > self.rules.most_chars:
+            what = f"the messages have {size} characters, far more than the maximum context length"
+            raise Refused(f"{what} of {self.rules.total} tokens", "context_length_exceeded", "messages")
+        histories = await apart(size, _digests, asked.messages, asked.tools)
         if self.closed:
             raise Refused("the episode has ended", "session_ended")
-        histories = _digests(asked.messages, asked.tools)
         key = f"{histories[-1:]} {asked.max_tokens} {asked.stop}"
         known = self._open.get(key)
         if known is not None and (asked.is_retry or not any(known[1])):
             task, listening = known
             self.counts["joined_requests"] += 1
         else:
-            if self.rules.requests is not None and self._number >= self.rules.requests:
+            if self.rules.requests is not None and self._number - self._refused >= self.rules.requests:
                 self.counts["out_of_turns"] = 1
                 raise Refused(f"the episode has had its {self.rules.requests} requests", "too_many_requests")
-            transcript, parent = self._conversation(asked, histories)
             number, self._number = self._number, self._number + 1  # at once: parallel requests count too
-            task, listening = asyncio.ensure_future(self._sampled(asked, transcript, parent, number)), []
+            task, listening = asyncio.ensure_future(self._sampled(asked, size, histories, number)), []
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no listener left
+            task.add_done_callback(lambda done: self._forget(key, done))
             self._open[key] = task, listening
+            if self.closed:  # meanwhile
+                task.cancel()
         place = len(listening)
         listening.append(True)
         try:
@@ -144,8 +181,8 @@ class Session:
     def close(self) -> None:
         """Nothing is asked any more."""
         self.closed = True
-        for task in self._tasks:
-            task.cancel()
+        for task in list(self._tasks):
+            task.get_loop().call_soon_threadsafe(task.cancel)
 
     def turns(self) -> list[Turn]:
         """Everything that was sampled, row by row; the row that ended last comes last."""
@@ -163,7 +200,17 @@ class Session:
         self.counts["new_rows"] = max(0, len(rows) - 1)
         return [_turn(reply, place, number) for number, row in enumerate(rows) for place, reply in enumerate(row)]
 
-    async def _sampled(self, asked: Asked, transcript: Transcript, parent: Reply | None, number: int) -> Reply:
+    def _forget(self, key: str, done: asyncio.Task[Reply]) -> None:
+        """An error, which may have no listener left, and keeps the whole request in memory."""
+        if not done.cancelled() and done.exception() is not None and self._open.get(key, (None,))[0] is done:
+            del self._open[key]
+
+    async def _sampled(self, asked: Asked, size: int, histories: Sequence[str], number: int) -> Reply:
+        try:
+            transcript, parent = await apart(size, self._conversation, asked, size, histories)
+        except Refused:
+            self._refused += 1
+            raise
         context_ids = transcript.context_ids
         room = min(self.rules.response, self.rules.total - len(context_ids))
         if room < 1:  # no sign of life: a program may ask for this again and again
@@ -183,14 +230,39 @@ class Session:
                 sampling = dataclasses.replace(sampling, stop=tuple(dict.fromkeys([*sampling.stop, *asked.stop])))
             most = min(room, asked.max_tokens or room)
             completion = await self._sample(list(context_ids), sampling, most)
+            if asked.forced is not None and not self.rules.forced_as_auto:
+                completion = await self._until_called(asked, context_ids, completion, sampling, most)
             return self._keep(asked, transcript, parent, completion, number)
         finally:
             self.waiting -= 1
             self.touched_s = time.monotonic()
 
+    async def _until_called(
+        self, asked: Asked, context_ids: list[int], completion: Completion, sampling: SamplingParams, most: int
+    ) -> Completion:
+        """The first completion of some that calls what the request demands; what else was sampled is dropped. The
+        policy is not constrained: tokens under a mask would have other log-probs than the trainer's."""
+        for number in range(_FORCED_TRIES):
+            ids = completion.sampled.token_ids.tolist()
+            if any(call.name in (asked.forced or ()) for call in self._parsed(asked, context_ids, ids)[0].calls):
+                return completion
+            self.counts["uncalled_answers"] += 1
+            if number + 1 < _FORCED_TRIES:
+                completion = await self._sample(list(context_ids), sampling, most)
+        what = (
+            f"tool_choice demands a call, and the policy wrote none in {_FORCED_TRIES} answers; ask with auto, or set "
+        )
+        what += "actor_rollout_ref.rollout.gateway.forced_tool_choice=auto, which takes any such demand for it"
+        raise Refused(what, param="tool_choice")
+
     async def _sample(self, context_ids: list[int], sampling: SamplingParams, most: int) -> Completion:
-        try:
+        async def ask() -> Completion:
             return await self._ask(context_ids, sampling, max_tokens=most)
+
+        try:
+            if self._loop is asyncio.get_running_loop():
+                return await ask()
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(), self._loop))
         except ValueError as error:
             raise Refused(str(error)) from error
         except asyncio.CancelledError:
@@ -199,16 +271,14 @@ class Session:
             self.failure = error
             raise
 
-    def _conversation(self, asked: Asked, histories: Sequence[str]) -> tuple[Transcript, Reply | None]:
+    def _conversation(self, asked: Asked, size: int, histories: Sequence[str]) -> tuple[Transcript, Reply | None]:
         """The tokens of a request's messages, and the answer that they go on from. histories: the messages' digests."""
         rules = self.rules
         if not asked.messages:
-            raise Refused("messages is empty")
-        if (chars := sum(len(message["content"]) for message in asked.messages)) > rules.total * _TOKEN_CHARS:
-            # Tokenising megabytes would hold up all other episodes.
-            what = f"the messages have {chars} characters, far more than the maximum context length"
-            raise Refused(f"{what} of {rules.total} tokens", "context_length_exceeded")
+            raise Refused("messages is empty", param="messages")
         try:
+            if size > max(_SPARE_CHARS, _DENSE_CHARS * rules.total):
+                self._require_room(asked)
             for length in range(len(asked.messages) - 1, 0, -1):
                 if asked.messages[length - 1]["role"] != "assistant":
                     continue
@@ -221,6 +291,16 @@ class Session:
             return Transcript(rules.encoder, ids, asked.messages, asked.tools, follow_template=False), None
         except ValueError as error:
             raise Refused(str(error)) from error
+
+    def _require_room(self, asked: Asked) -> None:
+        """Refused for far too long a text, before the tokens of all of it are in memory."""
+        total, count = self.rules.total, 0
+        text = self.rules.encoder.render((asked.messages, asked.tools))
+        for start in range(0, len(text), _PIECE_CHARS):
+            count += len(self.rules.encoder.encode_text(text[start : start + _PIECE_CHARS]))
+            if count > 1.1 * total:  # cuts may add some
+                what = f"the messages have more than {count} tokens, the maximum context length is {total}"
+                raise Refused(what, "context_length_exceeded", "messages")
 
     def _keep(
         self, asked: Asked, transcript: Transcript, parent: Reply | None, completion: Completion, number: int
@@ -278,6 +358,7 @@ def _forked(transcript: Transcript) -> Transcript:
     other = copy.copy(transcript)
     other.messages = list(transcript.messages)
     other._history, other._ends = list(transcript._history), set(transcript._ends)
+    other._marked = list(transcript._marked)
     return other
 
 

@@ -23,14 +23,15 @@ from verl_like.user_code import load, load_module, resolve_path
 
 # In place of verl's own modules where verl is not installed: the last folder to be searched, and its `verl` has no
 # __init__.py, so that an installed one comes first, and files of a user's own `verl/tools` folder stand beside these.
-_SHIM = str(Path(__file__).parents[2] / "verl_shim")
+_PACKAGE = str(Path(__file__).parents[2])
+_SHIM = f"{_PACKAGE}/verl_shim"
 _SHIPPED = {
     "calculator": "verl_like.episodes.tools.calculator:Calculator",
     "code_interpreter": "verl_like.episodes.tools.code_interpreter:CodeInterpreter",
     "http": "verl_like.episodes.tools.http_service:HttpService",
     "search": "verl_like.episodes.tools.search:Search",
 }
-_TRACEBACK_LINES = 4
+_TRACEBACK_LINES = 3
 
 
 def find_stand_ins() -> None:
@@ -74,6 +75,8 @@ def _environment(path: str) -> ToolSource:
     key = f"{KEYS}environment_path"
     adapted = path.partition(":")[0] in ADAPTERS
     make = None if adapted else load(path, key)
+    if not (adapted or isinstance(make, type)):
+        raise ToolError(f"{key}={path} is a {type(make).__name__}; name a class with reset(**row), or init and step")
     with _blamed(f"{key}={path}"):
         if adapted:
             make_game(path, {}, key)
@@ -87,7 +90,7 @@ def _environments(spec: ToolSpec) -> EnvironmentWorker:
         name = f"{EnvironmentWorker.__module__}.{EnvironmentWorker.__name__}"
         raise ToolError(f"env.worker_cls={spec.worker_cls}: derive the class from {name}")
     for kind, config in spec.environments:
-        with _blamed("env.custom"):
+        with _blamed(f"env.train.tags, env.val.tags or env.custom: {kind}"):
             make_game(kind, json.loads(config), "env.custom.<tag>.type")
     return worker()
 
@@ -160,9 +163,10 @@ def _function_tools(path: str, key: str) -> list[ToolSource]:
 
 @contextmanager
 def _blamed(where: str) -> Iterator[None]:
-    """Turn whatever users' code raises into a ToolError."""
+    """Turn whatever users' code raises into a ToolError, with the lines of theirs that led there."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        tail = "".join(traceback.format_exception(error)[-_TRACEBACK_LINES:])
-        raise ToolError(f"{where} failed:\n{tail}") from error
+        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE not in frame.filename]
+        lines = "".join(traceback.format_list(theirs[-_TRACEBACK_LINES:])).rstrip()
+        raise ToolError(f"{where} failed: {type(error).__name__}: {error}{lines and chr(10)}{lines}") from error

@@ -53,6 +53,8 @@ def _source(image: Any) -> str:
 def _png(image: Any) -> bytes:
     from PIL import Image
 
+    from verl_like.models.images import shown
+
     if not isinstance(image, Image.Image):
         try:
             image = Image.fromarray(image)
@@ -61,5 +63,5 @@ def _png(image: Any) -> bytes:
                 f"a tool's image must be one of PIL's, an array, bytes, a path or a URL: {error}"
             ) from error
     file = io.BytesIO()
-    image.convert("RGB").save(file, "PNG")
+    shown(image).save(file, "PNG")
     return file.getvalue()

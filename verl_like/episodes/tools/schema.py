@@ -74,7 +74,7 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
     summary: list[str] = []
     described: dict[str, str] = {}
     section, indent, current = "", 0, ""
-    for line in doc.splitlines():
+    for line in doc.split("\n"):
         if heading := _SECTION.fullmatch(line):
             section, indent = heading[1], 0
         elif not section:

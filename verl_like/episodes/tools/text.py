@@ -1,10 +1,13 @@
-"""What becomes of a tool's value: text for the model, a reward, metrics. Pure functions, standard library only."""
+"""What becomes of a tool's value: text for the model, a reward, metrics. Pure functions, without packages of others."""
 
 from __future__ import annotations
 
 import json
 import math
 from typing import Any
+
+from verl_like.rewards.reward_call import is_finite_reward
+from verl_like.text import whole
 
 MOST_CHARS = 1 << 20  # of any text that leaves a worker
 _METRIC_CHARS, _MOST_METRICS = 500, 100
@@ -50,7 +53,7 @@ def plain_text(text: str, length: int | None, side: str) -> str:
     bounded = truncate(text, MOST_CHARS, "middle")
     if length is not None:
         bounded = truncate(text, min(length, MOST_CHARS), side)
-    return bounded[:].encode("utf-8", "replace").decode("utf-8")
+    return whole(str.__str__(bounded))
 
 
 def to_reward(value: Any) -> float | None:
@@ -58,11 +61,11 @@ def to_reward(value: Any) -> float | None:
     if value is None:
         return None
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several elements
         number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
-        raise ValueError(f"the reward must be a finite number, not {value!r:.200}")
+    if not is_finite_reward(number):
+        raise ValueError(f"the reward must be a finite number, also as a 32-bit float, not {value!r:.200}")
     return number
 
 

@@ -138,7 +138,7 @@ class _Started:
         return {
             "status": status,
             "exit_code": code,
-            "stdout": self.stdout.data.decode("utf-8", "replace"),
+            "stdout": self.stdout.data.decode("utf-8", "surrogateescape"),
             "stderr": errors[-_ERROR_CHARS:],
         }
 

@@ -132,6 +132,29 @@ def test_a_conversation_over_openais_client_is_one_row_of_sampled_tokens() -> No
     assert turns[2].sampled.weight_versions.tolist() == [3] * 9 and np.allclose(turns[2].sampled.log_probs, -0.5)
 
 
+def test_half_a_surrogate_pair_and_marks_that_some_take_for_line_ends() -> None:
+    """What a client cuts out of an emoji is a mark for the model; httpx cuts a stream's lines at U+2028 too."""
+    policy = Policy(lambda context: "a\u2028b\x85c")
+
+    async def talk(url: str, key: str, session: Session) -> None:
+        body = {"model": "m", "messages": [user("cut \ud83d")], "stream": True}
+        body["tools"] = [{"type": "function", "function": {**TOOL, "description": "\ude00"}}]
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        said = ""
+        async with (
+            httpx.AsyncClient(headers=headers) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", content=json.dumps(body)) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    delta = json.loads(line.removeprefix("data: "))["choices"]
+                    said += (delta[0]["delta"].get("content") or "") if delta else ""
+        assert said == "a\u2028b\x85c"
+
+    served(policy, talk)
+    assert "cut \ufffd" in policy.asked[0]
+
+
 def test_requests_belong_to_their_episode_in_logs() -> None:
     policy = Policy(count_up)
 

@@ -111,7 +111,7 @@ def test_what_is_raised_or_returned_costs_the_call_alone(tmp_path: Path, capfd: 
         assert act(box, "a", "object")[1].startswith("<object object")
         assert act(box, "a", "none") == (None, "None")
         assert act(box, "a", "text") == (None, "own class")
-        assert act(box, "a", "surrogate") == (None, "a?")
+        assert act(box, "a", "surrogate") == (None, "a\ufffd")
         assert act(box, "a", "stuff") == (None, "done")
         assert act(box, "a", "count") == (None, "13")  # the state outlived all of that
         assert box.worker_pids() == [pid]
@@ -176,8 +176,8 @@ def test_functions_lose_nothing_with_their_worker(tmp_path: Path) -> None:
         good = called(box, "a", "give", what="x")
         assert (good.text, good.reward, good.metrics) == ("5", None, {})
         assert "not 4 values" in called(box, "a", "give", what="four").text
-        assert "finite number, not 'high'" in called(box, "a", "give", what="reward").text
-        assert "finite number, not inf" in called(box, "a", "give", what="infinite").text
+        assert "not 'high'" in called(box, "a", "give", what="reward").text
+        assert "not inf" in called(box, "a", "give", what="infinite").text
 
 
 def test_tools_that_wait_can_be_called_at_the_same_time(tmp_path: Path) -> None:
@@ -207,4 +207,4 @@ def test_a_reward_that_is_no_number_is_an_outcome_of_the_end(tmp_path: Path) -> 
         futures = [box.call("a", "act", {"what": "count"}) for _ in range(91)]
         assert [future.result(20).text for future in futures] == [str(i) for i in range(1, 92)]  # in order
         end = box.end("a").result(20)
-        assert end.kind == "exception" and "finite number, not nan" in end.text and end.reward is None
+        assert end.kind == "exception" and "not nan" in end.text and end.reward is None

@@ -113,6 +113,6 @@ def test_a_bad_corpus_is_an_error_before_training(
 
 def test_the_error_of_a_worker_names_the_key(tmp_path: Path) -> None:
     path = write(tmp_path, "tools.yaml", "tools: [{class_name: search, config: {path: /none.parquet}}]")
-    said = r"tool_config_path=.*tools\[0\].*\n(.*\n)*.*/none.parquet: there is no such"
+    said = r"tool_config_path=.*tools\[0\].*/none.parquet: there is no such"
     with pytest.raises(ToolError, match=said), toolbox(tool_config_path=path):
         pass

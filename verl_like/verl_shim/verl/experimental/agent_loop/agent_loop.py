@@ -144,8 +144,7 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """The template's tokens, ready for an answer (verl 0.6 to 0.8)."""
         self._assert_mm_supported(bool(images or videos or kwargs.get("audios")))
-        options = {"tools": tools, "add_generation_prompt": True, "tokenize": True, **self.apply_chat_template_kwargs}
-        ids = await self.loop.run_in_executor(None, lambda: self.tokenizer.apply_chat_template(messages, **options))
+        ids = await self.loop.run_in_executor(None, self._tokens.initial, messages, tools)
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
 
     async def ct_build_initial_tokens(

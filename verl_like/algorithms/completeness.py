@@ -1,0 +1,89 @@
+"""Values that the configuration reads of each row, beside its score: a row that lacks one has failed, by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.batch import PromptRow, RewardFailure, Scores, usable_number
+from verl_like.config import ActorConfig, AlgorithmConfig, RewardModelConfig
+
+SHAPED_REWARDS = ("seq_reward", "seq_final_reward")
+"""What algorithm.filter_groups.metric may name, and no reward function returns."""
+NOT_IN_EXTRA_INFO = ("state", "batch", "inductive", "data_source", "ability", "index")
+"""What algorithm.agent_reward_norm.grouping may be, besides columns of extra_info."""
+_GROUPING = "algorithm.agent_reward_norm.grouping"
+
+
+def complete(
+    scores: Scores,
+    rows: Sequence[PromptRow],
+    algorithm: AlgorithmConfig,
+    *,
+    reward_model: RewardModelConfig | None = None,
+    actor: ActorConfig | None = None,
+) -> Scores:
+    """The scores, where rows that lack a value have failed (bad_value).
+
+    For want of a value of the reward function a row scores reward_model.failure_penalty, if there is one; for want of
+    one of the data set it is left out in any case. Of a section that is not given nothing is known to be read.
+    """
+    returned, given = _of_reward_function(algorithm, reward_model), _of_data(algorithm, actor)
+    penalty = reward_model and reward_model.failure_penalty
+    score_B, valid_B, failures = scores.score_B.clone(), scores.valid_B.clone(), list(scores.failures)
+    for i in valid_B.nonzero().flatten().tolist():
+        what = _lacking(rows[i].extra_info, given, "the row has")
+        lost = what or penalty is None
+        if not what and failures[i] is None:
+            what = _lacking(scores.extras[i], returned, "the reward function returned")
+        if what:
+            failures[i] = RewardFailure(row=i, data_source=rows[i].data_source, kind="bad_value", message=what)
+            score_B[i], valid_B[i] = math.nan if lost else penalty, not lost
+    return scores.replace(score_B=score_B, valid_B=valid_B, failures=failures)
+
+
+def _of_reward_function(algorithm: AlgorithmConfig, reward_model: RewardModelConfig | None) -> dict[str, str]:
+    """Name of each value that it must return -> the key that names it."""
+    wanted = dict.fromkeys(component_names(algorithm), "algorithm.gdpo_reward_keys")
+    if (rules := algorithm.filter_groups).enable and rules.metric not in (None, "score", *SHAPED_REWARDS):
+        wanted[rules.metric] = "algorithm.filter_groups.metric"
+    overlong = reward_model and reward_model.overlong_buffer
+    if overlong and overlong.enable and overlong.only_key is not None:
+        wanted[overlong.only_key] = "reward_model.overlong_buffer.only_key"
+    return wanted
+
+
+def _of_data(algorithm: AlgorithmConfig, actor: ActorConfig | None) -> dict[str, str]:
+    """The same of extra_info."""
+    wanted, norm = {}, algorithm.agent_reward_norm
+    if norm.method != "identity" and norm.grouping not in NOT_IN_EXTRA_INFO:
+        wanted[norm.grouping] = _GROUPING
+    if actor is not None and actor.sample_weight.difficulty:
+        wanted[actor.sample_weight.difficulty_key] = "actor_rollout_ref.actor.sample_weight.difficulty_key"
+    return wanted
+
+
+def _lacking(values: Mapping[str, Any], wanted: Mapping[str, str], source: str) -> str:
+    for name, key in wanted.items():
+        if name not in values:
+            return f"{key}={name}: {source} {', '.join(sorted(values)) or 'a score alone'}, and no {name!r}"
+        if key != _GROUPING and usable_number(values[name]) is None:
+            return f"{key}={name}: {source} {values[name]!r:.200}, which is no finite number"
+    return ""
+
+
+def component_names(algorithm: AlgorithmConfig) -> list[str]:
+    """The rewards that gdpo compares besides the score. Other estimators need none."""
+    return [key for key in algorithm.gdpo_reward_keys if key != "score"] if algorithm.adv_estimator == "gdpo" else []
+
+
+def extra_numbers(scores: Scores, name: str) -> Tensor:
+    """The number that the reward function returned under `name` for each row: float64 [B]; NaN where it is none. A row
+    that failed, and has a score all the same (reward_model.failure_penalty), has that here too."""
+    numbers = [usable_number(extras.get(name)) for extras in scores.extras]
+    failed = zip(numbers, scores.failures, scores.score_B.tolist(), strict=True)
+    return torch.tensor([(s if f else math.nan) if n is None else n for n, f, s in failed], dtype=torch.float64)

@@ -1,0 +1,51 @@
+"""The LoRA adapter that a run begins with (model.lora_adapter_path), as the peft library wrote it: its settings, read
+before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from verl_like.config.errors import ConfigError
+from verl_like.models.location import nearest
+from verl_like.remote import local_folder
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What may be said of plain LoRA, W + s B A: any other entry that is set is of a form that is not built.
+_PLAIN = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "lora_dropout"),
+    *("task_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"),
+    *("megatron_core", "qalora_group_size", "runtime_config", "eva_config"),
+)
+_PLAIN_AT = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # the others change the base weights too
+}
+_HEAD = (["score"], ["classifier", "score"])  # modules_to_save of a value model
+
+
+def adapter_settings(path: str, key: str, *, of_value_model: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the keys of `model.*` that the adapter sets, its whole configuration). ConfigError for a folder without one, and
+    for a form of it that is not built."""
+    folder, wanted = Path(local_folder(path, key)), "name the folder of a LoRA adapter of the peft library"
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            where = "" if folder.is_dir() else nearest(folder)
+            raise ConfigError([f"{key}={path}: there is no file {(folder / name).absolute()}{where}; {wanted}"])
+    try:
+        saved = json.loads((folder / CONFIG).read_text())
+        rank, alpha, targets = int(saved["r"]), float(saved["lora_alpha"]), saved["target_modules"]
+        if saved["peft_type"] != "LORA" or rank < 1 or alpha <= 0 or not isinstance(targets, str | list):
+            raise ValueError(f"peft_type={saved['peft_type']}, r={rank}, lora_alpha={alpha}, target_modules={targets}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError([f"{key}={path}: {CONFIG} describes no LoRA adapter ({error!r}); {wanted}"]) from error
+    fits = _PLAIN_AT | {"modules_to_save": _HEAD if of_value_model else ()}
+    more = [f"{n}={value}" for n, value in saved.items() if value and n not in _PLAIN and value not in fits.get(n, ())]
+    if more:
+        fix = "merge it into the model with peft (merge_and_unload), and name that as the model"
+        raise ConfigError([f"{key}={path}: its {', '.join(more)} is not available, plain LoRA alone is: {fix}"])
+    alpha *= math.sqrt(rank) if saved.get("use_rslora") else 1
+    settings = {"lora_rank": rank, "lora_alpha": alpha, "target_modules": targets}
+    return settings | {"exclude_modules": saved.get("exclude_modules") or None}, saved

@@ -1,0 +1,16 @@
+"""Text that every encoder takes. JSON may hold half of a surrogate pair, as a cut emoji leaves it; UTF-8 may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def whole(value: Any) -> Any:
+    """The value with U+FFFD for each half of a surrogate pair in its texts and keys. Two halves become a character."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {whole(key): whole(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(map(whole, value))
+    return value

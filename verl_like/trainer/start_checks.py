@@ -1,0 +1,176 @@
+"""What a run asks of this machine, its packages, its network and its model, checked before anything is started."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import os
+import socket
+import sys
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from verl_like.config import PPOConfig, RolloutConfig
+from verl_like.config.errors import raise_if_any
+from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.config.roles import REWARD, generates, roles_of
+from verl_like.config.rollout import runs_agent_loops, runs_programs
+from verl_like.models import blocks, families, loading, lora
+from verl_like.rollout.sampling import require_tokens_left, train_sampling, validation_sampling
+from verl_like.rollout.sglang import compat
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_FILTER = "data.filter_overlong_prompts_workers"
+_REACH_S = 2.0
+# What each takes at least: a rank has imported torch, a helper the standard library; a response in flight is a
+# coroutine, its request and its arrays; a thread has touched some of its stack.
+_RANK, _HELPER, _RESPONSE, _THREAD = (200e6, "processes"), (25e6, "processes"), (4e3, "responses"), (5e4, "threads")
+
+
+def check_machine(config: PPOConfig, device: str) -> None:
+    """ValueError for counts that this machine's memory cannot hold, engines that it lacks, addresses where nobody
+    answers."""
+    _check_engines(config)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    raise_if_any(
+        [
+            f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
+            f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
+            for key, value, times, (each, what) in _counts(config, device)
+            if value * times * each > memory
+        ]
+        + [text for key, url in _urls(config).items() if (text := unreachable(key, url))]
+    )
+    ray, nodes = config.ray_init, config.trainer.nnodes
+    if config.trainer.launcher == "local":
+        return
+    if ray.address not in (None, "", "local"):
+        from verl_like.cluster.launch import check_joining  # which imports ray
+
+        check_joining(ray.address, ray.num_cpus, ray.temp_dir)
+    elif nodes > 1 and not getattr(sys.modules.get("ray"), "is_initialized", bool)():
+        raise ValueError(
+            f"trainer.nnodes={nodes} with ray_init.address=null: a Ray of our own is this machine; start one on all "
+            "machines (ray start) and set ray_init.address=auto, or set nnodes=1"
+        )
+
+
+def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[float, str]]]:
+    """Key, value, by how much that is multiplied, and what each takes; of what this run makes."""
+    rollout, data, reward = config.actor_rollout_ref.rollout, config.data, config.reward_model
+    helps = rollout.multi_turn.enable or runs_agent_loops(rollout) or runs_programs(rollout) or config.env.train.tags
+    length = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    ranks = config.trainer.n_gpus_per_node
+    rows: list[tuple[Any, str, Any, int, tuple[float, str]]] = [
+        (True, "custom_reward_function.num_workers", config.custom_reward_function.num_workers, 1, _HELPER),
+        (helps, f"{_ROLLOUT}.agent.num_workers", rollout.agent.num_workers, 1, _HELPER),
+        (data.filter_overlong_prompts, _FILTER, data.filter_overlong_prompts_workers, 1, _RANK),
+        (device == "cpu" and ranks != "auto", "trainer.n_gpus_per_node", ranks, 1, _RANK),
+        (config.ray_init.num_cpus, "ray_init.num_cpus", config.ray_init.num_cpus, 1, _HELPER),
+        (True, f"{_ROLLOUT}.n", rollout.n, data.train_batch_size, _RESPONSE),
+        (True, f"{_ROLLOUT}.n_redundant", rollout.n_redundant, data.train_batch_size, _RESPONSE),
+        (data.val_files, f"{_ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n, 1, _RESPONSE),
+        (reward.judge.url, "reward_model.judge.max_concurrent", reward.judge.max_concurrent, 1, _THREAD),
+        (rollout.name == "vllm", f"{_ROLLOUT}.max_num_seqs", rollout.max_num_seqs, 1, (4.0 * length, "rows of tokens")),
+    ]
+    return [(key, value, times, takes) for used, key, value, times, takes in rows if used]
+
+
+def _check_engines(config: PPOConfig) -> None:
+    """ValueError for an engine that is chosen and not installed, and for arguments that vLLM does not take."""
+    chosen: dict[str, RolloutConfig | RewardRolloutConfig] = {_ROLLOUT: config.actor_rollout_ref.rollout}
+    if generates(config.reward_model, config.custom_reward_function):
+        chosen["reward_model.rollout"] = config.reward_model.rollout
+    for section, rollout in chosen.items():
+        spec = importlib.util.find_spec("vllm") if rollout.name == "vllm" else None
+        if rollout.name == "sglang":
+            compat.require_installed()
+        elif rollout.name == "vllm" and spec is None:
+            raise ValueError(
+                f"{section}.name=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set {section}.name=hf"
+            )
+        given = rollout.engine_kwargs.vllm if section == _ROLLOUT else {}
+        file = spec.origin if given and spec is not None else None
+        known = set() if file is None else _fields(Path(file).parent / "engine" / "arg_utils.py", "EngineArgs")
+        for name in sorted(set(given) - known) if known else ():
+            near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
+            raise ValueError(f"{section}.engine_kwargs.vllm.{name}={given[name]}: vLLM has no such argument{near}")
+
+
+def _fields(file: Path, name: str) -> set[str]:
+    """The fields of a dataclass in a file, which importing would take seconds; none where it is not there."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+    fields = [each for found in body if isinstance(found, ast.ClassDef) and found.name == name for each in found.body]
+    return {each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+
+
+def _urls(config: PPOConfig) -> dict[str, str]:
+    """Key -> address of the services that this run asks."""
+    tracking = config.trainer.logger_kwargs.get("mlflow", {}).get("tracking_uri")
+    named = {
+        "reward_model.judge.url": config.reward_model.judge.url,
+        "reward_model.sandbox_fusion.url": config.reward_model.sandbox_fusion.url,
+        "trainer.logger_kwargs.mlflow.tracking_uri": tracking if "mlflow" in config.trainer.logger else None,
+    }
+    return {key: url for key, url in named.items() if url and url.startswith("http")}
+
+
+def unreachable(key: str, url: str) -> str | None:
+    """What is wrong with an address where nothing takes a connection; None where something does, or a proxy leads."""
+    parts = urllib.parse.urlsplit(url)
+    try:
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
+            return None
+        socket.create_connection((host, port), timeout=_REACH_S).close()
+    except (OSError, ValueError) as error:
+        return f"{key}={url}: nothing answers there ({error}); start the server first, or correct the address"
+    return None
+
+
+def check_models(config: PPOConfig, device: str) -> None:
+    """ValueError, naming the key, for what the trainer's models lack: modules that keys name, backends, a compiler."""
+    for role in roles_of(config).values():
+        if role.name == REWARD and config.reward_model.worker_class is not None:
+            continue  # of a class of the user's, which may load what it likes
+        model, section = role.model, role.model_section.removesuffix("model")
+        with_lora = role.optim is not None and model.lora_rank > 0 and not role.is_base_of_actor
+        try:
+            hf_config = loading.load_hf_config(model)
+            loading.check_backend(model, hf_config, torch.device(device))
+            if role.compile_blocks:
+                blocks.check_compiler(torch.device(device))
+            if not (with_lora or role.fsdp.wrap_policy.transformer_layer_cls_to_wrap):
+                continue
+            built = loading.build_meta_model(model, hf_config, kind=role.kind)
+            frozen = role.freeze_vision_tower and families.sees(hf_config)
+            tower = built.hf.base_model.get_submodule("visual") if frozen else None
+            if with_lora:
+                lora.attach(built.hf, model, dtype=torch.float32, seed=0, left_out=tower)
+            section = f"{role.sharding_section}."
+            loading.sharding_units(built, role.fsdp)
+        except ValueError as error:
+            raise ValueError(f"{section}{error}") from error
+
+
+def check_sampling(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig, eos_ids: tuple[int, ...]
+) -> None:
+    """ValueError where bad words leave nothing to sample, or a token that stops is none of the model's."""
+    rollout, size = config.actor_rollout_ref.rollout, hf_config.get_text_config().vocab_size
+    for section, keys, make in (
+        (_ROLLOUT, rollout, train_sampling),
+        (f"{_ROLLOUT}.val_kwargs", rollout.val_kwargs, validation_sampling),
+    ):
+        require_tokens_left(make(rollout, eos_ids, tokenizer), len(tokenizer), f"{section}.")
+        if max(keys.stop_token_ids or [0]) >= size:
+            raise ValueError(
+                f"{section}.stop_token_ids={keys.stop_token_ids}: the model's tokens are 0 to {size - 1}; leave the "
+                "others out"
+            )
