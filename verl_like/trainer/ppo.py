@@ -252,8 +252,7 @@ class PPOTrainer:
     def validate_before_training(self) -> None:
         """trainer.val_before_train; also what a run with trainer.val_only consists of."""
         trainer = self.config.trainer
-        if trainer.val_before_train or trainer.val_only:
-            metrics = self.validate()
+        if (trainer.val_before_train or trainer.val_only) and (metrics := self.validate()):  # none without a set
             self.report.validation(self.state.step, metrics)
             self.checkpoints.validated(self, metrics)
 

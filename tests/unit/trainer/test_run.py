@@ -172,7 +172,8 @@ def metrics_in(folder: Path) -> Path:
 
 
 def test_a_run_that_does_not_resume_leaves_anothers_files_alone(tmp_path: Path, fits: list[Any]) -> None:
-    """Its own folders below move along; the next one takes the next number, and a failed start does not count."""
+    """Its own folders move along, also those of samples elsewhere; the next run takes the next number, and a failed
+    start does not count."""
     root, taken = metrics_in(tmp_path / "run"), []
     below = {"rollout_data_dir": str(root / "samples"), "validation_data_dir": str(tmp_path / "elsewhere")}
     fits.append(lambda config, *_: taken.append(config.trainer))
@@ -183,7 +184,7 @@ def test_a_run_that_does_not_resume_leaves_anothers_files_alone(tmp_path: Path, 
     run(config_of(root, resume_mode="disable"))
     assert [Path(each.default_local_dir).name for each in taken] == ["run-2", "run-2", "run-3"]
     assert taken[0].rollout_data_dir == str(tmp_path / "run-2" / "samples")
-    assert taken[0].validation_data_dir == str(tmp_path / "elsewhere")
+    assert taken[0].validation_data_dir == str(tmp_path / "elsewhere-2")
     assert sorted(path.name for path in root.iterdir()) == ["metrics.jsonl"]
     assert (tmp_path / "run-2" / "config.yaml").exists()
 
