@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 from verl_like.cluster.janitor import cleanup_shm, kill_processes, processes_of_run
-from verl_like.config.errors import Aborted
 
 __all__ = [
     "StopFlag",
@@ -75,7 +74,7 @@ def graceful_interrupt() -> Iterator[StopFlag]:
             flag.passed_on = False
             return
         if flag.requested:
-            raise Aborted(f"second {name}: aborted without saving", number)
+            raise KeyboardInterrupt(f"second {name}: aborted without saving", number)
         flag.signal_name = name
         logger.warning("%s: the run stops at the next safe point. Send it again to abort at once.", name)
 

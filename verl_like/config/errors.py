@@ -22,22 +22,16 @@ class RunStopped(RuntimeError):
     """The run cannot go on for a reason that its user can act on: the message says all, a traceback adds nothing."""
 
 
-class Aborted(KeyboardInterrupt):
-    """A second signal: the program is to end at once, without saving."""
-
-    def __init__(self, text: str, number: int) -> None:
-        super().__init__(text)
-        self.number = number
-
-
 @contextmanager
 def status_of_signal() -> Iterator[None]:
-    """End the program with one line and 128 + the signal's number, as shells count, where a signal interrupts it."""
+    """End the program with a line and 128 + the signal's number, as shells count, where a signal interrupts it: Ctrl-C,
+    or what the arguments of the KeyboardInterrupt say, (text, number)."""
     try:
         yield
     except KeyboardInterrupt as error:
-        print(f"error: interrupted{f': {error}' if str(error) else ''}", file=sys.stderr)
-        sys.exit(128 + (error.number if isinstance(error, Aborted) else signal.SIGINT))
+        text, number = error.args if len(error.args) == 2 else ("interrupted", signal.SIGINT)
+        print(f"error: {text}", file=sys.stderr)
+        sys.exit(128 + number)
 
 
 def raise_if_any(problems: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from verl_like.cli import diff
 from verl_like.cli.main import main
 from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import PPOConfig
-from verl_like.config.errors import Aborted, RunStopped
+from verl_like.config.errors import RunStopped
 from verl_like.trainer import main_ppo
 from verl_like.trainer import run as run_module
 from verl_like.trainer.reporting import writing
@@ -130,8 +130,8 @@ def test_the_status_of_a_run_that_a_signal_stopped(
     ("error", "status", "told"),
     [
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
-        (Aborted("second SIGINT: aborted", signal.SIGINT), 130, "error: interrupted: second SIGINT: aborted\n"),
-        (Aborted("second SIGTERM: aborted", signal.SIGTERM), 143, "error: interrupted: second SIGTERM: aborted\n"),
+        (KeyboardInterrupt("second SIGINT: aborted", signal.SIGINT), 130, "error: second SIGINT: aborted\n"),
+        (KeyboardInterrupt("second SIGTERM: aborted", signal.SIGTERM), 143, "error: second SIGTERM: aborted\n"),
     ],
 )
 @pytest.mark.parametrize("verb", ["diff", "main_ppo"])
