@@ -60,7 +60,7 @@ window.addEventListener("afterprint", () => { for (const target of plots.keys())
 function draw(target) {
   const plot = plots.get(target);
   target.replaceChildren();
-  plot.drawn = true;
+  Object.assign(plot, { drawn: true, view: null });
   const figure = plot.drawing();
   Bokeh.Plotting.show(figure, target).then((view) => { plot.view = view; }).catch((error) => { target.textContent = `This chart failed: ${error.message}`; });
 }
