@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -79,7 +80,13 @@ def train(output_dir: Path, *, seed: int, rollout: str, reward: Path, overrides:
         "ROLLOUT": rollout,
         "REWARD": str(reward),
     }
-    subprocess.run(["bash", str(HERE / "run.sh"), *overrides], env=environment, check=True)
+    training = subprocess.Popen(["bash", str(HERE / "run.sh"), *overrides], env=environment)
+    # The training itself finishes its step and saves: a Ctrl-C of the terminal reaches it too, a SIGTERM is passed on.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, lambda number, frame: training.send_signal(number))
+    if status := training.wait():
+        print(f"the training run ended with status {status}; its messages are above", file=sys.stderr)
+        sys.exit(status if status > 0 else 128 - status)
     return read_accuracies(output_dir / "checkpoints" / "metrics.jsonl")
 
 
@@ -95,16 +102,13 @@ def main() -> None:
     output_dir = arguments.output_dir.resolve()
     prepare(output_dir, Recipe(seed=arguments.seed))
     print("\nTraining with GRPO: 2 worker processes, FSDP2, the rollout engine in the same processes.", flush=True)
-    try:
-        accuracies = train(
-            output_dir,
-            seed=arguments.seed,
-            rollout=choose_rollout(arguments.rollout),
-            reward=arguments.reward.resolve(),
-            overrides=arguments.overrides,
-        )
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"the training run ended with status {error.returncode}; its messages are above")
+    accuracies = train(
+        output_dir,
+        seed=arguments.seed,
+        rollout=choose_rollout(arguments.rollout),
+        reward=arguments.reward.resolve(),
+        overrides=arguments.overrides,
+    )
     report(output_dir, accuracies, time.time() - started)
 
 

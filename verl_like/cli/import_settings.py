@@ -68,19 +68,22 @@ def _show(done: Imported, origin: str, arguments: argparse.Namespace) -> None:
 
 
 def report(done: Imported, origin: str, *, every: bool = False) -> list[str]:
-    """What became of each setting. every: also name each one that needs nothing."""
+    """What became of each setting, the refused ones first, a note once below all that it is about. every: also name
+    each one that needs nothing."""
     lists = {status: done.of(status) for status in (CARRIED, REFUSED, UNKNOWN, NOTHING)}
     counts = ", ".join(f"{len(items)} {status}" for status, items in lists.items())
-    lines = [f"{done.project}: {origin}: {counts}", *_by_reason("needs nothing", lists[NOTHING], every)]
+    lines = [f"{done.project}: {origin}: {counts}"]
+    lines += _by_reason("refused: no counterpart, or not available yet", lists[REFUSED], every)
+    lines += _by_reason("unknown", lists[UNKNOWN], every)
     for title, items in (
         ("carried", [item for item in lists[CARRIED] if not item.assumed]),
         ("left out there, where the default is not ours", [item for item in lists[CARRIED] if item.assumed]),
     ):
         lines += ["", title] if items else []
-        for item in items:
-            lines += [f"  {_left(item)}  ->  {_right(item)}", *([f"      {item.note}"] if item.note else [])]
-    lines += _by_reason("unknown", lists[UNKNOWN], every)
-    return lines + _by_reason("refused: no counterpart, or not available yet", lists[REFUSED], every)
+        for note in dict.fromkeys(item.note for item in items):
+            lines += [f"  {_left(item)}  ->  {_right(item)}" for item in items if item.note == note]
+            lines += [f"      {note}"] if note else []
+    return lines + _by_reason("needs nothing", lists[NOTHING], every)
 
 
 def _by_reason(title: str, items: list[Item], every: bool) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verl_like import __version__
-from verl_like.config.errors import ConfigError
+from verl_like.config.errors import ConfigError, status_of_signal
 from verl_like.config.parser import Parser, meant
 
 
@@ -203,7 +203,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.passed = rest[end + 1 :]
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:
-        run(arguments)
+        with status_of_signal():
+            run(arguments)
     except ConfigError as error:
         sys.exit(f"error: {error}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -25,12 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prepare, train, tell what came out; the script's own exit status."""
+    """Prepare, train, tell what came out: the script takes this process's place, so that signals reach it."""
     options = ["--output-dir", str(arguments.output_dir), "--seed", str(arguments.seed)]
     command = [sys.executable, str(script()), *options, "--rollout", arguments.rollout, *arguments.overrides]
-    status = subprocess.run(command).returncode
-    if status:
-        sys.exit(status)
+    os.execv(sys.executable, command)
 
 
 def script() -> Path:

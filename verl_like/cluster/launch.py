@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -302,6 +303,10 @@ def _quiet() -> Iterator[None]:
     """No usage statistics, no chatter of Ray itself; workers as important as their driver."""
     for name, value in _OF_RAY.items():
         os.environ.setdefault(name, value)
+    worker: Any = ray._private.worker  # pyright: ignore[reportAttributeAccessIssue]
+    if worker.print_to_stdstream is not _print_in_a_line:
+        _printed.append(worker.print_to_stdstream)
+        worker.print_to_stdstream = _print_in_a_line
     names = (
         "ray._private.worker",
         "ray._private.authentication.authentication_token_setup",
@@ -316,6 +321,19 @@ def _quiet() -> Iterator[None]:
     finally:
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)
+
+
+_printed: list[Callable[..., None]] = []  # Ray's own function, once ours stands in its place
+
+
+def _print_in_a_line(batch: dict[str, Any], *arguments: Any, **more: Any) -> None:
+    """What Ray's daemons say on the console: of a dying one the first line, and the pages of its state into our log."""
+    if batch.get("pid") == "raylet":
+        for text in batch["lines"]:
+            logger.debug("Ray's daemon: %s", text)
+        lines = [line for text in batch["lines"] for line in text.splitlines()[:1]]
+        batch = batch | {"lines": [re.sub(r" Last \d+ lines of the Raylet logs:$", "", line) for line in lines]}
+    _printed[-1](batch, *arguments, **more)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def graceful_interrupt() -> Iterator[StopFlag]:
             flag.passed_on = False
             return
         if flag.requested:
-            raise KeyboardInterrupt(f"second {name}: aborted without saving")
+            raise KeyboardInterrupt(f"second {name}: aborted without saving", number)
         flag.signal_name = name
         logger.warning("%s: the run stops at the next safe point. Send it again to abort at once.", name)
 

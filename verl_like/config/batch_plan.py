@@ -229,9 +229,9 @@ def _missing(config: PPOConfig) -> tuple[str, ...]:
     if not config.data.val_files:
         warnings.append("the policy is never validated (data.val_files is empty); set data.val_files")
     elif trainer.test_freq == -1:
-        when = "before the first step only" if trainer.val_before_train else "never"
+        when = "validated before the first step only" if trainer.val_before_train else "never validated"
         warnings.append(
-            f"the policy is validated {when} (trainer.test_freq={trainer.test_freq}); set trainer.test_freq=5, or "
+            f"the policy is {when} (trainer.test_freq={trainer.test_freq}); set trainer.test_freq=5, or "
             "another number of steps"
         )
     return tuple(warnings)

@@ -231,6 +231,13 @@ class PromptDataset:
         columns = [f.rows.column("agent_name") for f in self.files if "agent_name" in f.rows.columns]
         return sorted({str(name or "") for column in columns for name in column})
 
+    def interactions(self) -> Iterator[tuple[str, Any]]:
+        """Place and extra_info.interaction_kwargs of each used row, as its file has them."""
+        cells = [file.rows.subcolumn("extra_info", "interaction_kwargs") for file in self.files]
+        for position in self._kept.tolist():
+            number, offset = self._locate(position)
+            yield self._place(position), cells[number][offset]
+
     def reward_styles(self) -> list[tuple[str, str]]:
         """All different (data_source, reward_model.style) of the files, sorted: what must have a grader."""
         return sorted(

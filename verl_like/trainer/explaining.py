@@ -34,7 +34,7 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     key = find_key(path)
     if key is None:
         newer = newer_than_here(path)
-        missing = f"there is no key {name}{suggest(name)}{_similar(name)}"
+        missing = f"there is no key {name}{(meant := suggest(name))}{_similar(name, meant)}"
         raise ConfigError([missing if newer is None else f"{name}: not available yet ({newer})"])
     tree, changes, _ = compose_tree(overrides, yaml_files)
     config, is_set = to_config(tree), any(find_key(change.key) == key for change in changes)
@@ -112,10 +112,11 @@ def _siblings(path: str) -> str:
     return ", ".join(key.rpartition(".")[2] for key in keys() if key.rpartition(".")[0] == section and key != path)
 
 
-def _similar(name: str) -> str:
-    """Keys whose last part is like it, or has it as a word."""
+def _similar(name: str, said: str) -> str:
+    """Keys whose last part is like it, or has it as a word, but for those that were said."""
     last = name.rpartition(".")[2]
     found = [key for key in keys() if last in key.rpartition(".")[2].split("_")]
     ends = {key.rpartition(".")[2]: key for key in keys()}
     found += [ends[end] for end in difflib.get_close_matches(last, ends, n=3, cutoff=0.75)]
-    return f". Similar: {', '.join(dict.fromkeys(found[:8]))}" if found else ""
+    found = [key for key in dict.fromkeys(found) if key not in re.findall(r"[\w.]*\w", said)]
+    return f"{'' if said.endswith('?') else '.'} Similar: {', '.join(found[:8])}" if found else ""

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 def with_free_folder(config: PPOConfig) -> PPOConfig:
     """The configuration with trainer.default_local_dir, and the folders below it, moved to `<folder>-2` (-3 ...) where
-    the folder holds another run's files.
+    the folder holds another run's files. Folders of samples elsewhere get the same ending.
 
     resume_mode=auto resumes from a checkpoint in the folder, else from the first of `<folder>-2`, -3 ... that has one:
     a job that is started again and again finds its own. A folder in which nothing was trained yet is taken as it is.
@@ -27,16 +27,18 @@ def with_free_folder(config: PPOConfig) -> PPOConfig:
     folder = next(path for path in beside if not _holds_run(path) or (mode == "auto" and _holds_checkpoint(path)))
     _say(root, folder, mode)
     settings = config.trainer
-    moved = {
-        name: str(folder / Path(value).expanduser().relative_to(root))
-        for name, value in (
-            ("default_local_dir", settings.default_local_dir),
-            ("log_dir", settings.log_dir),
-            ("rollout_data_dir", settings.rollout_data_dir),
-            ("validation_data_dir", settings.validation_data_dir),
-        )
-        if value is not None and Path(value).expanduser().is_relative_to(root)
-    }
+    moved = {}
+    for name, value in (
+        ("default_local_dir", settings.default_local_dir),
+        ("log_dir", settings.log_dir),
+        ("rollout_data_dir", settings.rollout_data_dir),
+        ("validation_data_dir", settings.validation_data_dir),
+    ):
+        path = Path(value or "").expanduser()
+        if value is not None and path.is_relative_to(root):
+            moved[name] = str(folder / path.relative_to(root))
+        elif value is not None and name != "log_dir":  # there the earlier run's files are set aside
+            moved[name] = str(path.with_name(path.name + folder.name.removeprefix(root.name)))
     return replace(config, trainer=replace(settings, **moved))
 
 

@@ -142,7 +142,7 @@ class Foreign:
             return Outcome(NOTHING, note=why)
         if row.at_rest is not None:
             rests = value in row.at_rest
-            note = f"{_lower(value)} is what is done anyway" if rests else row.note
+            note = "what is done anyway" if rests else row.note
             return Outcome(NOTHING if rests or row.at_rest == () else REFUSED, note=note)
         if not row.keys:
             return Outcome(REFUSED, note=row.note)

@@ -67,19 +67,13 @@ class ColossalRun(Foreign):
         self.step: int = self("num_inferencer") * self("inference_batch_size")
 
     def _broken_rules(self) -> list[str]:
-        """Constraints of its README that its launcher asserts, with the numbers that break them. A step that is no
-        multiple of an update is none of them: see rule_step."""
+        """Constraints of its README that its launcher asserts, with the numbers that break them. Sizes that nothing
+        here depends on are none of them: see rule_step and idle."""
         trainers, split = self("num_trainers"), self("tensor_parallel_size", 1) * self("pipeline_parallel_size", 1)
-        update, micro = self("train_batch_size"), self("train_microbatch_size")
-        mini = self("train_minibatch_size", min(8, update))
-        engine, group = self("inference_batch_size"), self("num_generations")
+        engine = self("inference_batch_size")
         at_once = self.leaves.get("inference_microbatch_size", min(8, engine))
         rules = {
             f"num_trainers={trainers} is no multiple of tensor x pipeline parallel size {split}": trainers % split,
-            f"train_batch_size={update} is no multiple of train_minibatch_size={mini}": update % mini,
-            f"train_minibatch_size={mini} x num_generations={group} is less than train_microbatch_size={micro}": (
-                mini * group < micro
-            ),
             f"inference_batch_size={engine} is no multiple of inference_microbatch_size={at_once}": engine % at_once,
         }
         return [f"{text}: Colossal-RL's launcher refuses that too" for text, broken in rules.items() if broken]
@@ -93,6 +87,17 @@ class ColossalRun(Foreign):
     def is_on(self, name: str) -> bool:
         own = {"vllm": self("backend") == "vllm", "DAPO": self.algorithm == "DAPO"}
         return own[name] if name in own else bool(self(name))
+
+    def idle(self, name: str) -> str:
+        if name != "train_minibatch_size" or self.leaves.get(name) is None:
+            return ""
+        batch, mini, micro, group = (
+            self(each) for each in ("train_batch_size", name, "train_microbatch_size", "num_generations")
+        )
+        if batch % mini == 0 and mini * group >= micro:
+            return ""
+        sizes = f"train_batch_size={batch}, train_minibatch_size={mini}, train_microbatch_size={micro}"
+        return f"that launcher refuses {sizes}; here the gradients of all {batch} are summed up anyway"
 
     def rule_reward_type(self, name: str, value: str, keys: list[str]) -> dict[str, Any]:
         ends = {keys[1]: ["</answer>"], keys[2]: self.is_on("vllm")} if value == "think_answer_tags" else {}

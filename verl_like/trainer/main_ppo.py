@@ -10,6 +10,7 @@ import os
 import sys
 
 from verl_like.config import PPOConfig
+from verl_like.config.errors import status_of_signal
 from verl_like.trainer.command_line import run_main
 
 
@@ -35,7 +36,8 @@ def quiet_tokenizers() -> None:
 def main() -> None:
     """Compose the configuration from the command line and train."""
     quiet_tokenizers()
-    run_main(train)
+    with status_of_signal():
+        run_main(train)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class PPOTrainer:
     on_start: Callable[[], None] = lambda: None  # the checkpoint is read, and the first weights are proved
     on_scores: Callable[[Rollouts, Scores], None] = lambda rollouts, scores: None  # a curriculum learns from them
     clock: StepClock = field(default_factory=StepClock)  # of the step that runs; replaced at each step
+    first_step: int | None = field(default=None, init=False)  # that the checkpoint was of, once it is read; else 0
     unreported: Callable[[], dict[str, float]] | None = field(default=None, init=False)  # of a finished step
 
     def fit(self) -> None:
@@ -71,6 +72,7 @@ class PPOTrainer:
     def start(self) -> None:
         """Take up the checkpoint, if there is one; weights into the rollout engine; the validation before training."""
         self.checkpoints.restore(self)
+        self.first_step = self.state.step
         with start_phase("first weight sync and its proof"):
             self.sync_weights()
         self.on_start()
@@ -250,8 +252,7 @@ class PPOTrainer:
     def validate_before_training(self) -> None:
         """trainer.val_before_train; also what a run with trainer.val_only consists of."""
         trainer = self.config.trainer
-        if trainer.val_before_train or trainer.val_only:
-            metrics = self.validate()
+        if (trainer.val_before_train or trainer.val_only) and (metrics := self.validate()):  # none without a set
             self.report.validation(self.state.step, metrics)
             self.checkpoints.validated(self, metrics)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,16 +44,23 @@ def run(config: PPOConfig) -> None:
     begun: list[bool] = []
     try:
         with told_in_a_line("the start", over=lambda: bool(begun)):
-            fit(config, restart=restart_under_nsight, before=lambda: begun.append(True))
+            _, signal_name = _fit(config, restart=restart_under_nsight, before=lambda: begun.append(True))
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
         sys.exit(hidden(f"error: {error}"))
+    if signal_name is not None:  # what a shell wrote behind && is not for a run that is not done
+        sys.exit(128 + signal.Signals[signal_name])
 
 
-def fit(config: PPOConfig, before: Callable[[], None] = lambda: None, **own: Any) -> Path:
+def fit(config: PPOConfig, **own: Any) -> Path:
     """The trainer's `fit`, begun again from the newest checkpoint as often as trainer.max_restarts allows when workers
-    are lost; the folder of the run's files. before: called when all is started. Others and errors: see `opened`."""
-    began = time.perf_counter()
+    are lost; the folder of the run's files. Arguments and errors: see `opened`."""
+    return _fit(config, **own)[0]
+
+
+def _fit(config: PPOConfig, before: Callable[[], None] = lambda: None, **own: Any) -> tuple[Path, str | None]:
+    """`fit`, and the signal that ended the run before its last step. before: called when all is started."""
+    began, first_step = time.perf_counter(), None
     with _prepared(config, **own) as run:
         restarts, stop = Restarts(run.ready.config.trainer), StopFlag()
         while True:
@@ -60,17 +68,21 @@ def fit(config: PPOConfig, before: Callable[[], None] = lambda: None, **own: Any
                 with run.started(again=restarts.saved) as trainer:
                     stop = trainer.stop
                     before()
-                    trainer.fit()
+                    try:
+                        trainer.fit()
+                    finally:
+                        first_step = trainer.first_step if first_step is None else first_step
                 break
             except WorkerError as error:
                 if stop.requested:
                     raise
                 restarts.wait_before_next(error)
     config, folder = trainer.config, log_dir(trainer.config)
-    if not config.trainer.val_only:
-        steps = {"step": trainer.state.step, "total_steps": trainer.total_steps}
-        logger.info("%s", closing_text(config, folder, **steps, seconds=time.perf_counter() - began))
-    return folder
+    if config.trainer.val_only:
+        return folder, None
+    steps = {"step": trainer.state.step, "first_step": first_step or 0, "total_steps": trainer.total_steps}
+    logger.info("%s", closing_text(config, folder, **steps, seconds=time.perf_counter() - began))
+    return folder, stop.signal_name if trainer.state.step < trainer.total_steps else None
 
 
 @contextmanager

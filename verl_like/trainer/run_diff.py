@@ -15,7 +15,7 @@ from verl_like.config.errors import ConfigError
 from verl_like.trainer.compose import compose_tree, to_config, to_dict
 from verl_like.trainer.resume import CONFIG_FILE
 
-MISSING = "(not saved)"
+MISSING = "(not set)"
 
 
 @dataclass(frozen=True, slots=True)

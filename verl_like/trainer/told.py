@@ -34,12 +34,15 @@ def worker_start_text(seconds_by_rank: Sequence[Mapping[str, float]]) -> str:
     return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest.items())
 
 
-def closing_text(config: PPOConfig, log_dir: Path, *, step: int, total_steps: int, seconds: float) -> str:
-    """The block at the end of a run."""
+def closing_text(
+    config: PPOConfig, log_dir: Path, *, step: int, first_step: int, total_steps: int, seconds: float
+) -> str:
+    """The block at the end of a run. first_step: the one that it resumed from, or 0."""
     trainer = config.trainer
     root = Path(trainer.default_local_dir).expanduser()
     latest = find_latest(root) if root.is_dir() else None
     done = f"{step} of {total_steps} steps" if step < total_steps else f"{step} steps"
+    done += f", {step - first_step} of them" if first_step else ""
     rows = [("done", f"{done} in {duration(seconds)}")]
     rows.append(("checkpoint", str(latest) if latest is not None else "none (trainer.save_freq)"))
     rows.append(("metrics", str(log_dir / "metrics.jsonl")))

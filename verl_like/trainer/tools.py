@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
 from verl_like.config import PPOConfig
 from verl_like.data.chat import PromptEncoder
-from verl_like.data.dataset import Dataset
+from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.environments import kinds_of
 from verl_like.environments.adapters import ADAPTERS
 from verl_like.episodes.tools.interactions import chosen, interaction_kwargs
@@ -78,8 +79,16 @@ def require_tool_messages(
 
 
 def check_interactions(datasets: Iterable[Dataset | None], toolbox: Toolbox | None) -> None:
-    """ValueError where the first row of a data set names a simulated user that there is none of."""
+    """ValueError for the first row that names a simulated user that there is none of: of a data set with a code of its
+    own the first row alone is looked at, whose making may take long."""
     names = [] if toolbox is None else toolbox.interactions
     for dataset in datasets if names else ():
-        if dataset is not None and (settings := interaction_kwargs(dataset[0][1].extra_info)):
-            chosen(settings, names)
+        if dataset is None:
+            continue
+        rows = [("the first row", dataset[0][1].extra_info.get("interaction_kwargs"))]
+        for place, cell in itertools.chain(rows, dataset.interactions() if isinstance(dataset, PromptDataset) else ()):
+            try:
+                if settings := interaction_kwargs({"interaction_kwargs": cell}):
+                    chosen(settings, names)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error

@@ -27,7 +27,7 @@ def test_the_keys_that_differ_are_shown_with_their_default(tmp_path: Path, capsy
     assert {line[0]: line[1:] for line in lines(told)} == {
         "actor_rollout_ref.rollout.n": ["1", "8", "1"],
         "data.seed": ["3", "null", "null"],
-        "reward_model.reward_kwargs.a": ["(not", "saved)", "1", "null"],
+        "reward_model.reward_kwargs.a": ["(not", "set)", "1", "null"],
     }
     assert "default_local_dir" not in told and "and 1 that name folders" in told
     main(["diff", "--all", str(one), str(two)])

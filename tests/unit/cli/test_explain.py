@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from verl_like.cli.main import main
@@ -71,3 +73,14 @@ def test_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("here") and line.endswith("32 (set)") for line in lines)
     with pytest.raises(SystemExit, match=r"^error: there is no key data\.train_batch_sise"):
         main(["explain", "data.train_batch_sise"])
+
+
+@pytest.mark.parametrize("name", ["actor_rollout_ref.actor.clip_ration", "clip_ratio_loww", "trainer.save_frequ"])
+def test_a_key_that_is_not_there_is_answered_with_each_other_one_once(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", name])
+    told = str(ended.value.code)
+    keys = re.findall(r"\w+(?:\.\w+)+", told.removeprefix(f"error: there is no key {name}"))
+    assert keys and len(keys) == len(set(keys)) and "?." not in told and told.count("Similar:") <= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,10 @@ def test_a_clone_runs_its_own_recipe() -> None:
     assert quickstart.script() == ROOT / "recipes" / "quickstart" / "run.py"
 
 
-def test_options_and_the_exit_status_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(f"import sys\nopen({str(tmp_path / 'seen')!r}, 'w').write(' '.join(sys.argv[1:]))\nsys.exit(7)\n")
-    monkeypatch.setattr(quickstart, "script", lambda: script)
-    with pytest.raises(SystemExit) as ended:
-        main(["quickstart", "trainer.save_freq=5", "--rollout", "hf", "--seed", "3"])
-    assert ended.value.code == 7
-    expected = "--output-dir outputs/quickstart --seed 3 --rollout hf trainer.save_freq=5"
-    assert (tmp_path / "seen").read_text() == expected
+def test_the_script_takes_the_process_over_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that signals and the exit status are the script's."""
+    taken: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(os, "execv", lambda program, command: taken.append((program, command)))
+    main(["quickstart", "trainer.save_freq=5", "--rollout", "hf", "--seed", "3"])
+    options = "--output-dir outputs/quickstart --seed 3 --rollout hf trainer.save_freq=5"
+    assert taken == [(sys.executable, [sys.executable, str(quickstart.script()), *options.split()])]

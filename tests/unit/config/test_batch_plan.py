@@ -289,7 +289,7 @@ def test_table_shows_what_a_user_asks_for():
             ["v"],
             ["nothing will be saved (trainer.save_freq=-1)", "validated before the first step only"],
         ),
-        ({"test_freq": -1, "val_before_train": False}, ["v"], ["validated never (trainer.test_freq=-1)"]),
+        ({"test_freq": -1, "val_before_train": False}, ["v"], ["the policy is never validated (trainer.test_freq=-1)"]),
         ({"save_freq": 5, "test_freq": 5}, [], ["never validated (data.val_files is empty)"]),
         ({"save_freq": 5, "test_freq": 5}, ["v"], []),
         ({"val_only": True}, ["v"], []),

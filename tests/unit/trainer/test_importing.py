@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch
+from verl_like.cli.import_settings import report
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import plain_names, table
@@ -394,8 +396,6 @@ def test_batches_of_colossal_are_counted_in_prompts_of_a_step() -> None:
     ("text", "told"),
     [
         ("-t 4", "num_trainers=4 is no multiple of tensor x pipeline parallel size 3"),
-        ("-tbs 12 -tMbs 8", "train_batch_size=12 is no multiple of train_minibatch_size=8"),
-        ("-tMbs 1 -g 4 -tmbs 8", "train_minibatch_size=1 x num_generations=4 is less than train_microbatch_size=8"),
         ("-ibs 12 -imbs 8", "inference_batch_size=12 is no multiple of inference_microbatch_size=8"),
     ],
 )
@@ -403,6 +403,64 @@ def test_constraints_of_colossal_are_checked_with_their_numbers(text: str, told:
     inside = ("tensor_parallel_size=3",) if text == "-t 4" else ()
     with pytest.raises(ConfigError, match=told):
         colossal(text, *inside)
+
+
+@pytest.mark.parametrize("text", ["-tbs 12 -tMbs 8", "-tMbs 1 -g 4 -tmbs 8", "-t 4 -i 4 -tbs 2 -tMbs 8 -tmbs 2 -g 4"])
+def test_a_minibatch_of_colossal_that_its_launcher_refuses_is_told_and_changes_nothing(text: str) -> None:
+    done = colossal(f"-m model -ibs 12 -imbs 4 {text}")
+    item = next(item for item in done.of(NOTHING) if item.name == "train_minibatch_size")
+    assert f"train_minibatch_size={item.value}" in item.note and "that launcher refuses" in item.note
+    without = [word for word in text.split() if word != "-tMbs"]
+    without.remove(str(item.value))
+    assert done.settings == colossal(f"-m model -ibs 12 -imbs 4 {' '.join(without)}").settings
+
+
+# The two command lines of its README: flags that are given twice count as they stand last.
+README_8 = """-d train.jsonl -m Qwen2.5-3B -t 4 -i 4 -b vllm -ibs 2 -tbs 4 -tMbs 1 -tmbs 4 -imbs 1 -rt boxed -g 4 -ibs 1
+    -tbs 2 -tMbs 1 -tmbs 2 -imbs 1 -s Think. -tMbs 8 -p GRPO-Train-Align-Debug"""
+README_32 = """-m Qwen2.5-Math-7B -d train.jsonl --master_address 10.0.0.3 -t 16 -i 16 -p GRPO-Train-Align-Debug -g 2
+    -ibs 1 -tbs 2 -tMbs 1 -tmbs 2 -imbs 1 -b vllm -e 2 -rt boxed -s Think."""
+PLUGIN = ("tp_size=4", "pp_size=2", "microbatch_size=1", "zero_stage=1", "max_norm=1.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "devices", "prompts"),
+    [
+        (README_8, (), (1, 8), 2 * 4),
+        (README_32, PLUGIN, (4, 8), 16 * 1),
+        (README_32, ("tensor_parallel_size=4",), (4, 8), 16 * 1),
+        (f"{README_32} -tp 4 -i 8 -ptp 2", (), (4, 8), 8 * 1),
+    ],
+)
+def test_the_command_lines_of_its_readme(
+    text: str, inside: tuple[str, ...], devices: tuple[int, int], prompts: int
+) -> None:
+    done = colossal(text, *inside)
+    done.check()
+    config, _ = compose_with_warnings(done.overrides())
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == devices
+    assert config.data.train_batch_size == prompts
+    assert config.actor_rollout_ref.rollout.n == (4 if text is README_8 else 2)
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == (2 if "-ptp" in text else 1)
+    actor = config.actor_rollout_ref.actor
+    assert actor.fsdp_config.tensor_parallel_size == (1 if text is README_8 else 4)
+    assert actor.ppo_mini_batch_size == (8 if text is README_8 else 4 if "pp_size=2" in inside else 8)
+
+
+def test_no_name_of_colossal_stands_for_two_settings() -> None:
+    names = [name for row in table("Colossal-RL") for name in plain_names(row)]
+    assert len(names) == len(set(names))
+
+
+def test_a_report_begins_with_what_is_refused_and_says_nothing_twice(roll_files: list[Path]) -> None:
+    for file in roll_files:
+        lines = report(translate(RollFile(file)), str(file))
+        titles = [line.split(":")[0].split(",")[0] for line in lines[1:] if line and not line.startswith(" ")]
+        order = ["refused", "unknown", "carried", "left out there", "needs nothing"]
+        assert titles == [title for title in order if title in titles]
+        for start, end in itertools.pairwise([*(i for i, line in enumerate(lines) if not line), len(lines)]):
+            notes = [line for line in lines[start:end] if line.startswith("      ")]
+            assert len(notes) == len(set(notes))
 
 
 def test_algorithms_of_colossal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,12 +13,18 @@ from typing import Any
 import pytest
 
 from verl_like.checkpoint.lock import LOCK_FILE, held
+from verl_like.cli import diff
+from verl_like.cli.main import main
 from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import PPOConfig
 from verl_like.config.errors import RunStopped
+from verl_like.trainer import main_ppo
 from verl_like.trainer import run as run_module
 from verl_like.trainer.reporting import writing
 from verl_like.trainer.run import run
+from verl_like.trainer.told import closing_text
+
+live: list[Any] = []  # trainers of the fixture, the newest last
 
 
 @pytest.fixture
@@ -29,7 +36,8 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def build(ready: Any, launcher: Any, confirm: Any, kind: Any, *, again: bool) -> Iterator[Any]:
         config = ready.config
         trainer = SimpleNamespace(config=config, state=SimpleNamespace(step=3), total_steps=3)
-        trainer.plan, trainer.stop = SimpleNamespace(world_size=1), StopFlag()
+        trainer.plan, trainer.stop, trainer.first_step = SimpleNamespace(world_size=1), StopFlag(), 0
+        live.append(trainer)
 
         def fit() -> None:
             trainer.on_start()
@@ -93,6 +101,70 @@ def test_the_folder_is_free_after_the_run(tmp_path: Path, fits: list[Any], error
     assert not (tmp_path / LOCK_FILE).exists()
 
 
+@pytest.mark.parametrize(
+    ("signal_name", "step", "val_only", "status"),
+    [
+        ("SIGINT", 1, False, 130),
+        ("SIGTERM", 1, False, 143),
+        ("SIGINT", 3, False, None),  # it came in the last step: all is done
+        ("SIGTERM", 0, True, None),  # the validation that was asked for is done
+        (None, 1, False, None),  # trainer.early_stop_patience
+    ],
+)
+def test_the_status_of_a_run_that_a_signal_stopped(
+    tmp_path: Path, fits: list[Any], signal_name: str | None, step: int, val_only: bool, status: int | None
+) -> None:
+    def train(*_: Any) -> None:
+        live[-1].stop.signal_name, live[-1].state.step = signal_name, step
+
+    fits.append(train)
+    if status is None:
+        run(config_of(tmp_path, val_only=val_only))
+    else:
+        with pytest.raises(SystemExit) as ended:
+            run(config_of(tmp_path))
+        assert ended.value.code == status
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (KeyboardInterrupt("second SIGINT: aborted", signal.SIGINT), 130, "error: second SIGINT: aborted\n"),
+        (KeyboardInterrupt("second SIGTERM: aborted", signal.SIGTERM), 143, "error: second SIGTERM: aborted\n"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["diff", "main_ppo"])
+def test_an_interrupt_ends_every_verb_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+    error: BaseException,
+    status: int,
+    told: str,
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(diff, "read_configuration", interrupted)
+    monkeypatch.setattr(main_ppo, "run_main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main_ppo.main() if verb == "main_ppo" else main(["diff", "a", "b"])
+    assert ended.value.code == status and capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("step", "first", "total", "told"),
+    [(30, 0, 30, "30 steps in 12s"), (30, 10, 30, "30 steps, 20 of them in 12s"), (5, 0, 30, "5 of 30 steps in 12s"),
+     (15, 10, 30, "15 of 30 steps, 5 of them in 12s"), (30, 30, 30, "30 steps, 0 of them in 12s")],
+)  # fmt: skip
+def test_the_end_tells_how_many_steps_these_seconds_made(
+    tmp_path: Path, step: int, first: int, total: int, told: str
+) -> None:
+    text = closing_text(config_of(tmp_path), tmp_path, step=step, first_step=first, total_steps=total, seconds=12.0)
+    assert text.splitlines()[1].split(maxsplit=1)[1] == told
+
+
 def metrics_in(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("{}\n")
@@ -100,7 +172,8 @@ def metrics_in(folder: Path) -> Path:
 
 
 def test_a_run_that_does_not_resume_leaves_anothers_files_alone(tmp_path: Path, fits: list[Any]) -> None:
-    """Its own folders below move along; the next one takes the next number, and a failed start does not count."""
+    """Its own folders move along, also those of samples elsewhere; the next run takes the next number, and a failed
+    start does not count."""
     root, taken = metrics_in(tmp_path / "run"), []
     below = {"rollout_data_dir": str(root / "samples"), "validation_data_dir": str(tmp_path / "elsewhere")}
     fits.append(lambda config, *_: taken.append(config.trainer))
@@ -111,7 +184,7 @@ def test_a_run_that_does_not_resume_leaves_anothers_files_alone(tmp_path: Path, 
     run(config_of(root, resume_mode="disable"))
     assert [Path(each.default_local_dir).name for each in taken] == ["run-2", "run-2", "run-3"]
     assert taken[0].rollout_data_dir == str(tmp_path / "run-2" / "samples")
-    assert taken[0].validation_data_dir == str(tmp_path / "elsewhere")
+    assert taken[0].validation_data_dir == str(tmp_path / "elsewhere-2")
     assert sorted(path.name for path in root.iterdir()) == ["metrics.jsonl"]
     assert (tmp_path / "run-2" / "config.yaml").exists()
 

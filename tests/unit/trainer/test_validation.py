@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from verl_like.episodes.answering import Answering
 from verl_like.episodes.episode import SingleTurn
 from verl_like.rewards.grading import RewardError
 from verl_like.rollout.rollout_engine import SamplingParams
+from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.validation import Validator
 
 
@@ -52,3 +55,17 @@ def test_all_samples_of_all_batches_are_shown_in_order(tmp_path: Path) -> None:
 
 def test_no_validation_set_gives_no_metrics(tmp_path: Path) -> None:
     assert validate(tmp_path, lambda position, nth: 1.0, count=0) == ({}, [])
+
+
+@pytest.mark.parametrize("metrics", [{}, {"val-core/a/acc/mean@1": 0.5}])
+def test_a_validation_before_training_without_a_set_reports_no_step(metrics: dict[str, float]) -> None:
+    told: list[tuple[int, dict[str, float]]] = []
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(trainer=SimpleNamespace(val_before_train=True, val_only=False)),
+        state=SimpleNamespace(step=0),
+        validate=lambda: metrics,
+        report=SimpleNamespace(validation=lambda step, values: told.append((step, values))),
+        checkpoints=SimpleNamespace(validated=lambda run, values: None),
+    )
+    PPOTrainer.validate_before_training(trainer)
+    assert told == ([(0, metrics)] if metrics else [])

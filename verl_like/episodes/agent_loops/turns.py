@@ -10,6 +10,7 @@ after another context), is observation, and counted. Turns that read the same be
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +29,8 @@ Record = Sequence[tuple[list[int], Completion]]  # of one episode: contexts that
 def turns_of(
     rows: Sequence[LoopRow], record: Record, *, response: int, total: int, turn_rewards: bool = False
 ) -> tuple[list[Turn], Counter[str]]:
-    """The turns of all rows, and how many tokens were cut or not trained on.
+    """The turns of all rows, and how many tokens were cut or not trained on; `calls` are the texts that the loop put
+    between two answers: what it did for them is its own business.
 
     response, total: most tokens of a row after its prompt, and with it. turn_rewards: extra_fields["turn_scores"] of a
     row are the rewards of its turns, in order. What follows the last sampled token is left out, and so are rows without
@@ -55,6 +57,9 @@ def turns_of(
         if cut and found:  # what follows does not fit: the answer is not whole
             found[-1] = dataclasses.replace(found[-1], finish_reason="length")
         counts["cut_tokens"] += cut
+        counts["calls"] += sum(
+            one != other and len(turn.observation_ids) > 0 for (one, _), (other, turn) in itertools.pairwise(numbered)
+        )
         turns += found
     if not turns:
         raise ValueError("no token of what the loop returned was sampled by the policy in this episode")

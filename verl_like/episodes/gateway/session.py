@@ -198,6 +198,7 @@ class Session:
             rows.append(row)
         rows.sort(key=lambda row: row[-1].ended_s)
         self.counts["new_rows"] = max(0, len(rows) - 1)
+        self.counts["calls"] = sum(len(reply.parsed.calls) for reply in self.replies)
         return [_turn(reply, place, number) for number, row in enumerate(rows) for place, reply in enumerate(row)]
 
     def _forget(self, key: str, done: asyncio.Task[Reply]) -> None:

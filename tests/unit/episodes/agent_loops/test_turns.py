@@ -48,6 +48,23 @@ def test_turns_alternate_with_what_the_loop_wrote() -> None:
     assert [turn.new_row for turn in turns] == [True, False] and turns[1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("response", "mask", "made", "calls"),
+    [
+        ("ab", "11", [("Q", "ab")], 0),
+        ("abXcdY", "110110", [("Q", "ab"), ("QabX", "cd")], 1),
+        ("abXcdYef", "11011011", [("Q", "ab"), ("QabX", "cd"), ("QabXcdY", "ef")], 2),
+        ("abcd", "1111", [("Q", "ab"), ("Qab", "cd")], 0),  # asked to go on
+        ("abcd", "1011", [("Q", "abcd")], 0),  # a hole in the mask
+    ],
+)
+def test_what_the_loop_put_between_answers_counts_as_calls(
+    response: str, mask: str, made: list[tuple[str, str]], calls: int
+) -> None:
+    _, counts = cut([row("Q", response, mask)] * 2, record(*made))
+    assert counts["calls"] == 2 * calls
+
+
 def test_log_probs_are_those_of_the_completion_that_the_row_holds() -> None:
     """Two samples of one context, as of best-of-n: the row has the second, which begins as the first does."""
     (turn,), _ = cut([row("Q", "abc", "111")], record(("Q", "abx"), ("Q", "abc")))

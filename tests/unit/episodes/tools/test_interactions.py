@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tests.unit.data.factory import CharTokenizer
 from tests.unit.episodes.test_tool_agent import Model, call, columns, converse, prompt, said
 from tests.unit.episodes.tools.rows import row, toolbox, write
+from verl_like.config import DataConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.episodes.tools.tool_call import ToolError
 from verl_like.episodes.tools.toolbox import Toolbox
@@ -124,9 +129,32 @@ def test_a_name_of_nobody_is_found_before_the_run(users: Toolbox) -> None:
         def __getitem__(self, index: int) -> Any:
             return [1], self.only
 
+        def interactions(self) -> Any:
+            return iter(())
+
     check_interactions((Rows(name="guess"), None), users)
     with pytest.raises(ValueError, match="name='gues': there are guess, odd"):
         check_interactions((Rows(name="gues"), None), users)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_name_of_nobody_is_found_in_any_row_that_is_used(users: Toolbox, tmp_path: Path, form: str) -> None:
+    """A row without interaction_kwargs has no simulated user."""
+    kwargs = [{"name": "guess"}, None, {"name": "odd"}, {"name": "gues"}]
+    rows = [{"prompt": [{"role": "user", "content": "x"}], "extra_info": {"interaction_kwargs": k}} for k in kwargs]
+    for name, some in (("good", rows[:3]), ("bad", rows)):
+        path = tmp_path / f"{name}.{form}"
+        if form == "parquet":
+            pq.write_table(pa.Table.from_pylist(some), path)
+        else:
+            path.write_text("".join(json.dumps(each) + "\n" for each in some))
+    good, bad = (
+        PromptDataset(DataConfig(), str(tmp_path / f"{name}.{form}"), CharTokenizer(True), split="train")
+        for name in ("good", "bad")
+    )
+    check_interactions((good, None), users)
+    with pytest.raises(ValueError, match=rf"bad\.{form}, row 3: .*name='gues': there are guess, odd"):
+        check_interactions((good, bad), users)
 
 
 @pytest.mark.parametrize(
