@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
+from verl_like.garbage import starting
 from verl_like.trainer.command_line import add_config_arguments, user_files
 from verl_like.trainer.compose import compose
 
@@ -18,11 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print what the run would be. ConfigError, hence exit status 1, for what is wrong with it."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
-    config = compose(arguments.overrides, user_files(arguments))
-    from verl_like.trainer.dry_run import dry_run  # after the cheap checks: it brings torch
-    from verl_like.trainer.memory_forecast import NO_ROOM
+    with starting():
+        config = compose(arguments.overrides, user_files(arguments))
+        from verl_like.trainer.dry_run import dry_run  # after the cheap checks: it brings torch
+        from verl_like.trainer.memory_forecast import NO_ROOM
 
-    rows = dry_run(config)
+        rows = dry_run(config)
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         first, *more = text.splitlines()

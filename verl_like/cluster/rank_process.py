@@ -26,6 +26,7 @@ from verl_like.cluster.environment import free_port, omp_threads, process_enviro
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
 from verl_like.cluster.lifecycle import die_with_parent, leave_signals_to_driver, name_shared_memory, terminated
 from verl_like.cluster.worker_group import RankEnv, method_of, resolve_import_path
+from verl_like.garbage import starting
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ class RankProcess:
         """
         try:
             self._become(request)
-            self._worker = resolve_import_path(request.worker)(pickle.loads(spec), request.rank_env)
+            with starting():
+                self._worker = resolve_import_path(request.worker)(pickle.loads(spec), request.rank_env)
         except BaseException as error:
             return self._failed(error)
         return Outcome()

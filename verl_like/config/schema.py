@@ -25,8 +25,20 @@ class Key:
     name: str
     type: Any
     default: Any
-    doc: str
-    unit: str
+
+    @property
+    def doc(self) -> str:
+        """What it means. Read from the source file when it is asked for: most commands need no key's text."""
+        return self._text[1]
+
+    @property
+    def unit(self) -> str:
+        """What it counts, if it has a unit."""
+        return self._text[0]
+
+    @property
+    def _text(self) -> tuple[str, str]:
+        return _split_unit(field_docs(self.owner).get(self.name, ""))
 
     @property
     def is_open(self) -> bool:
@@ -52,8 +64,7 @@ def _walk(node: ConfigNode, prefix: str) -> list[Key]:
         if is_dataclass(value):
             found += _walk(value, path + ".")  # pyright: ignore[reportArgumentType]
             continue
-        unit, doc = _split_unit(field_docs(type(node)).get(field.name, ""))
-        found.append(Key(path, type(node), field.name, field.type, value, doc, unit))
+        found.append(Key(path, type(node), field.name, field.type, value))
     return found
 
 

@@ -44,6 +44,7 @@ from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.garbage import settle
 from verl_like.models.cost import ModelCost
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import (
@@ -70,7 +71,6 @@ from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
-from verl_like.trainer.garbage import settle
 from verl_like.trainer.inputs import check_vision, max_model_len, refuse_media, refuse_missing_answers
 from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class

@@ -16,6 +16,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.parser import Parser
+from verl_like.garbage import starting
 from verl_like.trainer.compose import CONFIG_NAME, compose, compose_tree, doctored, to_config, with_suffix, yaml_path
 
 logger = logging.getLogger(__name__)
@@ -52,17 +53,18 @@ def run_main(run: Callable[[PPOConfig], None], argv: Sequence[str] | None = None
 
 def run_parsed(run: Callable[[PPOConfig], None], arguments: argparse.Namespace) -> None:
     """`run_main`, from parsed arguments."""
-    try:
-        if arguments.multirun:
-            raise ConfigError(["--multirun is not supported: start one run per setting"])
-        files = user_files(arguments)
-        if arguments.cfg:
-            _show(arguments, files)
-            return
-        config = compose(arguments.overrides, files)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    run(config)
+    with starting():
+        try:
+            if arguments.multirun:
+                raise ConfigError(["--multirun is not supported: start one run per setting"])
+            files = user_files(arguments)
+            if arguments.cfg:
+                _show(arguments, files)
+                return
+            config = compose(arguments.overrides, files)
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
+        run(config)
 
 
 def user_files(arguments: argparse.Namespace) -> list[Path]:
