@@ -91,7 +91,7 @@ def _guard(worker_pid: int, temporary: str) -> None:
     except _EndError:
         pass
     try:
-        end_all_below()
+        end_allbelow()
         with contextlib.suppress(OSError):
             cleaning.empty_folder(temporary)
             os.rmdir(temporary)
@@ -106,10 +106,10 @@ def _guard(worker_pid: int, temporary: str) -> None:
         os._exit(os.WEXITSTATUS(status))
 
 
-def end_all_below() -> None:
+def end_allbelow() -> None:
     """Kill every process below this one, and take note of their ends; what cannot be killed is waited for 5 seconds."""
     deadline = time.monotonic() + _PATIENCE_S
-    while (found := _below(os.getpid())) and time.monotonic() < deadline:
+    while (found := below(os.getpid())) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -124,7 +124,7 @@ def _reap() -> None:
             pass
 
 
-def _below(root: int) -> list[int]:
+def below(root: int) -> list[int]:
     """Live processes that descend from `root`, by /proc/<pid>/stat: pid (name) state parent ..."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
