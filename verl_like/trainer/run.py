@@ -98,9 +98,7 @@ class _Run:
                 "processes": trainer.plan.world_size,
                 "run_id": self.launcher.run_id,
             }
-            began = (
-                (time.perf_counter(), cpu_seconds()) if again else self.began
-            )  # a start in place of a lost one counts by itself
+            began = (time.perf_counter(), cpu_seconds()) if again else self.began  # not what a lost start took
             trainer.on_start = partial(_describe, trainer.config, log_dir(trainer.config), began=began, **described)
             yield trainer
 
