@@ -153,6 +153,7 @@ def test_a_planted_import_is_found(file: str, code: str, tmp_path: Path, monkeyp
         ("verl_like.config", ["torch", "ray", "vllm", "omegaconf", "hydra", "transformers", "numpy"]),
         ("verl_like.algorithms.advantages", ["ray", "vllm", "transformers", "hydra", "torch.distributed.fsdp"]),
         ("verl_like.trainer.main_ppo", [*HEAVY, "torch", "transformers"]),
+        ("verl_like.cli.main", [*HEAVY, "torch", "transformers", "numpy", "hydra", "pyarrow"]),
         ("verl_like.services.pool", [*HEAVY, "torch", "ray", "numpy", "verl_like.rewards"]),
         ("verl_like.episodes.tools.toolbox", [*HEAVY, "torch", "ray", "numpy", "omegaconf", "pydantic", "verl"]),
         ("verl_like.episodes.tools.service", [*HEAVY, "torch", "ray", "numpy", "omegaconf", "pydantic", "verl"]),
