@@ -11,7 +11,6 @@ _PYTHONS = gc.get_threshold()
 # (700, 10, 10) make the driver of 16,000 episodes spend half of its time on looks that find nothing (a third, with
 # 50,000): what episodes leave is freed without them, at the end of a step. What a user's code leaves in circles waits.
 _SELDOM = (500_000, 4, 20)
-_HARDLY = (5_000_000, 4, 20)  # a start brings a million, none of them garbage
 
 
 @contextmanager
@@ -19,7 +18,7 @@ def starting() -> Iterator[None]:
     """While a process starts, what comes stays: a quarter of the CPU time of importing torch and transformers would go
     into looks that find nothing."""
     before = gc.get_threshold()
-    gc.set_threshold(*_HARDLY)
+    gc.set_threshold(5_000_000)  # a start brings a million, none of them garbage
     try:
         yield
     finally:

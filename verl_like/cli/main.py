@@ -212,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     if argv is None and verb.leaves:
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(0)
 
 

@@ -16,15 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+@starting()
 def run(arguments: argparse.Namespace) -> None:
     """Print what the run would be. ConfigError, hence exit status 1, for what is wrong with it."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
-    with starting():
-        config = compose(arguments.overrides, user_files(arguments))
-        from verl_like.trainer.dry_run import dry_run  # after the cheap checks: it brings torch
-        from verl_like.trainer.memory_forecast import NO_ROOM
+    config = compose(arguments.overrides, user_files(arguments))
+    from verl_like.trainer.dry_run import dry_run  # after the cheap checks: it brings torch
+    from verl_like.trainer.memory_forecast import NO_ROOM
 
-        rows = dry_run(config)
+    rows = dry_run(config)
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         first, *more = text.splitlines()

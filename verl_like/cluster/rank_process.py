@@ -76,6 +76,7 @@ class RankProcess:
     def free_port(self) -> int:
         return free_port()
 
+    @starting()
     def start(self, request: StartRequest, spec: bytes) -> Outcome:
         """Become the rank: redirect output, set the environment, build the worker.
 
@@ -83,8 +84,7 @@ class RankProcess:
         """
         try:
             self._become(request)
-            with starting():
-                self._worker = resolve_import_path(request.worker)(pickle.loads(spec), request.rank_env)
+            self._worker = resolve_import_path(request.worker)(pickle.loads(spec), request.rank_env)
         except BaseException as error:
             return self._failed(error)
         return Outcome()

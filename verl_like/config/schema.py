@@ -29,16 +29,12 @@ class Key:
     @property
     def doc(self) -> str:
         """What it means. Read from the source file when it is asked for: most commands need no key's text."""
-        return self._text[1]
+        return _unit_and_doc(self)[1]
 
     @property
     def unit(self) -> str:
         """What it counts, if it has a unit."""
-        return self._text[0]
-
-    @property
-    def _text(self) -> tuple[str, str]:
-        return _split_unit(field_docs(self.owner).get(self.name, ""))
+        return _unit_and_doc(self)[0]
 
     @property
     def is_open(self) -> bool:
@@ -92,7 +88,8 @@ def _is_string(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _split_unit(doc: str) -> tuple[str, str]:
+def _unit_and_doc(key: Key) -> tuple[str, str]:
+    doc = field_docs(key.owner).get(key.name, "")
     match = re.match(r"\[([^\]]+)\]\s+(.*)", doc)
     return (match[1], match[2]) if match else ("", doc)
 

@@ -91,7 +91,7 @@ def _guard(worker_pid: int, temporary: str) -> None:
     except _EndError:
         pass
     try:
-        end_allbelow()
+        end_all_below()
         with contextlib.suppress(OSError):
             cleaning.empty_folder(temporary)
             os.rmdir(temporary)
@@ -106,7 +106,7 @@ def _guard(worker_pid: int, temporary: str) -> None:
         os._exit(os.WEXITSTATUS(status))
 
 
-def end_allbelow() -> None:
+def end_all_below() -> None:
     """Kill every process below this one, and take note of their ends; what cannot be killed is waited for 5 seconds."""
     deadline = time.monotonic() + _PATIENCE_S
     while (found := below(os.getpid())) and time.monotonic() < deadline:

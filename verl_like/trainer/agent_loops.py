@@ -6,7 +6,6 @@ import difflib
 import pickle
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
 
 from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.config.rollout import runs_programs
@@ -20,9 +19,6 @@ from verl_like.episodes.episode import EpisodeRunner
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.trainer.compose import to_dict
 from verl_like.user_code import resolve_path
-
-if TYPE_CHECKING:
-    from verl_like.episodes.gateway.runner import Gateway
 
 TOOL_AGENT = "tool_agent"
 BUILT_IN = (SINGLE_TURN, TOOL_AGENT)
@@ -62,7 +58,7 @@ def _require_known(used: Iterable[str], names: Collection[str], what: str) -> No
             )
 
 
-def open_gateway(config: PPOConfig, encoder: PromptEncoder, eos_ids: Sequence[int], stack: ExitStack) -> Gateway:
+def open_gateway(config: PPOConfig, encoder: PromptEncoder, eos_ids: Sequence[int], stack: ExitStack) -> EpisodeRunner:
     """The programs of rollout.gateway, until `stack` is closed. ProgramError for those that cannot be loaded."""
     from verl_like.episodes.gateway.program import ProgramSpec
     from verl_like.episodes.gateway.runner import Gateway  # an HTTP server, which few runs need

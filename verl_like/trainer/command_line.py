@@ -51,20 +51,20 @@ def run_main(run: Callable[[PPOConfig], None], argv: Sequence[str] | None = None
     run_parsed(run, parser.parse_intermixed_args(sys.argv[1:] if argv is None else list(argv)))
 
 
+@starting()
 def run_parsed(run: Callable[[PPOConfig], None], arguments: argparse.Namespace) -> None:
     """`run_main`, from parsed arguments."""
-    with starting():
-        try:
-            if arguments.multirun:
-                raise ConfigError(["--multirun is not supported: start one run per setting"])
-            files = user_files(arguments)
-            if arguments.cfg:
-                _show(arguments, files)
-                return
-            config = compose(arguments.overrides, files)
-        except ConfigError as error:
-            sys.exit(f"error: {error}")
-        run(config)
+    try:
+        if arguments.multirun:
+            raise ConfigError(["--multirun is not supported: start one run per setting"])
+        files = user_files(arguments)
+        if arguments.cfg:
+            _show(arguments, files)
+            return
+        config = compose(arguments.overrides, files)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    run(config)
 
 
 def user_files(arguments: argparse.Namespace) -> list[Path]:

@@ -64,7 +64,7 @@ def fit(config: PPOConfig, **own: Any) -> Path:
                 if stop.requested:
                     raise
                 restarts.wait_before_next(error)
-    config, folder = trainer.config, log_dir(trainer.config)
+    folder = log_dir(config)
     if not config.trainer.val_only:
         steps = {"step": trainer.state.step, "total_steps": trainer.total_steps}
         logger.info("%s", closing_text(config, folder, **steps, seconds=time.perf_counter() - began))
@@ -93,13 +93,9 @@ class _Run:
     def started(self, *, again: bool) -> Iterator[PPOTrainer]:
         """See `build.started`."""
         with started(self.ready, self.launcher, self.confirm, self.kind, again=again) as trainer:
-            described = {
-                "device": self.ready.device,
-                "processes": trainer.plan.world_size,
-                "run_id": self.launcher.run_id,
-            }
             began = (time.perf_counter(), cpu_seconds()) if again else self.began  # not what a lost start took
-            trainer.on_start = partial(_describe, trainer.config, log_dir(trainer.config), began=began, **described)
+            processes = {"processes": trainer.plan.world_size, "device": self.ready.device}
+            trainer.on_start = partial(_describe, trainer.config, began, run_id=self.launcher.run_id, **processes)
             yield trainer
 
 
@@ -152,12 +148,11 @@ def _prepared(
         yield _Run(ready=ready, launcher=launcher, confirm=lock.confirm, kind=kind, began=began)
 
 
-def _describe(
-    config: PPOConfig, folder: Path, *, device: str, processes: int, run_id: str, began: tuple[float, float]
-) -> None:
-    """config.yaml and environment.json: not before all that can be refused was looked at, as a start that failed
-    describes no run, and not in place of a training run's where this one only validates. And what the start took."""
+def _describe(config: PPOConfig, began: tuple[float, float], **run: Any) -> None:
+    """What the start took. config.yaml and environment.json: not before all that can be refused was looked at, as a
+    start that failed describes no run, and not in place of a training run's where this one only validates."""
     logger.info("%s", ready_text(time.perf_counter() - began[0], cpu_seconds() - began[1], omp_threads(1, "cpu")))
+    config, folder = trainer.config, log_dir(trainer.config)
     if not (config.trainer.val_only and (folder / CONFIG).exists()):
         save_resolved(config, folder / CONFIG)
-    write_environment(folder, device=device, processes=processes, run_id=run_id, code=own_files(to_dict(config)))
+    write_environment(folder, code=own_files(to_dict(config)), **run)

@@ -38,8 +38,7 @@ def cpu_seconds() -> float:
     ticks = 0
     for pid in (os.getpid(), *below(os.getpid())):
         with suppress(OSError):  # it has just ended, and counts as its parent's
-            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:15]))
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
