@@ -64,7 +64,7 @@ def fit(config: PPOConfig, **own: Any) -> Path:
                 if stop.requested:
                     raise
                 restarts.wait_before_next(error)
-    folder = log_dir(config)
+    config, folder = trainer.config, log_dir(trainer.config)
     if not config.trainer.val_only:
         steps = {"step": trainer.state.step, "total_steps": trainer.total_steps}
         logger.info("%s", closing_text(config, folder, **steps, seconds=time.perf_counter() - began))
@@ -152,7 +152,7 @@ def _describe(config: PPOConfig, began: tuple[float, float], **run: Any) -> None
     """What the start took. config.yaml and environment.json: not before all that can be refused was looked at, as a
     start that failed describes no run, and not in place of a training run's where this one only validates."""
     logger.info("%s", ready_text(time.perf_counter() - began[0], cpu_seconds() - began[1], omp_threads(1, "cpu")))
-    config, folder = trainer.config, log_dir(trainer.config)
+    folder = log_dir(config)
     if not (config.trainer.val_only and (folder / CONFIG).exists()):
         save_resolved(config, folder / CONFIG)
     write_environment(folder, code=own_files(to_dict(config)), **run)
