@@ -177,8 +177,11 @@ def test_the_run_tells_how_it_starts_and_what_to_do_next(
     folder, _ = trained
     log = (folder / "verl_like.log").read_text()
     for phase in ("tokenizer, data, graders", "1 worker(s): weights, hf", "first weight sync and its proof"):
-        assert re.search(rf"start: {re.escape(phase)} took \d+\.\d s", log), phase
-    assert re.search(r"start: actor \d+\.\d s, rollout \d+\.\d s", log)
+        assert re.search(rf"start: {re.escape(phase)} took \d+\.\d s, \d+\.\d s of CPU", log), phase
+    assert re.search(
+        r"start: imports \d+\.\d s \(\d+\.\d s of CPU\), actor \d+\.\d s \(.*\), rollout \d+\.\d s \(", log
+    )
+    assert re.search(r"start: ready after \d+\.\d s; \d+\.\d s of CPU, on \d+ core", log)
     block = dict(line.split(maxsplit=1) for line in log.rpartition("the run ends\n")[2].splitlines())
     assert block["done"].startswith("2 steps in ") and block["checkpoint"] == str(folder / "global_step_2")
     commands = {name: shlex.split(block[name]) for name in ("resume", "look", "export")}

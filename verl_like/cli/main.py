@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ class Verb:
     """One subcommand. module, in this package: `add_arguments(parser)`, which sets `run`, a function of the arguments.
 
     mixed: options may stand between its positional arguments. passes_on: what stands behind -- is no argument of its
-    own, and arrives as `passed`.
+    own, and arrives as `passed`. leaves: it has closed all that it opened, so that its process need not look through
+    what it imported, for most of a second, before it ends.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Verb:
     examples: tuple[str, ...]
     mixed: bool = True
     passes_on: bool = False
+    leaves: bool = False
 
 
 VERBS = (
@@ -54,6 +57,7 @@ VERBS = (
             "verl-like plan algorithm=grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL",
             "verl-like plan --config-path runs --config-name config && verl-like train --config-path runs ...",
         ),
+        leaves=True,
     ),
     Verb(
         name="explain",
@@ -185,12 +189,12 @@ VERBS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and run the verb. What is wrong with a configuration ends with status 1 and its text."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
     top = _parser()
-    if not argv or argv[0].startswith("-"):
-        top.parse_args(argv)
+    if not words or words[0].startswith("-"):
+        top.parse_args(words)
         top.error("name a COMMAND")
-    name, *rest = argv
+    name, *rest = words
     verb = next((verb for verb in VERBS if verb.name == name), None)
     if verb is None:
         top.error(f"there is no command {name!r}{meant(name, [verb.name for verb in VERBS])}")
@@ -207,6 +211,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             run(arguments)
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    if argv is None and verb.leaves:
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _parser() -> Parser:

@@ -6,6 +6,7 @@ import argparse
 import logging
 
 from verl_like.config.doctor_paths import DATA_FILES
+from verl_like.garbage import starting
 from verl_like.models.location import check_locations
 from verl_like.observe.logs import told_in_a_line
 from verl_like.trainer.command_line import add_config_arguments, user_files
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+@starting()
 def run(arguments: argparse.Namespace) -> None:
     """Print what the run would be. ConfigError, hence exit status 1, for what is wrong with it."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)

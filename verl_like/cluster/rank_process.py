@@ -26,6 +26,7 @@ from verl_like.cluster.environment import free_port, omp_threads, process_enviro
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
 from verl_like.cluster.lifecycle import die_with_parent, leave_signals_to_driver, name_shared_memory, terminated
 from verl_like.cluster.worker_group import RankEnv, method_of, resolve_import_path
+from verl_like.garbage import starting
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class RankProcess:
     def free_port(self) -> int:
         return free_port()
 
+    @starting()
     def start(self, request: StartRequest, spec: bytes) -> Outcome:
         """Become the rank: redirect output, set the environment, build the worker.
 

@@ -8,9 +8,10 @@ an import path ("package.module:Class"), so nothing here imports workers.
 from __future__ import annotations
 
 import importlib
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ class RankEnv:
     device: str  # "cpu" or "cuda"
     address: str = "127.0.0.1"  # of this machine, as the driver and other pools reach it
     group: str = "worker"  # name of the worker group
+    asked_at: float = field(default_factory=time.time)  # when the driver asked for this worker
 
     @property
     def memory_id(self) -> str:

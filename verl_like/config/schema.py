@@ -27,8 +27,16 @@ class Key:
     name: str
     type: Any
     default: Any
-    doc: str
-    unit: str
+
+    @property
+    def doc(self) -> str:
+        """What it means. Read from the source file when it is asked for: most commands need no key's text."""
+        return _unit_and_doc(self)[1]
+
+    @property
+    def unit(self) -> str:
+        """What it counts, if it has a unit."""
+        return _unit_and_doc(self)[0]
 
     @property
     def is_open(self) -> bool:
@@ -54,8 +62,7 @@ def _walk(node: ConfigNode, prefix: str) -> list[Key]:
         if is_dataclass(value):
             found += _walk(value, path + ".")  # pyright: ignore[reportArgumentType]
             continue
-        unit, doc = _split_unit(field_docs(type(node)).get(field.name, ""))
-        found.append(Key(path, type(node), field.name, field.type, value, doc, unit))
+        found.append(Key(path, type(node), field.name, field.type, value))
     return found
 
 
@@ -83,7 +90,8 @@ def _is_string(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _split_unit(doc: str) -> tuple[str, str]:
+def _unit_and_doc(key: Key) -> tuple[str, str]:
+    doc = field_docs(key.owner).get(key.name, "")
     match = re.match(r"\[([^\]]+)\]\s+(.*)", doc)
     return (match[1], match[2]) if match else ("", doc)
 

@@ -35,6 +35,8 @@ def set_environment(device: torch.device) -> None:
     if device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM's own choice is a share of all memory
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the same threads
+        # What 0.32 saves of a model compiled for a CPU it cannot load, and compiles anew; torch's own cache it can use
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("the vllm rollout engine needs torch.distributed: call init_distributed first")
 

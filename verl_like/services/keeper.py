@@ -109,7 +109,7 @@ def _guard(worker_pid: int, temporary: str) -> None:
 def end_all_below() -> None:
     """Kill every process below this one, and take note of their ends; what cannot be killed is waited for 5 seconds."""
     deadline = time.monotonic() + _PATIENCE_S
-    while (found := _below(os.getpid())) and time.monotonic() < deadline:
+    while (found := below(os.getpid())) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -124,7 +124,7 @@ def _reap() -> None:
             pass
 
 
-def _below(root: int) -> list[int]:
+def below(root: int) -> list[int]:
     """Live processes that descend from `root`, by /proc/<pid>/stat: pid (name) state parent ..."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):

@@ -16,9 +16,6 @@ from verl_like.episodes.agent_loops.loading import all_loops
 from verl_like.episodes.agent_loops.messages import AgentLoopSpec
 from verl_like.episodes.agent_loops.runner import AgentLoops
 from verl_like.episodes.episode import EpisodeRunner
-from verl_like.episodes.gateway.program import ProgramSpec
-from verl_like.episodes.gateway.runner import Gateway
-from verl_like.episodes.gateway.session import Rules
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.trainer.compose import to_dict
 from verl_like.user_code import resolve_path
@@ -61,8 +58,12 @@ def _require_known(used: Iterable[str], names: Collection[str], what: str) -> No
             )
 
 
-def open_gateway(config: PPOConfig, encoder: PromptEncoder, eos_ids: Sequence[int], stack: ExitStack) -> Gateway:
+def open_gateway(config: PPOConfig, encoder: PromptEncoder, eos_ids: Sequence[int], stack: ExitStack) -> EpisodeRunner:
     """The programs of rollout.gateway, until `stack` is closed. ProgramError for those that cannot be loaded."""
+    from verl_like.episodes.gateway.program import ProgramSpec
+    from verl_like.episodes.gateway.runner import Gateway  # an HTTP server, which few runs need
+    from verl_like.episodes.gateway.session import Rules
+
     rollout, data = config.actor_rollout_ref.rollout, config.data
     gateway, turns = rollout.gateway, rollout.multi_turn
     file, colon, name = (gateway.path or "").rpartition(":")

@@ -46,6 +46,7 @@ from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.garbage import settle
 from verl_like.models.cost import ModelCost
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import (
@@ -72,7 +73,6 @@ from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
-from verl_like.trainer.garbage import settle
 from verl_like.trainer.inputs import (
     check_adapters,
     check_vision,

@@ -16,6 +16,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.parser import Parser
+from verl_like.garbage import starting
 from verl_like.observe.logs import told_in_a_line
 from verl_like.trainer.compose import CONFIG_NAME, compose, compose_tree, doctored, to_config, with_suffix, yaml_path
 
@@ -51,6 +52,7 @@ def run_main(run: Callable[[PPOConfig], None], argv: Sequence[str] | None = None
     run_parsed(run, parser.parse_intermixed_args(sys.argv[1:] if argv is None else list(argv)))
 
 
+@starting()
 def run_parsed(run: Callable[[PPOConfig], None], arguments: argparse.Namespace) -> None:
     """`run_main`, from parsed arguments."""
     try:

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl_like.checkpoint.files import linked_folders
 from verl_like.checkpoint.lock import held
+from verl_like.cluster.environment import omp_threads
 from verl_like.cluster.lifecycle import StopFlag
 from verl_like.cluster.worker_group import WorkerError, new_run_id
 from verl_like.config import PPOConfig
@@ -32,7 +33,7 @@ from verl_like.trainer.nsight import check_nsight, restart_under_nsight
 from verl_like.trainer.own_code import check_given, with_reward
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.restarts import Restarts
-from verl_like.trainer.told import closing_text
+from verl_like.trainer.told import closing_text, cpu_seconds, process_age, ready_text
 from verl_like.trainer.workers import Launcher
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,9 @@ def run(config: PPOConfig) -> None:
     sys.excepthook = print_hidden
     begun: list[bool] = []
     try:
+        began = time.perf_counter() - process_age(), 0.0
         with told_in_a_line("the start", over=lambda: bool(begun)):
-            _, signal_name = _fit(config, restart=restart_under_nsight, before=lambda: begun.append(True))
+            _, signal_name = _fit(config, restart=restart_under_nsight, began=began, before=lambda: begun.append(True))
     except (ConfigError, RunStopped) as error:  # what only files, processes or training itself could show to be wrong
         logger.debug("the run ends", exc_info=True)
         sys.exit(hidden(f"error: {error}"))
@@ -101,17 +103,15 @@ class _Run:
     launcher: Launcher
     confirm: Callable[[], None]
     kind: type[PPOTrainer] | None
+    began: tuple[float, float]
 
     @contextmanager
     def started(self, *, again: bool) -> Iterator[PPOTrainer]:
         """See `build.started`."""
         with started(self.ready, self.launcher, self.confirm, self.kind, again=again) as trainer:
-            described = {
-                "device": self.ready.device,
-                "processes": trainer.plan.world_size,
-                "run_id": self.launcher.run_id,
-            }
-            trainer.on_start = partial(_describe, trainer.config, log_dir(trainer.config), **described)
+            began = (time.perf_counter(), cpu_seconds()) if again else self.began  # not what a lost start took
+            processes = {"processes": trainer.plan.world_size, "device": self.ready.device}
+            trainer.on_start = partial(_describe, trainer.config, began, run_id=self.launcher.run_id, **processes)
             yield trainer
 
 
@@ -121,13 +121,15 @@ def _prepared(
     reward: Callable[..., Any] | None = None,
     kind: type[PPOTrainer] | None = None,
     restart: Callable[[PPOConfig, Path], None] = lambda config, folder: None,
+    began: tuple[float, float] | None = None,
 ) -> Iterator[_Run]:
     """What comes before the workers.
 
     reward, kind: objects in place of custom_reward_function.path and trainer.trainer_class. restart: may replace this
-    process. ConfigError, RunStopped: what is wrong, for people.
+    process. began: when the wait for this run began, and the CPU seconds at that time; None: now. ConfigError,
+    RunStopped: what is wrong, for people.
     """
-    run_id = new_run_id()
+    run_id, began = new_run_id(), began or (time.perf_counter(), cpu_seconds())
     remember(secrets_of(os.environ, to_dict(config)))
     with input_errors():
         check_given(config, reward, kind)
@@ -146,6 +148,8 @@ def _prepared(
         # Not before: the log of a run that is going on is not this one's to write.
         setup_driver_logging(folder, as_json=config.trainer.log_format == "json", run_id=run_id)
         logger.info("this run's files go to %s", folder)
+        spent = time.perf_counter() - began[0], cpu_seconds() - began[1]
+        logger.info("start: command line and imports took %.1f s, %.1f s of CPU", *spent)
         for line in linked_folders("trainer.log_dir", folder):
             logger.info("%s", line)
         for key, file in own_files(to_dict(config)).items():
@@ -157,12 +161,14 @@ def _prepared(
                 config = with_reward(config, reward, folder)
         ready = stack.enter_context(prepared(config))
         launcher = stack.enter_context(Launcher(config, run_id))
-        yield _Run(ready=ready, launcher=launcher, confirm=lock.confirm, kind=kind)
+        yield _Run(ready=ready, launcher=launcher, confirm=lock.confirm, kind=kind, began=began)
 
 
-def _describe(config: PPOConfig, folder: Path, *, device: str, processes: int, run_id: str) -> None:
-    """config.yaml and environment.json: not before all that can be refused was looked at, as a start that failed
-    describes no run, and not in place of a training run's where this one only validates."""
+def _describe(config: PPOConfig, began: tuple[float, float], **run: Any) -> None:
+    """What the start took. config.yaml and environment.json: not before all that can be refused was looked at, as a
+    start that failed describes no run, and not in place of a training run's where this one only validates."""
+    logger.info("%s", ready_text(time.perf_counter() - began[0], cpu_seconds() - began[1], omp_threads(1, "cpu")))
+    folder = log_dir(config)
     if not (config.trainer.val_only and (folder / CONFIG).exists()):
         save_resolved(config, folder / CONFIG)
-    write_environment(folder, device=device, processes=processes, run_id=run_id, code=own_files(to_dict(config)))
+    write_environment(folder, code=own_files(to_dict(config)), **run)

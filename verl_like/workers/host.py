@@ -52,7 +52,8 @@ class RoleHost:
     """The roles of one rank of a pool."""
 
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
-        self._pool, self.roles, self._seconds = spec.pool, dict[str, Any](), dict[str, float]()
+        self._pool, self.roles = spec.pool, dict[str, Any]()
+        self._seconds = {"imports": (time.time() - env.asked_at, time.process_time())}
         with joined(spec, env) as self.process:
             self.profiler = build_profiler(spec, self.process)
             self.memory, self._asleep = PhaseMemory(self.process.device), 0
@@ -83,14 +84,14 @@ class RoleHost:
         rollout = spec.config.actor_rollout_ref.rollout
         for name, make in makers.items():
             if name in spec.roles and not (name == ROLLOUT and rollout.name == "recorded"):
-                began = time.perf_counter()
+                began, cpu = time.perf_counter(), time.process_time()
                 before = allocated_bytes(self.process.device)
                 self.roles[name] = make()
                 if name == ROLLOUT and puts_to_sleep(rollout):
                     self._asleep = (
                         allocated_bytes(self.process.device) - before
                     )  # torch counts it as there all the time
-                self._seconds[name] = time.perf_counter() - began
+                self._seconds[name] = time.perf_counter() - began, time.process_time() - cpu
 
     def run(self, role: str, method: str, *arguments: Any) -> Any:
         """Call a role's method in its phase. RuntimeError for a role that is not here."""
@@ -115,8 +116,8 @@ class RoleHost:
             peaks["perf/out_of_memory_gen"] = Metric(value=float(rollout.engine.num_rescues), reduction="max")
         return [*steps[:-1], steps[-1] | peaks] if steps else []
 
-    def start_seconds(self) -> dict[str, float]:
-        """How long each role of this rank took to build."""
+    def start_seconds(self) -> dict[str, tuple[float, float]]:
+        """How long it took to come here, and to build each role of this rank: seconds, and those of CPU."""
         return self._seconds
 
     def device_peak(self) -> DevicePeak:

@@ -22,11 +22,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_a_run_that_can_be_is_told(task: dict[str, str], tiny_model: Path, tmp_path: Path) -> None:
-    """In a process of its own: Ray is not imported, and no folder is made."""
+    """In a process of its own: nothing is imported that only a run needs, and no folder is made."""
     argv = overrides(task, tiny_model, tmp_path / "out", trainer__launcher="ray", trainer__save_freq=2)
+    unused = ("ray", "vllm", "sglang", "pandas", "pyarrow.dataset", "aiohttp", "datasets", "tensorboard", "wandb")
     code = (
         "import sys\nfrom verl_like.cli.main import main\nmain(sys.argv[1:])\n"
-        "print([name for name in ('ray', 'vllm') if name in sys.modules])"
+        f"print([name for name in {unused} if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "plan", *argv], cwd=ROOT, capture_output=True, text=True, timeout=200
@@ -87,3 +88,14 @@ def test_a_checkpoint_that_would_be_taken_up_is_told_and_left_alone(
     half_done.mkdir(parents=True)
     main(["plan", *overrides(task, tiny_model, tmp_path / "out")])
     assert "a fresh start" in capsys.readouterr().out and half_done.is_dir()
+
+
+def test_a_plan_on_a_command_line_ends_with_all_that_it_says_and_status_0(
+    task: dict[str, str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """It leaves without the interpreter's own end: nothing that stands in a buffer may be lost, nobody may be left."""
+    argv = overrides(task, tiny_model, tmp_path / "out", trainer__launcher="ray", trainer__save_freq=2)
+    command = [sys.executable, "-m", "verl_like.cli", "plan", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("This can run. Nothing was started but the graders, and nothing was written.\n")

@@ -479,3 +479,25 @@ def test_named_validation_sets(tmp_path: Path) -> None:
     dataset = PromptDataset(DataConfig(val_max_samples=3), {"easy": easy, "hard": [hard]}, CharTokenizer(), split="val")
     assert [dataset[i][1].validation_set for i in range(len(dataset))] == ["easy"] * 3 + ["hard"] * 3
     assert len(dataset) == 6  # the limit counts for each set
+
+
+def test_what_a_start_reads_of_a_file_grows_as_its_rows_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: lines parsed by all that a plan asks of a data set."""
+    parse, calls = json.loads, 0
+
+    def counted(text: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return parse(text)
+
+    monkeypatch.setattr("verl_like.data.rows.json.loads", counted)
+    counts = []
+    for num_rows in (2000, 4000, 6000):
+        file = tmp_path / f"{num_rows}.jsonl"
+        file.write_text(f"{json.dumps({'data_source': 's', 'prompt': '1+1=', 'reward_model': {}})}\n" * num_rows)
+        calls = 0
+        dataset = make_dataset(str(file))
+        for ask in (dataset.check_rows, dataset.num_media, dataset.agents, dataset.reward_styles, dataset.domains):
+            ask()
+        counts.append(calls)
+    assert counts[2] - counts[1] == counts[1] - counts[0] <= 8 * 2000

@@ -60,7 +60,7 @@ def test_a_pool_of_its_own_serves_until_it_ends(
     )
     pools, told = Pools({"reward": workers}, plan, 60), Told()
     try:
-        assert list(pools.ask("start_seconds")[0]) == ["reward"] and pools.ask("device_peak")
+        assert list(pools.ask("start_seconds")[0]) == ["imports", "reward"] and pools.ask("device_peak")
         with pools.profiled(1):
             use_reward_model(config, plan, pools, told, (None, None))  # pyright: ignore[reportArgumentType]
         told.served.require_alive()
