@@ -36,13 +36,13 @@ from verl_like.episodes.gateway.server import GatewayServer
 from verl_like.episodes.gateway.session import Rules, Session
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.tool_calls.formats import parser_of
+from verl_like.garbage import settle
 from verl_like.observe.memory import peak_bytes, reset_peak
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import LocalLink
 from verl_like.rollout.fake_time import VOCAB_SIZE, FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.rollout.router import Router
-from verl_like.trainer.garbage import settle
 
 BAR_MS, BAR_STALL_S, BAR_MB = 5.0, 0.25, 200.0
 _ATTACKED, _LONGER, _LOOK_S = 64, 10, 0.005  # sessions, of so many times the turns; seconds between two looks
