@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.unit.observe.run_factory import write_run
-from verl_like.observe.report.charts import CHARTS, PHASES
 from verl_like.observe.report.page import write_comparison, write_report
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -25,8 +24,21 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 
 
+NAME = "a_data_source_with_a_long_name"
+MODEL = "actor_rollout_ref.model.path=/models/" + "Qwen2.5-Coder-32B-Instruct-GPTQ-Int4-" * 3
+PHASES = ("reward", "old_log_prob", "ref", "values", "adv", "samples", "update_critic", "update_weights", "my_own")
+
+
 def planted(step: int) -> dict[str, float]:
     return {"training/rollout_probs_diff_mean": 0.08} if step > 30 else {}
+
+
+def crowded(step: int) -> dict[str, float]:
+    """Charts with as many series as they can have, and names that are long."""
+    phases = {f"timing_s/{name}": 0.2 for name in (*PHASES, "save_checkpoint")}
+    memory = {f"perf/memory_{kind}/{name}": 40.0 for kind in ("peak", "forecast") for name in ("gen", "update_actor")}
+    scores = {f"val-core/{NAME}_{i}/reward/mean@{2**i}": i / 10 for i in range(6)} if step % 10 == 0 else {}
+    return {**planted(step), **phases, **memory, **scores, "actor/kl_loss": 1e-3, "critic/kl": 2e-3}
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +48,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def crowded(step: int) -> dict[str, float]:
-    """Every line of every chart, eight validation sets with long names, more phases than there are chosen colours."""
-    names = [name for chart in CHARTS for name, _ in chart.metrics]
-    names += [f"timing_s/{phase}" for phase in (*PHASES, "of_a_subclass", "and_another")]
-    names += [f"val-core/{'a_long_name_of_a_benchmark/' * 3}{i}/acc/mean@8" for i in range(8) if step % 10 == 0]
-    return {name: 1.0 + (step * i) % 7 for i, name in enumerate(names)} | {"timing_s/step": 60.0}
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with long commands and variables, resumed six times."""
+    folder = write_run(tmp_path_factory.mktemp("runs") / "full", planted=crowded, overrides=(MODEL,))
+    facts = json.loads((folder / "environment.json").read_text())
+    facts["command"] += " a.long.key=/data/files/some/where" * 100
+    facts["variables"] = {f"VLLM_A_VARIABLE_WITH_A_LONG_NAME_{i}": "v" * 10 * i for i in range(20)}
+    facts["code"] = {"agent.agent_loop_config_path": {"path": "loops.yaml", "sha256": "0" * 64}}
+    facts["earlier"] = [{**facts, "earlier": []}] * 6
+    (folder / "environment.json").write_text(json.dumps(facts))
+    write_report(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with all that a page can hold: the command lines of many starts too."""
-    folder = write_run(tmp_path_factory.mktemp("runs") / "crowd", planted=crowded)
-    environment = json.loads((folder / "environment.json").read_text())
-    command = " ".join(f"a.long.key.number_{i}=its_value_{i}" for i in range(150))
-    start = {"started": "2026-01-01T00:00:00", "command": command}
-    (folder / "environment.json").write_text(json.dumps(environment | {"command": command, "earlier": [start] * 12}))
-    write_report(folder)
-    return folder
+def others(tmp_path_factory: pytest.TempPathFactory, full: Path) -> dict[str, Path]:
+    """Pages beside the usual: runs side by side, a run that only validated, and one that logged nothing."""
+    runs = tmp_path_factory.mktemp("others")
+    second = write_run(runs / "second", planted=crowded, overrides=(f"{MODEL}b", "data.seed=3"))
+    pages = {"compare": write_comparison([full, second, write_run(runs / "third")], runs / "compare.html")}
+    for name, metrics in (("validated", {"val-core/toy/acc/mean@1": 0.3}), ("empty", {})):
+        shutil.copytree(full, runs / name, ignore=shutil.ignore_patterns("samples", "metrics.jsonl", "*.html"))
+        (runs / name / "metrics.jsonl").write_text(json.dumps({"step": 0, "data": metrics}) + "\n" if metrics else "")
+        pages[name] = write_report(runs / name)
+    return pages
+
+
+OUTSIDE = """() => [...document.querySelectorAll('section, section *')].filter((node) =>
+  node.getBoundingClientRect().width && (node.getBoundingClientRect().right > document.documentElement.clientWidth + 1
+  || /auto|scroll/.test(getComputedStyle(node).overflowX) && node.scrollWidth > node.clientWidth + 1)
+).map((node) => `${node.tagName} ${node.id} ${node.className} ${node.textContent.slice(0, 30)}`)"""
+LEGENDS = """() => [...document.querySelectorAll('.legend')].map((legend) => [...legend.children].map((entry) => {
+  const sign = entry.firstChild, { color, borderTopStyle, backgroundColor, backgroundImage } = getComputedStyle(sign);
+  return [sign.className, color, borderTopStyle, backgroundColor, backgroundImage].join();
+}))"""
+FAINT = """() => {
+  const numbers = (color) => [...color.match(/[\\d.]+/g).map(Number), 1].slice(0, 4);
+  const over = (a, b) => [0, 1, 2].map((i) => a[i] * a[3] + b[i] * (1 - a[3])).concat(1);
+  const part = (x) => (x / 255 <= 0.04045 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4);
+  const light = (c) => 0.2126 * part(c[0]) + 0.7152 * part(c[1]) + 0.0722 * part(c[2]) + 0.05;
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), faint = [];
+  while (texts.nextNode()) {
+    const text = texts.currentNode.data, node = texts.currentNode.parentElement;
+    if (!text.trim() || node.matches('script, style, option') || !node.getClientRects().length) continue;
+    let under = [255, 255, 255, 1];
+    const grounds = []; for (let at = node; at; at = at.parentElement) grounds.unshift(at);
+    for (const at of grounds) under = over(numbers(getComputedStyle(at).backgroundColor), under);
+    const [low, high] = [light(over(numbers(getComputedStyle(node).color), under)), light(under)].sort((a, b) => a - b);
+    if (high / low < 4.5) faint.push(`${text.slice(0, 20)} ${high / low}`);
+  }
+  return faint;
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +113,7 @@ def browser() -> Iterator[Any]:
 class Opened:
     """A page in the browser, with everything that its console complained of."""
 
-    def __init__(self, browser: Any, path: Path, width: int = 1440, scheme: str = "light") -> None:
+    def __init__(self, browser: Any, path: Path, width: int = 1440, scheme: str = "light", charts: bool = True) -> None:
         self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.errors: list[str] = []
         self.requests: list[str] = []
@@ -77,17 +123,12 @@ class Opened:
         self.page.on("request", lambda request: self.requests.append(request.url))
         start = time.perf_counter()
         self.page.goto(path.as_uri())
-        self.page.wait_for_selector("#charts canvas", state="attached", timeout=60_000)
+        if charts:
+            self.page.wait_for_selector("#charts canvas", state="attached", timeout=60_000)
         self.seconds = time.perf_counter() - start
 
     def count(self, selector: str) -> int:
         return self.page.locator(selector).count()
-
-    def through(self) -> None:
-        """Scroll from top to bottom, so that everything is drawn."""
-        for top in range(0, self.page.evaluate("document.documentElement.scrollHeight"), 700):
-            self.page.evaluate("top => window.scrollTo({top, behavior: 'instant'})", top)
-            self.page.wait_for_timeout(60)
 
     def shot(self, name: str) -> None:
         if os.environ.get("VERL_LIKE_SHOTS"):
@@ -107,9 +148,10 @@ def test_every_chart_is_drawn_and_nothing_is_wider_than_the_window(
     browser: Any, folder: Path, width: int, scheme: str
 ) -> None:
     opened = Opened(browser, folder / "report.html", width, scheme)
-    opened.through()
     page = opened.page
-    page.wait_for_function("[...document.querySelectorAll('.plot')].every(plot => plot.children.length > 0)")
+    assert page.evaluate(
+        "[...document.querySelectorAll('.plot')].every(plot => plot.children.length > 0)"
+    )  # unscrolled
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert opened.count("#charts figure") > 10 and opened.count("#phase-table tbody tr") == 3
@@ -117,66 +159,63 @@ def test_every_chart_is_drawn_and_nothing_is_wider_than_the_window(
     opened.close(folder / "report.html")
 
 
-DRAWN = "[...document.querySelectorAll('.plot')].every(plot => plot.children.length > 0)"
-OUTSIDE = """() => [...document.querySelectorAll("main *")].filter(box => box.clientWidth > 0
-  && box.scrollWidth > box.clientWidth + 1 && getComputedStyle(box).display !== "inline" && !box.matches("td.text"))
-  .map(box => box.id || box.className || box.tagName)"""
-SAME_COLOUR = """() => [...document.querySelectorAll("figure")].filter(figure => {
-  const colours = [...figure.querySelectorAll(".legend i")].map(sign => getComputedStyle(sign).backgroundColor);
-  return new Set(colours).size < colours.length || colours.includes("rgba(0, 0, 0, 0)");
-}).map(figure => figure.innerText)"""
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+@pytest.mark.parametrize("name", ["report", "compare", "validated", "empty"])
+def test_all_of_a_page_can_be_seen(browser: Any, full: Path, others: dict[str, Path], name: str, width: int) -> None:
+    path = others.get(name, full / "report.html")
+    opened = Opened(browser, path, width, charts=name != "empty")
+    page = opened.page
+    assert page.evaluate(OUTSIDE) == []
+    sections = page.evaluate("[...document.querySelectorAll('section')].map(section => '#' + section.id)")
+    links = page.locator(".bar nav a")
+    assert [link.get_attribute("href") for link in links.all()] == sections
+    boxes = [link.bounding_box() for link in links.all()]
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= width - 60 for box in boxes)
+    if name == "report":
+        assert page.locator("#environment").bounding_box()["height"] < (4000 if width == 390 else 2500)
+    opened.shot(f"{name}_{width}_light_full")
+    page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    assert page.evaluate(OUTSIDE) == []
+    for _ in ("light", "dark"):
+        assert page.evaluate(FAINT) == []
+        for mode in page.locator(".modes button").all():
+            mode.click()
+            assert page.evaluate(FAINT) == []
+        page.click("#theme")
+    opened.close(path)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
-def test_a_crowded_page_is_whole_without_scrolling(browser: Any, crowd: Path, width: int, scheme: str) -> None:
-    opened = Opened(browser, crowd / "report.html", width, scheme)
-    page = opened.page
-    page.wait_for_function(DRAWN, timeout=60_000)  # though nobody scrolls: pictures of the whole page show them
-    assert page.evaluate(SAME_COLOUR) == []
-    outside = page.evaluate(OUTSIDE)
-    assert outside == [] if width == 1440 else set(outside) <= {"scroll", "list scroll"}, outside
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    bar = (
-        "[...document.querySelectorAll('.bar a')].every(link => link.getBoundingClientRect().right <= innerWidth - 60)"
-    )
-    assert page.evaluate(bar)
-    assert page.evaluate("document.querySelector('#environment').offsetHeight") < 2500
-    opened.shot(f"crowd_{width}_{scheme}")
-    opened.close(crowd / "report.html")
-
-
-def painted(page: Any) -> None:
-    page.wait_for_function("[...plots.values()].every(plot => plot.view)", timeout=60_000)
-    page.wait_for_timeout(1500)  # Bokeh paints soon after it has laid out
+def test_series_of_a_chart_differ_and_say_what_their_number_is(browser: Any, full: Path, scheme: str) -> None:
+    opened = Opened(browser, full / "report.html", scheme=scheme)
+    legends = opened.page.evaluate(LEGENDS)
+    assert max(map(len, legends)) == 13 and 6 in map(len, legends) and 4 in map(len, legends)
+    assert all(len(set(signs)) == len(signs) for signs in legends)
+    texts = opened.page.locator("#charts .legend span").all_inner_texts()
+    assert "training, last 0.6967" in texts and all(", last " in text for text in texts)
+    assert "mean of the last 10 steps; first 0.183" in opened.page.inner_text("#overview .tile >> nth=0")
+    opened.close(full / "report.html")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_paper_charts_are_there_and_text_is_dark(browser: Any, crowd: Path, scheme: str) -> None:
-    opened = Opened(browser, crowd / "report.html", 390, scheme)
+def test_on_paper_each_chart_is_there_and_light(browser: Any, full: Path, scheme: str, tmp_path: Path) -> None:
+    opened = Opened(browser, full / "report.html", scheme=scheme)
     page = opened.page
-    painted(page)
-    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    counted = "[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.picture path').length)"
+    page.evaluate(f"() => addEventListener('beforeprint', () => {{ window.pictures = {counted}; }})")
+    page.pdf(path=tmp_path / "report.pdf", format="A4")
+    assert len(page.evaluate("pictures")) > 10 and min(page.evaluate("pictures")) > 5
+    assert opened.count(".picture") == 0  # after printing the page is as it was
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print", color_scheme=scheme)
-    inked = """() => [...document.querySelectorAll(".plot img")].map(async (image) => {
-      await image.decode();
-      const pen = new OffscreenCanvas(image.naturalWidth, image.naturalHeight).getContext("2d");
-      pen.drawImage(image, 0, 0);
-      const values = pen.getImageData(0, 0, image.naturalWidth, image.naturalHeight).data;
-      return values.filter((value, i) => i % 4 === 3 && value > 128).length;
-    })"""
-    counts = page.evaluate(f"async () => Promise.all(({inked})())")
-    assert len(counts) == page.locator(".plot").count() and min(counts) > 1000, counts
-    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(31, 35, 40)"
-    for box in (".list", "#environment code"):
-        assert page.evaluate(f"getComputedStyle(document.querySelector('{box}')).maxHeight") == "none"
-    different = page.evaluate("new Set([...document.querySelectorAll('.plot img')].map(image => image.src)).size")
-    page.emulate_media(media="screen", color_scheme=scheme)
-    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
-    painted(page)
-    assert opened.count(".plot img") == 0
-    assert page.pdf(format="A4").count(b"/Subtype /Image") >= different  # the browser's own print says both events
-    opened.close(crowd / "report.html")
+    assert page.evaluate("getComputedStyle(document.querySelector('main')).color") == "rgb(31, 35, 40)"
+    lines = page.evaluate(
+        "[...document.querySelectorAll('.picture [style]')].map((node) => getComputedStyle(node).stroke)"
+    )
+    assert "rgb(63, 116, 209)" in lines and "rgb(109, 155, 238)" not in lines
+    seen = "[...document.querySelectorAll('.plot > *')].filter((node) => node.getBoundingClientRect().height > 100)"
+    assert page.evaluate(f"{seen}.map((node) => node.tagName)") == ["svg"] * opened.count(".plot")
+    opened.close(full / "report.html")
 
 
 def test_the_rollout_browser_filters_sorts_searches_and_colours(browser: Any, folder: Path) -> None:
@@ -274,7 +313,6 @@ def test_runs_side_by_side(browser: Any, folder: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "b", overrides=("data.seed=3",))
     path = write_comparison([folder, other], tmp_path / "compare.html")
     opened = Opened(browser, path)
-    opened.through()
     assert opened.count("article.same") == 4 and "data.seed" in opened.page.inner_text("#configuration")
     assert opened.page.locator("#charts .legend").first.inner_text().count("toy/acc") == 2
     opened.shot("compare_1440_light")
@@ -288,5 +326,4 @@ def test_a_thousand_steps_stay_small_and_open_soon(browser: Any, tmp_path: Path)
     opened = Opened(browser, path)
     print(f"1,000 steps: {size:.1f} MB, opened in {opened.seconds:.2f} s")
     assert 5 < size < 15
-    opened.through()
     opened.close(path)

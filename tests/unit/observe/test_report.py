@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.unit.observe.run_factory import write_run
@@ -107,6 +109,83 @@ def test_names_of_runs_are_as_short_as_they_can_be(folder: Path, tmp_path: Path)
     first, second = (write_run(tmp_path / name / "a", steps=2) for name in ("x", "y"))
     names = page.run_names([page.read_run(first), page.read_run(second)])
     assert names == ["x/a", "y/a"]
+
+
+@pytest.mark.parametrize("name", ["report", "compare"])
+def test_each_section_has_its_entry_in_the_bar(folder: Path, report: str, tmp_path: Path, name: str) -> None:
+    text = report if name == "report" else page.write_comparison([folder, folder], tmp_path / "c.html").read_text()
+    entries = re.findall(r'<a href="#(\w+)">', re.findall(r"<nav.*?</nav>", text, re.DOTALL)[0])
+    assert entries == re.findall(r'<section id="(\w+)"', text) and len(entries) >= 4
+
+
+def test_a_tile_says_of_which_steps_its_number_is(folder: Path, tmp_path: Path) -> None:
+    notes = {tile["label"]: tile["note"] for tile in content.tiles(page.read_run(folder))}
+    assert notes["Score"] == "mean of the last 10 steps; first 0.183"
+    assert notes["Validation toy/acc/mean@1"] == "step 40; first 0.3"
+    assert notes["Throughput"] == "tokens/s per device, mean of the last 10 steps"
+    short = {tile["label"]: tile["note"] for tile in content.tiles(page.read_run(write_run(tmp_path / "s", steps=1)))}
+    assert short["Score"] == "step 1" and short["Step time"] == "seconds, step 1"
+
+
+def test_earlier_starts_are_folded_and_nested_values_read_plainly(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "r")
+    facts = json.loads((folder / "environment.json").read_text())
+    facts |= {"code": {"a.path": {"path": "/f.py", "sha256": "0f"}}, "gpus_of_the_driver": ["A", "B"], "empty": []}
+    facts["earlier"] = [{"started": "yesterday", "command": "verl-like train a.path=/f.py"}] * 2
+    (tmp_path / "r" / "environment.json").write_text(json.dumps(facts))
+    text = page.write_report(tmp_path / "r").read_text()
+    rows = dict(content.environment_rows(facts))
+    assert rows["code: a.path"] == "/f.py, 0f" and rows["gpus of the driver"] == "A, B" and "empty" not in rows
+    assert text.count("verl-like train a.path=/f.py") == 2 and "Started 2 times before" in text
+
+
+def test_a_run_without_steps_says_so(folder: Path, tmp_path: Path) -> None:
+    for metrics, said in (
+        ({}, "No metric has been logged yet."),
+        ({"val-core/a/b/mean@1": 0.5}, "No step has finished"),
+    ):
+        run = tmp_path / f"r{len(metrics)}"
+        run.mkdir()
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "data": metrics}) + "\n" if metrics else "")
+        text = page.write_report(run).read_text()
+        assert said in text and 'id="phase-table"' not in text and ('id="charts"' in text) == bool(metrics)
+
+
+# What people with a missing kind of cone see (Machado, Oliveira and Fernandes 2009), of linear red, green and blue.
+SIGHT = {
+    "normal": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+TO_CONES = [
+    [0.41222147, 0.53633254, 0.05144599],
+    [0.2119035, 0.68069955, 0.10739696],
+    [0.08830246, 0.28171884, 0.6299787],
+]
+TO_LAB = [
+    [0.21045426, 0.79361779, -0.00407205],
+    [1.9779985, -2.4285922, 0.45059371],
+    [0.02590404, 0.78277177, -0.80867577],
+]
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_series_are_told_apart_by_any_eye(theme: int) -> None:
+    style = (Path(page.__file__).parent / "report.css").read_text(encoding="utf-8")
+    found = [re.findall(rf"--{name}: #(\w{{6}})", style)[theme] for name in ("surface", *(f"c{i}" for i in range(12)))]
+    coded = np.array([[int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)] for text in found])
+    linear = np.where(coded <= 0.04045, coded / 12.92, ((coded + 0.055) / 1.055) ** 2.4)
+    light = linear @ [0.2126, 0.7152, 0.0722] + 0.05
+    contrast = np.maximum(light[1:], light[0]) / np.minimum(light[1:], light[0])
+    assert contrast.min() >= 3  # as WCAG asks of graphics
+    first, second = np.triu_indices(12, 1)
+    for eye, matrix in SIGHT.items():
+        cones = np.cbrt(np.clip(np.clip(linear[1:] @ np.transpose(matrix), 0, 1) @ np.transpose(TO_CONES), 0, None))
+        lab = cones @ np.transpose(TO_LAB)
+        apart = np.linalg.norm(lab[first] - lab[second], axis=1)
+        same_dash = first % 3 == second % 3  # as styleOf in charts.js gives them out
+        assert apart[same_dash if eye != "normal" else slice(None)].min() > 0.1, eye
 
 
 def wait_for(path: Path) -> None:

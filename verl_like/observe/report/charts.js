@@ -1,5 +1,5 @@
 "use strict";
-// Hands the tables of charts.py to Bokeh, which draws them: charts near the window first, then the others.
+// Hands the tables of charts.py to Bokeh, which draws them.
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 
@@ -9,16 +9,7 @@ function element(tag, properties, ...children) {
   return made;
 }
 
-// The colour of the series i: twelve that were chosen (report.css), then hues far apart. Bokeh wants it resolved.
-const shade = (i) => (i < 12 ? `var(--c${i})` : `hsl(${(137.5 * i) % 360} 45% 55%)`);
-const color = (i) => {
-  const probe = element("i", { hidden: true });
-  probe.style.color = shade(i);
-  document.body.append(probe);
-  const resolved = getComputedStyle(probe).color;
-  probe.remove();
-  return resolved;
-};
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const number = (value) => {
   if (value === null || value === undefined) return "–";
   return value !== 0 && Math.abs(value) < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
@@ -28,49 +19,49 @@ const median = (values) => {
   return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : null;
 };
 
-// ---- drawn when seen or when there is time, again when the theme changes ------------------------------------------------------------------
-const plots = new Map(); // element -> function that draws into it
-const watcher = new IntersectionObserver(
-  (entries) => {
-    for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); draw(entry.target); }
-  },
-  { rootMargin: "400px" },
-);
+// ---- drawn at once, for a page may be printed or pictured as a whole; again when the theme changes ----------------------
+const plots = new Map(); // element -> { drawing: makes its figure, view: what Bokeh made of that }
 
-function later(target, drawing) {
-  plots.set(target, { drawing, drawn: false });
-  watcher.observe(target);
+function plot(target, drawing) {
+  plots.set(target, { drawing, view: null });
+  draw(target);
 }
-
-// Paper and pictures of the whole page show charts that nobody has scrolled to.
-function drawOthers() {
-  const next = [...plots.keys()].find((target) => !plots.get(target).drawn);
-  if (next) { watcher.unobserve(next); draw(next); setTimeout(drawOthers); }
-}
-window.addEventListener("load", () => setTimeout(drawOthers));
-
-// A canvas has the width of the window, not of the paper: a picture of it takes its place meanwhile.
-window.addEventListener("beforeprint", () => {
-  for (const [target, { view }] of plots) {
-    if (view) target.replaceChildren(element("img", { src: view.export("png").canvas.toDataURL(), className: document.documentElement.dataset.theme }));
-  }
-});
-window.addEventListener("afterprint", () => { for (const target of plots.keys()) if (target.querySelector("img")) draw(target); });
 
 function draw(target) {
-  const plot = plots.get(target);
+  const known = plots.get(target);
   target.replaceChildren();
-  Object.assign(plot, { drawn: true, view: null });
-  const figure = plot.drawing();
-  Bokeh.Plotting.show(figure, target).then((view) => { plot.view = view; }).catch((error) => { target.textContent = `This chart failed: ${error.message}`; });
+  Bokeh.Plotting.show(known.drawing(), target).then((view) => { known.view = view; })
+    .catch((error) => { target.textContent = `This chart failed: ${error.message}`; });
 }
 
 $("theme").addEventListener("click", () => {
   const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   document.documentElement.dataset.theme = theme;
   try { localStorage.setItem("verl_like.theme", theme); } catch { /* a browser may forbid it to files */ }
-  for (const [target, plot] of plots) if (plot.drawn) draw(target);
+  for (const target of plots.keys()) draw(target);
 });
+
+// Paper has a width and a theme of its own. A browser that prints waits for no promise, so what is drawn is copied.
+addEventListener("beforeprint", () => { for (const [target, { view }] of plots) if (view) target.append(pictureOf(view)); });
+addEventListener("afterprint", () => { for (const picture of document.querySelectorAll(".picture")) picture.remove(); });
+
+// A chart as SVG that takes any width, and the page's colours whatever they become.
+function pictureOf(view) {
+  const picture = view.export("svg").canvas;
+  picture.setAttribute("viewBox", `0 0 ${view.bbox.width} ${view.bbox.height}`);
+  picture.classList.add("picture");
+  const names = new Map(["muted", "line", "surface", ...Array.from({ length: 12 }, (_, i) => `c${i}`)].flatMap((name) => {
+    const parts = color(name).match(/\w\w/g).map((part) => parseInt(part, 16));
+    return [[color(name), name], [`rgb(${parts})`, name]]; // Bokeh writes both
+  }));
+  for (const node of picture.querySelectorAll("*")) {
+    for (const part of ["fill", "stroke"]) {
+      const name = names.get(node.getAttribute(part));
+      if (name) node.style[part] = `var(--${name})`;
+    }
+  }
+  return picture;
+}
 
 // ---- one range of steps for all charts ------------------------------------------------------------------------------
 const allSteps = data.runs.flatMap((run) => run.steps);
@@ -113,14 +104,17 @@ function smooth(values) {
   });
 }
 
-// Lines of a chart: of one run all its metrics; of several runs the first metric of each run, in the run's colour.
+// What sets the i-th series apart: one of the twelve colours of report.css, and a dash (of bars: a hatch) that each third
+// one has. Colours with the same dash differ for colour-blind readers too.
+const styleOf = (i) => ({ color: `c${i % 12}`, turn: (i + Math.floor(i / 12)) % 3 });
+const DASHES = ["solid", "dashed", "dotted"], HATCHES = ["blank", "right_diagonal_line", "dot"];
+
+// Lines of a chart: of one run all its metrics; of several runs the first metric of each run, in the run's style.
 function linesOf(chart) {
-  if (data.runs.length === 1) {
-    const lines = chart.lines.map((line, i) => ({ ...line, run: data.runs[0], color: i }));
-    return [...lines, ...chart.points.map((line, i) => ({ ...line, run: data.runs[0], color: i + lines.length, dots: true }))];
-  }
-  const wanted = [...chart.lines.slice(0, 1), ...chart.points.slice(0, 1).map((line) => ({ ...line, dots: true }))];
-  return data.runs.flatMap((run, i) => wanted.map((line) => ({ ...line, run, label: `${run.name} ${line.dots ? line.label : ""}`, color: i })));
+  const points = chart.points.map((line) => ({ ...line, dots: true }));
+  if (data.runs.length === 1) return [...chart.lines, ...points].map((line, i) => ({ ...line, run: data.runs[0], ...styleOf(i) }));
+  const wanted = [...chart.lines.slice(0, 1), ...points.slice(0, 1)];
+  return data.runs.flatMap((run, i) => wanted.map((line) => ({ ...line, run, label: `${run.name}: ${line.label}`, ...styleOf(i) })));
 }
 
 function drawCurves(lines) {
@@ -131,23 +125,16 @@ function drawCurves(lines) {
     table[`v${i}`] = steps.map((step) => number(at.get(step)));
     steps.forEach((step, k) => { table.height[k] ??= at.get(step); });
   });
-  const hover = new Bokeh.HoverTool({ mode: "vline", tooltips: [["step", "@step"], ...lines.map((line, i) => [line.label.trim(), `@v${i}`])] });
+  const hover = new Bokeh.HoverTool({ mode: "vline", tooltips: [["step", "@step"], ...lines.map((line, i) => [line.label, `@v${i}`])] });
   const level = lines.flatMap((line) => finite(line.run, line.metric).y);
   const flat = level.every((value) => value === level[0]) && level[0]; // else a constant of 1e-6 would be drawn as 0
   const limits = new Bokeh.DataRange1d({ range_padding: 0.08, default_span: Math.abs(flat) || 1 });
   const figure = figureOf({ x_range: stepRange(), y_range: limits }, hover);
   for (const line of lines) {
-    const source = finite(line.run, line.metric), paint = color(line.color);
-    if (line.dots) {
-      figure.line(source.x, source.y, { line_color: paint, line_width: 1.5, line_dash: "dashed" });
-      figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null });
-    } else if (source.x.length < 60) {
-      figure.line(source.x, source.y, { line_color: paint, line_width: 1.8 });
-      if (source.x.length < 3) figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null });
-    } else {
-      figure.line(source.x, source.y, { line_color: paint, line_width: 1, line_alpha: 0.28 });
-      figure.line(source.x, smooth(source.y), { line_color: paint, line_width: 1.9 });
-    }
+    const source = finite(line.run, line.metric), paint = color(line.color), many = !line.dots && source.x.length >= 60;
+    if (many) figure.line(source.x, source.y, { line_color: paint, line_width: 1, line_alpha: 0.28 });
+    figure.line(source.x, many ? smooth(source.y) : source.y, { line_color: paint, line_width: line.dots ? 1.5 : 1.9, line_dash: DASHES[line.turn] });
+    if (line.dots || source.x.length < 3) figure.scatter(source.x, source.y, { size: 6, fill_color: paint, line_color: null });
   }
   limits.renderers = [...figure.renderers]; // without the line that only carries the hover
   const source = new Bokeh.ColumnDataSource({ data: { ...table, height: table.height.map((value) => value ?? NaN) } });
@@ -158,34 +145,44 @@ function drawCurves(lines) {
 function curve(chart) {
   const lines = linesOf(chart).filter((line) => finite(line.run, line.metric).x.length);
   if (!lines.length) return null;
-  const plot = element("div", { className: "plot" });
+  const frame = element("div", { className: "plot" });
   const legend = element("div", { className: "legend" }, ...lines.map((line) => {
-    const sign = element("i", {});
-    sign.style.background = shade(line.color);
-    return element("span", { title: line.metric }, sign, `${line.label} ${number(finite(line.run, line.metric).y.at(-1))}`);
+    const sign = element("i", { className: line.dots ? "line dots" : "line" });
+    sign.style.borderTopStyle = DASHES[line.turn];
+    sign.style.color = `var(--${line.color})`;
+    return element("span", { title: line.metric }, sign, `${line.label}, last ${number(finite(line.run, line.metric).y.at(-1))}`);
   }));
-  plot.addEventListener("dblclick", () => showSteps(...whole));
-  later(plot, () => drawCurves(lines));
+  frame.addEventListener("dblclick", () => showSteps(...whole));
   const caption = element("figcaption", { title: `${chart.title}. ${chart.note}` }, chart.title, chart.note ? element("span", { className: "note" }, chart.note) : null);
-  return element("figure", {}, caption, plot, legend);
+  return { figure: element("figure", {}, caption, frame, legend), draw: () => plot(frame, () => drawCurves(lines)) };
 }
 
 function drawCharts() {
   for (const section of new Set(data.charts.map((chart) => chart.section))) {
     const charts = data.charts.filter((chart) => chart.section === section).map(curve).filter(Boolean);
-    $("charts").append(element("h3", { className: "part" }, section), element("div", { className: "charts" }, ...charts));
+    $("charts").append(element("h3", { className: "part" }, section), element("div", { className: "charts" }, ...charts.map(({ figure }) => figure)));
+    for (const chart of charts) chart.draw(); // into the page, where they have a size
   }
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].sort();
   $("metrics").append(...names.map((name) => element("option", { value: name })));
   $("metric").addEventListener("change", () => {
     const name = $("metric").value.trim();
     if (!names.includes(name)) return;
-    $("picked").prepend(curve({ title: name, note: "", lines: [{ metric: name, label: name }], points: [] }) || "");
+    const picked = curve({ title: name, note: "", lines: [{ metric: name, label: name }], points: [] });
+    if (picked) { $("picked").prepend(picked.figure); picked.draw(); }
     $("metric").value = "";
   });
 }
 
 // ---- where the time goes --------------------------------------------------------------------------------------------
+const phaseStyle = (phases, name) => styleOf(phases.names.indexOf(name));
+const phaseColor = (phases, name) => color(phaseStyle(phases, name).color);
+
+function phaseSign(phases, name) {
+  const { color: paint, turn } = phaseStyle(phases, name), sign = element("i", { className: `sign ${HATCHES[turn]}` });
+  sign.style.backgroundColor = `var(--${paint})`;
+  return sign;
+}
 
 function phaseTable(phases) {
   const sum = (values) => values.reduce((all, value) => all + (value || 0), 0);
@@ -195,10 +192,8 @@ function phaseTable(phases) {
   });
   const cells = (values) => values.map((value) => element("td", { className: "number" }, value));
   $("phase-table").tBodies[0].append(...rows.map(([name, count, seconds, share, floor]) => {
-    const sign = element("i", { className: "sign" });
-    sign.style.background = shade(phases.names.indexOf(name));
     const ratio = floor && seconds ? `${number(seconds / floor)}×` : "–";
-    return element("tr", {}, element("td", {}, sign, name), ...cells([String(count), `${number(seconds)} s`, `${(100 * share).toFixed(0)}%`, floor ? `${number(floor)} s` : "–", ratio]));
+    return element("tr", {}, element("td", {}, phaseSign(phases, name), name), ...cells([String(count), `${number(seconds)} s`, `${(100 * share).toFixed(0)}%`, floor ? `${number(floor)} s` : "–", ratio]));
   }));
 }
 
@@ -214,7 +209,7 @@ function drawPhaseSteps(phases) {
     const seconds = starts.map((i) => mean(phases.seconds[name], i));
     const top = seconds.map((value, i) => bottom[i] + value);
     const source = new Bokeh.ColumnDataSource({ data: { x, bottom, top, seconds, step: x.map(String), phase: x.map(() => name) } });
-    figure.vbar({ field: "x" }, { value: size * 0.9 }, { field: "top" }, { field: "bottom" }, { source, fill_color: color(phases.names.indexOf(name)), line_color: null });
+    figure.vbar({ field: "x" }, { value: size * 0.9 }, { field: "top" }, { field: "bottom" }, { source, fill_color: phaseColor(phases, name), line_color: null, hatch_pattern: HATCHES[phaseStyle(phases, name).turn], hatch_color: color("surface"), hatch_alpha: 0.6, hatch_scale: 6 });
     bottom = top;
   }
   return figure;
@@ -228,7 +223,7 @@ function waterfallRows(phases, which) {
   for (const name of phases.names) {
     const seconds = at(phases.seconds[name]) || 0, floor = at(phases.floors[name]);
     if (!seconds) continue;
-    const row = { phase: name, left, right: left + seconds, floor: left + Math.min(floor || 0, seconds), seconds: number(seconds), least: number(floor), color: color(phases.names.indexOf(name)) };
+    const row = { phase: name, left, right: left + seconds, floor: left + Math.min(floor || 0, seconds), seconds: number(seconds), least: number(floor), color: phaseColor(phases, name) };
     for (const key of Object.keys(rows)) rows[key].push(row[key]);
     left += seconds;
   }
@@ -247,17 +242,12 @@ function drawWaterfall(phases, which) {
 }
 
 function drawPhases(phases) {
-  if (!phases.steps.length) { $("phase-steps").closest(".charts").hidden = true; return; }
-  later($("phase-steps"), () => drawPhaseSteps(phases));
+  plot($("phase-steps"), () => drawPhaseSteps(phases));
   $("phase-steps").addEventListener("dblclick", () => showSteps(...whole));
-  $("phase-legend").append(...phases.names.map((name) => {
-    const sign = element("i", {});
-    sign.style.background = shade(phases.names.indexOf(name));
-    return element("span", {}, sign, name);
-  }));
+  $("phase-legend").append(...phases.names.map((name) => element("span", {}, phaseSign(phases, name), name)));
   const slider = $("waterfall-step");
   slider.max = phases.steps.length;
-  later($("waterfall"), () => drawWaterfall(phases, Number(slider.value)));
+  plot($("waterfall"), () => drawWaterfall(phases, Number(slider.value)));
   slider.addEventListener("input", () => {
     const which = Number(slider.value);
     $("waterfall-title").textContent = which ? `Step ${phases.steps[which - 1]}` : "A typical step";
@@ -267,5 +257,5 @@ function drawPhases(phases) {
 
 if (window.Bokeh) Bokeh.set_log_level("warn");
 if (window.Bokeh && $("charts")) drawCharts();
-if (window.Bokeh && data.phases) drawPhases(data.phases);
-if (data.phases) phaseTable(data.phases);
+if (window.Bokeh && $("phase-steps")) drawPhases(data.phases);
+if ($("phase-table")) phaseTable(data.phases);

@@ -136,7 +136,7 @@ def chart_tables(histories: Sequence[History]) -> list[dict[str, Any]]:
     for chart in CHARTS:
         lines = [{"metric": metric, "label": label} for metric, label in chart.metrics if metric in there]
         wanted = sorted(name for name in there if chart.points and name.startswith(chart.points) and "/mean@" in name)
-        points = [{"metric": name, "label": name.removeprefix(chart.points)} for name in wanted[:7]]
+        points = [{"metric": name, "label": name.removeprefix(chart.points)} for name in wanted[:5]]
         if lines or points:
             texts = {"section": chart.section, "title": chart.title, "note": chart.note}
             found.append({**texts, "lines": lines, "points": points})

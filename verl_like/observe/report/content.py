@@ -38,33 +38,28 @@ def facts(run: Run) -> list[str]:
 
 
 def tiles(run: Run) -> list[dict[str, str]]:
-    """The few numbers that say how a run went: label, value, and where it came from."""
-    steps = run.steps
+    """The few numbers that say how a run went: label, value, and of which steps it is."""
     found = []
 
     def add(label: str, metric: str, form: str, unit: str = "", change: bool = False) -> None:
-        values = [metrics[metric] for metrics in steps.values() if metric in metrics]
+        values = {step: metrics[metric] for step, metrics in run.steps.items() if metric in metrics}
         if not values:
             return
-        newest = values[-1:] if metric.startswith("val-") else values[-10:]
-        of = f"mean of the last {len(newest)} steps" if len(newest) > 1 else "the last one"
-        first = f"from {form.format(values[0])}" if change and len(values) > 1 else unit
-        note = ", ".join(filter(None, (first, of)))
-        found.append({"label": label, "value": form.format(statistics.fmean(newest)), "note": note, "metric": metric})
+        steps = list(values)[-1:] if metric.startswith("val-") else list(values)[-10:]
+        value = form.format(statistics.fmean(values[step] for step in steps))
+        note = f"mean of the last {len(steps)} steps" if len(steps) > 1 else f"step {steps[0]}"
+        if change and len(values) > 1:
+            note += f"; first {form.format(next(iter(values.values())))}"
+        found.append({"label": label, "value": value, "note": f"{unit}, {note}" if unit else note, "metric": metric})
 
     add("Score", "critic/score/mean", "{:.3g}", change=True)
-    means = [name for name in validation_metrics(run) if "/mean@" in name]
-    for name in means[:2]:
+    core = {name for values in run.validation for name in values if name.startswith("val-core/")}
+    for name in sorted(name for name in core if "/mean@" in name)[:2]:
         add(f"Validation {name.removeprefix('val-core/')}", name, "{:.3g}", change=True)
     add("Response length", "response_length/mean", "{:,.0f}", "tokens")
     add("Throughput", "perf/throughput", "{:,.0f}", "tokens/s per device")
     add("Step time", "timing_s/step", "{:,.2f}", "seconds")
     return found
-
-
-def validation_metrics(run: Run) -> list[str]:
-    """Names of the validations' core metrics, in order of name."""
-    return sorted({name for values in run.validation for name in values if name.startswith("val-core/")})
 
 
 def config_rows(run: Run) -> list[dict[str, Any]]:
@@ -106,17 +101,20 @@ def shown(path: str, value: Any) -> str:
 
 
 def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """The environment as (name, text), nested tables one row an entry."""
+    """The environment as (name, text), nested tables one row an entry; earlier starts are not among them."""
     rows = []
     for name, value in environment.items():
         label = name.replace("_", " ")
-        if name == "earlier" and value:
-            rows.append(("earlier starts", "\n".join(f"{start['started']}: {start['command']}" for start in value)))
-        elif isinstance(value, dict):
-            rows += [(f"{label}: {inner}", str(item)) for inner, item in value.items()]
-        elif value not in (None, [], ""):
-            rows.append((label, ", ".join(value) if isinstance(value, list) else str(value)))
+        if isinstance(value, dict):
+            rows += [(f"{label}: {inner}", _plain(item)) for inner, item in value.items()]
+        elif name != "earlier" and value not in (None, [], ""):
+            rows.append((label, _plain(value)))
     return rows
+
+
+def _plain(value: Any) -> str:
+    items = list(value.values()) if isinstance(value, dict) else value
+    return ", ".join(map(str, items)) if isinstance(items, list) else str(items)
 
 
 def sample_lines(run: Run, wanted: Iterable[int]) -> list[str]:

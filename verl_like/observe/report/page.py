@@ -42,17 +42,18 @@ def write_report(run_folder: str | os.PathLike[str], out: str | os.PathLike[str]
     kept = sorted(int(path.stem) for path in (run.path / SAMPLES / "train").glob("*.jsonl"))
     samples = sample_lines(run, wanted_steps(verdicts, kept))
     kept = sorted({record["step"] for record in map(json.loads, samples) if record["part"] == "training"})
-    last = max(run.steps, default=0)
     content = {
         "title": title_of(run),
         "facts": facts(run),
-        "last_step": last,
+        "last_step": max(run.steps, default=0),
         "tiles": tiles(run),
         "cards": health_cards(verdicts, kept),
         "quiet": quiet_rules(verdicts),
         "config": config_rows(run),
         "environment": environment_rows(run.environment),
+        "earlier": [(start["started"], start["command"]) for start in run.environment.get("earlier", [])],
         "summary": summary_rows(run.steps),
+        "timed": any("timing_s/step" in metrics for metrics in run.steps.values()),
         "folder": str(run.path),
     }
     data = {"runs": [{"name": "", **columns(run.steps)}], "charts": chart_tables([run.steps])}
@@ -87,7 +88,7 @@ def _write(template: str, content: dict[str, Any], data: dict[str, Any], out: Pa
         samples="[" + ",\n".join(samples) + "]",
         style=(_HERE / "report.css").read_text(encoding="utf-8"),
         script="\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("charts.js", "rollouts.js")),
-        library=None if library is None else [_no_end(script) for script in library],
+        library=None if library is None else [script.replace("</script", "<\\/script") for script in library],
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
     out = out.expanduser()
@@ -96,7 +97,3 @@ def _write(template: str, content: dict[str, Any], data: dict[str, Any], out: Pa
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(out)
     return out
-
-
-def _no_end(script: str) -> str:
-    return script.replace("</script", "<\\/script")

@@ -51,8 +51,6 @@ function list() {
   const steps = new Set(state.rows.map((sample) => sample.step)).size;
   $("count").textContent = samples.length ? `${state.rows.length} of ${samples.length} responses, from ${steps} step${steps === 1 ? "" : "s"}` : "This run kept no responses (trainer.sample_freq).";
   more();
-  const head = $("list").querySelector("[aria-sort]"), frame = $("list").parentElement;
-  frame.scrollLeft = Math.max(0, head.offsetLeft + head.offsetWidth - frame.clientWidth); // what one sorts by is seen
 }
 
 function more() {
@@ -66,10 +64,12 @@ function listRow(sample) {
   const row = element("tr", { tabIndex: 0 });
   row.dataset.id = sample.id;
   row.setAttribute("aria-selected", String(state.selected === sample));
-  for (const [name, , numeric] of columns) {
+  for (const [name, label, numeric] of columns) {
     const value = sample[name], text = name === "score" && value === null ? "failed" : numeric ? number(value) : String(value ?? "");
     const kind = name === "input" || name === "output" ? "text" : numeric ? "number" : "";
-    row.append(element("td", { className: kind }, kind === "text" ? text.replace(/\s+/g, " ").slice(0, 160) : text));
+    const cell = element("td", { className: kind }, kind === "text" ? text.replace(/\s+/g, " ").slice(0, 160) : text);
+    cell.dataset.label = label; // said in the cell where a narrow page has no room for the row of heads
+    row.append(cell);
   }
   return row;
 }
@@ -119,7 +119,7 @@ function tokenSpan(text, i, value, full, sampled) {
   if (/^<\|?\w+\|?>$/.test(text)) span.classList.add("special");
   if (sampled && value) {
     span.classList.add(value > 0 ? "high" : "low");
-    span.style.setProperty("--a", Math.min(1, Math.abs(value) / full) * 0.75);
+    span.style.setProperty("--a", Math.min(1, Math.abs(value) / full));
   }
   return span;
 }
@@ -181,7 +181,7 @@ function detail(sample) {
     element("p", { className: "facts" }, ...facts.map((text, i) => element(i === 1 ? "b" : "span", {}, text))),
     ...(sample.failure ? [element("p", { className: "bad" }, `The reward failed: ${sample.failure}`)] : []),
     element("h4", {}, "Prompt"), element("div", { className: "box" }, sample.input),
-    element("h4", {}, "Response"), ...response, ...truth, ...groupOf(sample), ...pairs(sample),
+    element("h4", {}, "Response"), ...response, ...truth, ...pairs(sample), ...groupOf(sample),
   );
   $("detail").scrollTop = 0;
 }
