@@ -306,8 +306,7 @@ class RolloutConfig(ConfigNode):
     gpu_memory_utilization: float = 0.5
     """[share of a GPU] Memory of the rollout engine: weights and KV cache."""
     enforce_eager: bool = False
-    """Do not compile the model, nor capture CUDA graphs: starts sooner (vLLM on two CPU cores by 2 to 10 s), samples
-    slower."""
+    """Do not compile the model, nor capture CUDA graphs: starts sooner, samples slower."""
     cudagraph_capture_sizes: list[int] | None = None
     """[sequences] Batch sizes to capture. Null: the engine's choice."""
     free_cache_engine: bool = True
