@@ -58,7 +58,7 @@ def worker_start_text(seconds_by_rank: Sequence[Mapping[str, tuple[float, float]
 
 
 def ready_text(seconds: float, cpu: float, cores: int) -> str:
-    """How long a start took up to the first token, and how long if its work were spread evenly over the cores."""
+    """How long a start took up to the first proved sync, and how long if its work were spread evenly over the cores."""
     return f"start: ready after {seconds:.1f} s; {cpu:.1f} s of CPU, on {cores} core(s) {cpu / cores:.1f} s at best"
 
 
