@@ -122,7 +122,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, tiny_model: Path
         try:
             wait_for(lambda: (tmp_path / "out" / "metrics.jsonl").exists() and len(metrics_of(tmp_path / "out")) > 1)
             os.killpg(run.pid, signal.SIGINT)  # what a terminal does: the driver and everything it started
-            assert run.wait(timeout=60) == 0, (tmp_path / "log").read_text()
+            assert run.wait(timeout=60) == 130, (tmp_path / "log").read_text()
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)

@@ -132,7 +132,8 @@ class PromptEncoder:
         of DeepSeek's turns, say, or <tool_response>. Thoughts and calls are the model's, and prompts may ask for them.
         """
         known = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        added = [token.content for token in known if not token.special and "think" not in token.content]
+        texts = [token.content for token in known if not token.special and "think" not in token.content]
+        added = [text for text in texts if len(text.strip()) > 2 and not text.strip().isalnum()]  # no blanks, no words
         call = {"type": "function", "id": "call00000", "function": {"name": "x", "arguments": {}}}
         messages: Messages = [
             {"role": "user", "content": "x"},

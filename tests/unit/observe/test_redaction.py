@@ -75,7 +75,7 @@ def test_a_traceback_holds_no_known_secret(tmp_path: Path) -> None:
         def fit(*args, **keys):
             remember({"hunter2222"})
             raise RuntimeError("rank 1: redis://:hunter2222@host: no answer")
-        run.fit = fit
+        run._fit = fit
         run.run(PPOConfig())
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -274,10 +274,15 @@ def test_the_largest_scores_can_be_drawn_by() -> None:
 class Refuses:
     """The tokenizer of a reward model whose template knows no system."""
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> list[int]:
+    chat_template = "one of its own"
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
         if messages[0]["role"] == "system":
             raise ValueError("System role not supported")
-        return [len(messages)]
+        return "m" * len(messages)
+
+    def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[len(text)] for text in texts]}
 
 
 @pytest.mark.parametrize("penalty", [None, -2.0])
