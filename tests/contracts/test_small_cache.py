@@ -58,15 +58,16 @@ def under_other_weights(engine: RolloutEngine) -> None:
     engine.open()
     futures = [engine.submit(r) for r in asked]
     begun(engine, "r0")
-    time.sleep(0.2)
+    time.sleep(0.05)
     engine.pause()
     kept = engine.snapshot()
+    assert any(0 < len(sampled) < 100 for sampled in kept.values())
     engine.load_weights(iter(state(other).items()), 2)
     engine.open()
     for request, future in zip(asked, futures, strict=True):
         done = future.result(120)
         versions = done.sampled.weight_versions.tolist()
-        first = len(kept[request.request_id])
+        first = len(kept[request.request_id]) if request.request_id in kept else 100  # a fast engine was done with it
         assert versions == [1] * first + [2] * (100 - first)
         for model, part in ((MODEL, slice(0, first)), (other, slice(first, 100))):
             expected = log_probs(model, request.prompt_ids + done.token_ids)[len(request.prompt_ids) - 1 :]
