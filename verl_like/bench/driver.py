@@ -21,10 +21,8 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -44,6 +42,7 @@ from verl_like.config.roles import ACTOR
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.observe.domains import domain_metrics
+from verl_like.observe.memory import peak_bytes, reset_peak
 from verl_like.observe.metrics import rollout_metrics, sequence_balance_metrics
 from verl_like.rollout.client import Events
 from verl_like.rollout.fake_time import tokens_of
@@ -57,6 +56,7 @@ BYTES_A_TOKEN = 4 + 4 + 4 + 1  # id, log-prob of the engine, version, mask
 _STEP = ("receive", "assemble", "scores", "old log-probs", "make_experience grpo", "update", "reporting")
 _MESSAGE = 32  # responses that travel together
 _RANKS, _SIGMA = 64, 0.6
+_CPU = torch.device("cpu")
 T = TypeVar("T")
 
 
@@ -84,11 +84,11 @@ class Phases:
     def run(self, name: str, work: Callable[[], T]) -> T:
         """Do it, and note what it took. Peak: above what was held before."""
         gc.collect()
-        before = _reset_peak()
+        before = reset_peak(_CPU) or 0  # nothing is known where there is no Linux
         start = time.process_time()  # what others take of the machine is not the driver's
         result = work()
         self.seconds[name] = time.process_time() - start
-        self.peak_bytes[name] = max(0, _peak() - before)
+        self.peak_bytes[name] = max(0, (peak_bytes(_CPU) or 0) - before)
         return result
 
 
@@ -338,22 +338,3 @@ def _copy_seconds(tokens: int) -> float:
         target = given.clone() if target is None else target.copy_(given)
         taken.append(time.process_time() - start)
     return min(taken[1:])
-
-
-def _reset_peak() -> int:
-    """Resident bytes now; from here on `_peak` counts. Linux only: 0 elsewhere."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _peak() -> int:
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)

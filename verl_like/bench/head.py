@@ -14,7 +14,6 @@ import multiprocessing
 import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from verl_like.bench.report import Report, Row, check_comparable, finish
 from verl_like.bench.shapes import BenchError
 from verl_like.models.fused_linear import Head, full_logits_reductions, fused_reductions
 from verl_like.models.heads import dtype_of
+from verl_like.observe.memory import peak_bytes, reset_peak
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 
 WANT = frozenset({"log_probs", "entropy"})
@@ -97,6 +97,7 @@ def measure(way: str, size: Size) -> Measured | None:
     targets = torch.randint(size.vocab, (size.tokens,), device=device)
     forward_and_backward(way, hidden[:1], weight, targets[:1])  # libraries start their threads and workspaces
     hidden.grad = weight.grad = None
+    torch.cuda.empty_cache()
     before, seconds = reset_peak(device), []
     try:
         for _ in range(size.rounds + 1):
@@ -120,30 +121,6 @@ def forward_and_backward(way: str, hidden: Tensor, weight: Tensor, targets: Tens
     else:
         out = fused_reductions(hidden, head, targets, WANT, backend="triton" if way == "triton" else "torch")
     (out["log_probs"].sum() + 0.1 * out["entropy"].sum()).backward()
-
-
-def reset_peak(device: torch.device) -> int | None:
-    """Start counting anew; bytes in use now."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    counter = Path("/proc/self/clear_refs")
-    if not counter.exists():
-        return None
-    counter.write_text("5")  # Linux: the largest resident size becomes the present one (proc(5))
-    return _status("VmRSS")
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """The most bytes in use since `reset_peak`."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
-
-
-def _status(name: str) -> int | None:
-    file = Path("/proc/self/status")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def report_of(size: Size, found: dict[str, Measured | None], work: dict[str, object]) -> Report:

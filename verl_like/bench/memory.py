@@ -38,13 +38,7 @@ from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.rollout import rollout_engine
 
 SHAPE = ModelShape(
-    hidden_size=768,
-    num_layers=20,
-    num_heads=12,
-    num_kv_heads=4,
-    intermediate_size=2048,
-    vocab_size=32_000,
-    tied_embeddings=True,
+    hidden_size=768, num_layers=20, num_heads=12, num_kv_heads=4, intermediate_size=2048, vocab_size=32_000
 )
 WIDE = replace(SHAPE, hidden_size=1024, num_layers=6, num_heads=8, num_kv_heads=8, intermediate_size=4096)
 LARGE_HEAD = replace(SHAPE, num_layers=8, vocab_size=100_000, tied_embeddings=False)

@@ -12,15 +12,16 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A Qwen2 model by its sizes. Weights are random: speed does not depend on them."""
+    """A Qwen2 model by its sizes (vocabulary and tied embeddings: those of most). Weights are random: speed does not
+    depend on them."""
 
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     intermediate_size: int
-    vocab_size: int
-    tied_embeddings: bool
+    vocab_size: int = 151_936
+    tied_embeddings: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,50 +78,12 @@ def _scaled_to_mean(raw: list[float], mean: int, maximum: int) -> list[int]:
 
 
 MODELS = {
-    "cpu": ModelShape(
-        hidden_size=256,
-        num_layers=6,
-        num_heads=8,
-        num_kv_heads=4,
-        intermediate_size=768,
-        vocab_size=64,
-        tied_embeddings=True,
-    ),
-    "0.5b": ModelShape(
-        hidden_size=896,
-        num_layers=24,
-        num_heads=14,
-        num_kv_heads=2,
-        intermediate_size=4864,
-        vocab_size=151_936,
-        tied_embeddings=True,
-    ),
-    "1.5b": ModelShape(
-        hidden_size=1536,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-        intermediate_size=8960,
-        vocab_size=151_936,
-        tied_embeddings=True,
-    ),
-    "4b": ModelShape(
-        hidden_size=2560,
-        num_layers=36,
-        num_heads=20,
-        num_kv_heads=4,
-        intermediate_size=9728,
-        vocab_size=151_936,
-        tied_embeddings=True,
-    ),
+    "cpu": ModelShape(hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=4, intermediate_size=768, vocab_size=64),
+    "0.5b": ModelShape(hidden_size=896, num_layers=24, num_heads=14, num_kv_heads=2, intermediate_size=4864),
+    "1.5b": ModelShape(hidden_size=1536, num_layers=28, num_heads=12, num_kv_heads=2, intermediate_size=8960),
+    "4b": ModelShape(hidden_size=2560, num_layers=36, num_heads=20, num_kv_heads=4, intermediate_size=9728),
     "8b": ModelShape(
-        hidden_size=4096,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        intermediate_size=12_288,
-        vocab_size=151_936,
-        tied_embeddings=False,
+        hidden_size=4096, num_layers=36, num_heads=32, num_kv_heads=8, intermediate_size=12_288, tied_embeddings=False
     ),
 }
 

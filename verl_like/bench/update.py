@@ -31,6 +31,7 @@ from verl_like.bench.shapes import MODELS
 from verl_like.config.batch_plan import BatchPlan, MicroBatchRule
 from verl_like.models.cost import BACKWARD
 from verl_like.models.heads import dtype_of
+from verl_like.observe.memory import reset_peak
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.workers.actor import ActorRole
@@ -100,7 +101,7 @@ def measure(process: ProcessInfo, run_id: str, job: Job, variants: list[Variant]
         for variant in variants:
             actor = actors[variant.path, variant.dtype]
             actor.sizes = replace(actor.sizes, update=variant.rule(batch))
-            _reset_peak(process.device)
+            reset_peak(process.device)
             work = partial(actor.update, [(rows, denominators)])
             seconds, (metrics,) = timed(work, process.device)
             figures.seconds[str(variant)].append(seconds)
@@ -184,8 +185,3 @@ def notes_of(rows: list[Row], figures: dict[str, Any], job: Job, ranks: list[Ran
 def kinds_of(rows: list[Row]) -> set[str]:
     """Paths and precisions in the names of the variants."""
     return {kind for row in rows for kind in row.name.split(", ")[:2]}
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
