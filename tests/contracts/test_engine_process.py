@@ -10,7 +10,8 @@ import pytest
 
 from tests.unit.rollout.tiny import build, single_process, state, tiny_model
 from verl_like.parallel.dist import shutdown_distributed
-from verl_like.rollout.rollout_engine import EngineLostError, GenerationRequest, RolloutEngine, SamplingParams
+from verl_like.rollout.base import RolloutEngine
+from verl_like.rollout.rollout_engine import EngineLostError, GenerationRequest, SamplingParams
 from verl_like.workers.remote_engine import RemoteEngine
 
 pytestmark = pytest.mark.engines

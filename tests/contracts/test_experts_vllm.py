@@ -14,7 +14,7 @@ from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models import families
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.base import RolloutEngine
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 MIXTURES = [name for name, row in families.FAMILIES.items() if families.VLLM in row.tested and "experts" in row.kind]

@@ -30,7 +30,8 @@ from verl_like.config.model import LoraConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.rollout import vllm_lora
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutEngine, RolloutError, SamplingParams
+from verl_like.rollout.base import RolloutEngine
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
 from verl_like.rollout.vllm import VLLMRolloutEngine
 from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError

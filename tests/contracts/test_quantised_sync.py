@@ -12,10 +12,11 @@ from torch import Tensor
 
 from tests.unit.rollout.tiny import FakeTrainEngine, build, log_probs, single_process, state, tiny_model
 from verl_like.config import RolloutConfig
-from verl_like.engine.train_engine import TrainEngine
+from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.int8 import Int8Linear
-from verl_like.rollout.rollout_engine import GenerationRequest, RolloutEngine, SamplingParams
+from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -38,7 +39,7 @@ def rollout(
 
 
 def sync_of(engine: FakeTrainEngine, rollout: RolloutEngine, process: ProcessInfo) -> WeightSync:
-    return WeightSync(cast(TrainEngine, engine), rollout, RolloutConfig(name="hf", quantization="int8"), process)
+    return WeightSync(cast(FSDPEngine, engine), rollout, RolloutConfig(name="hf", quantization="int8"), process)
 
 
 def rounded(model: torch.nn.Module) -> None:

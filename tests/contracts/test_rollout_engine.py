@@ -34,12 +34,12 @@ from tests.unit.rollout.tiny import (
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.hf import HFRolloutEngine
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
     ResumeError,
-    RolloutEngine,
     RolloutError,
     Sampled,
     SamplingParams,

@@ -13,7 +13,7 @@ from tests.contracts.test_rollout_engine import ENDLESS, MODEL, begun, gap, requ
 from tests.unit.rollout.tiny import build, log_probs, single_process, state, tiny_model
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.parallel.dist import shutdown_distributed
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.base import RolloutEngine
 
 pytestmark = pytest.mark.engines
 CACHES: dict[str, dict[str, Any]] = {  # of about 300 tokens, where 24 responses of 100 are asked for

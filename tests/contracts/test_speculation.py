@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.unit.rollout.tiny import TOKENIZER_SIZE, build, single_process, state, tiny_model
 from verl_like.config import EngineKwargsConfig
 from verl_like.parallel.dist import shutdown_distributed
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from verl_like.rollout.base import RolloutEngine
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.engines
 

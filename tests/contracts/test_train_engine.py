@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.unit.engine import tiny
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.engine.train_engine import TrainEngine
+from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 
-Build = Callable[..., TrainEngine]
+Build = Callable[..., FSDPEngine]
 BACKENDS = {
     "fsdp2": tiny.build_engine,
     "fsdp2_padded": lambda *a, **k: tiny.build_engine(*a, model={"use_remove_padding": False}, **k),

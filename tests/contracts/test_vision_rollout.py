@@ -25,7 +25,8 @@ from verl_like.models.loading import load_hf_config
 from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.rollout_engine import GenerationRequest, RolloutEngine, Sampled, SamplingParams
+from verl_like.rollout.base import RolloutEngine
+from verl_like.rollout.rollout_engine import GenerationRequest, Sampled, SamplingParams
 
 SGLANG = [pytest.mark.engines, pytest.mark.sglang]
 CASES = [

@@ -25,9 +25,9 @@ from tests.unit.rollout.tiny import (
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.train_engine import TrainEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.rollout_engine import GenerationRequest, RolloutEngine, RolloutError, SamplingParams
+from verl_like.rollout.base import RolloutEngine
+from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, SamplingParams
 from verl_like.weight_sync.channel import TakesPart
 from verl_like.weight_sync.receiver import WeightReceiver
 from verl_like.weight_sync.source import WeightSource
@@ -58,7 +58,7 @@ def rollout(
 
 
 def _sync(engine: FakeTrainEngine, rollout: RolloutEngine, process: ProcessInfo, **config: object) -> WeightSync:
-    return WeightSync(cast(TrainEngine, engine), rollout, RolloutConfig(**config), process)  # type: ignore[arg-type]
+    return WeightSync(cast(FSDPEngine, engine), rollout, RolloutConfig(**config), process)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("load_format", ["dummy_dtensor", "dummy_hf"])
@@ -212,7 +212,7 @@ def test_without_proofs_all_ranks_name_the_weights_alike(rollout: RolloutEngine,
     """The driver compares what each rank of the trainer has sent with what each engine holds."""
     engine = FakeTrainEngine(tiny_model(seed=3))
     wanted = WeightReceiver(rollout, RolloutConfig(), process).wanted()
-    ranks = [WeightSource(cast(TrainEngine, engine), process, prove=False) for _ in range(2)]
+    ranks = [WeightSource(cast(FSDPEngine, engine), process, prove=False) for _ in range(2)]
     first = [source.send(1, wanted, TakesPart()).mark for source in ranks]
     engine.changes = engine.changes.after_load()
     second = [source.send(2, wanted, TakesPart()).mark for source in ranks]
@@ -275,7 +275,7 @@ def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
     out = {}
     for name in names:
         rollout = build(name, folder / f"rollout{rank}", process, tensor_model_parallel_size=2 if name == "vllm" else 1)
-        sync = WeightSync(cast(TrainEngine, engine), rollout, RolloutConfig(), process)
+        sync = WeightSync(cast(FSDPEngine, engine), rollout, RolloutConfig(), process)
         first = sync.sync(1)
         if rank == 1:
             engine.export_weights = lambda dtype, form: _reshape(export(dtype, form))  # type: ignore[method-assign]

@@ -15,10 +15,10 @@ from tests.contracts.test_speculation import COUNT, DRAFTS, excess, model, reque
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, free_port, state, tiny_config
 from verl_like.config import EngineKwargsConfig, ModelConfig, RolloutConfig
 from verl_like.config.reward_rollout import RewardRolloutConfig
-from verl_like.engine.train_engine import TrainEngine
+from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.build import build_rollout_engine
-from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.rollout.servers import server_command, server_environment
 from verl_like.services.server import Server
 from verl_like.weight_sync.quantised import QuantisedLedger
@@ -58,7 +58,7 @@ def small(**settings: object) -> RolloutConfig:
 def test_fp8_weights_are_quantised_at_each_sync_and_proved(process: ProcessInfo, tmp_path: Path) -> None:
     config = small(quantization="fp8")
     rollout, trainer = vllm(process, tmp_path, config), FakeTrainEngine(model())
-    sync = WeightSync(cast(TrainEngine, trainer), rollout, config, process, trainer_dtype=torch.bfloat16)
+    sync = WeightSync(cast(FSDPEngine, trainer), rollout, config, process, trainer_dtype=torch.bfloat16)
     for version, factor in ((1, 1.0), (2, 8.0)):  # the second would not fit the first one's scales
         for parameter in trainer.model.model.layers.parameters():
             parameter.data *= factor if parameter.ndim == 2 else 1.0

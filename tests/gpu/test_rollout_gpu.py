@@ -13,10 +13,11 @@ import torch
 
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, free_port, tiny_config, tiny_model
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.engine.train_engine import TrainEngine
+from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.build import build_rollout_engine
-from verl_like.rollout.rollout_engine import GenerationRequest, RolloutEngine, SamplingParams
+from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 from verl_like.weight_sync.sync import WeightSync
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +55,7 @@ def rollout(
 
 def test_sync_generate_sleep_sync(rollout: RolloutEngine, process: ProcessInfo) -> None:
     trainer = FakeTrainEngine(tiny_model(seed=3))
-    sync = WeightSync(cast(TrainEngine, trainer), rollout, RolloutConfig(), process, trainer_dtype=torch.bfloat16)
+    sync = WeightSync(cast(FSDPEngine, trainer), rollout, RolloutConfig(), process, trainer_dtype=torch.bfloat16)
     sampling = SamplingParams(max_tokens=16, stop_token_ids=(3,))
     requests = [
         GenerationRequest(request_id=str(i), prompt_ids=[1 + i, 2], sampling=sampling, seed=i) for i in range(40)

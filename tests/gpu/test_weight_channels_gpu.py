@@ -13,7 +13,7 @@ from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, fr
 from verl_like.bench.engine_process import EngineProcess, EngineSettings, connected
 from verl_like.bench.live_bytes import LiveBytes
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.engine.train_engine import TrainEngine
+from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.verdict import WeightSyncError
@@ -44,7 +44,7 @@ def test_weights_arrive_and_a_fault_is_named(kind: str, name: str, tmp_path: Pat
         local_rank=1 if kind == "broadcast" else 0,
     )
     engine, trainer = EngineProcess(settings), FakeTrainEngine(tiny_model(seed=3))
-    source = WeightSource(cast(TrainEngine, trainer), process, prove=True, trainer_dtype=torch.bfloat16)
+    source = WeightSource(cast(FSDPEngine, trainer), process, prove=True, trainer_dtype=torch.bfloat16)
     channel = connected(kind, engine, process.device, run_id="gpu-channels", bucket_bytes=BUCKET)
     try:
         for version in range(3):

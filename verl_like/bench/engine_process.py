@@ -17,7 +17,7 @@ from verl_like.cluster.lifecycle import die_with_parent
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.base import RolloutEngine
 from verl_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
 from verl_like.weight_sync.channel import ReceivingEnd, SendingEnd
 from verl_like.weight_sync.header import Wanted

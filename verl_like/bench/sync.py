@@ -35,7 +35,7 @@ from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.roofline import sync_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak, link_bandwidth
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.base import RolloutEngine
 from verl_like.weight_sync.channel import SendingEnd, TakesPart
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.source import WeightSource

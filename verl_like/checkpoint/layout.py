@@ -3,7 +3,7 @@
     <default_local_dir>/
       latest_checkpointed_iteration.txt     number of the newest complete checkpoint; written last, atomically
       global_step_20/
-        actor/    model/ optimizer/ extra/ huggingface/        written by TrainEngine.save
+        actor/    model/ optimizer/ extra/ huggingface/        written by FSDPEngine.save
         critic/   the same, where there is a critic
         config.yaml                          the run's resolved configuration
         trainer_state.json                   step, sampler, KL coefficient: whatever the driver needs to go on

@@ -18,7 +18,8 @@ from verl_like.models.location import check_model
 if TYPE_CHECKING:
     from verl_like.config import PPOConfig
     from verl_like.data.chat import PromptEncoder
-    from verl_like.rollout.rollout_engine import RolloutEngine, SamplingParams
+    from verl_like.rollout.base import RolloutEngine
+    from verl_like.rollout.rollout_engine import SamplingParams
 
 _HELP = "/new forgets the conversation, /exit (or Ctrl-D) ends"
 _LOOK_S = 0.05

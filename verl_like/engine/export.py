@@ -36,7 +36,7 @@ class WeightExport:
         self._base_names: dict[str, torch.Size] | None = None  # the config does not change, and every sync asks
 
     def stream(self, dtype: torch.dtype, form: WeightForm) -> Iterator[tuple[str, Tensor]]:
-        """See TrainEngine.export_weights (collective). Adapters are gathered in float32, and cast at the end."""
+        """See FSDPEngine.export_weights (collective). Adapters are gathered in float32, and cast at the end."""
         if form == "merged":
             whole = self._full(dtype)
             yield from self._as_stored(whole if self._adapters is None else self._adapters.merged(whole))
@@ -49,7 +49,7 @@ class WeightExport:
             yield name, tensor.to(dtype)
 
     def names(self, form: WeightForm) -> dict[str, torch.Size]:
-        """See TrainEngine.weight_names."""
+        """See FSDPEngine.weight_names."""
         if form == "adapters":
             return self._of_adapters(form).shapes()
         if self._base_names is None:
@@ -58,7 +58,7 @@ class WeightExport:
         return dict(self._base_names) if form == "merged" else self._base_names | self._of_adapters(form).shapes()
 
     def checksums(self, dtype: torch.dtype, form: WeightForm) -> dict[str, int]:
-        """See TrainEngine.weight_checksums (collective). Nothing here comes from `stream`: each rank casts and adds up
+        """See FSDPEngine.weight_checksums (collective). Nothing here comes from `stream`: each rank casts and adds up
         its own shards, at places told by the sharding's layout.
 
         A merged adapter is the exception, since a sum of B A over a slice may differ in its last bit: the three

@@ -22,7 +22,7 @@ from verl_like.engine.background import BackgroundWriter, Part
 from verl_like.engine.expert_load import ExpertLoad
 from verl_like.engine.export import WeightExport
 from verl_like.engine.loss_scale import LossScale
-from verl_like.engine.microbatch import Batch
+from verl_like.engine.microbatch import Batch, Objective
 from verl_like.engine.optim import Schedule, build_optimizer
 from verl_like.engine.rescue import Rescue
 from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn, WeightForm
@@ -42,7 +42,6 @@ from verl_like.progress import advance
 from verl_like.ragged import take_rows
 
 if TYPE_CHECKING:
-    from verl_like.config import OptimConfig
     from verl_like.config.batch_plan import MicroBatchRule
     from verl_like.config.roles import RoleConfig
 
@@ -52,12 +51,14 @@ _OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED}), "value": f
 
 
 class FSDPEngine:
-    """A `TrainEngine` (see engine/train_engine.py). Building one is collective.
+    """One sharded model: forward passes, optimizer steps, weight export, checkpoints. All methods, and building one,
+    are collective: every rank calls them, in the same order. Rows may differ between ranks and may be none.
 
     role: the model, how it is sharded and trained. Without `optim` the engine is forward only, as the reference's; its
     shards are kept in the compute precision.
     num_schedule_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
+    changes: how often its weights have changed, on this rank as on all.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class FSDPEngine:
         whole = partial(loading.build_meta_model, model, self.hf_config, kind=role.kind)
         self._export = WeightExport(self.sharding, self._adapters, self._stored, whole)
         self._row_group = self.sharding.tensor_group or sequence_group(role.ulysses)  # ranks that share their rows
-        self.optimizer = None if optim is None else self._build_optimizer(optim)
+        self.optimizer = None if optim is None else build_optimizer(self.sharding.parameters(), optim)
         self._activations: ActivationOffload | None = None
         if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
             self._activations = ActivationOffload(self.device)
@@ -152,9 +153,6 @@ class FSDPEngine:
             tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
         )
 
-    def _build_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
-        return build_optimizer(self.sharding.parameters(), optim)
-
     def attach_reference(self, reference: FSDPEngine) -> None:
         """Offer "full_kl": the KL divergence of this policy from `reference`, whose weights must not change."""
         if self.kind != "policy" or reference.kind != "policy":
@@ -190,7 +188,14 @@ class FSDPEngine:
     def forward(
         self, batch: Sequences, *, want: frozenset[str], rule: MicroBatchRule, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """See TrainEngine.forward. Raises ValueError for an output this kind of model does not have."""
+        """Per-token outputs without gradients, float32 CPU [T]: one for each response token of the rows.
+
+        want: "log_probs", "entropy" and "sum_pi_squared" (sum over the vocabulary of squared probabilities) of a
+        policy, under logits / temperature, at response_mask (0 elsewhere);
+        "full_kl" (KL to the attached reference over the whole vocabulary) where one is attached;
+        "values" of a value model inside response_length: entry t predicts the state BEFORE response token t.
+        Raises ValueError for an output this kind of model does not have.
+        """
         self._check_want(want)
         self.sharding.root.eval()
         batch = batch.to("cpu")
@@ -244,19 +249,19 @@ class FSDPEngine:
         return answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
 
     def _model_input(self, rows: Sequences | None) -> packing.ModelInput:
-        inputs = self._whole_input(rows) if rows is not None else self._placeholder()
+        if rows is None:
+            inputs = packing.placeholder(self.device, packed=self.packed, vision=self._vision)
+        else:
+            inputs = self._whole_input(rows)
         if self._row_group is None:
             return inputs
         take_slice = packing.take_slice if self.sharding.tensor_group is None else tensor_plan.take_slice
         return take_slice(inputs, self._row_group)
 
-    def _placeholder(self) -> packing.ModelInput:
-        return packing.placeholder(self.device, packed=self.packed, vision=self._vision)
-
     def _whole_input(self, rows: Sequences) -> packing.ModelInput:
         wanted_T = packing.response_positions(rows, sampled_only=self.kind == "policy")
         if isinstance(self.model, PolicyModel):
-            _check_vocabulary(rows.response_ids_T[wanted_T], self.model.vocab_size)
+            microbatch.check_vocabulary(rows.response_ids_T[wanted_T], self.model.vocab_size)
         if not self.packed:
             return packing.pad(rows, wanted_T, self.device, vision=self._vision)
         return packing.pack(rows, wanted_T, self.device, share_prompts=self.shares_prompts, vision=self._vision)
@@ -279,14 +284,21 @@ class FSDPEngine:
         temperature: float = 1.0,
         without_gradient_B: Tensor | None = None,
     ) -> dict[str, Metric]:
-        """See TrainEngine.train_minibatch."""
+        """One optimizer step over this rank's rows; all ranks step together.
+
+        without_gradient_B (bool): rows known to add nothing to the gradient get a forward pass for the metrics and no
+        backward pass; either all ranks pass it or none. Adds "grad_norm" (before clipping), "lr" and "skipped_steps"
+        (1 when the gradient norm was not finite and no weight was changed) to the loss's metrics.
+        """
         if self.optimizer is None:
             raise ValueError("this engine is forward only (it was built with optim=None)")
+
+        objective = Objective(loss_fn, denominators, temperature)
 
         def attempt(rule: MicroBatchRule) -> list[dict[str, Metric]]:
             counted = nullcontext({}) if self._expert_load is None else self._expert_load.counted()
             with self._own_noise(), counted as load:
-                metrics = self.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
+                metrics = self.accumulate(batch, objective, rule, without_gradient_B)
             return [*metrics, load]
 
         with self._resident(optimizer=True):
@@ -311,27 +323,21 @@ class FSDPEngine:
             yield
 
     def accumulate(
-        self,
-        batch: Experience,
-        loss_fn: LossFn,
-        denominators: Denominators,
-        rule: MicroBatchRule,
-        temperature: float,
-        without_gradient_B: Tensor | None = None,
+        self, batch: Experience, objective: Objective, rule: MicroBatchRule, without_gradient_B: Tensor | None = None
     ) -> list[dict[str, Metric]]:
         """Backward passes of all micro-batches into fresh gradients, which stay until a step; the metrics of each."""
-        self._check_want(loss_fn.wants)
+        self._check_want(objective.loss_fn.wants)
         self.sharding.root.train()
-        with self._comparison(loss_fn.wants) as other:
+        with self._comparison(objective.loss_fn.wants) as other:
             self.sharding.drop_gradients()
             learning, watched = microbatch.set_apart(batch.to("cpu"), without_gradient_B)
-            metrics = self._watch(watched, loss_fn, denominators, rule, temperature, other)
+            metrics = self._watch(watched, objective, rule, other)
             parts = self._cut(learning, rule) or [None]  # the collectives of backward must run once at least
             sync_every = self.role.fsdp.sync_every_micro_batch and not self.sharding.reduces_once
             for i, part in enumerate(parts):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 with microbatch.told(part):
-                    metrics.append(self._backward(part and part[1], loss_fn, denominators, temperature, other))
+                    metrics.append(self._backward(part and part[1], objective, other))
             self._rescue.agree()
             self.sharding.reshard()  # first: the shards hold the gradients, also where weights were kept gathered
             self.sharding.complete_gradients()
@@ -339,13 +345,7 @@ class FSDPEngine:
             return [*metrics, microbatch.fill_metrics(parts, watched, rule, share_prompts=self.shares_prompts)]
 
     def _watch(
-        self,
-        rows: Experience | None,
-        loss_fn: LossFn,
-        denominators: Denominators,
-        rule: MicroBatchRule,
-        temperature: float,
-        other: Head | None,
+        self, rows: Experience | None, objective: Objective, rule: MicroBatchRule, other: Head | None
     ) -> list[dict[str, Metric]]:
         """Forward passes alone, for the metrics of rows that have no gradient (collective unless `rows` is None)."""
         if rows is None:
@@ -354,10 +354,10 @@ class FSDPEngine:
         with torch.no_grad():
             for part in self._cut(rows, rule):
                 with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone(other)):
-                    outputs = self._answers(part and part[1], loss_fn.wants, temperature, other)
+                    outputs = self._answers(part and part[1], objective.loss_fn.wants, objective.temperature, other)
                     self._rescue.model_done()
                     if part is not None:
-                        metrics.append(self._counted_once(self._loss(loss_fn, outputs, part[1], denominators)[1]))
+                        metrics.append(self._counted_once(self._loss(objective, outputs, part[1])[1]))
         return metrics
 
     def _counted_once(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
@@ -365,38 +365,33 @@ class FSDPEngine:
         repeats = self._row_group is not None and self._row_group.rank > 0
         return {} if repeats else metrics
 
-    def _backward(
-        self,
-        rows: Experience | None,
-        loss_fn: LossFn,
-        denominators: Denominators,
-        temperature: float,
-        other: Head | None = None,
-    ) -> dict[str, Metric]:
+    def _backward(self, rows: Experience | None, objective: Objective, other: Head | None) -> dict[str, Metric]:
         """Forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
         with self._rescue.forward(gathers_alone=self._gathers_alone(other)):
             with nullcontext() if self._activations is None else self._activations.active():
-                outputs = self._answers(rows, loss_fn.wants, temperature, other)
+                outputs = self._answers(rows, objective.loss_fn.wants, objective.temperature, other)
             self._rescue.model_done()
-            loss, metrics = self._loss(loss_fn, outputs, rows, denominators)
+            loss, metrics = self._loss(objective, outputs, rows)
             if not loss.requires_grad:  # it selected no token: the collectives of backward must run all the same
-                loss = loss + _zero_loss(outputs)
+                loss = loss + microbatch.zero_loss(outputs)
             graph = [self._loss_scale.of(loss)]
             del outputs, loss
         self._rescue.backward(graph)
         return self._counted_once(metrics)
 
     def _loss(
-        self, loss_fn: LossFn, outputs: dict[str, Tensor], rows: Experience | None, denominators: Denominators
+        self, objective: Objective, outputs: dict[str, Tensor], rows: Experience | None
     ) -> tuple[Tensor, dict[str, Metric]]:
         """The objective of one micro-batch, for which everything is padded; zero without rows."""
         if rows is None:
-            return _zero_loss(outputs), {}
+            return microbatch.zero_loss(outputs), {}
         rows = rows.to(self.device).with_forms()
-        return loss_fn({name: rows.padded(values_T) for name, values_T in outputs.items()}, rows, denominators)
+        padded = {name: rows.padded(values_T) for name, values_T in outputs.items()}
+        return objective.loss_fn(padded, rows, objective.denominators)
 
     def advance_schedule(self) -> None:
-        """See TrainEngine.advance_schedule."""
+        """One step of the learning-rate schedule. It counts training steps (one rollout batch each), as verl's does:
+        call it once after all mini-batches of a batch."""
         if self.schedule is not None:
             self.schedule.steps_done += 1
         self._updates = 0
@@ -425,7 +420,7 @@ class FSDPEngine:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """See TrainEngine.base_model."""
+        """LoRA: forward passes inside run the base model, without adapters. Else a ValueError."""
         if self._adapters is None:
             raise ValueError("this engine trains all weights: only LoRA keeps the base model (model.lora_rank)")
         with self._adapters.disabled():
@@ -434,18 +429,23 @@ class FSDPEngine:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def export_weights(self, dtype: torch.dtype, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
-        """See TrainEngine.export_weights."""
+        """(Hugging Face name, full tensor on this rank's device), one at a time, the same order on all ranks.
+
+        Adapters that travel for themselves are named as in peft without its prefix (`<module>.lora_A.weight`,
+        `<module>.lora_B.weight`), and B comes multiplied by alpha / rank: the receiver adds B A x and nothing else.
+        """
         for named in self._export.stream(dtype, form):
             advance(amount=named[1].nbytes)
             yield named
             del named  # before the next one is gathered
 
     def weight_names(self, form: WeightForm = "merged") -> dict[str, torch.Size]:
-        """See TrainEngine.weight_names."""
+        """Names and shapes that `export_weights` must yield, computed from the model's config, not from the shards."""
         return self._export.names(form)
 
     def weight_checksums(self, dtype: torch.dtype, form: WeightForm = "merged") -> dict[str, int]:
-        """See TrainEngine.weight_checksums."""
+        """The checksum (parallel/checksum.py) of every tensor that `export_weights` must yield, from the shards
+        (collective). RuntimeError where an adapter to be merged is not what its shards hold."""
         return self._export.checksums(dtype, form)
 
     # --- memory ------------------------------------------------------------------------------------------------------
@@ -488,7 +488,14 @@ class FSDPEngine:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> list[str]:
-        """See TrainEngine.save. Folders: model and optimizer (torch.distributed.checkpoint), extra, huggingface."""
+        """Write a checkpoint; contents out of "model", "optimizer", "extra" (schedule, RNG), "hf_model": each a folder,
+        the last one huggingface.
+
+        Returns the names of weights and optimizer states that hold NaN or infinite numbers on this rank: where any rank
+        has one, nothing is written.
+        background: the shards of "model" and "optimizer" are copied now and written while training goes on; the
+        checkpoint is whole when `saved` says so on every rank.
+        """
         folder = Path(path)
         with self._resident(optimizer="optimizer" in contents):  # states are made beside their parameters
             parts = self._parts(folder, contents)
@@ -507,7 +514,7 @@ class FSDPEngine:
         return []
 
     def load(self, path: str, *, contents: Sequence[str]) -> None:
-        """See TrainEngine.load. Raises ValueError when the checkpoint lacks a part that is asked for."""
+        """Read what `save` wrote, also with another number of ranks. Raises ValueError when a part is lacking."""
         folder = Path(path)
         self.changes = self.changes.after_load()
         if "model" in contents:
@@ -547,7 +554,7 @@ class FSDPEngine:
             state.save_sharded(tensors, folder)
 
     def saved(self, *, wait: bool) -> bool:
-        """See TrainEngine.saved."""
+        """Whether this rank writes no checkpoint in the background any more; `wait`: until it is so."""
         if self._writer is None:
             return True
         if wait:
@@ -575,18 +582,6 @@ class FSDPEngine:
         return {"schedule_steps": done, **self._loss_scale.counters()}
 
     def export_hf(self, path: str) -> None:
-        """See TrainEngine.export_hf. Weights keep the precision of the shards."""
+        """Write config and safetensors that `from_pretrained` reads, in the precision of the shards."""
         dtype = dtype_of(self.role.fsdp.model_dtype)
         state.export_hf(self.model.hf, self.export_weights(dtype), Path(path), rank=self.process.rank, dtype=dtype)
-
-
-def _zero_loss(outputs: dict[str, Tensor]) -> Tensor:
-    return torch.stack([output.sum() for output in outputs.values()]).sum() * 0.0
-
-
-def _check_vocabulary(token_ids: Tensor, vocab_size: int | None) -> None:
-    if vocab_size is not None and token_ids.numel() and int(token_ids.max()) >= vocab_size:
-        raise ValueError(
-            f"a response holds token id {int(token_ids.max())}, but the tokenizer knows only {vocab_size} ids: "
-            "the rollout engine must not sample ids of the padded vocabulary"
-        )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl_like.batch import Denominators, Experience
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.microbatch import Objective
 from verl_like.engine.rescue import OutOfMemory
 from verl_like.engine.train_engine import LossFn
 from verl_like.models.heads import HF_PREFIX
@@ -34,7 +35,7 @@ def minibatch_gradients(
     """
     engine.onload()
     try:
-        engine.accumulate(batch, loss_fn, denominators, rule, temperature, without_gradient_B)
+        engine.accumulate(batch, Objective(loss_fn, denominators, temperature), rule, without_gradient_B)
     except OutOfMemory as error:
         raise torch.OutOfMemoryError(f"out of memory in {error}: take smaller micro-batches") from error
     gradients = engine.sharding.full_gradients()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import Tensor
 
-from verl_like.batch import Metric, Sequences
+from verl_like.batch import Denominators, Metric, Sequences
+from verl_like.engine.train_engine import LossFn
 from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.parallel.balance import micro_batches
 from verl_like.parallel.dist import all_reduce_max
@@ -19,6 +22,15 @@ if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
 
 Batch = TypeVar("Batch", bound=Sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What the micro-batches of a mini-batch have in common: the loss, its denominators, the temperature of logits."""
+
+    loss_fn: LossFn
+    denominators: Denominators
+    temperature: float
 
 
 def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tuple[list[int], Batch] | None]:
@@ -81,3 +93,17 @@ def fill_metrics(
         used = sum(min(count, rule.max_tokens) for count in tokens)
         metrics["perf/micro_batch_fill"] = Metric(value=used / (len(tokens) * rule.max_tokens), weight=len(tokens))
     return metrics
+
+
+def zero_loss(outputs: dict[str, Tensor]) -> Tensor:
+    """Zero that depends on all outputs: its backward pass runs through the whole model."""
+    return torch.stack([output.sum() for output in outputs.values()]).sum() * 0.0
+
+
+def check_vocabulary(token_ids: Tensor, vocab_size: int | None) -> None:
+    """ValueError for an id that the tokenizer does not know."""
+    if vocab_size is not None and token_ids.numel() and int(token_ids.max()) >= vocab_size:
+        raise ValueError(
+            f"a response holds token id {int(token_ids.max())}, but the tokenizer knows only {vocab_size} ids: "
+            "the rollout engine must not sample ids of the padded vocabulary"
+        )

@@ -1,4 +1,10 @@
-"""What the engines have in common: futures, order, version, refusal while unloaded."""
+"""What every rollout engine offers: tokens in, tokens out, one future per request.
+
+An engine starts `unloaded` (weight_version is None) and refuses to generate until `load_weights` succeeded. It is
+owned by one worker process. It starts paused, and samples while it is open: between `open` and `pause` requests come,
+end and are aborted at any time, and a pause leaves those that run where they are. Of a tensor-parallel replica the
+first rank alone is given requests; `open`, `pause` and all that needs a paused engine are called on all of its ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +28,19 @@ from verl_like.rollout.step_loop import Phase, StepLoop, submit_each
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
 
 
-class EngineBase:
-    """Half of a RolloutEngine. A backend adds `_load`, `_score` and how requests reach it: `_queue`, `_exclusive`,
-    `open`, `pause`, `abort`, `snapshot`, `paused` (SteppedRolloutEngine has them for engines that are stepped)."""
+class RolloutEngine:
+    """Generates with the weights last loaded. `submit` and `abort` return at once, the others when they are done.
 
-    num_rescues = 0  # see RolloutEngine
+    A backend adds `_load`, `_score` and how requests reach it: `_queue`, `_exclusive`, `open`, `pause`, `abort`,
+    `snapshot`, `paused` (SteppedRolloutEngine has them for engines that are stepped).
+
+    dtype: of the weights; streams are cast to it. tokenizer_size: ids from here on have probability 0. max_model_len:
+    most tokens of a prompt with its response. keeps_adapters: LoRA adapters come apart from the base weights
+    (model.lora.merge=False). sees: requests may bring images and videos.
+    """
+
+    num_rescues = 0
+    """How often memory ran out while it sampled, and fewer sequences at once went on."""
 
     def __init__(
         self,
@@ -54,10 +68,12 @@ class EngineBase:
 
     @property
     def held(self) -> HeldWeights | None:
+        """The weights of the last successful `load_weights`; None: unloaded."""
         return None if self._unloaded else self._in_memory
 
     @property
     def weight_version(self) -> int | None:
+        """The version of `held`."""
         return None if self.held is None else self.held.version
 
     @property
@@ -67,11 +83,18 @@ class EngineBase:
         return self._in_memory.version
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """Queue one request, on a replica's first rank; it is sampled while the engine is open.
+
+        Raises RolloutError when unloaded, ValueError for a request that does not fit; later failures are set on the
+        future (ResumeError: it would be taken without `resume`).
+        """
         self._require_weights(or_away=True)
         self._check(request)
         return self._queue(request)
 
     def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        """Queue many at once: an engine in this process takes all of them up with the same step, so that what runs
+        together does not depend on time. What `submit` would raise is set on the request's future."""
         return submit_each(self.submit, requests)
 
     def _check(self, request: GenerationRequest) -> None:
@@ -120,11 +143,14 @@ class EngineBase:
             )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions in the order of the requests. Opens a paused engine meanwhile; collective, see `stream`."""
         done = {c.request_id: c for completions in self.stream(requests) for c in completions}
         return [done[request.request_id] for request in requests]
 
     @contextmanager
     def opened(self) -> Iterator[None]:
+        """Open inside, and paused again at the end if it was paused; requests without a seed draw from the engine's own
+        random numbers, not from the caller's. Collective, as `open` and `pause` are."""
         was_paused = self.paused
         self.open()
         try:
@@ -134,6 +160,10 @@ class EngineBase:
                 self.pause()
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
+        """Completions as they end, those that end close together in one list; read it to its end.
+
+        Opens a paused engine meanwhile; collective over a replica, whose other ranks give no requests, and get nothing.
+        """
         self._require_weights()
         ended: SimpleQueue[Future[Completion]] = SimpleQueue()
         missing = len(requests)
@@ -150,6 +180,7 @@ class EngineBase:
                     self.abort([request.request_id for request in requests])
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-prob of tokens 1.. given what is before them, temperature 1, over the tokenizer's ids alone."""
         self._require_weights()
         too_long = [len(s) for s in sequences if not 2 <= len(s) < self.max_model_len]
         if too_long:
@@ -162,6 +193,13 @@ class EngineBase:
     def load_weights(
         self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False, mark: str = ""
     ) -> None:
+        """Replace all weights; collective over a tensor-parallel replica. Needs a paused engine, or one without
+        requests: those that run keep their tokens, and what was computed for them with old weights is computed again.
+
+        An engine that keeps LoRA adapters gets them in the same stream. partial: the stream holds the adapters alone;
+        the base weights stay. Raises RuntimeError when there are none. version and mark: see HeldWeights.
+        Any failure, of the stream included, leaves the engine unloaded. Raises WeightLoadError, or the stream's error.
+        """
         self._require_base(partial)
         with preserve_rng(), self._exclusive():
             self.unload()
@@ -171,7 +209,14 @@ class EngineBase:
             self._weights_changed()
             self._unloaded = False
 
+    def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
+        """(Hugging Face name, checksum) of the tensors that `shapes` names, as the engine holds them: once for every
+        place where one is held; collective over a tensor-parallel replica. What the engine cannot tell is left out."""
+        raise NotImplementedError
+
     def weight_sketches(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, Tensor]]:
+        """(Hugging Face name, sketch [rows, K] of the whole matrix) of what the engine has quantised, as it computes
+        with it (parallel/sketch.py); collective over a tensor-parallel replica. None where it quantises nothing."""
         return []
 
     def _require_base(self, partial: bool) -> None:
@@ -179,31 +224,47 @@ class EngineBase:
             raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
 
     def cached_tokens(self) -> int:
+        """How many tokens of one long prompt, always the same, the engine took from its cache instead of computing
+        them: 0 right after a load, or the cache was not emptied. Leaves the prompt in the cache. Always 0 of an engine
+        that keeps nothing between requests."""
         self._require_weights()
         with preserve_rng(), self._exclusive():
             return self._cached_tokens()
 
     def unload(self) -> None:
+        """Refuse to generate until the next successful whole `load_weights`."""
         self._unloaded, self._away = True, False
 
     def sleep(self, discard: bool = False) -> None:
-        """See RolloutEngine. A backend gives back what it has."""
+        """Give the memory of cache and weights back to the trainer. discard: weights are not kept elsewhere either, so
+        that the engine is unloaded; requests may be submitted all the same, and wait until it has weights and is open.
+        """
         if discard:
             self._away, self._unloaded = self._away or not self._unloaded, True
 
     def wake(self) -> None:
-        """Nothing to undo."""
+        """Undo `sleep`."""
+
+    def shutdown(self) -> None:
+        """Stop threads, free memory and shared memory names; call before the process group is destroyed."""
+        raise NotImplementedError
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (None: all) before the next step: their futures get what was sampled, with reason "abort".
+        Those that ended already are left alone; of a paused engine, those that run end as it opens or pauses again."""
         raise NotImplementedError
 
     def snapshot(self) -> dict[str, Sampled]:
+        """What is sampled so far of every pending request, by id; on a replica's first rank."""
         raise NotImplementedError
 
     def open(self) -> None:
+        """Sample from now on; collective over a tensor-parallel replica. Raises RolloutError when unloaded."""
         raise NotImplementedError
 
     def pause(self) -> None:
+        """Return when no step runs or begins, on all ranks of the replica between the same two; collective. Requests
+        stay as they are, and those submitted meanwhile wait."""
         raise NotImplementedError
 
     @property
@@ -239,7 +300,7 @@ class EngineBase:
         return 0
 
 
-class SteppedRolloutEngine(EngineBase):
+class SteppedRolloutEngine(RolloutEngine):
     """An engine that is driven step by step (step_loop.py): a backend adds what the loop calls, and sets `_loop`."""
 
     _loop: StepLoop

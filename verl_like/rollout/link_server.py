@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any
 
 from verl_like.progress import DRIVER, span
+from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.client import Events, LocalLink
-from verl_like.rollout.rollout_engine import RolloutEngine, RolloutError
+from verl_like.rollout.rollout_engine import RolloutError
 from verl_like.rollout.travel import told
 from verl_like.rollout.wire import Socket, Wire
 

@@ -1,24 +1,14 @@
-"""What every rollout engine offers: tokens in, tokens out, one future per request.
-
-An engine starts `unloaded` (weight_version is None) and refuses to generate until `load_weights` succeeded. It is
-owned by one worker process. It starts paused, and samples while it is open: between `open` and `pause` requests come,
-end and are aborted at any time, and a pause leaves those that run where they are. Of a tensor-parallel replica the
-first rank alone is given requests; `open`, `pause` and all that needs a paused engine are called on all of its ranks.
-"""
+"""What goes into a rollout engine and comes out of it: requests, completions, what it refuses (the engine: base.py)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from verl_like.batch import MediaHandle
 
@@ -191,127 +181,3 @@ class HeldWeights:
 
     version: int
     mark: str = ""
-
-
-class RolloutEngine(Protocol):
-    """Generates with the weights last loaded. `submit` and `abort` return at once, the others when they are done."""
-
-    dtype: torch.dtype
-    """Dtype of the weights: streams are cast to it."""
-    tokenizer_size: int
-    """Ids from here on have probability 0."""
-    max_model_len: int
-    """Most tokens of a prompt with its response."""
-    keeps_adapters: bool
-    """LoRA adapters come apart from the base weights (model.lora.merge=False)."""
-    sees: bool
-    """Requests may bring images and videos."""
-    num_rescues: int
-    """How often memory ran out while it sampled, and fewer sequences at once went on."""
-
-    @property
-    def held(self) -> HeldWeights | None:
-        """The weights of the last successful `load_weights`; None: unloaded."""
-        ...
-
-    @property
-    def weight_version(self) -> int | None:
-        """The version of `held`."""
-        ...
-
-    def submit(self, request: GenerationRequest) -> Future[Completion]:
-        """Queue one request, on a replica's first rank; it is sampled while the engine is open.
-
-        Raises RolloutError when unloaded, ValueError for a request that does not fit; later failures are set on the
-        future (ResumeError: it would be taken without `resume`).
-        """
-        ...
-
-    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        """Queue many at once: an engine in this process takes all of them up with the same step, so that what runs
-        together does not depend on time. What `submit` would raise is set on the request's future."""
-        ...
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (None: all) before the next step: their futures get what was sampled, with reason "abort".
-        Those that ended already are left alone; of a paused engine, those that run end as it opens or pauses again."""
-        ...
-
-    def snapshot(self) -> dict[str, Sampled]:
-        """What is sampled so far of every pending request, by id; on a replica's first rank."""
-        ...
-
-    def open(self) -> None:
-        """Sample from now on; collective over a tensor-parallel replica. Raises RolloutError when unloaded."""
-        ...
-
-    def pause(self) -> None:
-        """Return when no step runs or begins, on all ranks of the replica between the same two; collective. Requests
-        stay as they are, and those submitted meanwhile wait."""
-        ...
-
-    def opened(self) -> AbstractContextManager[None]:
-        """Open inside, and paused again at the end if it was paused; requests without a seed draw from the engine's own
-        random numbers, not from the caller's. Collective, as `open` and `pause` are."""
-        ...
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions in the order of the requests. Opens a paused engine meanwhile; collective, see `stream`."""
-        ...
-
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
-        """Completions as they end, those that end close together in one list; read it to its end.
-
-        Opens a paused engine meanwhile; collective over a replica, whose other ranks give no requests, and get nothing.
-        """
-        ...
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-prob of tokens 1.. given what is before them, temperature 1, over the tokenizer's ids alone."""
-        ...
-
-    def load_weights(
-        self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False, mark: str = ""
-    ) -> None:
-        """Replace all weights; collective over a tensor-parallel replica. Needs a paused engine, or one without
-        requests: those that run keep their tokens, and what was computed for them with old weights is computed again.
-
-        An engine that keeps LoRA adapters gets them in the same stream. partial: the stream holds the adapters alone;
-        the base weights stay. Raises RuntimeError when there are none. version and mark: see HeldWeights.
-        Any failure, of the stream included, leaves the engine unloaded. Raises WeightLoadError, or the stream's error.
-        """
-        ...
-
-    def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
-        """(Hugging Face name, checksum) of the tensors that `shapes` names, as the engine holds them: once for every
-        place where one is held; collective over a tensor-parallel replica. What the engine cannot tell is left out."""
-        ...
-
-    def weight_sketches(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, Tensor]]:
-        """(Hugging Face name, sketch [rows, K] of the whole matrix) of what the engine has quantised, as it computes
-        with it (parallel/sketch.py); collective over a tensor-parallel replica. None where it quantises nothing."""
-        ...
-
-    def cached_tokens(self) -> int:
-        """How many tokens of one long prompt, always the same, the engine took from its cache instead of computing
-        them: 0 right after a load, or the cache was not emptied. Leaves the prompt in the cache. Always 0 of an engine
-        that keeps nothing between requests."""
-        ...
-
-    def unload(self) -> None:
-        """Refuse to generate until the next successful whole `load_weights`."""
-        ...
-
-    def sleep(self, discard: bool = False) -> None:
-        """Give the memory of cache and weights back to the trainer. discard: weights are not kept elsewhere either, so
-        that the engine is unloaded; requests may be submitted all the same, and wait until it has weights and is open.
-        """
-        ...
-
-    def wake(self) -> None:
-        """Undo `sleep`."""
-        ...
-
-    def shutdown(self) -> None:
-        """Stop threads, free memory and shared memory names; call before the process group is destroyed."""
-        ...

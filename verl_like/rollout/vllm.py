@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
 from verl_like.models.lora import adapters_apart, is_adapter
-from verl_like.models.vision import VisionProcessor
+from verl_like.models.vision import processor_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.remote import local_folder
 from verl_like.rollout import vllm_compat as compat
@@ -57,20 +58,19 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         model: ModelConfig,
         *,
         process: ProcessInfo,
-        vision: VisionProcessor | None = None,
+        hf_config: PretrainedConfig,
         dtype: torch.dtype,
         tokenizer_size: int,
-        vocab_size: int,
         max_model_len: int,
         seed: int,
         run_id: str,
         tokenizer: str,
     ) -> None:
-        tp = rollout.tensor_model_parallel_size
+        tp, vision = rollout.tensor_model_parallel_size, processor_of(model, hf_config)
         super().__init__(
             dtype=dtype,
             tokenizer_size=tokenizer_size,
-            vocab_size=vocab_size,
+            vocab_size=hf_config.get_text_config().vocab_size,
             max_model_len=max_model_len,
             seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
             keeps_adapters=adapters_apart(model),
@@ -96,7 +96,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             if process.device.type == "cpu":
                 vllm_lora.compute_directly(self._llm)
         self._model: Any = compat.model_of(self._llm)
-        if tokenizer_size < vocab_size:
+        if tokenizer_size < self.vocab_size:
             compat.mask_logits(self._model, tokenizer_size)
         self._tp = tp
         self._rank_in_replica = process.rank % tp

@@ -28,8 +28,8 @@ from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class
 from verl_like.models.loading import has_weights
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
+from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.client import LocalLink, RolloutClient
-from verl_like.rollout.rollout_engine import RolloutEngine
 from verl_like.rollout.router import Router
 from verl_like.trainer.replicas import SamplingClient
 from verl_like.trainer.resume import CONFIG_FILE

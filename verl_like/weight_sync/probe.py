@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from verl_like.batch import Sequences
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.engine.train_engine import LOG_PROBS, TrainEngine
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.engine.train_engine import LOG_PROBS
+from verl_like.rollout.base import RolloutEngine
+
+if TYPE_CHECKING:
+    from verl_like.engine.fsdp import FSDPEngine
 
 _ROWS, _PROMPT, _RESPONSE = 4, 4, 60  # 240 compared tokens
 _LARGEST_TO_MEAN = 100.0  # in float32 one token may differ this much more than the mean is allowed to
@@ -98,7 +102,7 @@ class Probe:
             self._calibrated = min(max(10 * gap.mean, self._limits.floor), self._limits.ceiling)
 
 
-def trained_text(engine: TrainEngine, tokenizer_size: int, max_model_len: int, version: int) -> ProbeText:
+def trained_text(engine: FSDPEngine, tokenizer_size: int, max_model_len: int, version: int) -> ProbeText:
     """The trainer's side of the probe (collective): the same tokens on all ranks, others for each version."""
     sequences = probe_sequences(tokenizer_size, max_model_len, version)
     rule = MicroBatchRule(max_sequences=_ROWS)

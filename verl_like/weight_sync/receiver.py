@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verl_like.config import LoadFormat, RolloutConfig
 from verl_like.parallel.dist import ProcessInfo, all_reduce_max
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.base import RolloutEngine
 from verl_like.weight_sync.channel import ChannelError, ReceivingEnd
 from verl_like.weight_sync.header import Header, Wanted
 from verl_like.weight_sync.ledger import WeightLedger

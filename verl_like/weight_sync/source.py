@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
-from verl_like.engine.train_engine import TrainEngine, WeightForm
+from verl_like.engine.train_engine import WeightForm
 from verl_like.engine.weight_changes import WeightChanges
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import HeldWeights
@@ -15,6 +16,9 @@ from verl_like.weight_sync.channel import ChannelError, SendingEnd
 from verl_like.weight_sync.header import Header, Wanted, mark_of
 from verl_like.weight_sync.probe import trained_text
 from verl_like.weight_sync.verdict import Sent, WeightSyncError
+
+if TYPE_CHECKING:
+    from verl_like.engine.fsdp import FSDPEngine
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ class WeightSource:
 
     def __init__(
         self,
-        engine: TrainEngine,
+        engine: FSDPEngine,
         process: ProcessInfo,
         *,
         prove: bool,

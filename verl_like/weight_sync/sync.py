@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
 from verl_like.config import RolloutConfig
-from verl_like.engine.train_engine import TrainEngine
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.base import RolloutEngine
 from verl_like.weight_sync.channel import InProcess
 from verl_like.weight_sync.receiver import WeightReceiver
 from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.verdict import SyncReport, WeightSyncError, verdict
+
+if TYPE_CHECKING:
+    from verl_like.engine.fsdp import FSDPEngine
 
 __all__ = ["SyncReport", "WeightSync", "WeightSyncError"]
 
@@ -28,7 +31,7 @@ class WeightSync:
 
     def __init__(
         self,
-        engine: TrainEngine,
+        engine: FSDPEngine,
         rollout: RolloutEngine,
         config: RolloutConfig,
         process: ProcessInfo,

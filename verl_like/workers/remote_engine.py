@@ -34,13 +34,12 @@ from torch import Tensor
 from verl_like.cluster.lifecycle import die_with_parent
 from verl_like.parallel.dist import all_reduce_max
 from verl_like.progress import DRIVER, span
-from verl_like.rollout.base import EngineBase
+from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.rollout_engine import (
     Completion,
     EngineLostError,
     GenerationRequest,
     HeldWeights,
-    RolloutEngine,
     RolloutError,
     Sampled,
     WeightLoadError,
@@ -60,7 +59,7 @@ _FACTS = ("dtype", "tokenizer_size", "vocab_size", "max_model_len", "keeps_adapt
 _FIRST_BYTES = 2**24  # of a bucket, before it is known how much comes
 
 
-class RemoteEngine(EngineBase):
+class RemoteEngine(RolloutEngine):
     """A RolloutEngine whose work is done by another one, in a process that this object starts, watches and ends.
 
     build: makes the engine, there; it is pickled. arguments: what `build` is called with, made here at every start.

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Callable, Sequence
 
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.base import RolloutEngine
 
 
 class Phase(enum.Enum):

@@ -33,7 +33,7 @@ class TrainedRole:
         return self.engine.weight_checksums(torch.float32)
 
     def save(self, path: str) -> list[str]:
-        """Write a checkpoint, unless it holds tensors that are not finite: their names (TrainEngine.save)."""
+        """Write a checkpoint, unless it holds tensors that are not finite: their names (FSDPEngine.save)."""
         checkpoint = self.sizes.config.checkpoint
         return self.engine.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
 

@@ -167,7 +167,7 @@ def gradient(
     mine, engine._rescue._most = batch.select(list(rows)), {}
     whole = tiny.denominators(batch)
     metrics = engine._rescue.repeated(
-        "update", rule, mine, lambda rule: engine.accumulate(mine, loss, whole, rule, temperature=1.0)
+        "update", rule, mine, lambda rule: engine.accumulate(mine, Objective(loss, whole, 1.0), rule)
     )
     found = {name: full.clone() for name, full in engine.sharding.full_gradients()}
     engine.sharding.drop_gradients()

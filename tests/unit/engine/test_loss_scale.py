@@ -15,6 +15,7 @@ from tests.unit.engine.tiny import PolicyLoss, build_engine, experience, single_
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.loss_scale import LossScale
+from verl_like.engine.microbatch import Objective
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 
 BATCH = experience(9)
@@ -37,7 +38,7 @@ def half(process: ProcessInfo, path: str, **changes: Any) -> FSDPEngine:
 
 def gradients(engine: FSDPEngine, factor: float) -> dict[str, Tensor]:
     loss, rule = PolicyLoss(factor=factor), tiny.ONE_BATCH
-    engine.accumulate(BATCH, loss, tiny.denominators(BATCH), rule, 1.0, None)
+    engine.accumulate(BATCH, Objective(loss, tiny.denominators(BATCH), 1.0), rule)
     found = {n: p.grad.full_tensor() for n, p in engine.model.named_parameters() if p.grad is not None}  # pyright: ignore
     return {name: grad.clone() for name, grad in found.items()}
 

@@ -19,7 +19,7 @@ from verl_like.engine.weight_changes import WeightChanges
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed
-from verl_like.rollout.rollout_engine import RolloutEngine
+from verl_like.rollout.base import RolloutEngine
 from verl_like.workers.rollout import start_engine
 
 VOCAB, TOKENIZER_SIZE, MAX_LEN = 80, 70, 128
@@ -66,7 +66,7 @@ def log_probs(model: Qwen2ForCausalLM, tokens: list[int]) -> Tensor:
 
 
 class FakeTrainEngine:
-    """Export (with names and checksums) and forward of a TrainEngine, with a hook that spoils the exported stream."""
+    """Export (with names and checksums) and forward of an FSDPEngine, with a hook that spoils the exported stream."""
 
     def __init__(self, model: Qwen2ForCausalLM) -> None:
         self.model, self.changes = model, WeightChanges()
