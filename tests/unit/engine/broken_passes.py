@@ -16,6 +16,7 @@ from verl_like.batch import Denominators, Experience, Metric
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.microbatch import Objective
 from verl_like.parallel.dist import ProcessInfo
 
 RULE, SMALLER = MicroBatchRule(max_sequences=4), MicroBatchRule(max_sequences=2)
