@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_like.models.attention import flash_attention_version, packed_attention
-from verl_like.models.attention_groups import grouped_attention
+from verl_like.models.attention_groups import Scoring, grouped_attention
 from verl_like.models.packing import Segments
 from verl_like.models.shared_prompts import shared_layout
 
@@ -57,4 +57,4 @@ def _attend(
     if dtype == torch.bfloat16:
         options: dict[str, Any] = {"segments": segments, "sliding_window": window, "softcap": softcap}
         return packed_attention(torch.nn.Identity(), *(*qkv, None), **options)[0]
-    return grouped_attention(*(*qkv, segments), scaling=None, dropout=0.0, window=window, softcap=softcap)[None]
+    return grouped_attention(*(*qkv, segments), Scoring(window=window, softcap=softcap))[None]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from verl_like.models.attention_groups import grouped_attention
+from verl_like.models.attention_groups import Scoring, grouped_attention
 from verl_like.models.packing import Segments
 from verl_like.parallel.ulysses import repeated_key_heads
 
@@ -56,28 +56,18 @@ def packed_attention(
         if repeats > 1:
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         query, key, value = (parallel.heads_in(t) for t in (query, key, value))
-    output = _attend(query, key, value, segments, scaling, dropout, sliding_window, softcap)[None]
+    window = None if sliding_window is None or sliding_window >= segments.max_length else sliding_window
+    how = Scoring(scaling=scaling, dropout=dropout, window=window, softcap=softcap)
+    output = _attend(query, key, value, segments, how)[None]
     return output if parallel is None else parallel.tokens_in(output), None
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scoring) -> Tensor:
     """[1, heads, T, head_dim] -> [T, heads, head_dim]."""
-    window = None if sliding_window is None or sliding_window >= segments.max_length else sliding_window
     half_on_gpu = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    if half_on_gpu and (softcap is None or flash_attention_version() is not None):
-        return _varlen(query, key, value, segments, scaling, dropout, window, softcap)
-    return grouped_attention(
-        query, key, value, segments, scaling=scaling, dropout=dropout, window=window, softcap=softcap
-    )
+    if half_on_gpu and (how.softcap is None or flash_attention_version() is not None):
+        return _varlen(query, key, value, segments, how)
+    return grouped_attention(query, key, value, segments, how)
 
 
 def register() -> None:
@@ -104,43 +94,34 @@ def _has_flash_attention_2() -> bool:
     return found is not None and found.origin is not None
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scoring) -> Tensor:
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, head_dim]
     if segments.layout is not None:  # a row's queries are its last tokens: causal masks are aligned at the end
         k, v = segments.layout.spread(k), segments.layout.spread(v)
-    version, left = flash_attention_version(), -1 if window is None else window - 1
-    if version is None or (dropout and version == 3 and not _has_flash_attention_2()):
-        if dropout:
+    version, left = flash_attention_version(), -1 if how.window is None else how.window - 1
+    if version is None or (how.dropout and version == 3 and not _has_flash_attention_2()):
+        if how.dropout:
             raise ValueError("attention dropout on packed sequences needs flash-attn: install it, or set dropout to 0")
-        return _torch_varlen(q, k, v, segments, scaling, left)
+        return _torch_varlen(q, k, v, segments, how.scaling, left)
     options: dict[str, Any] = {
         "cu_seqlens_q": segments.cu_own,
         "cu_seqlens_k": segments.cu_seqlens,
         "max_seqlen_q": segments.max_own_length,
         "max_seqlen_k": segments.max_length,
-        "softmax_scale": scaling,
+        "softmax_scale": how.scaling,
         "causal": True,
-        "window_size": (-1, -1) if window is None else (left, 0),
-        "softcap": softcap or 0.0,
+        "window_size": (-1, -1) if how.window is None else (left, 0),
+        "softcap": how.softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled(),  # of the backward pass
     }
-    if version == 3 and not dropout:
+    if version == 3 and not how.dropout:
         from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         output = flash_attn_varlen_func(q, k, v, **options)
         return output[0] if isinstance(output, tuple) else output  # earlier builds also return the logsumexp
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    return flash_attn_varlen_func(q, k, v, dropout_p=dropout, **options)
+    return flash_attn_varlen_func(q, k, v, dropout_p=how.dropout, **options)
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, left: int) -> Tensor:

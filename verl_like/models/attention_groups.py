@@ -11,6 +11,8 @@ key-value head together, which is what batched products need.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -31,23 +33,25 @@ def groups_of(segments: Segments) -> Groups:
     return segments.groups
 
 
-def grouped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How scores become weights. scaling: their factor, None is 1 / sqrt(D). window: a token sees that many tokens,
+    itself included. softcap: c of c * tanh(scores / c)."""
+
+    scaling: float | None = None
+    dropout: float = 0.0
+    window: int | None = None
+    softcap: float | None = None
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scoring) -> Tensor:
     """Causal attention inside each segment; [1, heads, T, D] -> [T, heads, D]."""
+    window, softcap, dropout = how.window, how.softcap, how.dropout
     if softcap is not None and dropout:
         raise ValueError("attention dropout cannot be combined with this model's packed attention: set it to 0")
     groups, heads = groups_of(segments), key.shape[1]
     repeats = query.shape[1] // heads
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
     outputs = []
     laid_out = (groups.lay_out(query, heads, queries=True), groups.lay_out(key, heads), groups.lay_out(value, heads))
     for q, k, v in zip(*laid_out, strict=True):

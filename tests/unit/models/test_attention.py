@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 from verl_like.models import attention
+from verl_like.models.attention_groups import Scoring
 from verl_like.models.packing import Segments
 from verl_like.models.shared_prompts import shared_layout
 
@@ -59,7 +60,7 @@ def test_torchs_kernel_gets_key_heads_as_they_are(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(varlen, "varlen_attn", of_2_12 if told else of_2_11)
     segments = Segments([3, 4], torch.device("cpu"))
     q, k = torch.zeros(1, 6, 7, 8), torch.zeros(1, 2, 7, 8)
-    attention._varlen(q, k, k, segments, None, 0.0, 3, None)
+    attention._varlen(q, k, k, segments, Scoring(window=3))
     (call,) = calls
     assert call["heads"] == (2, 2) and call["window"] == (2, 0)
     assert call["gqa"] if told else (call["cu_q"].tolist(), call["max_k"]) == ([0, 3, 7], 4)
@@ -80,7 +81,7 @@ def test_torchs_operator_takes_what_it_is_given(
     tokens = sum(segments.own_lengths)
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, k, v = (torch.empty(1, heads, tokens, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (6, 2, 2))
-        output = attention._varlen(q, k, v, segments, 0.5, 0.0, window, None)
+        output = attention._varlen(q, k, v, segments, Scoring(scaling=0.5, window=window))
         output.sum().backward()
     assert output.shape == (tokens, 6, 8) and output.dtype == torch.bfloat16
     assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]  # type: ignore[union-attr]
