@@ -26,7 +26,7 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout.base import RolloutEngine
+from verl_like.rollout.base import EngineSpec, RolloutEngine
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, SamplingParams
 from verl_like.weight_sync.channel import TakesPart
 from verl_like.weight_sync.receiver import WeightReceiver
@@ -228,9 +228,9 @@ def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: p
     assert "lm_head.weight" not in engine.weight_names()
     folder = tmp_path_factory.mktemp("tied")
     engine.model.config.save_pretrained(folder)
-    rollout = HFRolloutEngine(
-        RolloutConfig(name="hf"),
-        ModelConfig(path=str(folder)),
+    spec = EngineSpec(
+        rollout=RolloutConfig(name="hf"),
+        model=ModelConfig(path=str(folder)),
         process=process,
         hf_config=AutoConfig.from_pretrained(folder),
         dtype=torch.float32,
@@ -239,6 +239,7 @@ def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: p
         seed=0,
         tokenizer=str(folder),
     )
+    rollout = HFRolloutEngine(spec)
     try:
         assert (_sync(engine, rollout, process).sync(1).probe_gap or 0.0) < 1e-5
     finally:

@@ -12,20 +12,56 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from verl_like.models.vision import VisionProcessor
+from verl_like.config.rollout import reads_text
+from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, HeldWeights, Sampled, UnloadedError
 from verl_like.rollout.sampling import require_tokens_left
 from verl_like.rollout.step_loop import Phase, StepLoop, submit_each
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from verl_like.config import ModelConfig, RolloutConfig
+    from verl_like.parallel.dist import ProcessInfo
+
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine is built from, see build.build_rollout_engine. process: of the trainer's rank that it belongs to.
+    tokenizer: folder or name of one for rollout.stop."""
+
+    rollout: RolloutConfig
+    model: ModelConfig
+    process: ProcessInfo
+    hf_config: PretrainedConfig
+    dtype: torch.dtype
+    tokenizer_size: int
+    max_model_len: int
+    seed: int
+    tokenizer: str
+
+    def facts(self) -> dict[str, Any]:
+        """What RolloutEngine has to know of it."""
+        return {
+            "dtype": self.dtype,
+            "tokenizer_size": self.tokenizer_size,
+            "vocab_size": self.hf_config.get_text_config().vocab_size,
+            "max_model_len": self.max_model_len,
+            "reads_text": reads_text(self.rollout),
+            "vision": processor_of(self.model, self.hf_config),
+        }
 
 
 class RolloutEngine:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.base import RolloutEngine
+from verl_like.rollout.base import EngineSpec, RolloutEngine
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -87,25 +85,27 @@ def build_rollout_engine(
             f"actor_rollout_ref.rollout.quantization=fp8 on {torch.cuda.get_device_name(process.device)}: it has no "
             "8-bit floats, and what vLLM packs instead cannot be proved; set quantization=null (Ada and Hopper have)"
         )
-    settings: dict[str, Any] = {
-        "process": process,
-        "hf_config": hf_config,
-        "dtype": rollout_dtype(rollout, process.device),
-        "tokenizer_size": tokenizer_size,
-        "max_model_len": max_model_len,
-        "seed": seed,
-        "tokenizer": tokenizer or model.path,
-    }
+    spec = EngineSpec(
+        rollout=rollout,
+        model=model,
+        process=process,
+        hf_config=hf_config,
+        dtype=rollout_dtype(rollout, process.device),
+        tokenizer_size=tokenizer_size,
+        max_model_len=max_model_len,
+        seed=seed,
+        tokenizer=tokenizer or model.path,
+    )
     if rollout.name == "vllm":
         from verl_like.rollout.vllm import VLLMRolloutEngine
 
-        return VLLMRolloutEngine(rollout, model, run_id=run_id, **settings)
+        return VLLMRolloutEngine(spec, run_id=run_id)
     if rollout.name == "hf":
         from verl_like.rollout.hf import HFRolloutEngine
 
-        return HFRolloutEngine(rollout, model, **settings)
+        return HFRolloutEngine(spec)
     if rollout.name == "sglang" and address is not None:
         from verl_like.rollout.sglang.engine import SGLangRolloutEngine
 
-        return SGLangRolloutEngine(rollout, model, address=address, **settings)
+        return SGLangRolloutEngine(spec, address=address)
     raise ValueError(f"rollout.name={rollout.name!r} is no engine for this process")

@@ -21,18 +21,16 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
-from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.config.rollout import reads_text
+from verl_like.config import ModelConfig
 from verl_like.models import lora, vision
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class, padded_attention
 from verl_like.models.loading import load_tokenizer
-from verl_like.models.vision import VisionInput, processor_of
+from verl_like.models.vision import VisionInput
 from verl_like.parallel.checksum import Slice, checksum, values_of
-from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.host_memory import is_out_of_memory
 from verl_like.parallel.sketch import sketch
-from verl_like.rollout.base import SteppedRolloutEngine
+from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.int8 import Int8Linear, quantise_linears
 from verl_like.rollout.rng import preserve_rng
@@ -48,29 +46,9 @@ _ORDER = attrgetter("order")
 class HFRolloutEngine(SteppedRolloutEngine):
     """One process's copy of the model. See RolloutEngine. Raises ValueError for tensor parallelism."""
 
-    def __init__(
-        self,
-        rollout: RolloutConfig,
-        model: ModelConfig,
-        *,
-        process: ProcessInfo,
-        hf_config: PretrainedConfig,
-        dtype: torch.dtype,
-        tokenizer_size: int,
-        max_model_len: int,
-        seed: int,
-        tokenizer: str,
-    ) -> None:
-        super().__init__(
-            dtype=dtype,
-            tokenizer_size=tokenizer_size,
-            vocab_size=hf_config.get_text_config().vocab_size,
-            max_model_len=max_model_len,
-            seed=seed + process.rank,
-            keeps_adapters=lora.adapters_apart(model),
-            reads_text=reads_text(rollout),
-            vision=processor_of(model, hf_config),
-        )
+    def __init__(self, spec: EngineSpec) -> None:
+        rollout, model, process = spec.rollout, spec.model, spec.process
+        super().__init__(**spec.facts(), seed=spec.seed + process.rank, keeps_adapters=lora.adapters_apart(model))
         if rollout.tensor_model_parallel_size > 1:
             raise ValueError(
                 f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the hf rollout engine keeps "
@@ -78,13 +56,13 @@ class HFRolloutEngine(SteppedRolloutEngine):
             )
         self._device = process.device
         self._max_num_seqs, self._max_prefill = rollout.max_num_seqs, rollout.max_num_batched_tokens
-        self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if reads_text(rollout) else None
+        self._tokenizer = load_tokenizer(spec.tokenizer, model.trust_remote_code) if self._reads_text else None
         with preserve_rng():
             self._model: PreTrainedModel | None = _empty_model(
-                hf_config, dtype, process.device, model.trust_remote_code
+                spec.hf_config, self.dtype, process.device, model.trust_remote_code
             )
             if self.keeps_adapters:
-                _attach_adapters(self._model, model, dtype)
+                _attach_adapters(self._model, model, self.dtype)
         self._stored = CheckpointNames(self._module)
         self._quantised: dict[str, Int8Linear] = {}  # by the names of checkpoints
         if rollout.quantization is not None:

@@ -17,17 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
 from verl_like.models.lora import adapters_apart, is_adapter
-from verl_like.models.vision import processor_of
-from verl_like.parallel.dist import ProcessInfo
 from verl_like.remote import local_folder
 from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora, vllm_versions, vllm_vision
-from verl_like.rollout.base import SteppedRolloutEngine
+from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.placed_images import placed_images
@@ -52,40 +49,19 @@ _CACHED_BLOCKS = 3  # of the KV cache, in the prompt that finds out whether it w
 class VLLMRolloutEngine(SteppedRolloutEngine):
     """One rank of a vLLM replica. See RolloutEngine."""
 
-    def __init__(
-        self,
-        rollout: RolloutConfig,
-        model: ModelConfig,
-        *,
-        process: ProcessInfo,
-        hf_config: PretrainedConfig,
-        dtype: torch.dtype,
-        tokenizer_size: int,
-        max_model_len: int,
-        seed: int,
-        run_id: str,
-        tokenizer: str,
-    ) -> None:
-        tp, vision = rollout.tensor_model_parallel_size, processor_of(model, hf_config)
-        super().__init__(
-            dtype=dtype,
-            tokenizer_size=tokenizer_size,
-            vocab_size=hf_config.get_text_config().vocab_size,
-            max_model_len=max_model_len,
-            seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
-            keeps_adapters=adapters_apart(model),
-            reads_text=reads_text(rollout),
-            vision=vision,
-        )
+    def __init__(self, spec: EngineSpec, *, run_id: str) -> None:
+        rollout, model, process = spec.rollout, spec.model, spec.process
+        tp = rollout.tensor_model_parallel_size
+        seed = request_seed(spec.seed, 0, process.rank // tp, 0) % 2**31  # of this replica
+        super().__init__(**spec.facts(), seed=seed, keeps_adapters=adapters_apart(model))
         compat.set_environment(process.device)
-        options = {"images": vision is not None, "speculates": "speculative_config" in rollout.engine_kwargs.vllm}
+        options = {"images": self._vision is not None, "speculates": "speculative_config" in rollout.engine_kwargs.vllm}
         vllm_versions.require_names(process.device, adapters=self.keeps_adapters, **options)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         self._asleep: set[str] = set()
-        kwargs = engine_arguments(
-            rollout, model, dtype, max_model_len, self._seed, sleep_mode=self._sleep_mode, tokenizer=tokenizer
-        )
-        if vision is not None:
+        sizes = (self.dtype, self.max_model_len, seed)
+        kwargs = engine_arguments(rollout, model, *sizes, sleep_mode=self._sleep_mode, tokenizer=spec.tokenizer)
+        if self._vision is not None:
             kwargs |= vllm_vision.engine_options(rollout.limit_images)
             vllm_vision.prepare()
         self._lora_request: Any = vllm_lora.request() if self.keeps_adapters else None
@@ -96,8 +72,8 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             if process.device.type == "cpu":
                 vllm_lora.compute_directly(self._llm)
         self._model: Any = compat.model_of(self._llm)
-        if tokenizer_size < self.vocab_size:
-            compat.mask_logits(self._model, tokenizer_size)
+        if self.tokenizer_size < self.vocab_size:
+            compat.mask_logits(self._model, self.tokenizer_size)
         self._tp = tp
         self._rank_in_replica = process.rank % tp
         self._lockstep = lockstep_of(process.rank, process.world_size, tp) if tp > 1 else None

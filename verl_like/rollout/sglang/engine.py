@@ -17,13 +17,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.config.rollout import reads_text
 from verl_like.models.loading import load_tokenizer
 from verl_like.models.lora import adapters_apart
-from verl_like.models.vision import processor_of
-from verl_like.parallel.dist import ProcessInfo
 from verl_like.remote import local_folder
-from verl_like.rollout.base import SteppedRolloutEngine
+from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.placed_images import placed_images
@@ -40,47 +37,27 @@ _PROBE_TOKENS = 64  # of the prompt that finds out whether the cache was emptied
 class SGLangRolloutEngine(SteppedRolloutEngine):
     """One rank of an SGLang replica, for a process of its own. See RolloutEngine.
 
-    address: host and port where the replica's ranks meet. process: of the trainer's rank that it belongs to.
+    address: host and port where the replica's ranks meet.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutConfig,
-        model: ModelConfig,
-        *,
-        process: ProcessInfo,
-        hf_config: PretrainedConfig,
-        dtype: torch.dtype,
-        tokenizer_size: int,
-        max_model_len: int,
-        seed: int,
-        tokenizer: str,
-        address: tuple[str, int],
-    ) -> None:
+    def __init__(self, spec: EngineSpec, *, address: tuple[str, int]) -> None:
+        rollout, model, process = spec.rollout, spec.model, spec.process
         tp = rollout.tensor_model_parallel_size
-        super().__init__(
-            dtype=dtype,
-            tokenizer_size=tokenizer_size,
-            vocab_size=hf_config.get_text_config().vocab_size,
-            max_model_len=max_model_len,
-            seed=request_seed(seed, 0, process.rank // tp, 0) % 2**31,  # of this replica
-            reads_text=reads_text(rollout),
-            vision=processor_of(model, hf_config),
-        )
+        seed = request_seed(spec.seed, 0, process.rank // tp, 0) % 2**31  # of this replica
+        super().__init__(**spec.facts(), seed=seed)
         if adapters_apart(model):
             raise ValueError("model.lora.merge=False with rollout.name=sglang: set model.lora.merge=True")
         self._tp, self._rank = tp, process.rank % tp
-        self._tokenizer = load_tokenizer(tokenizer, model.trust_remote_code) if reads_text(rollout) else None
+        self._tokenizer = load_tokenizer(spec.tokenizer, model.trust_remote_code) if self._reads_text else None
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"
         self._asleep: set[str] = set()
         compat.prepare(process.device, quiet=rollout.disable_log_stats, sees=self._vision is not None)
-        kwargs = engine_arguments(
-            rollout, model, hf_config, dtype, max_model_len, self._seed, process.device, sleep_mode=self._sleep_mode
-        )
+        sizes = (spec.hf_config, self.dtype, self.max_model_len, seed)
+        kwargs = engine_arguments(rollout, model, *sizes, process.device, sleep_mode=self._sleep_mode)
         host, port = address
         self._scheduler: Any = compat.start(kwargs, device=process.device, rank=self._rank, host=host, port=port)
-        if tokenizer_size < self.vocab_size:
-            compat.mask_scores(self._scheduler, tokenizer_size)
+        if self.tokenizer_size < self.vocab_size:
+            compat.mask_scores(self._scheduler, self.tokenizer_size)
         compat.runner_of(self._scheduler).sample = self._sample
         self._request: Any = compat.request_class()
         self._rows: dict[str, Any] = {}  # SGLang's requests by their names there
