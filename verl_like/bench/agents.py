@@ -169,9 +169,7 @@ def simulate(work: Work, episodes: Sequence[int], num_replicas: int) -> float:
     loop = asyncio.SelectorEventLoop(_ClockSelector(clock))
     toolbox = cast(Toolbox, _TimedToolbox(clock, work.tool_s))
     try:
-        loop.run_until_complete(
-            play(work, episodes, _agent(work, encoder, toolbox), encoder, router, Arrivals(loop), "simulated")
-        )
+        loop.run_until_complete(play(work, episodes, _agent(work, encoder, toolbox), encoder, router, "simulated"))
         return clock.now
     finally:
         router.close()
@@ -196,7 +194,7 @@ def measure(
 
         def seconds(episodes: Sequence[int], runner: EpisodeRunner, name: str) -> float:
             began = time.perf_counter()
-            asyncio.run(_play_here(work, episodes, runner, encoder, router, name))
+            asyncio.run(play(work, episodes, runner, encoder, router, name))
             return time.perf_counter() - began
 
         for number in range(num_rounds + 1):  # other prompts each time: nothing is cached from before
@@ -206,24 +204,13 @@ def measure(
         return rounds
 
 
-async def _play_here(
-    work: Work, episodes: Sequence[int], runner: EpisodeRunner, encoder: PromptEncoder, client: RolloutClient, name: str
-) -> None:
-    await play(work, episodes, runner, encoder, client, Arrivals(asyncio.get_running_loop()), name)
-
-
 async def play(
-    work: Work,
-    episodes: Sequence[int],
-    runner: EpisodeRunner,
-    encoder: PromptEncoder,
-    client: RolloutClient,
-    arrivals: Arrivals,
-    name: str,
+    work: Work, episodes: Sequence[int], runner: EpisodeRunner, encoder: PromptEncoder, client: RolloutClient, name: str
 ) -> None:
     """Run these episodes at once. RuntimeError where one does not have the turns that it should have."""
     sampling = SamplingParams(max_tokens=work.max_length)
     how = Answering(runner=runner, sampling=sampling, n=1, seed=1, purpose=name)
+    arrivals = Arrivals(asyncio.get_running_loop())
     collection = Collection(how, client, cast(RewardManager, None), arrivals)  # nothing is graded
 
     async def run(number: int) -> Episode:

@@ -187,7 +187,7 @@ class _Driver:
         del completions
         scores = run("scores", lambda: self._scores(rollouts))
         shaped = self._shaped(rollouts, scores)
-        evaluated = run("old log-probs", lambda: self._evaluated(rollouts))
+        evaluated = run("old log-probs", lambda: self.actor.log_probs(rollouts))
         experience = run("make_experience grpo", lambda: self._experience("grpo", rollouts, scores, evaluated, shaped))
         run("update", partial(self._update, experience))
         del experience
@@ -218,14 +218,9 @@ class _Driver:
         return scores
 
     def _shaped(self, rollouts: Rollouts, scores: Scores) -> Tensor:
-        config = self.config
-        longest = config.data.max_response_length
-        return shape_rewards(
-            config.algorithm, config.reward_model, rollouts, scores, RunningMoments(), longest
-        ).reward_B
-
-    def _evaluated(self, rollouts: Rollouts) -> Evaluated:
-        return self.actor.log_probs(rollouts)
+        config, longest = self.config, self.config.data.max_response_length
+        found = shape_rewards(config.algorithm, config.reward_model, rollouts, scores, RunningMoments(), longest)
+        return found.reward_B
 
     def _experience(
         self, estimator: str, rollouts: Rollouts, scores: Scores, evaluated: Evaluated, reward_B: Tensor

@@ -136,7 +136,7 @@ class _Here:
 
     def by_stages(self, version: int) -> tuple[dict[str, float], SyncReport]:
         """One more, with the proof: seconds of each stage."""
-        clock = StageClock(torch.cuda.synchronize if self._device.type == "cuda" else _nothing)
+        clock = StageClock(torch.cuda.synchronize if self._device.type == "cuda" else lambda: None)
         self.prepare()
         with clock.stage("rest"):
             report = _synced(self._made(prove=True, clock=clock), version, self._residency)
@@ -272,7 +272,3 @@ def report_of(job: Job, ranks: list[RankFigures], work: dict[str, object]) -> Re
 def link_floor(num_bytes: int, num_ranks: int, link: float | None) -> float:
     """Seconds in which a rank that holds one of `num_ranks` shards can receive the others; 0 for an unknown link."""
     return 0.0 if link is None or num_ranks == 1 else num_bytes * (num_ranks - 1) / num_ranks / link
-
-
-def _nothing() -> None:
-    """A CPU has nothing queued."""

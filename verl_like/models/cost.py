@@ -8,7 +8,7 @@ A backward pass costs twice its forward pass; activations computed twice (checkp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,14 +61,7 @@ class ModelCost:
 
     def with_value_head(self) -> ModelCost:
         """The critic built on this model: a head with one output."""
-        return ModelCost(
-            body_weights=self.body_weights,
-            head_weights=0,
-            all_weights=self.all_weights,
-            attention_width=self.attention_width,
-            cache_width=self.cache_width,
-            windows=self.windows,
-        )
+        return replace(self, head_weights=0)
 
     def forward_flops(self, num_tokens: Sequence[int], num_predicted: int) -> float:
         """One forward pass over sequences of these lengths, of which `num_predicted` tokens pass the head."""

@@ -135,12 +135,9 @@ def logit_rule(hf: PreTrainedModel) -> tuple[float, float | None]:
 def dtype_of(name: str) -> torch.dtype:
     """ "float32" | "fp32" | "bfloat16" | "bf16" | "float16" | "fp16" -> torch dtype."""
     known = {
-        "float32": torch.float32,
-        "fp32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "bf16": torch.bfloat16,
-        "float16": torch.float16,
-        "fp16": torch.float16,
+        **dict.fromkeys(("float32", "fp32"), torch.float32),
+        **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+        **dict.fromkeys(("float16", "fp16"), torch.float16),
     }
     if name not in known:
         raise ValueError(f"unknown dtype {name!r}: use one of {', '.join(known)}")

@@ -15,6 +15,11 @@ WINDOW = 10  # steps with the rule's metrics that count as "now"
 EARLY = 10  # steps that "at the start" means
 
 
+def above(values: Sequence[tuple[int, float]], threshold: float) -> list[int]:
+    """Steps with more than the threshold."""
+    return [step for step, value in values if value > threshold]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One question to the history. `find` names the steps that show the fault; the rule speaks when `needed` of the
@@ -24,9 +29,9 @@ class Rule:
     metrics: tuple[str, ...]  # any of them must be there
     threshold: float
     means: str  # with {threshold}
-    find: Callable[[Sequence[tuple[int, float]], float], list[int]]
     needed: int
     fix: str
+    find: Callable[[Sequence[tuple[int, float]], float], list[int]] = above
     show: Mapping[str, str] = field(default_factory=dict)  # how the rollout browser finds rows that show it
 
 
@@ -40,11 +45,6 @@ class Verdict:
     value: float | None = None  # newest
     metric: str = ""
     sentence: str = ""
-
-
-def above(values: Sequence[tuple[int, float]], threshold: float) -> list[int]:
-    """Steps with more than the threshold."""
-    return [step for step, value in values if value > threshold]
 
 
 def at_zero(values: Sequence[tuple[int, float]], threshold: float) -> list[int]:
@@ -95,7 +95,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("training/rollout_probs_diff_mean",),
         threshold=0.02,  # bfloat16 engines stay below 0.01
         means="trainer and rollout engine give the sampled tokens probabilities that differ by more than {threshold}",
-        find=above,
         needed=3,
         fix="look at rollout.dtype, top_p and top_k; algorithm.rollout_correction corrects for it",
         show={"sort": "gap"},
@@ -115,7 +114,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("score_share",),
         threshold=0.98,
         means="the mean score is above {threshold:.0%} of the best score: there is little left to learn here",
-        find=above,
         needed=5,
         fix="stop here, or go on with harder prompts",
         show={"sort": "score"},
@@ -135,7 +133,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("critic/group_zero_std_fraction",),
         threshold=0.9,
         means="more than {threshold:.0%} of the prompts got the same score for all responses: they teach nothing",
-        find=above,
         needed=5,
         fix="choose prompts nearer to the model's level, raise rollout.n, or algorithm.filter_groups.enable=True",
         show={"sort": "group"},
@@ -155,7 +152,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("response_length/clip_ratio",),
         threshold=0.25,
         means="more than {threshold:.0%} of the responses are cut off by a length limit before their end",
-        find=above,
         needed=5,
         fix="raise data.max_response_length, or punish length: reward_model.overlong_buffer",
         show={"outcome": "truncated"},
@@ -165,7 +161,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("actor/pg_clipfrac",),
         threshold=0.3,
         means="more than {threshold:.0%} of the tokens are clipped: updates go too far from what was sampled",
-        find=above,
         needed=3,
         fix="lower the learning rate or the number of updates per batch",
     ),
@@ -174,7 +169,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("actor/ppo_kl",),
         threshold=0.2,
         means="the policy moves more than {threshold:g} nats a token within one batch",
-        find=above,
         needed=2,
         fix="lower the learning rate or the number of updates per batch",
     ),
@@ -192,7 +186,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("actor/skipped_steps", "critic/skipped_steps"),
         threshold=0.0,
         means="updates were skipped because their gradient was not finite",
-        find=above,
         needed=1,
         fix="look at the gradient norms and rewards before; lower the learning rate",
     ),
@@ -201,7 +194,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("training/not_finite", "training/rollout_log_probs_nonfinite"),
         threshold=0.0,
         means="metrics of actor or critic, or log-probs of the rollout engine, are NaN or infinite",
-        find=above,
         needed=1,
         fix="look for the first of them in metrics.jsonl (null there), and at the rewards of that step",
     ),
@@ -210,7 +202,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("training/weight_staleness",),
         threshold=1.0,
         means="tokens were sampled by weights more than {threshold:g} version older than the newest that sampled",
-        find=above,
         needed=3,
         fix="check that this much staleness is meant, and that algorithm.rollout_correction is on",
         show={"color": "weight_version"},
@@ -229,7 +220,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("long_duplicates",),
         threshold=0.5,
         means="more than {threshold:.0%} of the responses repeat another one to the same prompt word for word",
-        find=above,
         needed=5,
         fix="raise rollout.temperature, and look at the entropy",
         show={"sort": "group"},
@@ -239,7 +229,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("reward/failure_fraction",),
         threshold=0.01,
         means="more than {threshold:.0%} of the rewards could not be computed",
-        find=above,
         needed=1,
         fix="repair the reward function; verl_like.log names the rows",
         show={"outcome": "grader_error"},
@@ -249,7 +238,6 @@ RULES: tuple[Rule, ...] = (
         metrics=("response/aborted_ratio",),
         threshold=0.01,
         means="more than {threshold:.0%} of the responses are empty or were called off",
-        find=above,
         needed=1,
         fix="look at the worker's log; an empty response may also be a model that ends at once",
         show={"outcome": "aborted"},

@@ -13,20 +13,12 @@ from dataclasses import dataclass, field
 from verl_like.models.cost import BACKWARD, ModelCost
 from verl_like.parallel.device_peak import DevicePeak
 
-# Phase of the step -> verl's name of its model FLOPs utilisation.
-_MFU_NAMES = {
-    "update_actor": "actor",
-    "old_log_prob": "actor_infer",
-    "ref": "ref",
-    "update_critic": "critic",
-    "values": "critic_infer",
-}
-_ROLES = {
-    "update_actor": "actor",
-    "old_log_prob": "actor",
-    "ref": "ref",
-    "update_critic": "critic",
-    "values": "critic",
+_PASSES = {  # phase of the step -> (role, verl's name of its model FLOPs utilisation)
+    "update_actor": ("actor", "actor"),
+    "old_log_prob": ("actor", "actor_infer"),
+    "ref": ("ref", "ref"),
+    "update_critic": ("critic", "critic"),
+    "values": ("critic", "critic_infer"),
 }
 
 
@@ -142,8 +134,8 @@ def speed_metrics(
     """
     flops = phase_flops(shape, prompts, responses, groups, forward_only, shared)
     ran = {name: seconds[name] for name in flops if seconds.get(name, 0.0) > 0}
-    floors = {name: flops[name] / shape.peak_of(_ROLES[name]).flops for name in ran}
-    metrics = {f"perf/mfu/{_MFU_NAMES[name]}": floors[name] / taken for name, taken in ran.items()}
+    floors = {name: flops[name] / shape.peak_of(_PASSES[name][0]).flops for name in ran}
+    metrics = {f"perf/mfu/{_PASSES[name][1]}": floors[name] / taken for name, taken in ran.items()}
     floors["gen"] = generation_floor(shape, prompts, responses, groups, shared)
     floors["update_weights"] = sync_floor(shape)
     ratios = {

@@ -82,7 +82,7 @@ class ServiceTracker:
         self._run.log({TABLE: self._table(rows_of(step, samples))}, step=step)
 
     def _table(self, rows: list[list[Any]]) -> Any:
-        raise NotImplementedError
+        return self._module.Table(columns=["step", *COLUMNS], data=rows)
 
     def finish(self) -> None:
         self._run.finish()
@@ -111,9 +111,6 @@ class WandbTracker(ServiceTracker):
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         self._run.log({TABLE: self._table(rows_of(step, samples)), "training/global_step": step})
 
-    def _table(self, rows: list[list[Any]]) -> Any:
-        return self._module.Table(columns=["step", *COLUMNS], data=rows)
-
 
 class SwanlabTracker(ServiceTracker):
     """SwanLab; files below SWANLAB_LOG_DIR, or <folder>/swanlog."""
@@ -141,9 +138,6 @@ class TrackioTracker(ServiceTracker):
         resume = "never" if run_id is None else "allow"
         given = {"project": project, "name": run, "resume": resume, "embed": False} | options
         return self._module.init(config=self._config, **given)
-
-    def _table(self, rows: list[list[Any]]) -> Any:
-        return self._module.Table(columns=["step", *COLUMNS], data=rows)
 
 
 class MlflowTracker(ServiceTracker):

@@ -6,41 +6,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Generators:
-    """States of the global generators: python's, numpy's, torch's on the CPU and on all CUDA devices."""
-
-    python: Any
-    numpy: Any
-    cpu: Tensor
-    cuda: list[Tensor] | None
-
-    @classmethod
-    def now(cls) -> _Generators:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
-
-    def put_back(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state_all(self.cuda)
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Save the states of all global generators and put them back."""
-    outside = _Generators.now()
+    """Save the states of all global generators (Python's, numpy's, torch's on every device) and put them back."""
+    python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
-        outside.put_back()
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

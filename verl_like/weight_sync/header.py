@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 import torch
@@ -29,18 +29,10 @@ class Wanted:
         """What one stream must be for all of them: a whole one unless all hold the same. Raises ValueError when they
         are engines of different kinds."""
         first = receivers[0]
-        same = all(other.held == first.held for other in receivers)
-        held = first.held if same else None
         kinds = {(w.dtype, w.keeps_adapters, w.tokenizer_size, w.max_model_len) for w in receivers}
         if len(kinds) > 1:
             raise ValueError(f"rollout engines of one run want different weights: {sorted(map(str, kinds))}")
-        return cls(
-            dtype=first.dtype,
-            keeps_adapters=first.keeps_adapters,
-            tokenizer_size=first.tokenizer_size,
-            max_model_len=first.max_model_len,
-            held=held,
-        )
+        return replace(first, held=first.held if all(other.held == first.held for other in receivers) else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ import torch
 import torch.multiprocessing  # it teaches ForkingPickler what a CUDA tensor is
 from torch import Tensor
 
-from verl_like.weight_sync.channel import DEADLINE_S
 from verl_like.weight_sync.wired import Deadline, Way, WiredReceiver, WiredSender
 
 _LOOPBACK = "127.0.0.1"
@@ -27,19 +26,9 @@ _SHARED = Path("/dev/shm")
 
 
 class IpcSender(WiredSender):
-    """On every rank of the trainer that has an engine's process beside it."""
+    """On every rank of the trainer that has an engine's process beside it. settings: see WiredSender."""
 
-    def __init__(
-        self,
-        receiver: str,
-        *,
-        run_id: str,
-        bucket_bytes: int,
-        device: torch.device,
-        name: str = "trainer rank 0",
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        settings: Any = {"bucket_bytes": bucket_bytes, "device": device, "name": name, "deadline_s": deadline_s}
+    def __init__(self, receiver: str, *, run_id: str, **settings: Any) -> None:
         super().__init__(_LOOPBACK, [receiver], **settings)
         self._run_id = run_id
         self._files: dict[int, Path] = {}

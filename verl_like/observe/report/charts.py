@@ -19,111 +19,98 @@ PHASES = (
 _NO_PHASES = {"step", "episodes_lag_max"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
     """One chart: its lines are those of `metrics` that the run has, and of `points` (few and far between)."""
 
     section: str
     title: str
-    metrics: tuple[tuple[str, str], ...]  # (metric, label)
+    metrics: Mapping[str, str]  # metric -> label
     note: str = ""
     points: str = ""  # metrics that begin so are drawn as points: the validations
 
 
 CHARTS: tuple[Chart, ...] = (
-    Chart(section="Learning", title="Score", metrics=(("critic/score/mean", "training"),), points="val-core/"),
+    Chart("Learning", "Score", {"critic/score/mean": "training"}, points="val-core/"),
     Chart(
-        section="Learning",
-        title="Reward after shaping",
-        metrics=(("critic/rewards/mean", "reward"), ("critic/baseline/mean", "baseline")),
+        "Learning",
+        "Reward after shaping",
+        {"critic/rewards/mean": "reward", "critic/baseline/mean": "baseline"},
         note="score, shaping, KL penalty",
     ),
     Chart(
-        section="Learning",
-        title="Groups without signal",
-        metrics=(("critic/group_zero_std_fraction", "all scores equal"),),
+        "Learning",
+        "Groups without signal",
+        {"critic/group_zero_std_fraction": "all scores equal"},
         note="share of the prompts",
     ),
+    Chart("Update", "Entropy", {"actor/entropy": "entropy"}, note="nats per token"),
+    Chart("Update", "Gradient norm", {"actor/grad_norm": "actor", "critic/grad_norm": "critic"}),
     Chart(
-        section="Update",
-        title="Entropy",
-        metrics=(("actor/entropy", "entropy"),),
+        "Update",
+        "KL",
+        {
+            "actor/ppo_kl": "to the sampled policy",
+            "actor/kl_loss": "to the reference (loss)",
+            "critic/kl": "to the reference (reward)",
+        },
         note="nats per token",
     ),
     Chart(
-        section="Update",
-        title="Gradient norm",
-        metrics=(("actor/grad_norm", "actor"), ("critic/grad_norm", "critic")),
-    ),
-    Chart(
-        section="Update",
-        title="KL",
-        metrics=(
-            ("actor/ppo_kl", "to the sampled policy"),
-            ("actor/kl_loss", "to the reference (loss)"),
-            ("critic/kl", "to the reference (reward)"),
-        ),
-        note="nats per token",
-    ),
-    Chart(
-        section="Update",
-        title="Clipped tokens",
-        metrics=(("actor/pg_clipfrac", "clipped"), ("actor/pg_clipfrac_lower", "dual clip")),
+        "Update",
+        "Clipped tokens",
+        {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "dual clip"},
         note="share",
     ),
     Chart(
-        section="Update",
-        title="Trainer against rollout engine",
-        metrics=(("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "max")),
+        "Update",
+        "Trainer against rollout engine",
+        {"training/rollout_probs_diff_mean": "mean", "training/rollout_probs_diff_max": "max"},
         note="difference of probabilities",
     ),
-    Chart(section="Update", title="Learning rate", metrics=(("actor/lr", "actor"), ("critic/lr", "critic"))),
-    Chart(section="Update", title="Policy loss", metrics=(("actor/pg_loss", "loss"),)),
+    Chart("Update", "Learning rate", {"actor/lr": "actor", "critic/lr": "critic"}),
+    Chart("Update", "Policy loss", {"actor/pg_loss": "loss"}),
+    Chart("Update", "Critic", {"critic/vf_explained_var": "explained variance", "critic/vf_loss": "loss"}),
     Chart(
-        section="Update",
-        title="Critic",
-        metrics=(("critic/vf_explained_var", "explained variance"), ("critic/vf_loss", "loss")),
-    ),
-    Chart(
-        section="Responses",
-        title="Response length",
-        metrics=(("response_length/mean", "mean"), ("response_length/max", "max"), ("response_length/min", "min")),
+        "Responses",
+        "Response length",
+        {"response_length/mean": "mean", "response_length/max": "max", "response_length/min": "min"},
         note="tokens",
     ),
     Chart(
-        section="Responses",
-        title="Truncated and repeated",
-        metrics=(
-            ("response_length/clip_ratio", "truncated"),
-            ("response/duplicate_fraction", "repeated"),
-            ("reward/failure_fraction", "reward failed"),
-        ),
+        "Responses",
+        "Truncated and repeated",
+        {
+            "response_length/clip_ratio": "truncated",
+            "response/duplicate_fraction": "repeated",
+            "reward/failure_fraction": "reward failed",
+        },
         note="share of responses",
     ),
-    Chart(section="Responses", title="Turns", metrics=(("num_turns/mean", "mean"), ("num_turns/max", "max"))),
-    Chart(section="Speed", title="Throughput", metrics=(("perf/throughput", "tokens"),), note="tokens/s per device"),
-    Chart(section="Speed", title="Step time", metrics=(("timing_s/step", "step"),), note="seconds"),
+    Chart("Responses", "Turns", {"num_turns/mean": "mean", "num_turns/max": "max"}),
+    Chart("Speed", "Throughput", {"perf/throughput": "tokens"}, note="tokens/s per device"),
+    Chart("Speed", "Step time", {"timing_s/step": "step"}, note="seconds"),
     Chart(
-        section="Speed",
-        title="Use of the hardware",
-        metrics=(("perf/mfu/actor", "update"), ("perf/mfu/actor_infer", "log-probs")),
+        "Speed",
+        "Use of the hardware",
+        {"perf/mfu/actor": "update", "perf/mfu/actor_infer": "log-probs"},
         note="share of the peak",
     ),
     Chart(
-        section="Speed",
-        title="Memory",
-        metrics=(("perf/max_memory_allocated_gb", "device, peak"), ("perf/cpu_memory_used_gb", "machine")),
+        "Speed",
+        "Memory",
+        {"perf/max_memory_allocated_gb": "device, peak", "perf/cpu_memory_used_gb": "machine"},
         note="GiB",
     ),
     Chart(
-        section="Speed",
-        title="Memory of a device by phase",
-        metrics=(
-            ("perf/memory_peak/gen", "generation"),
-            ("perf/memory_forecast/gen", "generation, forecast"),
-            ("perf/memory_peak/update_actor", "update"),
-            ("perf/memory_forecast/update_actor", "update, forecast"),
-        ),
+        "Speed",
+        "Memory of a device by phase",
+        {
+            "perf/memory_peak/gen": "generation",
+            "perf/memory_forecast/gen": "generation, forecast",
+            "perf/memory_peak/update_actor": "update",
+            "perf/memory_forecast/update_actor": "update, forecast",
+        },
         note="GiB",
     ),
 )
@@ -134,7 +121,7 @@ def chart_tables(histories: Sequence[History]) -> list[dict[str, Any]]:
     there = {name for history in histories for metrics in history.values() for name in metrics}
     found = []
     for chart in CHARTS:
-        lines = [{"metric": metric, "label": label} for metric, label in chart.metrics if metric in there]
+        lines = [{"metric": metric, "label": label} for metric, label in chart.metrics.items() if metric in there]
         wanted = sorted(name for name in there if chart.points and name.startswith(chart.points) and "/mean@" in name)
         points = [{"metric": name, "label": name.removeprefix(chart.points)} for name in wanted[:5]]
         if lines or points:
