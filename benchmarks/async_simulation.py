@@ -29,10 +29,9 @@ from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.flow import Flow
 from verl_like.episodes.loop import Arrivals
 from verl_like.rewards.grading import Graded
-from verl_like.rollout.fake_time import DECODE_S, FakeTimeEngine, seed_of
+from verl_like.rollout.fake_time import DECODE_S, FakeTimeEngine, SimulatedLink, VirtualClock, seed_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.rollout.router import Router
-from verl_like.rollout.simulation import SimulatedLink, VirtualClock
 from verl_like.trainer.garbage import settle
 
 

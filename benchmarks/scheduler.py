@@ -19,11 +19,9 @@ from statistics import fmean
 from verl_like.bench.report import Report, Row, finish
 from verl_like.cli.bench import files, positive
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
-from verl_like.rollout.fake_time import FakeTimeEngine, long_tailed
-from verl_like.rollout.requests import request_seed
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
+from verl_like.rollout.fake_time import FakeTimeEngine, SimulatedLink, VirtualClock, long_tailed
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, request_seed
 from verl_like.rollout.router import Router
-from verl_like.rollout.simulation import SimulatedLink, VirtualClock
 
 _SAMPLING = SamplingParams(max_tokens=16_384)
 _PROMPT = [1] * 200

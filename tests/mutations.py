@@ -64,7 +64,7 @@ SERVED_AND_QUANTISED = [
     ),
     Mutation(
         "a scale for all may be wrong",
-        "weight_sync/quantised.py",
+        "weight_sync/ledger.py",
         " and abs(size - 1) <= _MOST * about + _SIZE",
         "",
         "weight_sync/test_quantised.py",
@@ -85,7 +85,7 @@ SERVED_AND_QUANTISED = [
     ),
     Mutation(
         "the loss is not scaled",
-        "engine/loss_scale.py",
+        "engine/optim.py",
         "return loss * 2.0**self.exponent if self._scales else loss",
         "return loss",
         "engine/test_loss_scale.py",
@@ -259,7 +259,7 @@ ENGINE_AND_ROLLOUT = [
     ),
     Mutation(
         "Adam without bias correction",
-        "engine/lean_optim.py",
+        "engine/optim.py",
         'value=-group["lr"] / (1 - beta1**step)',
         'value=-group["lr"]',
         "engine/test_lean_optim.py",
@@ -273,7 +273,7 @@ ENGINE_AND_ROLLOUT = [
     ),
     Mutation(
         "all samples of a prompt alike",
-        "rollout/requests.py",
+        "rollout/rollout_engine.py",
         '"/".join(map(str, (seed, *draw)))',
         '"/".join(map(str, (seed, *draw[:2])))',
         "rollout/test_requests.py",
@@ -426,7 +426,7 @@ WEIGHTS = [
     ),
     Mutation(
         "weights: a step after a checkpoint must differ from before it",
-        "engine/weight_changes.py",
+        "engine/train_engine.py",
         "return self.loads == earlier.loads and self.sure > earlier.sure",
         "return self.sure > earlier.sure",
         "engine/test_weight_changes.py",

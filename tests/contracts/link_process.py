@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
-from verl_like.rollout.link_server import LinkServer
+from verl_like.rollout.link import LinkServer
 from verl_like.rollout.rollout_engine import GenerationRequest
 
 MAX_MODEL_LEN = 10**8

@@ -37,7 +37,7 @@ from verl_like.bench.engine_process import (
     sender_of,
     wanted,
 )
-from verl_like.bench.live_bytes import LiveBytes
+from verl_like.bench.meters import LiveBytes
 from verl_like.cluster.janitor import cleanup_shm
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
@@ -45,8 +45,7 @@ from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, SamplingParams
 from verl_like.weight_sync import wired
-from verl_like.weight_sync.buckets import filled
-from verl_like.weight_sync.channel import InProcess, SendingEnd
+from verl_like.weight_sync.channel import InProcess, SendingEnd, filled
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.receiver import WeightReceiver
 from verl_like.weight_sync.source import WeightSource

@@ -21,7 +21,7 @@ from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.servers import server_command, server_environment
 from verl_like.services.server import Server
-from verl_like.weight_sync.quantised import QuantisedLedger
+from verl_like.weight_sync.ledger import QuantisedLedger
 from verl_like.weight_sync.sync import WeightSync
 
 pytestmark = pytest.mark.gpu

@@ -48,10 +48,9 @@ from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import LocalLink, RolloutClient
-from verl_like.rollout.fake_time import VOCAB_SIZE, FakeTimeEngine
+from verl_like.rollout.fake_time import VOCAB_SIZE, FakeTimeEngine, SimulatedLink, VirtualClock
 from verl_like.rollout.rollout_engine import Completion, SamplingParams
 from verl_like.rollout.router import Router
-from verl_like.rollout.simulation import SimulatedLink, VirtualClock
 from verl_like.workers.rollout import rollout_engine
 
 FAKE_BAR, REAL_BAR = 1.3, 1.25

@@ -41,9 +41,8 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import ACTOR
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.rows import assemble_rollouts
-from verl_like.observe.domains import domain_metrics
 from verl_like.observe.memory import peak_bytes, reset_peak
-from verl_like.observe.metrics import rollout_metrics, sequence_balance_metrics
+from verl_like.observe.metrics import domain_metrics, rollout_metrics, sequence_balance_metrics
 from verl_like.rollout.client import Events
 from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.rollout_engine import Completion, Sampled

@@ -10,14 +10,14 @@ import argparse
 from functools import partial
 
 from verl_like.bench import phase
+from verl_like.bench.inputs import grouped_rows, tokens_with_shared_prompts
 from verl_like.bench.phase import POLICY, Job, measure_on_ranks, phase_job, share_of_rank
 from verl_like.bench.ranks import slowest, timed
 from verl_like.bench.report import Report, Row, finish
-from verl_like.bench.rows import grouped_rows, tokens_with_shared_prompts
 from verl_like.config.roles import ACTOR
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.workers.actor import ActorRole
+from verl_like.workers.roles import ActorRole
 
 
 def main(arguments: argparse.Namespace) -> Report:

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from verl_like.algorithms.minibatch import denominators_of
+from verl_like.bench.inputs import grouped_rows
 from verl_like.bench.phase import POLICY, Job, build_job, share_of_rank
 from verl_like.bench.ranks import on_ranks
 from verl_like.bench.report import Report, Row, finish
 from verl_like.bench.rollout import random_weights, requests_of
-from verl_like.bench.rows import grouped_rows
 from verl_like.bench.shapes import ModelShape, Workload
 from verl_like.cluster.environment import patched_environment
 from verl_like.models.loading import load_hf_config
@@ -33,8 +33,8 @@ from verl_like.models.memory import Shape
 from verl_like.observe.memory import PhaseMemory
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.trainer.memory_forecast import GIB, Forecast, Machine, forecast
-from verl_like.workers.actor import ActorRole
 from verl_like.workers.residency import Phase, Residency
+from verl_like.workers.roles import ActorRole
 from verl_like.workers.rollout import rollout_engine
 
 SHAPE = ModelShape(

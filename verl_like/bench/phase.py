@@ -77,9 +77,7 @@ def share_of_rank(job: Job, batch: Experience, process: ProcessInfo) -> Experien
 def total(peaks: Sequence[DevicePeak]) -> DevicePeak:
     """The devices of all ranks together."""
     return DevicePeak(
-        flops=sum(peak.flops for peak in peaks),
-        bandwidth=sum(peak.bandwidth for peak in peaks),
-        source=peaks[0].source,
+        flops=sum(peak.flops for peak in peaks), bandwidth=sum(peak.bandwidth for peak in peaks), source=peaks[0].source
     )
 
 

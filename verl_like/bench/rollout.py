@@ -18,18 +18,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from verl_like.bench.inputs import random_prompts
 from verl_like.bench.phase import POLICY, Job, measure_on_ranks, phase_job
 from verl_like.bench.ranks import slowest, timed
 from verl_like.bench.report import Report, Row, check_comparable, finish
-from verl_like.bench.rows import random_prompts
 from verl_like.bench.shapes import BenchError
 from verl_like.models.loading import build_meta_model, load_hf_config
 from verl_like.models.lora import adapters_apart, attach
 from verl_like.observe.roofline import generation_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.requests import request_seed
-from verl_like.rollout.rollout_engine import GenerationRequest
+from verl_like.rollout.rollout_engine import GenerationRequest, request_seed
 from verl_like.rollout.sampling import train_sampling
 from verl_like.trainer.dispatch import rows_per_rank
 from verl_like.workers.rollout import rollout_engine

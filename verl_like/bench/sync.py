@@ -25,12 +25,11 @@ import torch.distributed as dist
 from verl_like.bench.bars import bars_of
 from verl_like.bench.engine_process import EngineProcess, EngineSettings, Hosted, connected, wanted
 from verl_like.bench.engine_process import receive as receive_update
-from verl_like.bench.live_bytes import LiveBytes
+from verl_like.bench.meters import LiveBytes, StageClock, Staged
 from verl_like.bench.phase import POLICY, Job, measure_on_ranks, phase_job
 from verl_like.bench.ranks import slowest, timed
 from verl_like.bench.report import Report, Row, finish, number
 from verl_like.bench.shapes import BenchError
-from verl_like.bench.stages import StageClock, Staged
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.roofline import sync_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak, link_bandwidth
@@ -41,8 +40,8 @@ from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.sync import SyncReport, WeightSync
 from verl_like.weight_sync.verdict import Receipt, verdict
-from verl_like.workers.actor import ActorRole
 from verl_like.workers.residency import Phase, Residency
+from verl_like.workers.roles import ActorRole
 from verl_like.workers.rollout import rollout_engine
 
 WITH, WITHOUT = "with the proof, as in a step", "without the proof"

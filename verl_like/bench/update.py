@@ -23,10 +23,10 @@ import torch
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.batch import Experience, Metric, merge_metrics
 from verl_like.bench.bars import bars_of
+from verl_like.bench.inputs import grouped_rows, tokens_with_shared_prompts
 from verl_like.bench.phase import POLICY, Job, measure_on_ranks, phase_job, share_of_rank
 from verl_like.bench.ranks import slowest, timed
 from verl_like.bench.report import Report, Row, finish
-from verl_like.bench.rows import grouped_rows, tokens_with_shared_prompts
 from verl_like.bench.shapes import MODELS
 from verl_like.config.batch_plan import BatchPlan, MicroBatchRule
 from verl_like.models.cost import BACKWARD
@@ -34,7 +34,7 @@ from verl_like.models.heads import dtype_of
 from verl_like.observe.memory import reset_peak
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.workers.actor import ActorRole
+from verl_like.workers.roles import ActorRole
 from verl_like.workers.spec import WorkerSpec
 
 

@@ -100,8 +100,7 @@ def _talk(
     engine: RolloutEngine, encoder: PromptEncoder, sampling: SamplingParams, arguments: Any, longest: int
 ) -> None:
     """longest: tokens of a conversation with its answer, which may be shorter than asked for."""
-    from verl_like.rollout.requests import request_seed
-    from verl_like.rollout.rollout_engine import GenerationRequest
+    from verl_like.rollout.rollout_engine import GenerationRequest, request_seed
 
     start = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages: list[dict[str, str]] = list(start)

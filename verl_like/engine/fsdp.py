@@ -18,15 +18,22 @@ from torch import Tensor
 from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_metrics
 from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import microbatch, packing_check, state
-from verl_like.engine.background import BackgroundWriter, Part
 from verl_like.engine.expert_load import ExpertLoad
 from verl_like.engine.export import WeightExport
-from verl_like.engine.loss_scale import LossScale
 from verl_like.engine.microbatch import Batch, Objective
-from verl_like.engine.optim import Schedule, build_optimizer
+from verl_like.engine.optim import LossScale, Schedule, build_optimizer
 from verl_like.engine.rescue import Rescue
-from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn, WeightForm
-from verl_like.engine.weight_changes import WeightChanges
+from verl_like.engine.state import BackgroundWriter, Part
+from verl_like.engine.train_engine import (
+    ENTROPY,
+    FULL_KL,
+    LOG_PROBS,
+    SUM_PI_SQUARED,
+    VALUES,
+    LossFn,
+    WeightChanges,
+    WeightForm,
+)
 from verl_like.models import blocks, families, loading, lora, packing, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts

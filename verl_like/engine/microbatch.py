@@ -13,9 +13,8 @@ from torch import Tensor
 from verl_like.batch import Denominators, Metric, Sequences
 from verl_like.engine.train_engine import LossFn
 from verl_like.models.shared_prompts import shared_prefixes
-from verl_like.parallel.balance import micro_batches
+from verl_like.parallel.balance import PromptsOfRows, micro_batches
 from verl_like.parallel.dist import all_reduce_max
-from verl_like.parallel.shared_balance import PromptsOfRows
 from verl_like.progress import span
 
 if TYPE_CHECKING:

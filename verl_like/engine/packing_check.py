@@ -64,11 +64,7 @@ def _three_rows(vocab_size: int, model: TokenModel) -> Sequences:
 
 
 def _outputs(
-    root: nn.Module,
-    rows: Sequences,
-    device: torch.device,
-    group: SequenceGroup | None,
-    vision: VisionProcessor | None,
+    root: nn.Module, rows: Sequences, device: torch.device, group: SequenceGroup | None, vision: VisionProcessor | None
 ) -> Tensor:
     wanted_T = packing.response_positions(rows, sampled_only=False)
     inputs = packing.pack(rows, wanted_T, device, share_prompts=True, vision=vision)

@@ -1,7 +1,7 @@
 """An engine on disk: sharded tensors through torch.distributed.checkpoint, counters and RNG per rank, HF export.
 
 Sharded parts are keyed by parameter name, so that they load on another number of ranks. Each rank reads the files
-that it wrote again, for their checksums.
+that it wrote again, for their checksums. With `checkpoint.async_save` a thread writes them while training goes on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import random
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,3 +177,44 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+Part = tuple[dict[str, Tensor], Path]  # shards by name, and the folder they go to
+
+
+class BackgroundWriter:
+    """Copies shards to host memory at once and writes them later, one checkpoint at a time.
+
+    Writing is collective: the thread has a process group of its own, so that its messages never meet the trainer's.
+    Building one is collective.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._written: Future[None] | None = None
+
+    def write(self, parts: list[Part]) -> None:
+        """Begin; waits for the checkpoint before it, so that at most one copy is in host memory."""
+        self.wait()
+        copies = [({name: t.detach().to("cpu", copy=True) for name, t in part.items()}, to) for part, to in parts]
+        self._written = self._thread.submit(self._write, copies)
+
+    def done(self) -> bool:
+        """Whether nothing is being written. Raises what the writing raised."""
+        if self._written is None:
+            return True
+        if self._written.done():
+            self.wait()
+            return True
+        return False
+
+    def wait(self) -> None:
+        """Until everything is written. Raises what the writing raised."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def _write(self, parts: list[Part]) -> None:
+        for tensors, folder in parts:
+            save_sharded(tensors, folder, group=self._group)

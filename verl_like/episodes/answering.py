@@ -25,8 +25,14 @@ from verl_like.rewards.model_score import Answer
 from verl_like.rewards.parts import combine
 from verl_like.rewards.reward_call import RewardOutcome
 from verl_like.rollout.client import RolloutClient
-from verl_like.rollout.requests import request_seed
-from verl_like.rollout.rollout_engine import NOTHING, Completion, GenerationRequest, ResumeError, SamplingParams
+from verl_like.rollout.rollout_engine import (
+    NOTHING,
+    Completion,
+    GenerationRequest,
+    ResumeError,
+    SamplingParams,
+    request_seed,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from verl_like.models import attention, families, liger
+from verl_like.models import attention, families
 from verl_like.models.heads import (
     VALUE_HEAD,
     PolicyModel,
@@ -28,7 +28,7 @@ from verl_like.models.heads import (
     ValueModel,
     attach_value_head,
 )
-from verl_like.models.lean_model import Functions, put_in
+from verl_like.models.lean_model import Functions, check_liger, liger_functions, put_in
 from verl_like.models.location import TOKENIZER_FILES, check_location
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
@@ -162,7 +162,7 @@ def replace_functions(hf: PreTrainedModel, model: ModelConfig, device: torch.dev
     """
     if model.use_liger and (uses_packing(model) or model.use_fused_kernels):
         keeps = model.enable_gradient_checkpointing and model.recompute_granularity == "selective"
-        log.info("Liger kernels: %s", put_in(hf, liger.functions(products_are_kept=keeps)))
+        log.info("Liger kernels: %s", put_in(hf, liger_functions(products_are_kept=keeps)))
     elif model.use_lean_ops and uses_packing(model) and device.type == "cpu" and not compiled:
         log.debug("lean functions: %s", put_in(hf, Functions()))
 
@@ -211,7 +211,7 @@ def has_weights(path: str) -> bool:
 def check_backend(model: ModelConfig, config: PretrainedConfig, device: torch.device) -> None:
     """Raises ValueError for Triton kernels where there is no GPU, and for Liger's where they cannot be used."""
     if model.use_liger:
-        liger.check_liger(config, device)
+        check_liger(config, device)
     if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton" and device.type != "cuda":
         raise ValueError("model.fused_kernel_options.impl_backend=triton needs a CUDA device: use torch")
 

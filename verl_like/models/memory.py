@@ -21,7 +21,7 @@ Recompute = Literal["none", "selective", "full"]
 
 _WIDE = 4  # a float32 number: norms, log-probs, the head's logits
 _INDEX = 8  # a token id, a position
-_BLOCK = 64  # [tokens] of queries at a time in models/attention_blocks.py
+_BLOCK = 64  # [tokens] of queries at a time in models/attention_groups.py
 _PRODUCTS_LENGTH = 512  # [tokens] of a row up to which a CPU keeps attention weights (models/attention_groups.py)
 _CHUNK_COPIES = 3  # of the head's logits alive at once (models/fused_linear.py)
 

@@ -1,23 +1,210 @@
 """Which rows travel together: micro-batches under a token budget, and equal work for every rank. Pure, deterministic.
 
-Micro-batches: bin_packing.py finds how few bins hold all rows (in practice the lower bound or one more);
-Karmarkar-Karp differencing then tries to even the bins out. Where the evened-out bins would break the budget, the
-packed ones stay: a budget is never exceeded, except by a row that is longer than it on its own.
+Micro-batches: `few_bins` finds how few hold all rows (in practice the lower bound or one more); Karmarkar-Karp
+differencing then tries to even the bins out. Where the evened-out bins would break the budget, the packed ones stay: a
+budget is never exceeded, except by a row that is longer than it on its own.
+
+Few bins: best-fit decreasing first: at most 11/9 of the optimum + 1, and for small sizes the least number. Where it
+needs more than the sizes add up to, bins are filled one by one instead: the largest size left, and with it those of the
+others that fill the rest best (a subset sum), large ones preferred; the better of the two is taken. That is the idea of
+minimum bin slack (Gupta and Ho, A new heuristic algorithm for the one-dimensional bin-packing problem, 1999; from
+memory).
+
+With `model.share_prompts` a prompt counts once wherever its rows travel together. Groups are kept whole where that
+costs nothing, and cut where a budget or the balance of the ranks asks for it; each part then needs the prompt again.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from verl_like.parallel.bin_packing import few_bins
-from verl_like.parallel.shared_balance import PromptsOfRows, divide_groups, fill_budget
 
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
+
+_CANDIDATES = 256  # sizes that are tried beside the largest one of a bin: bounds the work of a bin
+
+
+def few_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Positions of the sizes in each bin; no bin holds more than `capacity`, which no size exceeds."""
+    first = best_fit_decreasing(sizes, capacity)
+    if len(first) <= least(sizes, capacity):
+        return first
+    second = fullest_bins(sizes, capacity)
+    return second if len(second) < len(first) else first
+
+
+def least(sizes: Sequence[int], capacity: int) -> int:
+    """No packing has fewer bins: what the sizes add up to, or one for each that is over half."""
+    return max(math.ceil(sum(sizes) / capacity), sum(2 * size > capacity for size in sizes))
+
+
+def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Largest size first, each into the fullest bin that still has room for it."""
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free space, bin), ascending
+    for i in _largest_first(sizes):
+        at = bisect.bisect_left(room, (sizes[i], -1))
+        free, b = room.pop(at) if at < len(room) else (capacity, len(bins))
+        if b == len(bins):
+            bins.append([])
+        bins[b].append(i)
+        bisect.insort(room, (free - sizes[i], b))
+    return bins
+
+
+def fullest_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bin after bin: the largest size left and the best company for it."""
+    left, bins = _largest_first(sizes), []
+    while left:
+        largest, others = left[0], left[1:]
+        room = capacity - sizes[largest]
+        fitting = _spread([i for i in others if sizes[i] <= room])
+        chosen = {largest, *(fitting[k] for k in best_subset([sizes[i] for i in fitting], room))}
+        bins.append(sorted(chosen))
+        left = [i for i in others if i not in chosen]
+    return bins
+
+
+def best_subset(sizes: Sequence[int], room: int) -> list[int]:
+    """Positions of sizes whose sum is the largest that is not over `room`; of equal sums one with early sizes.
+
+    The sums that can be reached are the bits of one integer per prefix, taken from the end.
+    """
+    reached, mask = [1], (1 << (room + 1)) - 1
+    for size in reversed(sizes):
+        reached.append((reached[-1] | (reached[-1] << size)) & mask)
+    target, chosen = reached[-1].bit_length() - 1, []
+    for k, size in enumerate(sizes):
+        without_this = reached[len(sizes) - 1 - k]
+        if target >= size and without_this >> (target - size) & 1:
+            chosen.append(k)
+            target -= size
+    return chosen
+
+
+def _spread(positions: list[int]) -> list[int]:
+    """At most `_CANDIDATES` of them, evenly spread over the order."""
+    count = len(positions)
+    return positions if count <= _CANDIDATES else [positions[k * count // _CANDIDATES] for k in range(_CANDIDATES)]
+
+
+def _largest_first(sizes: Sequence[float]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+
+
+_SEARCHED = 64  # groups looked at when a gap is to be filled with a part of one
+_EVEN = (1.0, 1.01, 1.03, 1.06, 1.12)  # of the mean: how full the fullest micro-batch may be, tried in this order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsOfRows:
+    """Which rows have the same prompt, and what a prompt costs (tokens, or operations)."""
+
+    numbers: Sequence[int]  # equal for rows with the same prompt
+    costs: Sequence[float]  # of each row's prompt: saved where another row of the same prompt is there already
+
+    def total(self, rows: Sequence[int], costs: Sequence[float]) -> float:
+        """Cost of these rows together; `costs` are those of each row alone, prompt included."""
+        repeated = sum(self.costs[i] for i in rows) - sum({self.numbers[i]: self.costs[i] for i in rows}.values())
+        return sum(costs[i] for i in rows) - repeated
+
+    def groups(self, rows: Sequence[int]) -> list[list[int]]:
+        """The rows by prompt, in order of first appearance."""
+        found: dict[int, list[int]] = {}
+        for i in rows:
+            found.setdefault(self.numbers[i], []).append(i)
+        return list(found.values())
+
+
+def fill_budget(rows: Sequence[int], tokens: Sequence[int], prompts: PromptsOfRows, budget: int) -> list[list[int]]:
+    """Micro-batches of at most `budget` tokens, about equally full. `tokens[i]` <= budget includes row i's prompt."""
+    if not rows:
+        return []
+    groups = prompts.groups(rows)
+    filled = _fill(groups, tokens, prompts, budget)
+    mean = sum(prompts.total(part, tokens) for part in filled) / len(filled)
+    longest = max(tokens[i] for i in rows)
+    for slack in _EVEN:
+        capacity = max(int(mean * slack) + 1, longest)
+        if capacity >= budget:
+            break
+        even = _fill(groups, tokens, prompts, capacity)
+        if len(even) <= len(filled):
+            return even
+    return filled
+
+
+def divide_groups(costs: Sequence[float], prompts: PromptsOfRows, num_parts: int) -> list[list[list[int]]]:
+    """Ways to cut the rows into units for `num_parts` ranks: whole groups, halves, quarters ... single rows."""
+    groups = prompts.groups(range(len(costs)))
+    ways, largest, pieces = [], max((len(group) for group in groups), default=0), 1
+    while pieces < largest and num_parts > 1:
+        ways.append([part for group in groups for part in _slices(group, pieces)])
+        pieces *= 2
+    return [*ways, [[i] for i in range(len(costs))]]
+
+
+def _slices(group: list[int], pieces: int) -> list[list[int]]:
+    bounds = [round(k * len(group) / pieces) for k in range(pieces + 1)]
+    return [group[a:b] for a, b in itertools.pairwise(bounds) if b > a]
+
+
+def _fill(groups: list[list[int]], tokens: Sequence[int], prompts: PromptsOfRows, capacity: int) -> list[list[int]]:
+    """The largest group that fits, again and again; then parts of groups, as long as they are worth their prompt."""
+    waiting = {g: sorted(group, key=lambda i: -tokens[i]) for g, group in enumerate(groups)}
+    sizes = sorted((prompts.total(group, tokens), g) for g, group in waiting.items())
+    bins: list[list[int]] = []
+    while sizes:
+        chosen: list[int] = []
+        room: float = capacity
+        while sizes:
+            at = bisect.bisect_right(sizes, (room, len(groups))) - 1
+            if at >= 0:
+                size, g = sizes.pop(at)
+                part = waiting.pop(g)
+            else:
+                g, part = _best_part([g for _, g in sizes[:_SEARCHED]], waiting, tokens, prompts, room)
+                if not part or (chosen and _own(part, tokens, prompts) < prompts.costs[part[0]]):
+                    break
+                sizes.remove((prompts.total(waiting[g], tokens), g))
+                taken = set(part)
+                waiting[g] = [i for i in waiting[g] if i not in taken]
+                bisect.insort(sizes, (prompts.total(waiting[g], tokens), g))
+                size = prompts.total(part, tokens)
+            chosen += part
+            room -= size
+        bins.append(sorted(chosen))
+    return bins
+
+
+def _best_part(
+    candidates: list[int], waiting: dict[int, list[int]], tokens: Sequence[int], prompts: PromptsOfRows, room: float
+) -> tuple[int, list[int]]:
+    """The group whose longest rows, as far as they fit, leave the least room; and those rows."""
+    best: tuple[float, int, list[int]] = (0.0, -1, [])
+    for g in candidates:
+        prompt = prompts.costs[waiting[g][0]]
+        left, part = room - prompt, []
+        for i in waiting[g]:
+            if tokens[i] - prompt <= left:
+                part.append(i)
+                left -= tokens[i] - prompt
+        own = _own(part, tokens, prompts)
+        if part and (own > best[0] or not best[2]):
+            best = (own, g, part)
+    return best[1], best[2]
+
+
+def _own(part: Sequence[int], tokens: Sequence[int], prompts: PromptsOfRows) -> float:
+    """Tokens after the prompt."""
+    return sum(tokens[i] - prompts.costs[i] for i in part)
 
 
 _EVEN_ENOUGH = 1.001
@@ -82,16 +269,12 @@ def _by_count(num_tokens: Sequence[int], max_rows: int) -> list[list[int]]:
     num_bins = math.ceil(len(num_tokens) / max_rows)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, b) for b in range(num_bins)]
-    for i in _longest_first(num_tokens):
+    for i in _largest_first(num_tokens):
         total, b = heapq.heappop(heap)
         bins[b].append(i)
         if len(bins[b]) < max_rows:
             heapq.heappush(heap, (total + num_tokens[i], b))
     return sorted((sorted(rows) for rows in bins), key=lambda rows: rows[0])
-
-
-def _longest_first(sizes: Sequence[float]) -> list[int]:
-    return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
 
 
 def _karmarkar_karp(costs: Sequence[float], num_bins: int) -> list[list[int]]:

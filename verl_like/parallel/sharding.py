@@ -100,7 +100,7 @@ def init_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state:
 
 @runtime_checkable
 class MakesState(Protocol):
-    """An optimizer that knows the precision of its own states (engine/lean_optim.py)."""
+    """An optimizer that knows the precision of its own states (engine/optim.py)."""
 
     def init_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None: ...
 

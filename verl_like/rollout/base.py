@@ -22,9 +22,15 @@ from torch import Tensor
 
 from verl_like.config.rollout import reads_text
 from verl_like.models.vision import VisionProcessor, processor_of
-from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, HeldWeights, Sampled, UnloadedError
+from verl_like.rollout.rollout_engine import (
+    Completion,
+    GenerationRequest,
+    HeldWeights,
+    Sampled,
+    UnloadedError,
+    request_seed,
+)
 from verl_like.rollout.sampling import require_tokens_left
 from verl_like.rollout.step_loop import Phase, StepLoop, submit_each
 
@@ -252,7 +258,7 @@ class RolloutEngine:
 
     def weight_sketches(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, Tensor]]:
         """(Hugging Face name, sketch [rows, K] of the whole matrix) of what the engine has quantised, as it computes
-        with it (parallel/sketch.py); collective over a tensor-parallel replica. None where it quantises nothing."""
+        with it (parallel/checksum.py); collective over a tensor-parallel replica. None where it quantises nothing."""
         return []
 
     def _require_base(self, partial: bool) -> None:

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl_like.parallel.checksum import Slice, as_matrix, checksum_of, total, values_of
-from verl_like.parallel.sketch import WIDTH, sketch
+from verl_like.parallel.checksum import WIDTH, Slice, as_matrix, checksum_of, sketch, total, values_of
 
 Box = tuple[int, int, int, int]  # row, column, rows, columns
 _EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of checkpoints: gate, up, down

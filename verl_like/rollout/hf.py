@@ -27,9 +27,8 @@ from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class, padded_attention
 from verl_like.models.loading import load_tokenizer
 from verl_like.models.vision import VisionInput
-from verl_like.parallel.checksum import Slice, checksum, values_of
+from verl_like.parallel.checksum import Slice, checksum, sketch, values_of
 from verl_like.parallel.host_memory import is_out_of_memory
-from verl_like.parallel.sketch import sketch
 from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.int8 import Int8Linear, quantise_linears
@@ -325,10 +324,7 @@ def _empty_model(
     """The model with whatever its memory holds; buffers that are not saved (rotary frequencies) are computed."""
     with no_init_weights(), torch.device(device):
         model = model_class(hf_config).from_config(
-            hf_config,
-            dtype=dtype,
-            attn_implementation=padded_attention(hf_config),
-            trust_remote_code=trust_remote_code,
+            hf_config, dtype=dtype, attn_implementation=padded_attention(hf_config), trust_remote_code=trust_remote_code
         )
     model.tie_weights()
     return model.eval().requires_grad_(False)

@@ -73,10 +73,7 @@ class Row:
 
     def completion(self, reason: FinishReason, cached_tokens: int = 0) -> Completion:
         return Completion(
-            request_id=self.request.request_id,
-            sampled=self.sampled,
-            finish_reason=reason,
-            cached_tokens=cached_tokens,
+            request_id=self.request.request_id, sampled=self.sampled, finish_reason=reason, cached_tokens=cached_tokens
         )
 
 

@@ -28,7 +28,6 @@ from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.placed_images import placed_images
-from verl_like.rollout.requests import request_seed
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import (
     Completion,
@@ -37,6 +36,7 @@ from verl_like.rollout.rollout_engine import (
     Sampled,
     SamplingParams,
     WeightLoadError,
+    request_seed,
 )
 from verl_like.rollout.step_loop import StepLoop
 

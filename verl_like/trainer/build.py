@@ -63,7 +63,7 @@ from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.progress import build_progress
 from verl_like.observe.report.writer import ReportWriter
 from verl_like.observe.run_folder import SAMPLES
-from verl_like.observe.sample_store import SampleStore
+from verl_like.observe.samples import SampleStore
 from verl_like.observe.trackers import build_trackers
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.build import require_heads, require_quantization

@@ -13,8 +13,7 @@ from torch import Tensor
 from verl_like.batch import Sequences, TensorStruct
 from verl_like.models.cost import BACKWARD, ModelCost
 from verl_like.models.shared_prompts import shared_prefixes
-from verl_like.parallel.balance import balance_ranks
-from verl_like.parallel.shared_balance import PromptsOfRows
+from verl_like.parallel.balance import PromptsOfRows, balance_ranks
 
 Struct = TypeVar("Struct", bound=TensorStruct)
 

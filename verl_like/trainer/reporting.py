@@ -13,9 +13,9 @@ from verl_like.config import TrainerConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import RunStopped
 from verl_like.config.roles import ACTOR
-from verl_like.observe.domains import domain_metrics
 from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.metrics import (
+    domain_metrics,
     perf_metrics,
     rollout_metrics,
     sequence_balance_metrics,
@@ -23,10 +23,10 @@ from verl_like.observe.metrics import (
 )
 from verl_like.observe.progress import Progress
 from verl_like.observe.report.writer import ReportWriter
-from verl_like.observe.sample_store import SampleStore
 from verl_like.observe.samples import (
     Decoder,
     Sample,
+    SampleStore,
     TokenTexts,
     add_tokens,
     choose_rows,

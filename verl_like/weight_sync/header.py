@@ -8,8 +8,7 @@ from hashlib import sha256
 
 import torch
 
-from verl_like.engine.train_engine import WeightForm
-from verl_like.engine.weight_changes import WeightChanges
+from verl_like.engine.train_engine import WeightChanges, WeightForm
 from verl_like.rollout.rollout_engine import HeldWeights
 from verl_like.weight_sync.probe import ProbeText
 

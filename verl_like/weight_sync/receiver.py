@@ -21,9 +21,8 @@ from verl_like.parallel.dist import ProcessInfo, all_reduce_max
 from verl_like.rollout.base import RolloutEngine
 from verl_like.weight_sync.channel import ChannelError, ReceivingEnd
 from verl_like.weight_sync.header import Header, Wanted
-from verl_like.weight_sync.ledger import WeightLedger
+from verl_like.weight_sync.ledger import QuantisedLedger, WeightLedger
 from verl_like.weight_sync.probe import Gap, Probe
-from verl_like.weight_sync.quantised import QuantisedLedger
 from verl_like.weight_sync.verdict import Problems, Receipt, WeightSyncError
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_like.engine.train_engine import WeightForm
-from verl_like.engine.weight_changes import WeightChanges
+from verl_like.engine.train_engine import WeightChanges, WeightForm
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import HeldWeights
 from verl_like.weight_sync.channel import ChannelError, SendingEnd

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from verl_like.progress import span
 from verl_like.rollout.wire import Socket, Wire
-from verl_like.weight_sync.buckets import filled, room_for, taken_out
-from verl_like.weight_sync.channel import DEADLINE_S, ChannelError, Stream
+from verl_like.weight_sync.channel import DEADLINE_S, ChannelError, Stream, filled, room_for, taken_out
 from verl_like.weight_sync.header import Header
 
 logger = logging.getLogger(__name__)

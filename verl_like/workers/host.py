@@ -1,12 +1,14 @@
 """One worker process: it hosts the roles of its pool, and runs their methods when the driver calls `role.method`.
 
-Every call is SPMD: all ranks of the pool get it, each with its own rows. Here, once for all roles, a call is recorded
-by the profiler and finds in device memory what it needs.
+The process joins the others of its pool first (`joined`). Every call is SPMD: all ranks of the pool get it, each with
+its own rows. Here, once for all roles, a call is recorded by the profiler and finds in device memory what it needs.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,44 @@ from verl_like.config.rollout import RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.memory import PhaseMemory, allocated_bytes
 from verl_like.parallel.device_peak import DevicePeak, device_peak
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.workers.actor import ActorRole
-from verl_like.workers.critic import CriticRole
-from verl_like.workers.process import joined
+from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.user_code import EXTERNAL_MODULES, import_modules
 from verl_like.workers.profiling import WorkerProfiler
-from verl_like.workers.reference import ReferenceRole
 from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.reward import build_reward_worker
 from verl_like.workers.reward_server import RewardServer
+from verl_like.workers.roles import ActorRole, CriticRole, ReferenceRole
 from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
 from verl_like.workers.weights import WeightsReceiver, WeightsSender, WeightsWithin
+
+
+@contextmanager
+def joined(spec: WorkerSpec, env: RankEnv) -> Iterator[ProcessInfo]:
+    """The process group of the pool, for the constructor of a worker: it is left again when that fails. The user's own
+    modules are imported in it.
+
+    In the driver's own process (trainer.launcher=local) another group may follow.
+    """
+    process = init_distributed(
+        rank=env.rank,
+        world_size=env.world_size,
+        local_rank=env.local_rank,
+        local_world_size=env.local_world_size,
+        master_address=env.master_address,
+        master_port=env.master_port,
+        device=env.device,
+        timeout_s=spec.config.trainer.rpc_timeout,
+        deterministic_seed=spec.config.trainer.seed if spec.config.trainer.full_determinism else None,
+    )
+    try:
+        import_modules(spec.external_modules, EXTERNAL_MODULES)
+        import_modules(spec.config.actor_rollout_ref.model.external_lib, "actor_rollout_ref.model.external_lib")
+        yield process
+    except BaseException:
+        shutdown_distributed()
+        raise
+
 
 WEIGHTS = "weights"
 _PHASES = {ROLLOUT: Phase.rollout}  # of the methods of a role; of all others: train

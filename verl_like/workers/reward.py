@@ -7,8 +7,8 @@ from verl_like.config import RewardModelConfig
 from verl_like.config.roles import REWARD
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.user_code import check_call, load
+from verl_like.workers.roles import build_engine
 from verl_like.workers.spec import WorkerSpec
-from verl_like.workers.trained import build_engine
 
 
 class RewardWorker:

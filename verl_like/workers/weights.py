@@ -4,7 +4,7 @@ of the engine's own, by a broadcast from the actor's first rank. A host has one 
 from __future__ import annotations
 
 from verl_like.cluster.worker_group import RankEnv
-from verl_like.engine.weight_changes import WeightChanges
+from verl_like.engine.train_engine import WeightChanges
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
 from verl_like.weight_sync.channel import SendingEnd, TakesPart
@@ -14,8 +14,8 @@ from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.sync import SyncReport, WeightSync
 from verl_like.weight_sync.verdict import Receipt, Sent
 from verl_like.weight_sync.wired import Way
-from verl_like.workers.actor import ActorRole
 from verl_like.workers.residency import Phase, Residency
+from verl_like.workers.roles import ActorRole
 from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
 

@@ -13,9 +13,9 @@ import torch
 from tests.unit.bench.tiny import LOAD, MODEL, bench, use_tiny_shapes
 from verl_like.batch import Metric
 from verl_like.bench import log_prob, rollout, shapes, sync, update
+from verl_like.bench.inputs import grouped_rows
 from verl_like.bench.phase import phase_job
 from verl_like.bench.report import Report
-from verl_like.bench.rows import grouped_rows
 from verl_like.bench.sync import WITH, WITHOUT, link_floor
 from verl_like.bench.update import RankFigures, Variant
 from verl_like.cli.main import main

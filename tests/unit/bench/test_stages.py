@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_like.bench import stages
-from verl_like.bench.stages import StageClock, Staged
+from verl_like.bench import meters
+from verl_like.bench.meters import StageClock, Staged
 
 
 class Engine:
@@ -39,7 +39,7 @@ class Engine:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     value = [100.0]
-    monkeypatch.setattr(stages.time, "perf_counter", lambda: value[0])
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: value[0])
     return value
 
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.engine import tiny
 from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
-from verl_like.engine.background import BackgroundWriter
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.state import BackgroundWriter
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 
 CONTENTS = ["model", "optimizer", "extra"]

@@ -14,7 +14,7 @@ from tests.unit.engine import tiny
 from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
 from verl_like.config import FSDPConfig, OptimConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.lean_optim import BLOCK, LeanAdamW, dequantise, quantise, stochastic_round
+from verl_like.engine.optim import BLOCK, LeanAdamW, dequantise, quantise, stochastic_round
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 
 LEAN = ["adamw_bf16", "adamw_8bit"]
@@ -101,7 +101,7 @@ def test_bfloat16_weights_move_under_a_small_learning_rate() -> None:
 def test_replicas_round_alike_and_shards_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for shard in (0, 0, 1):
-        monkeypatch.setattr("verl_like.engine.lean_optim.shard_index", lambda parameter, shard=shard: shard)
+        monkeypatch.setattr("verl_like.engine.optim.shard_index", lambda parameter, shard=shard: shard)
         weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
         optimizer = lean(weight, 16, lr=1e-3)
         weight.grad = torch.ones_like(weight)

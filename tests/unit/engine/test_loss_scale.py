@@ -14,8 +14,8 @@ from tests.unit.engine import tiny
 from tests.unit.engine.tiny import PolicyLoss, build_engine, experience, single_process, weights
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.loss_scale import LossScale
 from verl_like.engine.microbatch import Objective
+from verl_like.engine.optim import LossScale
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 
 BATCH = experience(9)

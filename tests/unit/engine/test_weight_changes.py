@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.engine import tiny
 from verl_like.config import OptimConfig
-from verl_like.engine.weight_changes import WeightChanges
+from verl_like.engine.train_engine import WeightChanges
 from verl_like.parallel.dist import shutdown_distributed
 
 START = WeightChanges()

@@ -27,8 +27,7 @@ from verl_like.episodes.answering import Collection, Trail
 from verl_like.episodes.episode import Ask, Episode, SingleTurn
 from verl_like.progress import EPISODE
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
-from verl_like.rollout.requests import request_seed
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams, request_seed
 
 ROWS = 24
 LONG = 12  # tokens of the first response to every third prompt; all others have 4

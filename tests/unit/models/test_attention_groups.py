@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from verl_like.models import attention_blocks
+from verl_like.models import attention_groups
 from verl_like.models.attention import packed_attention
 from verl_like.models.attention_groups import groups_of
 from verl_like.models.packing import Segments
@@ -100,12 +100,12 @@ def test_blocks_leave_out_what_no_query_sees(window: int | None, share: float) -
 
 def test_masks_of_long_soft_capped_rows_are_not_kept() -> None:
     """A short row leaves one for each of its two blocks, to be found by the next layer."""
-    attention_blocks._kept_hiding.cache_clear()
+    attention_groups._kept_hiding.cache_clear()
     for length in (96, 700, 96):
         q, k, v = tokens(length, torch.float32)
         packed_attention(torch.nn.Identity(), q, k, v, None, segments=Segments([length], CPU), softcap=2.0)
-    kept = attention_blocks._kept_hiding.cache_info()
-    short_blocks_of_long = sum(end <= 512 for _, end, _ in attention_blocks._blocks(700, None))
+    kept = attention_groups._kept_hiding.cache_info()
+    short_blocks_of_long = sum(end <= 512 for _, end, _ in attention_groups._blocks(700, None))
     assert (kept.currsize, kept.hits) == (2 + short_blocks_of_long, 2)
 
 

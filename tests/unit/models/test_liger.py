@@ -11,7 +11,7 @@ from transformers import GPT2Config, Qwen2Config
 
 from tests.unit.models.interpreter import run_interpreted, take_float_arguments
 from verl_like.config.model import ModelConfig
-from verl_like.models import liger, loading
+from verl_like.models import lean_model, loading
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 has_liger = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def compare(folder: str) -> None:
                 seed=5,
             )
             if with_liger:
-                functions = liger.functions(products_are_kept=False)
+                functions = lean_model.liger_functions(products_are_kept=False)
                 assert put_in(model.hf, functions) == Replaced(norms=norms, rotaries=2, mlps=2)
             outputs = run(model, rows, packed=True)
             results.append((outputs, gradient_of(model, outputs)))
@@ -76,7 +76,7 @@ def compare_selective(folder: str) -> None:
         )
         blocks.enable_checkpointing(model.hf, selective=True)
         if kept is not None:
-            put_in(model.hf, liger.functions(products_are_kept=kept))
+            put_in(model.hf, lean_model.liger_functions(products_are_kept=kept))
         model.train()
         gradient = gradient_of(model, run(model, rows, packed=True))
         gradients.append(torch.cat([g.flatten() for g in gradient.values()]))
@@ -103,12 +103,12 @@ def test_kernels_equal_transformers(tmp_path: Path, name: str) -> None:
 def test_refusals_come_before_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch, config: object, device: torch.device, installed: bool, message: str
 ) -> None:
-    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setattr(lean_model.importlib.util, "find_spec", lambda _: object() if installed else None)
     with pytest.raises(ValueError, match=message):
         loading.check_backend(ModelConfig(use_liger=True), config, device)  # type: ignore[arg-type]
 
 
 def test_a_known_model_passes_and_false_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(lean_model.importlib.util, "find_spec", lambda _: object())
     loading.check_backend(ModelConfig(use_liger=True), Qwen2Config(), CUDA)
     loading.check_backend(ModelConfig(use_liger=False), GPT2Config(), CPU)

@@ -10,8 +10,7 @@ from typing import Any
 
 from verl_like.observe.environment import write_environment
 from verl_like.observe.run_folder import CONFIG, SAMPLES
-from verl_like.observe.sample_store import SampleStore
-from verl_like.observe.samples import Sample, runs
+from verl_like.observe.samples import Sample, SampleStore, runs
 from verl_like.observe.trackers import JsonlTracker
 from verl_like.trainer.compose import compose, save_resolved
 

@@ -12,8 +12,7 @@ import torch
 
 from tests.unit.observe import factory
 from verl_like.batch import Rollouts
-from verl_like.observe.domains import domain_metrics
-from verl_like.observe.metrics import rollout_metrics
+from verl_like.observe.metrics import domain_metrics, rollout_metrics
 from verl_like.observe.samples import make_samples
 from verl_like.observe.validation import validation_metrics
 from verl_like.trainer.reporting import by_validation_set

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from verl_like.observe.sample_store import SampleStore
+from verl_like.observe.samples import SampleStore
 
 
 def kept(folder: Path, part: str = "train") -> list[int]:

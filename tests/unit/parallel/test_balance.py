@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.parallel.balance import balance_ranks, micro_batches
-from verl_like.parallel.shared_balance import PromptsOfRows
+from verl_like.parallel.balance import PromptsOfRows, balance_ranks, micro_batches
 
 LENGTHS = st.lists(st.integers(1, 400), max_size=80)
 

@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_like.parallel.bin_packing import best_fit_decreasing, best_subset, few_bins, fullest_bins, least
+from verl_like.parallel.balance import best_fit_decreasing, best_subset, few_bins, fullest_bins, least
 
 SIZES = st.lists(st.integers(1, 50), max_size=40)
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, long_tailed, tokens_of
+from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, VirtualClock, long_tailed, tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
-from verl_like.rollout.simulation import VirtualClock
 
 LIMIT_S = 20.0
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from verl_like.parallel.checksum import Slice, checksum, checksum_of, total
-from verl_like.parallel.sketch import sketch
+from verl_like.parallel.checksum import Slice, checksum, checksum_of, sketch, total
 from verl_like.rollout import vllm_compat
 from verl_like.rollout.held_weights import Held, Layout, checksums, held_by, sketches
 

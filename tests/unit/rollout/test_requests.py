@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_like.rollout.requests import request_seed
+from verl_like.rollout.rollout_engine import request_seed
 
 
 def test_seeds_differ_and_never_change() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from verl_like import gauges
 from verl_like.rollout.client import Events, LocalLink
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
+from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, SimulatedLink, VirtualClock, tokens_of
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
@@ -26,7 +26,6 @@ from verl_like.rollout.rollout_engine import (
     SamplingParams,
 )
 from verl_like.rollout.router import Router
-from verl_like.rollout.simulation import SimulatedLink, VirtualClock
 
 LIMIT_S = 30.0
 

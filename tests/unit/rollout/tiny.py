@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl_like.batch import Sequences
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.engine.weight_changes import WeightChanges
+from verl_like.engine.train_engine import WeightChanges
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed

@@ -20,9 +20,8 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
-from verl_like.rollout.link_server import LinkServer
-from verl_like.rollout.requests import request_seed
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
+from verl_like.rollout.link import LinkServer
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, request_seed
 from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.replicas import RolloutGroup
 from verl_like.trainer.roles import ActorGroup, CriticGroup, UpdateRules, average_steps

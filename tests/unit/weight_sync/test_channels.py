@@ -16,8 +16,7 @@ from torch import Tensor
 
 from verl_like.weight_sync import wired
 from verl_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from verl_like.weight_sync.buckets import filled, room_for, taken_out
-from verl_like.weight_sync.channel import ChannelError, InProcess, Stream, TakesPart
+from verl_like.weight_sync.channel import ChannelError, InProcess, Stream, TakesPart, filled, room_for, taken_out
 from verl_like.weight_sync.header import Header
 from verl_like.weight_sync.ipc import IpcReceiver, IpcSender
 from verl_like.weight_sync.wired import WiredReceiver, WiredSender

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from verl_like.parallel.checksum import Slice
-from verl_like.parallel.sketch import WIDTH, sketch
+from verl_like.parallel.checksum import WIDTH, Slice, sketch
 from verl_like.rollout.held_weights import dequantised
 from verl_like.rollout.int8 import Int8Linear
-from verl_like.weight_sync import quantised
-from verl_like.weight_sync.quantised import QuantisedLedger
+from verl_like.weight_sync import ledger
+from verl_like.weight_sync.ledger import QuantisedLedger
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 SHAPES = [(64, 96), (3, 512), (200, 7), (1, 1)]
@@ -88,11 +87,11 @@ def test_an_engine_that_tells_nothing_proves_nothing() -> None:
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix is read in blocks of rows: copies of a whole embedding in float64 would not fit beside a model."""
     sent = weight((67, 40), "outliers")
-    whole = sketch(Slice(sent, 0, 0)), quantised._deviation(sent, "fp8"), quantised._deviation(sent, "int8")
+    whole = sketch(Slice(sent, 0, 0)), ledger._deviation(sent, "fp8"), ledger._deviation(sent, "int8")
     seen, real = [], Tensor.double
-    monkeypatch.setattr("verl_like.parallel.sketch._BLOCK", 200)
+    monkeypatch.setattr("verl_like.parallel.checksum._BLOCK", 200)
     monkeypatch.setattr(Tensor, "double", lambda each: seen.append(each.numel()) or real(each))
-    parts = sketch(Slice(sent, 0, 0)), quantised._deviation(sent, "fp8"), quantised._deviation(sent, "int8")
+    parts = sketch(Slice(sent, 0, 0)), ledger._deviation(sent, "fp8"), ledger._deviation(sent, "int8")
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
     assert max(seen) <= 40 * WIDTH

@@ -11,7 +11,7 @@ import pytest
 
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import ActorRolloutRefConfig, ModelConfig, PPOConfig
-from verl_like.workers import process
+from verl_like.workers import host
 from verl_like.workers.spec import WorkerSpec
 
 
@@ -20,8 +20,8 @@ def test_modules_separated_by_commas_and_those_of_the_environment(
 ) -> None:
     """model.external_lib="a,b" was one module's name here, and two on the driver."""
     ended: list[str] = []
-    monkeypatch.setattr(process, "init_distributed", lambda **arguments: "joined")
-    monkeypatch.setattr(process, "shutdown_distributed", lambda: ended.append("left"))
+    monkeypatch.setattr(host, "init_distributed", lambda **arguments: "joined")
+    monkeypatch.setattr(host, "shutdown_distributed", lambda: ended.append("left"))
     monkeypatch.syspath_prepend(tmp_path)
     names = ["own_library_one", "own_library_two", "own_plugin"]
     for name in names:
@@ -39,11 +39,11 @@ def test_modules_separated_by_commas_and_those_of_the_environment(
         sizes = {"tokenizer_size": 1, "max_model_len": 1, "profile_dir": ""}
         return WorkerSpec(config=config, plan=plan, **sizes, external_modules="own_plugin")
 
-    with process.joined(spec("own_library_one,own_library_two"), env) as joined:
+    with host.joined(spec("own_library_one,own_library_two"), env) as joined:
         assert joined == "joined" and set(names) <= set(sys.modules) and not ended
     with (
         pytest.raises(ValueError, match=r"(?s)model\.external_lib=own_broken could not.*ZeroDivision"),
-        process.joined(spec("own_broken"), env),
+        host.joined(spec("own_broken"), env),
     ):
         raise AssertionError("the worker must not be built")
     assert ended == ["left"]

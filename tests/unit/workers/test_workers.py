@@ -22,8 +22,8 @@ from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Samp
 from verl_like.trainer.compose import compose
 from verl_like.trainer.replicas import RolloutGroup
 from verl_like.workers.residency import Phase, Residency
+from verl_like.workers.roles import build_engine
 from verl_like.workers.spec import WorkerSpec
-from verl_like.workers.trained import build_engine
 
 REQUEST = GenerationRequest(
     request_id="r", prompt_ids=[3, 4, 5], sampling=SamplingParams(max_tokens=4, stop_token_ids=(1,)), seed=11

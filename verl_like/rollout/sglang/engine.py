@@ -24,8 +24,7 @@ from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.placed_images import placed_images
-from verl_like.rollout.requests import request_seed
-from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled
+from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, request_seed
 from verl_like.rollout.rows import Knobs, Row, draw_tokens
 from verl_like.rollout.sglang import compat, images
 from verl_like.rollout.step_loop import StepLoop

@@ -1,0 +1,114 @@
+"""How much memory tensors take at most while something runs, and where the time of nested calls goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """`peak`: most bytes of tensors alive at a time that were made inside, on this thread. CUDA: of its allocator.
+
+    On a CPU every operation is looked at, which costs time: nothing is timed inside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.peak = 0
+        self._device = device
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __enter__(self) -> Self:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+            return self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        else:
+            super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # the operations on its shards come next
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in before:
+                storage = leaf.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: found for key, found in self._alive.items() if not found[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return result
+
+
+class StageClock:
+    """`seconds[stage]`: what passed while that stage was the innermost. `wait`: called at each change of stage, for
+    devices whose work goes on behind the call."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._wait = wait
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Inside, time belongs to `name`, unless another stage is opened within."""
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def _charge(self) -> None:
+        self._wait()
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
+        self._since = now
+
+
+class Staged:
+    """Stands in for `target`; the time in its methods goes to the stages that `stages` names, method -> stage.
+
+    A method that yields is charged while it runs, not while its items are used.
+    """
+
+    def __init__(self, target: Any, clock: StageClock, stages: dict[str, str]) -> None:
+        self._target, self._clock, self._stages = target, clock, stages
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        if name not in self._stages:
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._clock.stage(self._stages[name]):
+                result = value(*args, **kwargs)
+            return self._charged(result, self._stages[name]) if isinstance(result, Iterator) else result
+
+        return call
+
+    def _charged(self, items: Iterator[Any], stage: str) -> Iterator[Any]:
+        while True:
+            with self._clock.stage(stage):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item

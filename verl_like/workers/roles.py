@@ -1,0 +1,159 @@
+"""The roles of a worker that are training engines: actor, critic and reference."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
+from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
+from verl_like.config.batch_plan import needs_sum_pi_squared, two_policies
+from verl_like.config.roles import ACTOR, CRITIC, REF
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES
+from verl_like.models.heads import PolicyModel
+from verl_like.observe.metrics import memory_metrics
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.workers.spec import WorkerSpec
+
+
+class TrainedRole:
+    """One rank of a model with an optimizer. A role adds its forward pass and `train`."""
+
+    def __init__(self, spec: WorkerSpec, process: ProcessInfo, name: str) -> None:
+        self.sizes = spec.plan.roles[name]
+        self.engine = build_engine(spec, process, name)
+
+    def update(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
+        """One optimizer step per mini-batch on this rank's rows; the metrics of each step."""
+        steps = [self.train(rows, denominators) for rows, denominators in minibatches]
+        self.engine.advance_schedule()
+        return steps
+
+    def train(self, rows: Experience, denominators: Denominators) -> dict[str, Metric]:
+        """One optimizer step."""
+        raise NotImplementedError
+
+    def checksums(self) -> dict[str, int]:
+        """Of every weight in float32, the same however it is sharded (collective)."""
+        return self.engine.weight_checksums(torch.float32)
+
+    def save(self, path: str) -> list[str]:
+        """Write a checkpoint, unless it holds tensors that are not finite: their names (FSDPEngine.save)."""
+        checkpoint = self.sizes.config.checkpoint
+        return self.engine.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
+
+    def saved(self, wait: bool) -> bool:
+        """Whether no checkpoint is being written in the background; `wait`: until it is so."""
+        return self.engine.saved(wait=wait)
+
+    def load(self, path: str) -> None:
+        """Restore from a checkpoint."""
+        self.engine.load(path, contents=self.sizes.config.checkpoint.load_contents)
+
+
+def build_engine(spec: WorkerSpec, process: ProcessInfo, name: str) -> FSDPEngine:
+    """The engine of a role of this run (collective)."""
+    role = spec.plan.roles[name].config
+    engine = FSDPEngine(
+        role,
+        process,
+        num_schedule_steps=None if role.optim is None else spec.plan.total_training_steps,
+        tokenizer_size=spec.tokenizer_size if role.kind == "policy" else None,
+        seed=spec.config.trainer.seed,
+    )
+    if isinstance(engine.model, PolicyModel):
+        engine.model.save_entropy_memory(chunked=role.entropy_in_chunks, recomputed=role.recompute_entropy)
+    return engine
+
+
+class ActorRole(TrainedRole):
+    """One rank of the actor."""
+
+    def __init__(self, spec: WorkerSpec, process: ProcessInfo) -> None:
+        super().__init__(spec, process, ACTOR)
+        actor, algorithm = spec.config.actor_rollout_ref.actor, spec.config.algorithm
+        correction = algorithm.rollout_correction
+        self.objective = PolicyObjective(actor, correction, two_policies=two_policies(actor, correction))
+        self.temperature = spec.config.actor_rollout_ref.rollout.temperature
+        self._more = {SUM_PI_SQUARED} if needs_sum_pi_squared(algorithm) else set[str]()
+
+    def log_probs(self, batch: Sequences) -> Evaluated:
+        """Log-probs, entropy and what else the estimator needs of the current actor on this rank's rows (or none)."""
+        out = self.engine.forward(
+            batch,
+            want=frozenset({LOG_PROBS, ENTROPY, *self._more}),
+            rule=self.sizes.forward,
+            temperature=self.temperature,
+        )
+        return Evaluated(
+            response_length_B=batch.response_length_B,
+            old_log_probs_T=out[LOG_PROBS],
+            entropy_T=out[ENTROPY],
+            sum_pi_squared_T=out.get(SUM_PI_SQUARED),
+        )
+
+    def update(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
+        """As of every role that is trained; the last step also tells this rank's memory."""
+        steps = super().update(minibatches)
+        memory = {name: Metric(value=value, reduction="max") for name, value in memory_metrics().items()}
+        return [*steps[:-1], steps[-1] | memory] if steps else []
+
+    def train(self, rows: Experience, denominators: Denominators) -> dict[str, Metric]:
+        assert self.sizes.update is not None
+        return self.engine.train_minibatch(
+            rows,
+            self.objective,
+            denominators,
+            rule=self.sizes.update,
+            temperature=self.temperature,
+            without_gradient_B=self.objective.without_gradient(rows),
+        )
+
+
+class CriticRole(TrainedRole):
+    """One rank of the critic."""
+
+    def __init__(self, spec: WorkerSpec, process: ProcessInfo) -> None:
+        super().__init__(spec, process, CRITIC)
+        self.objective = ValueObjective(spec.config.critic)
+
+    def values(self, batch: Sequences) -> Evaluated:
+        """V(state before each response token) of this rank's rows."""
+        out = self.engine.forward(batch, want=frozenset({VALUES}), rule=self.sizes.forward)
+        return Evaluated(response_length_B=batch.response_length_B, values_T=out[VALUES])
+
+    def train(self, rows: Experience, denominators: Denominators) -> dict[str, Metric]:
+        assert self.sizes.update is not None
+        return self.engine.train_minibatch(rows, self.objective, denominators, rule=self.sizes.update)
+
+
+class ReferenceRole:
+    """One rank of the reference. actor: of the same process; None where the reference has a pool of its own."""
+
+    def __init__(self, spec: WorkerSpec, process: ProcessInfo, actor: ActorRole | None) -> None:
+        self.sizes, self.wanted = spec.plan.roles[REF], spec.plan.reference_outputs
+        self.temperature = spec.config.actor_rollout_ref.rollout.temperature
+        self._actor = actor
+        self.engine = None if self.sizes.config.is_base_of_actor else build_engine(spec, process, REF)
+        if actor is not None and self.engine is not None:
+            actor.engine.attach_reference(self.engine)
+
+    def log_probs(self, batch: Sequences) -> Evaluated:
+        """What the plan asks of the reference on this rank's rows (may be none): its log-probs, the exact KL to it."""
+        log_probs = full_kl = None
+        options: dict[str, Any] = {"rule": self.sizes.forward, "temperature": self.temperature}
+        if LOG_PROBS in self.wanted:
+            engine = self.engine or self._of_actor().engine
+            with nullcontext() if self.engine is not None else engine.base_model():
+                log_probs = engine.forward(batch, want=frozenset({LOG_PROBS}), **options)[LOG_PROBS]
+        if FULL_KL in self.wanted:
+            full_kl = self._of_actor().engine.forward(batch, want=frozenset({FULL_KL}), **options)[FULL_KL]
+        return Evaluated(response_length_B=batch.response_length_B, ref_log_probs_T=log_probs, full_kl_T=full_kl)
+
+    def _of_actor(self) -> ActorRole:
+        """The doctor sees to it that the two share a pool where the reference needs the actor."""
+        assert self._actor is not None
+        return self._actor
