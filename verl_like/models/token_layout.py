@@ -11,7 +11,7 @@ Letters: T packed tokens, K slots, C tokens that have more than one slot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,12 +62,8 @@ class TokenLayout:
     def appended(self, count: int) -> TokenLayout:
         """The same with `count` more packed tokens at the end, each with a slot of its own at the end."""
         more = torch.arange(count, device=self.gather_K.device)
-        return TokenLayout(
-            gather_K=torch.cat([self.gather_K, len(self.home_T) + more]),
-            home_T=torch.cat([self.home_T, len(self.gather_K) + more]),
-            copied_C=self.copied_C,
-            further=self.further,
-        )
+        gather_K = torch.cat([self.gather_K, len(self.home_T) + more])
+        return replace(self, gather_K=gather_K, home_T=torch.cat([self.home_T, len(self.gather_K) + more]))
 
     def to(self, device: torch.device) -> TokenLayout:
         """The layout on another device."""

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
+from verl_like.parallel.sharding import local_tensor
 from verl_like.parallel.ulysses import SequenceGroup
 
 Style = Literal["column", "row", "column_gathered", "row_from_whole"]
@@ -138,19 +139,15 @@ def _sum_bundle(tensors: list[Tensor], group: dist.ProcessGroup, device: torch.d
 
 def _product(linear: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     """This rank's part of W x + b, an adapter's part included."""
-    y = functional.linear(x, _local(linear.weight), bias)
+    y = functional.linear(x, local_tensor(linear.weight), bias)
     if dict(linear.named_children()) and linear.enabled:
-        low = functional.linear(x, _local(linear.lora_A.weight))
-        y = y + functional.linear(low, _local(linear.lora_B.weight)) * linear.scale
+        low = functional.linear(x, local_tensor(linear.lora_A.weight))
+        y = y + functional.linear(low, local_tensor(linear.lora_B.weight)) * linear.scale
     return y
 
 
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
 def _column(_: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:
-    return _product(linear, input, None if linear.bias is None else _local(linear.bias))
+    return _product(linear, input, None if linear.bias is None else local_tensor(linear.bias))
 
 
 def _column_gathered(group: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:

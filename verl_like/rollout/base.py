@@ -349,6 +349,7 @@ class SteppedRolloutEngine(RolloutEngine):
 
     def open(self) -> None:
         self._require_weights()
+        self.wake()
         self._loop.open()
 
     def pause(self) -> None:

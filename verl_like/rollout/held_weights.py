@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from verl_like.parallel.checksum import WIDTH, Slice, as_matrix, checksum_of, sketch, total, values_of
 
 Box = tuple[int, int, int, int]  # row, column, rows, columns
+Found = TypeVar("Found")  # of a box: its checksum, or its sketch
 _EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of checkpoints: gate, up, down
 
 
@@ -26,10 +27,6 @@ class Reader(Protocol):
     def fused_parts(self, model: nn.Module) -> dict[str, list[str]]: ...
 
     def stored_name(self, model: nn.Module, name: str, stored: Container[str], /) -> str: ...
-
-    def rows_of_parts(self, module: nn.Module) -> list[int]: ...
-
-    def vocabulary_range(self, module: nn.Module) -> tuple[int, int] | None: ...
 
     def unpacked_linear(self, module: nn.Module) -> Tensor | None: ...
 
@@ -88,18 +85,18 @@ def held_by(model: nn.Module, layout: Layout, reader: Reader, *, quantised: bool
             if parameter is None:
                 continue
             names = _names(f"{path}.{leaf}", fused, layout) or _names(owners.get(id(parameter), ""), fused, layout)
-            if len(names) == 1 and len(reader.rows_of_parts(module)) > 1 and not _as_it_came(path, fused, layout):
+            if len(names) == 1 and len(_rows_of_parts(module)) > 1 and not _as_it_came(path, fused, layout):
                 continue
             if leaf == "weight" and ((meant := dequantised(module)) is not None or quantised):
                 if quantised and names and meant is not None:
-                    yield from _of_module(module, names, f"{path}.quantised", meant, layout, reader)
+                    yield from _of_module(module, names, f"{path}.quantised", meant, layout)
                 continue
             if quantised:
                 continue
             packed = reader.unpacked_linear(module) if names and leaf == "weight" else None
             for place, local in ((f"{path}.{leaf}", parameter.detach()), (f"{path}.packed", packed)):
                 if names and local is not None and local.numel():
-                    yield from _of_module(module, names, place, local, layout, reader)
+                    yield from _of_module(module, names, place, local, layout)
 
 
 def _as_it_came(path: str, fused: dict[str, list[str]], layout: Layout) -> bool:
@@ -122,25 +119,34 @@ def dequantised(module: nn.Module) -> Tensor | None:
 def sketches(parts: Iterator[Held], layout: Layout, group: Any) -> list[tuple[str, Tensor]]:
     """(Hugging Face name, sketch) of whole matrices; collective over `group`. Left out: those of which a part was not
     found. A rank sees its own part where others hold the same, as in `checksums`."""
-    mine: dict[str, dict[Box, Tensor]] = {}
+    mine: dict[tuple[str, str], dict[Box, Tensor]] = {}
     for item in parts:
         part = item.part
-        mine.setdefault(item.name, {})[part.row, part.column, *part.values.shape] = sketch(part)
+        mine.setdefault(("", item.name), {})[part.row, part.column, *part.values.shape] = sketch(part)
+    found = []
+    for name, boxes in _whole(mine, layout, group):
+        whole = torch.zeros(layout.shapes[name][0], WIDTH, dtype=torch.float64)
+        for (row, _, rows, _), part in boxes.items():
+            whole[row : row + rows] += part
+        found.append((name, whole))
+    return found
+
+
+def _whole(
+    mine: dict[tuple[str, str], dict[Box, Found]], layout: Layout, group: Any
+) -> Iterator[tuple[str, dict[Box, Found]]]:
+    """(Hugging Face name, what all ranks found of it) for each (place, name) of this rank of which no part is missing;
+    collective over `group`."""
     everyones = [mine]
     if group is not None:
         everyones = [{} for _ in range(layout.size)]
         dist.all_gather_object(everyones, mine, group=group)
-    found = []
-    for name in mine:
-        boxes: dict[Box, Tensor] = {}
+    for place, name in mine:
+        boxes: dict[Box, Found] = {}
         for theirs in [*everyones, mine]:
-            boxes |= theirs.get(name, {})
+            boxes |= theirs.get((place, name), {})
         if sum(rows * columns for _, _, rows, columns in boxes) == layout.shapes[name].numel():
-            whole = torch.zeros(layout.shapes[name][0], WIDTH, dtype=torch.float64)
-            for (row, _, rows, _), part in boxes.items():
-                whole[row : row + rows] += part
-            found.append((name, whole))
-    return found
+            yield name, boxes
 
 
 def checksums(parts: Iterator[Held], layout: Layout, dtype: torch.dtype, group: Any) -> list[tuple[str, int]]:
@@ -158,18 +164,7 @@ def checksums(parts: Iterator[Held], layout: Layout, dtype: torch.dtype, group: 
     mine: dict[tuple[str, str], dict[Box, int]] = {}
     for (place, name, box), number in zip(held, values_of(sums), strict=True):
         mine.setdefault((place, name), {})[box] = number
-    everyones = [mine]
-    if group is not None:
-        everyones = [{} for _ in range(layout.size)]
-        dist.all_gather_object(everyones, mine, group=group)
-    found = []
-    for key, own in mine.items():
-        boxes: dict[Box, int] = {}
-        for theirs in [*everyones, {key: own}]:
-            boxes |= theirs.get(key, {})
-        if sum(rows * columns for _, _, rows, columns in boxes) == layout.shapes[key[1]].numel():
-            found.append((key[1], total(list(boxes.values()))))
-    return found
+    return [(name, total(list(boxes.values()))) for name, boxes in _whole(mine, layout, group)]
 
 
 def _sum_in(part: Slice, dtype: torch.dtype) -> Tensor:
@@ -188,17 +183,26 @@ def _names(parameter: str, fused: dict[str, list[str]], layout: Layout) -> list[
     return names if all(name in layout.shapes for name in names) else []
 
 
-def _of_module(
-    module: nn.Module, names: list[str], place: str, local: Tensor, layout: Layout, reader: Reader
-) -> Iterator[Held]:
+def _rows_of_parts(module: nn.Module) -> list[int]:
+    """Rows that each part of a fused module has on this rank; vLLM and SGLang say it alike."""
+    return list(vars(module).get("output_partition_sizes", []))
+
+
+def _vocabulary_range(module: nn.Module) -> tuple[int, int] | None:
+    """Which ids an embedding or head has on this rank; None for other modules."""
+    indices = vars(module).get("shard_indices")
+    return None if indices is None else (indices.org_vocab_start_index, indices.org_vocab_end_index)
+
+
+def _of_module(module: nn.Module, names: list[str], place: str, local: Tensor, layout: Layout) -> Iterator[Held]:
     """Of a linear layer, embedding or norm: one tensor, or several one below the other."""
-    vocabulary = reader.vocabulary_range(module)
+    vocabulary = _vocabulary_range(module)
     if vocabulary is not None:  # padded to a multiple of 64 rows on every rank
         start, end = vocabulary
         rows = as_matrix(local[: end - start])
         yield Held(names[0], place, Slice(rows, 0, start) if local.ndim < 2 else Slice(rows, start, 0))
         return
-    parts = reader.rows_of_parts(module)
+    parts = _rows_of_parts(module)
     if len(names) == 1 and len(parts) > 1 and layout.size > 1:
         yield from _of_each_part(names[0], place, local, parts, layout)
         return

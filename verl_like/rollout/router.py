@@ -459,16 +459,12 @@ class Router:
             self._admit()
 
 
-def _first(queue: _Queue) -> _Entry | None:
+def _push_first(firsts: list[tuple[tuple[int, int], _Replica | None]], queue: _Queue, owner: _Replica | None) -> None:
     """The next of a queue; those that were aborted while they waited are dropped."""
     while queue and queue[0][1].ended:
         heappop(queue)
-    return queue[0][1] if queue else None
-
-
-def _push_first(firsts: list[tuple[tuple[int, int], _Replica | None]], queue: _Queue, owner: _Replica | None) -> None:
-    if queue and (entry := _first(queue)) is not None:
-        heappush(firsts, (entry.place, owner))
+    if queue:
+        heappush(firsts, (queue[0][0], owner))
 
 
 def _resolve(results: Iterable[_Result]) -> None:

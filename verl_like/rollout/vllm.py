@@ -266,11 +266,6 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             self._llm.wake_up(tags=sleeping)
             self._asleep -= set(sleeping)
 
-    def open(self) -> None:
-        self._require_weights()
-        self.wake()
-        super().open()
-
     def shutdown(self) -> None:
         super().shutdown()
         if self._llm is not None:

@@ -448,17 +448,6 @@ def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
     return name if old else f"model.{name}"
 
 
-def rows_of_parts(module: nn.Module) -> list[int]:
-    """Rows that each part of a fused module has on this rank."""
-    return list(vars(module).get("output_partition_sizes", []))
-
-
-def vocabulary_range(module: nn.Module) -> tuple[int, int] | None:
-    """Which ids an embedding or head has on this rank; None for other modules."""
-    indices = vars(module).get("shard_indices")
-    return None if indices is None else (indices.org_vocab_start_index, indices.org_vocab_end_index)
-
-
 def unpacked_linear(module: nn.Module) -> Tensor | None:
     """The weight [outputs, inputs] that a linear layer on CPU computes with; None where there is no packed copy.
 

@@ -204,11 +204,6 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
             compat.resume(self._scheduler, sleeping)
             self._asleep -= set(sleeping)
 
-    def open(self) -> None:
-        self._require_weights()
-        self.wake()
-        super().open()
-
     def shutdown(self) -> None:
         super().shutdown()
         self._scheduler = None
