@@ -91,7 +91,7 @@ def _checked(value: Any) -> RewardOutcome:
     if isinstance(value, dict):
         if "score" not in value:
             return _bad_value(f'the returned dict has no "score" (keys: {sorted(map(str, value))})')
-        extras = {str(key): _plain(item) for key, item in value.items() if key != "score"}
+        extras = {str(key)[:_SHOWN_CHARS]: _plain(item) for key, item in value.items() if key != "score"}
         value = value["score"]
     number = _plain(value)
     if not isinstance(number, int | float):  # bool is an int
@@ -123,6 +123,10 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if type(value).__module__.startswith("numpy.ma"):
+        return _plain(value.tolist())  # None where it is masked: `item` gives what lies beneath, or 0
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):
+        return str(value)  # a time is no number, however it is stored
     if callable(getattr(value, "item", None)):  # numpy scalars, tensors of one element
         with contextlib.suppress(ValueError, RuntimeError, TypeError):  # more than one element
             return _plain(value.item())

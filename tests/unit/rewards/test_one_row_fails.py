@@ -206,10 +206,40 @@ def test_one_unusable_acc_does_not_change_what_a_source_is_judged_by() -> None:
     batch, scores = batch_of([0] * 6)
     acc: list[Any] = [1, 1e308, 1, 0, 0, None]
     metrics = validation_metrics([(batch, scores.replace(extras=[{"acc": each} for each in acc]))])
-    assert metrics["val-core/toy/acc/mean@2"] == 0.5 and metrics["val-aux/toy/acc/left_out"] == 2.0
+    assert metrics["val-core/toy/acc/mean@3"] == 0.5 and metrics["val-aux/toy/acc/left_out"] == 2.0
     outcomes = [RewardOutcome(score=1.0, extras={"acc": 1}), RewardOutcome(kind="crash")]
     penalised = to_scores(outcomes * 3, ["toy"] * 6, failure_penalty=-1.0)
-    assert validation_metrics([(batch, penalised)])["val-core/toy/acc/mean@2"] == 1.0
+    assert validation_metrics([(batch, penalised)])["val-core/toy/acc/mean@3"] == 1.0
+
+
+@pytest.mark.parametrize("lost", ["none", "one of each prompt", "all but one", "two of each prompt"])
+def test_rows_that_failed_do_not_rename_what_a_source_is_judged_by(lost: str) -> None:
+    """trainer.best_metric names val-core/toy/reward/mean@3, and the run would end without it."""
+    bad_rows = {
+        "none": [],
+        "one of each prompt": [0, 4],
+        "all but one": [0, 1, 2, 3, 4],
+        "two of each prompt": [0, 1, 3, 4],
+    }
+    outcomes = [RewardOutcome(kind="crash") if i in bad_rows[lost] else RewardOutcome(score=1.0) for i in range(6)]
+    metrics = validation_metrics([(batch_of([0] * 6)[0], to_scores(outcomes, ["toy"] * 6))])
+    assert metrics["val-core/toy/reward/mean@3"] == 1.0
+    assert ("val-core/toy/reward/best@3/mean" in metrics) == (lost == "none")  # nobody knows it where each lost a row
+    assert ("val-aux/toy/reward/best@2/mean" in metrics) == (lost in ("none", "one of each prompt"))
+
+
+def test_what_reward_functions_call_their_values_takes_no_place_of_ours() -> None:
+    outcomes = [to_outcome({"score": 1.0, "seconds": 7.0, "k" * 10_000: 1.0})] * 2
+    metrics = reward_metrics(to_scores(outcomes, ["toy"] * 2))
+    assert metrics["reward/seconds/mean"] == 0.0 and max(map(len, metrics)) < 300
+
+
+@pytest.mark.parametrize(
+    "value", [np.ma.masked, np.ma.array([2.0], mask=True), np.datetime64(5, "ns"), np.timedelta64(5, "ns")]
+)
+def test_what_numpy_stores_as_a_number_and_is_none(value: Any) -> None:
+    assert to_outcome(value).kind == to_outcome({"score": value}).kind == "bad_value"
+    assert numeric_extras(to_outcome({"score": 1.0, "part": value}).extras) == {}
 
 
 def test_further_values_that_are_texts_or_answers_are_no_numbers_that_were_lost() -> None:
