@@ -17,6 +17,7 @@ from verl_like.rewards.reward_call import RewardOutcome, ScorerSpec, is_finite_r
 _TEXT_CHARS = 500
 _SHOWN_CHARS = 200
 _EXTRA_CHARS = 65536  # of a text beside the score
+_NO_LISTS = (dict, set, frozenset, str, bytes, bytearray)  # their keys, letters and bytes are no scores
 _INT_BITS = 1000  # what has more is no float, and would break statistics
 
 
@@ -67,7 +68,10 @@ async def _read_later(value: Awaitable[Any], reader: Callable[[Any], Any]) -> An
     return reader(await value)
 
 
-def _outcomes(values: Iterable[Any], count: int) -> list[RewardOutcome]:
+def _outcomes(values: Any, count: int) -> list[RewardOutcome]:
+    if not isinstance(values, Iterable) or isinstance(values, _NO_LISTS):
+        found = f"{_short(values)} ({type(values).__name__})"
+        return [_bad_value(f"a batch function returns a list with the score of each response, not {found}")] * count
     values = list(values)
     if len(values) != count:
         return [_bad_value(f"{len(values)} scores for {count} responses")] * count

@@ -43,7 +43,7 @@ from verl_like.rewards.judge import Judge
 from verl_like.rewards.manager import reward_metrics
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
-from verl_like.rewards.worker import to_outcome
+from verl_like.rewards.worker import _outcomes, to_outcome
 from verl_like.rollout.rollout_engine import Sampled
 
 MISSING = object()
@@ -232,6 +232,21 @@ def test_what_reward_functions_call_their_values_takes_no_place_of_ours() -> Non
     outcomes = [to_outcome({"score": 1.0, "seconds": 7.0, "k" * 10_000: 1.0})] * 2
     metrics = reward_metrics(to_scores(outcomes, ["toy"] * 2))
     assert metrics["reward/seconds/mean"] == 0.0 and max(map(len, metrics)) < 300
+
+
+@pytest.mark.parametrize(
+    "values", [{0: 1.0, 1: 2.0}, {1.0, 2.0}, b"12", "12", None, 1.0, {"a": [1], "b": [1]}], ids=repr
+)
+def test_what_a_batch_function_returns_is_one_score_a_response(values: Any) -> None:
+    """Keys, bytes and a set's elements in whatever order would be taken for scores."""
+    outcomes = _outcomes(values, 2)
+    assert [outcome.kind for outcome in outcomes] == ["bad_value"] * 2
+    assert "a list with the score of each response" in outcomes[0].message
+
+
+@pytest.mark.parametrize("values", [[1.0, 2], (1.0, 2), np.array([1.0, 2]), torch.tensor([[1.0], [2]]), map(int, "12")])
+def test_whatever_else_has_one_for_each_is_read(values: Any) -> None:
+    assert [outcome.score for outcome in _outcomes(values, 2)] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
