@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -304,6 +305,18 @@ def test_rewards_of_turns_tools_and_environments(value: Any) -> None:
 @good
 def test_good_rewards_of_turns_tools_and_environments(value: Any) -> None:
     assert to_reward(value) == 1.0 and step_of(("seen", value, True, False, {})).reward == 1.0
+
+
+@pytest.mark.parametrize(("rewards", "kind"), [([3e38, 3e38], "bad_value"), ([1.0, None], None), ([3e38, None], None)])
+def test_rewards_of_turns_that_are_finite_one_by_one_alone(rewards: list[float | None], kind: str | None) -> None:
+    """Their sum is infinite as a 32-bit float, and would be the advantage of every row."""
+    turn = Turn(observation_ids=[1], sampled=Sampled.of([2], [0.0], 0), finish_reason="stop")
+    turns = tuple(dataclasses.replace(turn, reward=reward) for reward in rewards)
+    prompt = Prompt(group=0, position=0, ids=[1], row=PromptRow(index=0, data_source="toy", messages=[]))
+    known = Member(prompt, Episode(turns=turns, reward=0.5)).known_outcome()
+    assert known is not None and known.kind == kind and (known.score is None) == known.lost == (kind is not None)
+    ungraded = Member(prompt, Episode(turns=turns)).known_outcome()
+    assert (ungraded and ungraded.kind) == kind
 
 
 def test_a_curriculum_gets_lists_of_one_length_row_by_row() -> None:
