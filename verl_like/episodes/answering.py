@@ -23,7 +23,7 @@ from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import Answer
 from verl_like.rewards.parts import combine
-from verl_like.rewards.reward_call import RewardOutcome
+from verl_like.rewards.reward_call import RewardOutcome, is_finite_reward
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.rollout_engine import (
     NOTHING,
@@ -91,6 +91,10 @@ class Member:
         """Of an episode that needs no grader."""
         if (failure := self.episode.failure) is not None:
             return RewardOutcome(kind=failure.kind, message=failure.message, lost=True)
+        rewards = [turn.reward or 0.0 for turn in self.episode.turns] + [self.episode.reward or 0.0]
+        if not is_finite_reward(sum(map(abs, rewards))):  # each is, by itself: see `to_reward`
+            message = f"the rewards of the turns, {rewards!r:.200}, add up to no finite 32-bit float"
+            return RewardOutcome(kind="bad_value", message=message, lost=True)
         if self.episode.reward is None:
             return None
         won = usable_number(self.episode.info.get("success"))  # of a game: what counts as right, whatever its score

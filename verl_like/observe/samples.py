@@ -23,6 +23,7 @@ from torch import Tensor
 from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
 from verl_like.models.special_tokens import SpecialTokens
 from verl_like.observe.redaction import hidden
+from verl_like.observe.run_folder import FIELDS
 from verl_like.ragged import bounds
 
 Sample = dict[str, Any]
@@ -88,8 +89,8 @@ def make_samples(
             sample["prompt_id"] = row.prompt_id
         if failure is not None:
             sample["failure"] = hidden(f"{failure.kind}: {failure.message}")
-        # The reward function's own values never hide a field of the record.
-        samples.append({**scores.extras[i], **sample})
+        # The reward function's own values never hide a field of the record, nor stand for one that it lacks ("failure")
+        samples.append({**{name: value for name, value in scores.extras[i].items() if name not in FIELDS}, **sample})
     return samples
 
 

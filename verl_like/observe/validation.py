@@ -7,7 +7,7 @@ N is the number of responses per prompt, n runs over 2, 4, 8 .. N. The core vari
 reward function gave one for every response, usable or not, else "reward". A statistic is computed per prompt and then
 averaged over prompts. Rows whose reward failed are left out and counted (`val-aux/<data_source>/failed_rewards`), and
 so are rows from the statistics of a variable that is no usable number in them (`val-aux/<data_source>/<variable>/
-left_out`); a prompt that lost rows takes no part in statistics of more responses than it has left.
+left_out`); a prompt that lost rows takes no part in statistics of more responses than it has left. N counts lost ones.
 
 Departure from verl, on purpose: verl estimates best@n and worst@n from 1,000 draws WITH replacement, which is random
 and too pessimistic (best@N misses the best response 36% of the time). Here they are the exact mean and standard
@@ -23,6 +23,7 @@ import itertools
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, 
     batches = [whole_episodes(rollouts, scores) for rollouts, scores in batches]
     names = report_names(row for rollouts, _ in batches for row in rollouts.rows)
     sources: dict[str, dict[tuple[int, int], list[_Response]]] = {}
+    asked: dict[str, Counter[tuple[int, int]]] = {}  # how many responses each prompt has, with those that failed
     further: dict[str, list[Mapping[str, Any]]] = {}
     failed: dict[str, int] = {}
     for batch_number, (rollouts, scores) in enumerate(batches):
@@ -50,6 +52,7 @@ def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, 
             group = (batch_number, int(rollouts.group_B[i]))
             prompts = sources.setdefault(source, {})
             failed.setdefault(source, 0)
+            asked.setdefault(source, Counter())[group] += 1
             rows = prompts.setdefault(group, [])
             if bool(scores.valid_B[i]):
                 rows.append(_response(scores, i))
@@ -58,7 +61,8 @@ def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, 
                 failed[source] += 1
     metrics: dict[str, float] = {}
     for source, prompts in sources.items():
-        metrics |= _source_metrics(source, [rows for rows in prompts.values() if rows])
+        most = max(asked[source].values())
+        metrics |= _source_metrics(source, [rows for rows in prompts.values() if rows], most)
         for name, left_out in unusable_extras(further.get(source, [])).items():
             metrics[f"val-aux/{source}/{name}/left_out"] = float(len(left_out))
         metrics[f"val-aux/{source}/failed_rewards"] = float(failed[source])
@@ -97,7 +101,7 @@ def _response(scores: Scores, row: int) -> _Response:
     return _Response(values, has_acc, answer if "pred" in extra else None)
 
 
-def _source_metrics(source: str, prompts: list[list[_Response]]) -> dict[str, float]:
+def _source_metrics(source: str, prompts: list[list[_Response]], asked: int) -> dict[str, float]:
     responses = [response for prompt in prompts for response in prompt]
     if not responses:
         return {}
@@ -107,26 +111,28 @@ def _source_metrics(source: str, prompts: list[list[_Response]]) -> dict[str, fl
     for name in sorted({name for response in responses for name in response.values}):
         columns = [[response for response in prompt if name in response.values] for prompt in prompts]
         columns = [column for column in columns if column]
-        largest = max(len(column) for column in columns)
-        for statistic, value in _variable_metrics(name, columns, largest).items():
-            is_core = name == core and statistic.startswith(_CORE_STATISTICS) and f"@{largest}" in statistic
+        for statistic, value in _variable_metrics(name, columns, asked).items():
+            is_core = name == core and statistic.startswith(_CORE_STATISTICS) and f"@{asked}" in statistic
             metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{statistic}"] = value
     return metrics
 
 
 def _variable_metrics(name: str, prompts: list[list[_Response]], largest: int) -> dict[str, float]:
-    """All statistics of one variable, averaged over prompts."""
+    """All statistics of one variable, averaged over prompts; those for which no prompt has responses enough are not."""
     values = [[response.values[name] for response in prompt] for prompt in prompts]
     metrics = {f"mean@{largest}": statistics.fmean(statistics.fmean(v) for v in values)}
     if largest == 1:
         return metrics
-    metrics[f"std@{largest}"] = statistics.fmean(statistics.pstdev(v) for v in values if len(v) > 1)
+    if spreads := [statistics.pstdev(v) for v in values if len(v) > 1]:
+        metrics[f"std@{largest}"] = statistics.fmean(spreads)
     binary = all(v in (0.0, 1.0) for prompt in values for v in prompt)
     if binary:
         metrics["pass@1"] = metrics[f"mean@{largest}"]
     votes = [[(r.answer, r.values[name]) for r in prompt if r.answer is not None] for prompt in prompts]
     for n in subset_sizes(largest):
         best = [best_of(v, n) for v in values if len(v) >= n]
+        if not best:
+            break
         worst = [best_of([-x for x in v], n) for v in values if len(v) >= n]
         metrics |= _mean_and_std(f"best@{n}", best)
         metrics |= _mean_and_std(f"worst@{n}", [(-mean, std) for mean, std in worst])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 from verl_like.rewards.think_answer import extract_answer
@@ -37,6 +38,8 @@ def compute_score(
     ground_truth: {"target": int, "numbers": [int, ...]}, also as JSON text; ValueError for anything else.
     """
     truth = dictionary_with(ground_truth, "target", "numbers")
+    if not all(isinstance(number, Real) for number in (*truth["numbers"], truth["target"])):
+        raise ValueError(f"countdown: target and numbers of ground_truth must be numbers, not {ground_truth!r:.200}")
     equation = extract_equation(solution_str)
     if equation is None:
         return {"score": 0.0, "acc": 0.0, "pred": ""}

@@ -162,7 +162,7 @@ class _Parser:
     def _juxtaposed(self, left: Node) -> Node:
         """left times what follows; a whole number before a proper fraction is a mixed number."""
         right = self._power()
-        if left[0] == "num" and left[1].denominator == 1 and left[1] and right[0] == "frac":
+        if left[0] == "num" and left[1].denominator == 1 and right[0] == "frac":
             top, bottom = right[1], right[2]
             if top[0] == bottom[0] == "num" and 0 < top[1] < bottom[1]:
                 return ("num", left[1] + top[1] / bottom[1])

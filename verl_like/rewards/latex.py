@@ -90,6 +90,7 @@ _UNICODE = str.maketrans(
         **dict.fromkeys("\u00d7\u22c5\u00b7", "*"),
         **dict.fromkeys("\u00f7\u2044", "/"),
         **dict.fromkeys("\u2009\u00a0\u202f", " "),
+        **{"\uff08": "(", "\uff09": ")", "\u00a2": " cents", "\u221b": r"\sqrt[3] "},
         **{"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u221a": r"\sqrt ", "\u00b0": r"^\circ ", "\u2248": r"\approx "},
         **{"\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u211d": r"\mathbb{R}"},
         **{"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b1": r"\pm ", "\u2016": "|", "\u2032": "'"},
@@ -102,14 +103,20 @@ _UNICODE = str.maketrans(
             "\uff0c": ",",
         },
         **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}"},
+        **{"\u2153": r"\frac{1}{3}", "\u2154": r"\frac{2}{3}"},
     }
+)
+# {x | x > 3} and {x \in R : x > 3}: the variable, then what is said of it, which must name it and be a relation
+_SET_BUILDER = (
+    r"^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?[|:]"
+    r"(?=[^|:]*(?<![A-Za-z\\])\1(?![A-Za-z]))(?=[^|:]*(?:[<>=]|\\[lg]e ))([^|:]*)\\\}$"
 )
 # (pattern, replacement), in order
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr|big|Big|bigg|Bigg)(?![A-Za-z])\s*\.?", ""),
-        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut)(?![A-Za-z])(?:\{\})?", ""),
+        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut|bf(?!\s*\{))(?![A-Za-z])(?:\{\})?", ""),
         (r"(?<=\d),\\!\s*(?=\d{3})", ""),
         (r"\{,\}", ","),
         (r"(?<!\\)\\!", ""),
@@ -130,12 +137,18 @@ _SPELLINGS = [
         (r"\*\*", "^"),
         (r"(\^-?\d+) (?=\d)", r"\1*"),  # 2^6 3^5
         (r"\\div(?![A-Za-z])", "/"),
+        (r"(^|(?<!\\)\{)([^{}\\=]+)\\over(?![A-Za-z])([^{}\\=]+)(?=\}|$)", r"\1\\frac{\2}{\3}"),
+        (r"(^|(?<!\\)\{)([^{}\\=]+)\\choose(?![A-Za-z])([^{}\\=]+)(?=\}|$)", r"\1\\binom{\2}{\3}"),
+        (r"\\text\s*\{\s*\\?%\s*\}", r"\%"),
+        (r"^([-\d.,]+)\s*(\\\$|\u20ac|\u00a3)$", r"\2\1"),
+        (r"(^|[(\[,=])\s*\+\s*(?=\\infty)", r"\1"),
+        (_SET_BUILDER, r"\2"),
         (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset "),
         (r"\binfinity\b|(?<!\\)\boo\b", r"\\infty "),
         (r"\^\s*\{\s*(\\circ|\\prime|.)\s*\}", r"^\1"),
         (r"\\(?:degree|degrees)(?![A-Za-z])", r"^\\circ "),
         (r"_\s*\{\s*(\w+)\s*\}", r"_{\1}"),
-        (r"(\d)_(\d)", r"\1_{\2}"),
+        (r"([\d)])_(\d)", r"\1_{\2}"),
         (r"_(\d+)(?=\s)", r"_{\1}"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
@@ -145,12 +158,15 @@ _SPELLINGS = [
         (r"\\pmod\s*(\d+)", r"\\pmod{\1}"),
         (r"\.(\d*)\\(?:overline|bar)\s*\{?\s*(\d+)\s*\}?", r".\1\\overline{\2}"),
         (r"\\(?:text|textrm|mathrm|rm)\s*\{\s*(i|e|and|or)\s*\}", r" \1 "),
-        (r"(?<=[\d)\]}])\s*,?\s*\b(?:and|or)\b\s*(?=[-\\\d(\[{a-z])", ","),
+        (r"(?<=[\d)\]}])\s*,?\s*\band\b\s*(?=[-\\\d(\[{a-z])", ","),
+        (r"(?<=[\d)\]}])\s*,?\s*\bor\b\s*(?=[-\\\d(\[{a-z])", ";"),
     ]
 ]
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_LEADING = re.compile(r"^(?:\\(?:displaystyle|textstyle|q?quad)(?![A-Za-z])(?:\{\})?|\\[,;: !]|\s)+")
-_TRAILING = re.compile(r"(?:\\?[,;:]|\\!|\\q?quad|\s|(?<!\.)\.{1,2}(?=[\s,;:]*$))+$")  # but no dots that stand for more
+_LEADING = re.compile(r"^(?:\\(?:displaystyle|textstyle|therefore|q?quad)(?![A-Za-z])(?:\{\})?|\\[,;: !]|\s)+")
+_TRAILING = re.compile(  # but no dots that stand for more
+    r"(?:\\?[,;:]|\\!|\\+(?=\s*$)|\\q?quad|\s|(?<!\.)\.{1,2}(?=[\s,;:]*$))+$"
+)
 _LEAD_IN = re.compile(
     r"^(?P<command>\\(?:text|textbf|mathrm|mbox)\s*\{)?\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?"
     r"answer(?:\s+is)?(?(command)\s*:?\s*\}|(?:(?<=is)\s|\s*:))\s*",
@@ -189,7 +205,7 @@ def strip_delimiters(answer: str) -> str:
     return text
 
 
-_TEXT_COMMANDS = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname|rm|bf"
+_TEXT_COMMANDS = "text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox|operatorname|rm|bf"
 _TEXT = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _SPACE_THAT_MATTERS = re.compile(
     r"(?<=[0-9A-Za-z]) (?=[0-9])|(?<=[A-Za-z]{2}) (?=[A-Za-z]{2})|(\\[A-Za-z]+) (?=[A-Za-z])"

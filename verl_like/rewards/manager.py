@@ -349,7 +349,8 @@ def reward_metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> d
         for source, value, valid in zip(sources, scores.score_B.tolist(), scores.valid_B.tolist(), strict=True):
             if valid:
                 collected.setdefault(f"reward/{source}/score/mean", []).append(value)
-    return metrics | {name: sum(values) / len(values) for name, values in collected.items()}
+    # what a reward function calls "seconds" does not take the place of ours
+    return {name: sum(values) / len(values) for name, values in collected.items()} | metrics
 
 
 def _num_workers(custom: CustomRewardFunctionConfig, manager: str) -> int:

@@ -39,9 +39,9 @@ _SIDE_BY_SIDE = re.compile(  # no products: 4 0, x 2, {4}{0}, 4{0}, the footnote
     r"\d \d|(?<![\\A-Za-z])[A-Za-z] \d|(?<![A-Za-z}\]^_])\{[\d.]+\}\{?\d|(?<![\w.^])[\d.]+\{\d"
     r"|(?<!\\sqrt)(?<=.)\[[\d.]+\]|^\[[\d.]+\](?=.)"
 )
-_BASED = re.compile(r"^(-?[0-9A-Z]+)_\{(\d+)\}$")
+_BASED = re.compile(r"^\(?(-?[0-9A-Z]+)\)?_\{(\d+)\}$")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
-_QUOTED = re.compile(r"^\s*[\"'`]+(.*?)\.?[\"']+\s*$", re.DOTALL)
+_QUOTED = re.compile(r"^\s*[\"'`]++(.*?)\.?[\"']+\s*$", re.DOTALL)
 _WORDS = re.compile(r"^[A-Za-z][A-Za-z' \-]*$")
 _CHOICE = re.compile(r"^\(?\s*([A-Z])\s*[).:]?$")
 
@@ -83,7 +83,7 @@ def _readings(text: str) -> list[str]:
     before, after = parts_of(text), parts_of(joined)
     if before and before.kind != "list" and (after is None or len(after.elements) < 2):
         return [text]  # (20,100) is a pair
-    listed = len(split_top_level(text)) > 1 or text[:1] in ("(", "[", "\\")
+    listed = len(split_top_level(text, ",;")) > 1 or text[:1] in ("(", "[", "\\")
     return [joined, text] if listed and not _LEADING_ZERO.search(text) else [joined]
 
 
@@ -92,7 +92,11 @@ def _compare_approximations(truth: str, answer: str) -> Verdict:
     truths, answers = _values(truth), _values(answer)
     if len(truths) == len(answers) == 1:
         return _compare(truths[0], answers[0], 0)
-    same = all(any(_compare(right, given, 0).same for right in truths) for given in answers)
+    exact = _tree(squeeze(answers[0].rpartition("=")[2]))  # \sqrt{2} \approx 1.41: the second is the first, rounded
+    same = all(
+        any(_compare(right, given, 0).same for right in truths) or (exact and _is_rounding(given.strip(), exact, 2))
+        for given in answers
+    )
     return Verdict(same, "structure")
 
 
@@ -113,7 +117,7 @@ def _compare(truth: str, answer: str, nesting: int) -> Verdict:
     verdict = _compare_text(truth, answer)
     if verdict is not None:
         return Verdict(verdict, "text")
-    for compare_shape in (compare_matrices, compare_relations, compare_unions, compare_collections):
+    for compare_shape in (compare_relations, compare_matrices, compare_unions, compare_collections):
         verdict = compare_shape(truth, answer, same)
         if verdict is not None:
             return Verdict(verdict, "structure")
@@ -122,7 +126,7 @@ def _compare(truth: str, answer: str, nesting: int) -> Verdict:
 
 def _compare_text(truth: str, answer: str) -> bool | None:
     """Words, multiple-choice letters, times and numbers of another base: compared as they are written."""
-    left, right = (squeeze(_QUOTED.sub(r"\1", plain_text(side))) for side in (truth, answer))
+    left, right = (squeeze(_QUOTED.sub(r"\1", plain_text(side))).removesuffix(".") for side in (truth, answer))
     if left == right:
         return bool(left)
     choices = _CHOICE.match(left), _CHOICE.match(right)
@@ -146,7 +150,7 @@ def _compare_values(truth: Quantity, answer: Quantity) -> Verdict:
     texts = squeeze(plain_text(truth.value)), squeeze(plain_text(answer.value))
     if texts[0] == texts[1] and truth.percent == answer.percent:
         return Verdict(bool(texts[0]), "text")
-    if any(_SIDE_BY_SIDE.search(text) for text in texts):
+    if any(_SIDE_BY_SIDE.search(text) or "\\infty" in text for text in texts):  # nor arithmetic with infinity
         return Verdict(False, "value")
     if any(says_more_than_the_number(plain_text(side.value)) for side in (truth, answer)):
         return Verdict(False, "text")
@@ -189,9 +193,9 @@ def _same_value(truth: expression.Node, answer: expression.Node, texts: tuple[st
     return same
 
 
-def _is_rounding(text: str, exact: expression.Node) -> bool:
-    """Whether `text`, a decimal of 6 or more places, is the rounding of a number that has no finite decimal form."""
-    if not re.fullmatch(rf"-?\d*\.\d{{{_ROUNDING_DECIMALS},}}", text):
+def _is_rounding(text: str, exact: expression.Node, places: int = _ROUNDING_DECIMALS) -> bool:
+    """Whether `text`, a decimal with so many places or more, is a rounded number that has no finite decimal form."""
+    if not re.fullmatch(rf"-?\d*\.\d{{{places},}}", text):
         return False
     value = expression_value.rational(exact)
     if value is not None and _is_finite_decimal(value):

@@ -22,12 +22,15 @@ _MEMBER = re.compile(rf"^{_NAME}\s*\\in\s*((?:[(\[R]|\\\{{|\\mathbb|\\emptyset).
 # what an answer may say it has found, besides names and expressions: \angle ABC, \text{Area of the base}, \gcd(12,18)
 _FOUND = re.compile(
     r"\\(?:angle|measuredangle|triangle|overline|sum|prod|int|lim|gcd|max|min|det|dim|deg|mathbb|mathbf|vec|lfloor|rfloor|"
-    r"lceil|rceil|[lc]?dots|bmod|mod|pmod|binom|to|infty|frac|sqrt|circ|cdot)(?![A-Za-z])"
+    rf"lceil|rceil|[lc]?dots|bmod|mod|pmod|binom|to|infty|frac|sqrt|circ|cdot|Pr|{'|'.join(expression.GREEK)})(?![A-Za-z])"
     r"|(?<![A-Za-z\\])(?i:the|of|total|answer|area|volume|perimeter|surface|length|width|height|radius|diameter|distance|"
     r"time|speed|rate|age|cost|price|profit|sum|product|difference|number|probability|ratio|mean|median|average|lcm|gcd|"
-    r"value|result|slope|[a-z])(?![A-Za-z])|[A-Z]|[-+*/\d\s()\[\]{}|!.,^_']",
+    r"value|result|slope|[a-z])(?![A-Za-z])|[A-Z]|[-+*/=\d\s()\[\]{}|!.,^_']",
 )
-_UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]|\\(?:angle|triangle|sum|prod|int|lim|gcd|max|min|det)(?![A-Za-z])")
+_UNKNOWN = re.compile(
+    r"(?<![A-Za-z\\])[A-Za-z]"
+    rf"|\\(?:angle|triangle|sum|prod|int|lim|gcd|max|min|det|bmod|Pr|{'|'.join(expression.GREEK)})(?![A-Za-z])"
+)
 _WORD = re.compile(
     r"(?<![A-Za-z\\])(?!arc|sin|cos|tan|cot|sec|csc|ln|log|exp|pi)(?:(?:or|and|no|nor|not|non)(?![A-Za-z])"
     r"|[a-z]{5,}|[a-z]{2,}\s+(?![-+*/^)\s])\S)"
@@ -85,7 +88,8 @@ def compare_collections(truth: str, answer: str, same: Same) -> bool | None:
         alike = left.brackets == right.brackets or len(left.elements) > 2  # of three and more: vectors
         return alike and _in_order(left.elements, right.elements, same)
     if left.kind == "tuple":
-        return right.kind == "list" and left.brackets == "()" and _in_order(left.elements, right.elements, same)
+        pair = right.kind == "list" and left.brackets == "()" and ";" not in answer  # 2 or 7 is no pair
+        return pair and _in_order(left.elements, right.elements, same)
     if right.kind == "tuple":
         return False
     return _same_multiset(left.elements, right.elements, same)
@@ -138,34 +142,39 @@ def compare_relations(truth: str, answer: str, same: Same) -> bool | None:
     if "=" not in answer:
         return same(named[0][2], answer) if named[0] else None
     if "=" not in truth:  # an assignment, or a derivation: 1 + 1 = 2
-        *before, last = re.split("==?", answer)
-        return same(truth, last) and all(_is_found(side) or same(truth, side) for side in before)
-    if truth.count("=") == answer.count("=") == 1:
-        return _same_equation(truth, answer)
+        *before, last = split_top_level(answer.replace("==", "="), "=")
+        return same(truth, last) and all(_is_found(side, truth) or same(truth, side) for side in before)
+    if truth.count("=") == 1:  # y = 2(x+1) - 1 = 2x + 1
+        first, *rest = answer.split("=")
+        return all(_same_equation(truth, f"{first}={side}") for side in rest)
     return None
 
 
-def _is_found(side: str) -> bool:
-    """Whether what stands left of = says what the number is, as x, a+b and \\angle ABC do.
+def _is_found(side: str, truth: str) -> bool:
+    """Whether what stands left of = says what the answer is, as x, a+b and \\angle ABC do.
 
-    Not so 2+3, which is a number itself, 2x, which leaves an equation to be solved, and words that are not known.
+    Not so 2+3, which is a number itself (nor (x-1)(x+2) for x^2-1), 2x, which leaves an equation to be
+    solved, and words that are not known.
     """
     if is_name(side):
         return True
     balanced = all(side.count(left) == side.count(right) for left, right in ("()", "[]", "{}"))
-    if not balanced or side.strip()[:1] in "-*/." or _MULTIPLE.match(side) or not _UNKNOWN.search(plain_text(side)):
+    begun, ended = side.strip()[:1] not in "-*/.", side.strip()[-1:] not in "-+*/^_."
+    if not (balanced and begun and ended) or _MULTIPLE.match(side) or not _UNKNOWN.search(plain_text(side)):
         return False
     tree = expression.parse(squeeze(side))
     if tree is None or _WORD.search(side):
         return not _FOUND.sub("", plain_text(side)).strip()
-    return bool(expression.symbols(tree))
+    symbols, about = expression.symbols(tree), expression.parse(squeeze(truth))
+    return bool(symbols) and (about is None or symbols != expression.symbols(about))
 
 
 def _same_equation(truth: str, answer: str) -> bool:
     """Equal up to a constant factor."""
-    trees = [expression.parse("({})-({})".format(*side.split("="))) for side in (truth, answer)]
-    if trees[0] is None or trees[1] is None:
+    sides = [expression.parse(side) for side in (*truth.split("="), *answer.split("="))]
+    if None in sides:
         return symbolic.equal(truth, answer)
+    trees = [("add", left, ("neg", right)) for left, right in (sides[:2], sides[2:])]
     if expression.symbols(trees[0]) != expression.symbols(trees[1]):
         return False
     verdict = expression_value.proportional(trees[0], trees[1])
@@ -177,13 +186,22 @@ def _as_set(text: str) -> str:
     member = _MEMBER.match(text)
     if member:
         return member[1]
-    parts = [_interval_of(part) for part in _elements(text)]
-    found = [part for part in parts if part is not None]
-    return "\\cup ".join(found) if len(found) == len(parts) else text
+    found = [part for part in map(_interval_of, _elements(text)) if part is not None]
+    if len(found) < len(_elements(text)) or len({name for name, _ in found}) > 1:
+        return text
+    rays = [interval for _, interval in found]
+    return (";" not in text and _between(rays)) or "\\cup ".join(rays)
 
 
-def _interval_of(text: str) -> str | None:
-    """-2 \\le x < 3 as [-2,3), x > 1 as (1,\\infty). None for anything else."""
+def _between(found: Sequence[str]) -> str:
+    """[1,3) for two rays [1,\\infty) and (-\\infty,3) that meet; "" for anything else."""
+    ends = [part.removesuffix(",\\infty)").removeprefix("(-\\infty,") for part in found]
+    between = ",".join(sorted(ends, key=lambda end: end[-1] in ")]"))
+    return between if intervals.same_set(between, between) else ""
+
+
+def _interval_of(text: str) -> tuple[str, str] | None:
+    """-2 \\le x < 3 as x and [-2,3), x > 1 as x and (1,\\infty). None for anything else."""
     parts = [part.strip() for part in _RELATION.split(text)]
     if len(parts) == 3:
         variable, sign, bound = parts
@@ -193,14 +211,14 @@ def _interval_of(text: str) -> str | None:
             return None
         closed = "e" in sign
         if sign in ("<", "\\le"):
-            return f"(-\\infty,{bound}{']' if closed else ')'}"
-        return f"{'[' if closed else '('}{bound},\\infty)"
+            return variable, f"(-\\infty,{bound}{']' if closed else ')'}"
+        return variable, f"{'[' if closed else '('}{bound},\\infty)"
     if len(parts) == 5 and re.fullmatch(_NAME, parts[2]):
         low, first, _, second, high = parts
         if {first, second} <= {">", "\\ge"}:
             low, first, second, high = high, _MIRROR[second], _MIRROR[first], low
         if {first, second} <= {"<", "\\le"}:
-            return f"{'[' if 'e' in first else '('}{low},{high}{']' if 'e' in second else ')'}"
+            return parts[2], f"{'[' if 'e' in first else '('}{low},{high}{']' if 'e' in second else ')'}"
     return None
 
 
@@ -211,7 +229,7 @@ def _expand_plus_minus(text: str) -> str:
     if text.startswith("\\{") and text.endswith("\\}"):
         return f"\\{{{_expand_plus_minus(text[2:-2])}\\}}"
     expanded = []
-    for part in split_top_level(text):
+    for part in _elements(text):
         once = len(_PLUS_MINUS.findall(part)) == 1
         expanded += [_PLUS_MINUS.sub(sign, part) for sign in "+-"] if once else [part]
     return ",".join(expanded)

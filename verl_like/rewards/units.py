@@ -16,7 +16,7 @@ for _line in (Path(__file__).parent / "units.txt").read_text().splitlines():
 _THINGS, _QUALITIES, _CHANGING = (frozenset(_LISTS.pop(name)) for name in ("things", "qualities", "changing"))
 _CANONICAL = {spelling: name for name, spellings in _LISTS.items() for spelling in spellings}
 _SQUARE, _CUBIC = ("sq", "square", "squared"), ("cu", "cubic", "cubed")
-_ONE_LETTER = {spelling for spelling in _CANONICAL if len(spelling) == 1} | {"L"}  # 5 M is no length, nor is 5M
+_ONE_LETTER = {unit for unit in _CANONICAL if len(unit) == 1 and unit.islower()} | {"L"}  # 5 M is no length, nor is 5M
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _CHANGES = re.compile(rf"(?<![A-Za-z\\])(?:{'|'.join([*_CHANGING, *_SCALES])}|times (?=[a-z]))(?![A-Za-z])")
 
@@ -42,6 +42,7 @@ _PERCENT = re.compile(r"^(?P<value>.*?)\s*(?:\\?%|(?:\\text\s*\{)?\s*\b(?:percen
 _CURRENCY = re.compile(
     r"^(?P<sign>-?)\s*(?P<currency>\\\$|\$|\u20ac|\u00a3)\s*(?P<value>(?:[-\d.(]|\\(?:frac|sqrt|pi)).*)$", re.DOTALL
 )
+_MEASURED = re.compile(r"(?<=[A-Za-z]) (?:in total|total|in all|long|tall|high|wide|deep|away|old)$")
 _DEGREES = {"": "degree", "C": "degree celsius", "F": "degree fahrenheit"}
 _SIGNS = {"\u20ac": "euro", "\u00a3": "pound"}
 
@@ -97,6 +98,9 @@ def _counted(words: str, value: str, known: Set[str] | None, power: str | None =
     """ "things" or "other" (see Quantity) for words that say what is counted, "" for any others."""
     if known is None:
         return "" if _CHANGES.search(words) else "other"
+    words, _, each = _MEASURED.sub("", words.strip()).partition(" per ")
+    if each and not _name(each, None):
+        return ""
     *before, last = words.lower().strip(" .").split() or [""]
     if power or not _QUALITIES.union(known).issuperset(before):
         return ""
@@ -123,7 +127,7 @@ def compatible(truth: Quantity, answer: Quantity) -> bool:
 def _name(words: str, power: str | None) -> str:
     """Canonical name of a unit such as `square feet` or `km/h`, or "" if a word of it is unknown."""
     exponent, names = power or "", []
-    for part in re.split(r"\s*/\s*|(?:^|\s+)per\s+", words.strip().strip(".")):
+    for part in re.split(r"\s*/\s*|(?:^|\s+)per\s+", _MEASURED.sub("", words.strip().strip("."))):
         known = []
         for word in re.split(r"[\s.\-]+", part):
             word = word.lower() if len(word) > 1 or word == "L" else word

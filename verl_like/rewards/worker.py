@@ -17,6 +17,7 @@ from verl_like.rewards.reward_call import RewardOutcome, ScorerSpec, is_finite_r
 _TEXT_CHARS = 500
 _SHOWN_CHARS = 200
 _EXTRA_CHARS = 65536  # of a text beside the score
+_NO_LISTS = (dict, set, frozenset, str, bytes, bytearray)  # their keys, letters and bytes are no scores
 _INT_BITS = 1000  # what has more is no float, and would break statistics
 
 
@@ -67,7 +68,10 @@ async def _read_later(value: Awaitable[Any], reader: Callable[[Any], Any]) -> An
     return reader(await value)
 
 
-def _outcomes(values: Iterable[Any], count: int) -> list[RewardOutcome]:
+def _outcomes(values: Any, count: int) -> list[RewardOutcome]:
+    if not isinstance(values, Iterable) or isinstance(values, _NO_LISTS):
+        found = f"{_short(values)} ({type(values).__name__})"
+        return [_bad_value(f"a batch function returns a list with the score of each response, not {found}")] * count
     values = list(values)
     if len(values) != count:
         return [_bad_value(f"{len(values)} scores for {count} responses")] * count
@@ -91,7 +95,7 @@ def _checked(value: Any) -> RewardOutcome:
     if isinstance(value, dict):
         if "score" not in value:
             return _bad_value(f'the returned dict has no "score" (keys: {sorted(map(str, value))})')
-        extras = {str(key): _plain(item) for key, item in value.items() if key != "score"}
+        extras = {str(key)[:_SHOWN_CHARS]: _plain(item) for key, item in value.items() if key != "score"}
         value = value["score"]
     number = _plain(value)
     if not isinstance(number, int | float):  # bool is an int
@@ -123,6 +127,10 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if type(value).__module__.startswith("numpy.ma"):
+        return _plain(value.tolist())  # None where it is masked: `item` gives what lies beneath, or 0
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):
+        return str(value)  # a time is no number, however it is stored
     if callable(getattr(value, "item", None)):  # numpy scalars, tensors of one element
         with contextlib.suppress(ValueError, RuntimeError, TypeError):  # more than one element
             return _plain(value.item())

@@ -36,7 +36,7 @@ def test_records_have_verls_fields_without_padding_or_special_tokens() -> None:
     rollouts = factory.rollouts(
         [[3, 4, 0], [5]], prompts=[[1, 2], [2]], finish_reasons=["stop", "length"], sources=["gsm8k", "math"]
     )
-    scores = factory.scores([0.5, None], [{"acc": True, "input": "must not hide the prompt"}, {}])
+    scores = factory.scores([0.5, None], [{"acc": True, "input": "must not hide the prompt", "failure": "none"}, {}])
     samples = make_samples(rollouts, scores, LetterTokenizer(), step=7)
     assert samples[0] == {
         "input": "ab", "output": "cd", "gts": "truth 0", "score": 0.5, "step": 7,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,8 @@ class TestComparison:
     def test_values(self) -> None:
         assert same_value((1, [2.0000001]), [1, (2.0,)])
         assert same_value({1: "a"}, {"1": "a"})
+        assert not same_value(10**400, 0.5) and not same_value([0.5], [10**400])  # wrong, and no failure of the grader
+        assert same_value(math.inf, math.inf) and not same_value(math.nan, 0.5)
         assert not same_value(True, 1)
         assert not same_value([1, 2], [2, 1])
         assert not same_value("1", 1)

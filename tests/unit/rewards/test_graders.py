@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,13 @@ def test_every_gsm8k_reference_answer_grades_right_and_perturbed_ones_wrong(spli
 )
 def test_countdown_equations(equation: str, expected: bool) -> None:
     assert countdown.is_solution(equation, [44, 19, 35], 60) is expected
+
+
+@pytest.mark.parametrize("truth", [{"target": "24", "numbers": [4, 6]}, {"target": 24, "numbers": ["4", "6"]}])
+def test_countdown_numbers_that_are_text_fail_the_row(truth: dict[str, Any]) -> None:
+    """No answer could be right, and every one would score 0."""
+    with pytest.raises(ValueError, match="must be numbers"):
+        countdown.compute_score("countdown", "<answer>4*6</answer>", truth)
 
 
 def test_countdown_divides_exactly() -> None:

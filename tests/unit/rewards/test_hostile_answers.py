@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from typing import Any
 
 import pytest
@@ -53,6 +54,21 @@ TRUTHS: dict[str, Any] = {
 MATHS = [r"\frac{1}{2}", "x^2+1", r"(1,2]\cup(3,4)", r"\{1,2\}", "x=5", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"]
 # graders that run other programs have their own tests of hostile input
 NAMES = [name for name, entry in GRADERS.items() if not entry.runs_programs]
+LONG = [
+    '"',
+    "'",
+    "x=",
+    "1 or ",
+    "\\\\",
+    r"1\over ",
+    "{1",
+    r"\{x|x>",
+    "x>1,",
+    r"\approx 1",
+    ". ",
+    r"\text{ m",
+    "a long ",
+]
 FRAGMENTS = re.split(
     " ",
     r"\frac \sqrt \sin \cos \log_ \ln \pi \infty \cup \cap \pm \{ \} \\ \le \text{ \boxed{ \left( \right) \binom{9}{3} "
@@ -232,3 +248,13 @@ def test_the_pool_kills_a_grader_that_takes_too_long_and_grades_the_next_row() -
     finally:
         pool.close()
     assert kinds == ["timeout", None]
+
+
+@pytest.mark.parametrize("unit", LONG)
+@pytest.mark.parametrize("frame", ["@", "x=@5", r"\{x|@\}"])
+def test_an_answer_of_one_thing_again_and_again_takes_no_time(frame: str, unit: str) -> None:
+    compare("5", "5!")  # what is loaded at the first use is loaded
+    for length in (960, 20_000):
+        before = time.process_time()
+        compare("5", frame.replace("@", unit * (length // len(unit))))
+        assert time.process_time() - before < 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -43,7 +44,7 @@ from verl_like.rewards.judge import Judge
 from verl_like.rewards.manager import reward_metrics
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
-from verl_like.rewards.worker import to_outcome
+from verl_like.rewards.worker import _outcomes, to_outcome
 from verl_like.rollout.rollout_engine import Sampled
 
 MISSING = object()
@@ -206,10 +207,55 @@ def test_one_unusable_acc_does_not_change_what_a_source_is_judged_by() -> None:
     batch, scores = batch_of([0] * 6)
     acc: list[Any] = [1, 1e308, 1, 0, 0, None]
     metrics = validation_metrics([(batch, scores.replace(extras=[{"acc": each} for each in acc]))])
-    assert metrics["val-core/toy/acc/mean@2"] == 0.5 and metrics["val-aux/toy/acc/left_out"] == 2.0
+    assert metrics["val-core/toy/acc/mean@3"] == 0.5 and metrics["val-aux/toy/acc/left_out"] == 2.0
     outcomes = [RewardOutcome(score=1.0, extras={"acc": 1}), RewardOutcome(kind="crash")]
     penalised = to_scores(outcomes * 3, ["toy"] * 6, failure_penalty=-1.0)
-    assert validation_metrics([(batch, penalised)])["val-core/toy/acc/mean@2"] == 1.0
+    assert validation_metrics([(batch, penalised)])["val-core/toy/acc/mean@3"] == 1.0
+
+
+@pytest.mark.parametrize("lost", ["none", "one of each prompt", "all but one", "two of each prompt"])
+def test_rows_that_failed_do_not_rename_what_a_source_is_judged_by(lost: str) -> None:
+    """trainer.best_metric names val-core/toy/reward/mean@3, and the run would end without it."""
+    bad_rows = {
+        "none": [],
+        "one of each prompt": [0, 4],
+        "all but one": [0, 1, 2, 3, 4],
+        "two of each prompt": [0, 1, 3, 4],
+    }
+    outcomes = [RewardOutcome(kind="crash") if i in bad_rows[lost] else RewardOutcome(score=1.0) for i in range(6)]
+    metrics = validation_metrics([(batch_of([0] * 6)[0], to_scores(outcomes, ["toy"] * 6))])
+    assert metrics["val-core/toy/reward/mean@3"] == 1.0
+    assert ("val-core/toy/reward/best@3/mean" in metrics) == (lost == "none")  # nobody knows it where each lost a row
+    assert ("val-aux/toy/reward/best@2/mean" in metrics) == (lost in ("none", "one of each prompt"))
+
+
+def test_what_reward_functions_call_their_values_takes_no_place_of_ours() -> None:
+    outcomes = [to_outcome({"score": 1.0, "seconds": 7.0, "k" * 10_000: 1.0})] * 2
+    metrics = reward_metrics(to_scores(outcomes, ["toy"] * 2))
+    assert metrics["reward/seconds/mean"] == 0.0 and max(map(len, metrics)) < 300
+
+
+@pytest.mark.parametrize(
+    "values", [{0: 1.0, 1: 2.0}, {1.0, 2.0}, b"12", "12", None, 1.0, {"a": [1], "b": [1]}], ids=repr
+)
+def test_what_a_batch_function_returns_is_one_score_a_response(values: Any) -> None:
+    """Keys, bytes and a set's elements in whatever order would be taken for scores."""
+    outcomes = _outcomes(values, 2)
+    assert [outcome.kind for outcome in outcomes] == ["bad_value"] * 2
+    assert "a list with the score of each response" in outcomes[0].message
+
+
+@pytest.mark.parametrize("values", [[1.0, 2], (1.0, 2), np.array([1.0, 2]), torch.tensor([[1.0], [2]]), map(int, "12")])
+def test_whatever_else_has_one_for_each_is_read(values: Any) -> None:
+    assert [outcome.score for outcome in _outcomes(values, 2)] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "value", [np.ma.masked, np.ma.array([2.0], mask=True), np.datetime64(5, "ns"), np.timedelta64(5, "ns")]
+)
+def test_what_numpy_stores_as_a_number_and_is_none(value: Any) -> None:
+    assert to_outcome(value).kind == to_outcome({"score": value}).kind == "bad_value"
+    assert numeric_extras(to_outcome({"score": 1.0, "part": value}).extras) == {}
 
 
 def test_further_values_that_are_texts_or_answers_are_no_numbers_that_were_lost() -> None:
@@ -259,6 +305,18 @@ def test_rewards_of_turns_tools_and_environments(value: Any) -> None:
 @good
 def test_good_rewards_of_turns_tools_and_environments(value: Any) -> None:
     assert to_reward(value) == 1.0 and step_of(("seen", value, True, False, {})).reward == 1.0
+
+
+@pytest.mark.parametrize(("rewards", "kind"), [([3e38, 3e38], "bad_value"), ([1.0, None], None), ([3e38, None], None)])
+def test_rewards_of_turns_that_are_finite_one_by_one_alone(rewards: list[float | None], kind: str | None) -> None:
+    """Their sum is infinite as a 32-bit float, and would be the advantage of every row."""
+    turn = Turn(observation_ids=[1], sampled=Sampled.of([2], [0.0], 0), finish_reason="stop")
+    turns = tuple(dataclasses.replace(turn, reward=reward) for reward in rewards)
+    prompt = Prompt(group=0, position=0, ids=[1], row=PromptRow(index=0, data_source="toy", messages=[]))
+    known = Member(prompt, Episode(turns=turns, reward=0.5)).known_outcome()
+    assert known is not None and known.kind == kind and (known.score is None) == known.lost == (kind is not None)
+    ungraded = Member(prompt, Episode(turns=turns)).known_outcome()
+    assert (ungraded and ungraded.kind) == kind
 
 
 def test_a_curriculum_gets_lists_of_one_length_row_by_row() -> None:
