@@ -17,7 +17,6 @@ from verl_like.algorithms.kl import FULL_KL_KIND, KL_ESTIMATORS, kl_penalty
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, share_of_episode
 from verl_like.algorithms.mismatch import NONFINITE, PREFIX, count_gap, gap_between
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss, log_ratio, token_ratio
-from verl_like.algorithms.value_losses import clipped_value_loss
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl_like.config.correction import corrects
@@ -233,3 +232,16 @@ def as_metrics(sums: dict[str, Tensor], maxima: dict[str, Tensor] | None = None)
     reductions = ["sum"] * len(sums) + ["max"] * len(maxima)
     named = zip([*sums, *maxima], numbers, reductions, strict=True)
     return {name: Metric(value=v, reduction=r) for name, v, r in named if v != -math.inf}
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> TokenLoss:
+    """0.5 * max((v - R)^2, (clip(v, v_old +- cliprange_value) - R)^2) for each token (PPO's value clipping).
+
+    vf_clipfrac: share of tokens where the clipped term is the larger one (no gradient); vpred_mean: mean prediction.
+    """
+    clipped = torch.minimum(torch.maximum(values, old_values - cliprange_value), old_values + cliprange_value)
+    plain_error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
+    return TokenLoss(
+        loss_BR=0.5 * torch.maximum(plain_error, clipped_error),
+        metrics_BR={"vf_clipfrac": clipped_error > plain_error, "vpred_mean": values},
+    )

@@ -14,9 +14,7 @@ from typing import Any
 
 from verl_like.rewards import code_cases
 from verl_like.rewards.code_cases import AssertTests, CallTest, StdioTest, Suite
-from verl_like.rewards.code_local import LocalRunner
-from verl_like.rewards.code_remote import RemoteRunner
-from verl_like.rewards.code_runner import Runner, TestResult
+from verl_like.rewards.code_runner import LocalRunner, RemoteRunner, Runner, TestResult
 
 _FENCE = re.compile(r"```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py", "")
@@ -60,7 +58,7 @@ def compute_score(
     if code is None:
         return _verdict(_Tally(total=_count(suite), first_failure="no fenced code block"), "", partial_credit)
     code = _complete(code, suite)
-    runner: Runner = RemoteRunner.of(remote, language) if remote else LocalRunner.of(sandbox)
+    runner: Runner = RemoteRunner(**remote, language=language) if remote else LocalRunner.of(sandbox)
     return _verdict(_run(runner, code, suite, partial_credit), code, partial_credit)
 
 
