@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import heapq
 import itertools
@@ -117,16 +118,15 @@ class PromptDataset:
         self._ends = list(itertools.accumulate(len(file.rows) for file in self.files))
         self._tokens: dict[int, array[int]] = {}  # by position in the files
         self._placed: dict[int, list[MediaHandle]] = {}  # images of these prompts
-        self._sources: dict[int, list[str]] = {}  # by number of the file
         max_samples = data.train_max_samples if split == "train" else data.val_max_samples
         self._seed = seed if data.seed is None else data.seed
         self._kept = self._choose(max_samples, self._seed)
         if data.filter_overlong_prompts:
             self._kept = self._drop_overlong(self._kept)
         if len(self._kept) == 0:
-            raise ValueError(
-                f"data.{split}_files: no prompt is left of {self._num_file_rows()} rows{self._why_empty()}"
-            )
+            why = f": all are longer than data.max_prompt_length={data.max_prompt_length} tokens"
+            why = why if data.filter_overlong_prompts and self._ends[-1] else ""
+            raise ValueError(f"data.{split}_files: no prompt is left of {self._ends[-1]} rows{why}")
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -223,8 +223,7 @@ class PromptDataset:
 
     def domains(self) -> list[str]:
         """See Dataset."""
-        sources = [source for number in range(len(self.files)) for source in self._file_sources(number)]
-        return [sources[position] for position in self._kept]
+        return [self._sources[position] for position in self._kept]
 
     def agents(self) -> list[str]:
         """See Dataset."""
@@ -240,15 +239,8 @@ class PromptDataset:
 
     def reward_styles(self) -> list[tuple[str, str]]:
         """All different (data_source, reward_model.style) of the files, sorted: what must have a grader."""
-        return sorted(
-            {
-                (source, str(style or ""))
-                for number, file in enumerate(self.files)
-                for source, style in zip(
-                    self._file_sources(number), file.rows.subcolumn("reward_model", "style"), strict=True
-                )
-            }
-        )
+        styles = [str(style or "") for file in self.files for style in file.rows.subcolumn("reward_model", "style")]
+        return sorted(set(zip(self._sources, styles, strict=True)))
 
     def without_ground_truth(self) -> Iterator[tuple[DataFile, list[int], int]]:
         """Each file with those of its used rows that have no reference answer, and the number of its used rows."""
@@ -315,14 +307,12 @@ class PromptDataset:
         number, offset = self._locate(position)
         return any(columns.counts[offset] for columns in self._media[number])
 
-    def _file_sources(self, number: int) -> list[str]:
-        """The data source of each row of a file."""
-        if number not in self._sources:
-            rows, default = self.files[number].rows, self.data.default_data_source
-            known = self.data.reward_fn_key in rows.columns
-            values = rows.column(self.data.reward_fn_key) if known else [None] * len(rows)
-            self._sources[number] = [default if value is None else str(value) for value in values]
-        return self._sources[number]
+    @functools.cached_property
+    def _sources(self) -> list[str]:
+        """The data source of each row of the files."""
+        key, default = self.data.reward_fn_key, self.data.default_data_source
+        columns = [f.rows.column(key) if key in f.rows.columns else [None] * len(f.rows) for f in self.files]
+        return [default if value is None else str(value) for column in columns for value in column]
 
     def _extra_info(self, row: dict[str, Any], conversation: Conversation, place: str) -> dict[str, Any]:
         """The row's extra_info and what data.return_* and data.prompt_id_key add to it, under verl's names."""
@@ -348,9 +338,6 @@ class PromptDataset:
                 f"data.max_prompt_id_length={self.data.max_prompt_id_length}; raise it"
             )
         return {"prompt_id": prompt_id, "prompt_id_ids": ids}
-
-    def _num_file_rows(self) -> int:
-        return self._ends[-1]
 
     def _locate(self, position: int) -> tuple[int, int]:
         """(number of the file, row in it)."""
@@ -394,11 +381,6 @@ class PromptDataset:
             *(self.split, int((~fits).sum()), len(positions), self.data.max_prompt_length),
         )
         return positions[fits]
-
-    def _why_empty(self) -> str:
-        if self.data.filter_overlong_prompts and self._num_file_rows():
-            return f": all are longer than data.max_prompt_length={self.data.max_prompt_length} tokens"
-        return ""
 
 
 def make_encoder(data: DataConfig, tokenizer: Any) -> PromptEncoder:

@@ -60,8 +60,8 @@ async def begin(game: Any, row: Mapping[str, Any], seed: int, split: str) -> Ste
     if callable(start := getattr(game, "initial_observation", None)):
         return first_of(await settled(start()))
     if callable(init := getattr(game, "init", None)):
-        return first_of(await settled(init(**_accepted(init, {**row, "seed": seed, "split": split}))))
-    given = _accepted(game.reset, {"seed": seed, "options": {"split": split}})
+        return first_of(await settled(init(**accepted(init, {**row, "seed": seed, "split": split}))))
+    given = accepted(game.reset, {"seed": seed, "options": {"split": split}})
     return first_of(await settled(game.reset(**given)))
 
 
@@ -176,9 +176,12 @@ async def settled(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that a function can be given."""
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be given this keyword."""
     parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(offered)
-    return {name: value for name, value in offered.items() if name in parameters}
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those keywords that a function can be given."""
+    return {name: value for name, value in offered.items() if takes(function, name)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class Puzzle(NamedTuple):
     target: int
 
 
-def to_row(puzzle: Puzzle, index: int, *, split: str, template: str, data_source: str = "countdown") -> dict[str, Any]:
+def to_row(puzzle: Puzzle, index: int, split: str, *, template: str, data_source: str = "countdown") -> dict[str, Any]:
     """One puzzle as a row of the schema; ground_truth {"target", "numbers"}."""
     question = _QUESTION.format(numbers=list(puzzle.numbers), target=puzzle.target)
     return schema.make_row(
@@ -148,15 +149,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--seed", type=int, default=1)
     options = arguments.parse_args(argv)
     puzzles, data_source = load(options)
-    for split, part in (("train", puzzles[options.num_test :]), ("test", puzzles[: options.num_test])):
-        rows = schema.convert(
-            part,
-            lambda puzzle, index, split=split: to_row(
-                puzzle, index, split=split, template=options.template, data_source=data_source
-            ),
-            title=f"{data_source} {split}",
-        )
-        schema.write_rows(rows, options.local_save_dir / f"{split}.parquet", show_sample=split == "train")
+    parts = {"train": puzzles[options.num_test :], "test": puzzles[: options.num_test]}
+    row_of = partial(to_row, template=options.template, data_source=data_source)
+    schema.write_splits(parts, row_of, options.local_save_dir, title=data_source)
 
 
 if __name__ == "__main__":

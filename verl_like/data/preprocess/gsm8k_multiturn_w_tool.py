@@ -47,10 +47,8 @@ def main(argv: list[str] | None = None) -> None:
     """Convert both splits."""
     arguments = schema.parser("GSM8K with a tool to parquet.", local_source="folder with train.jsonl and test.jsonl")
     options = arguments.parse_args(argv)
-    source = schema.required_source(options, "train.jsonl and test.jsonl from github.com/openai/grade-school-math")
-    parts = {
-        split: schema.read_records(path, ("question", "answer")) for split, path in schema.find_splits(source).items()
-    }
+    where = "train.jsonl and test.jsonl from github.com/openai/grade-school-math"
+    parts = schema.read_parts(options, where, ("question", "answer"))
     schema.write_splits(parts, to_row, options.local_save_dir, title="gsm8k with a tool")
 
 

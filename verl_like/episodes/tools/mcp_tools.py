@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from verl_like.episodes.tools.kinds import Stateless
 from verl_like.episodes.tools.mcp_client import McpServer, McpServerSettings
 from verl_like.episodes.tools.schema import plain_schema
 from verl_like.episodes.tools.tool_call import ToolOutcome
@@ -24,13 +25,11 @@ _NOT_WITH_MCP = "this key is not known; a server has"
 Reader = Callable[[list[Any]], tuple[str, Mapping[str, Any]]]
 
 
-class McpTools:
+class McpTools(Stateless):
     """All tools of an entry's servers, or those that it selects, by the names that the servers give them.
 
     Servers belong to the worker, not to episodes: what one keeps between calls is seen by all.
     """
-
-    stateful = False
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         settings, verls = dict(entry.get("config") or {}), dict(entry.get("mcp") or {})
@@ -60,9 +59,6 @@ class McpTools:
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             self.schemas.append(plain_schema({"type": "function", "function": function}))
 
-    async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
-        return ToolOutcome()
-
     async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
         from mcp import MCPError
 
@@ -75,9 +71,6 @@ class McpTools:
             return ToolOutcome(kind="exception", text=said, message=said)
         said, metrics = self._readers[name](result.content)
         return ToolOutcome(text=said, metrics={key: value for key, value in metrics.items() if _is_number(value)})
-
-    async def end(self, session: str) -> ToolOutcome:
-        return ToolOutcome()
 
 
 def plain_reader(content: list[Any]) -> tuple[str, Mapping[str, Any]]:

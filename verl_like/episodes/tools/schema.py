@@ -36,6 +36,13 @@ _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
+def texts_schema(name: str, description: str, **arguments: str) -> dict[str, Any]:
+    """The schema of a tool whose arguments are texts that a call must have. arguments: what each is, by its name."""
+    properties = {argument: {"type": "string", "description": what} for argument, what in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     """The schema of a function or a bound method. ValueError says what its definition lacks."""
     doc = inspect.getdoc(function) or ""

@@ -20,20 +20,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from verl_like.episodes.tools.schema import texts_schema
 from verl_like.user_code import resolve_path
 
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Searches a collection of documents and returns the passages that fit best.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "Words to search for."}},
-            "required": ["query"],
-        },
-    },
-}
+SCHEMA = texts_schema(
+    "search",
+    "Searches a collection of documents and returns the passages that fit best.",
+    query="Words to search for.",
+)
 _MOST_QUERIES = 20  # of one call
 
 
