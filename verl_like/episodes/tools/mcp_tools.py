@@ -70,16 +70,14 @@ class McpTools(Stateless):
             said, _ = plain_reader(result.content)
             return ToolOutcome(kind="exception", text=said, message=said)
         said, metrics = self._readers[name](result.content)
-        return ToolOutcome(text=said, metrics={key: value for key, value in metrics.items() if _is_number(value)})
+        return ToolOutcome(
+            text=said, metrics={key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        )
 
 
 def plain_reader(content: list[Any]) -> tuple[str, Mapping[str, Any]]:
     """All text of a result; what else it has is named."""
     return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in content), {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _reader(entry: Mapping[str, Any], settings: dict[str, Any], schema: dict[str, Any]) -> Reader:

@@ -13,7 +13,6 @@ import json
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -149,12 +148,10 @@ class Toolbox:
             self._warn_once("rows with extra_info.need_tools_kwargs have no extra_info.tools_kwargs")
         if selection is None or len(selection) == 0:
             return tuple(self._schemas)
-        self._note_unknown(name for name in selection if name not in self._schemas)
+        for name in selection:
+            if name not in self._schemas:
+                self._warn_once(f"extra_info.tool_selection names {name!r}, which is none of {list(self._schemas)}")
         return tuple(dict.fromkeys(name for name in selection if name in self._schemas))
-
-    def _note_unknown(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._warn_once(f"extra_info.tool_selection names {name!r}, which is none of {list(self._schemas)}")
 
     def _warn_once(self, what: str) -> None:
         if what not in self._warned:
