@@ -60,11 +60,7 @@ def scored_batch(rollouts: Rollouts, scores: Scores) -> ScoredBatch:
     for name in sorted({name for extra in scores.extras for name in extra} - set(columns)):
         columns[name] = [extra.get(name) for extra in scores.extras]
     return ScoredBatch(
-        batch={
-            "token_level_scores": token_scores,
-            "responses": responses,
-            "response_mask": rollouts.response_mask_BR,
-        },
+        batch={"token_level_scores": token_scores, "responses": responses, "response_mask": rollouts.response_mask_BR},
         non_tensor_batch={name: _objects(values) for name, values in columns.items()},
     )
 
@@ -179,9 +175,8 @@ class CustomSampler(Sampler):
 
 def _construct(cls: type, data_source: Any, data_config: Any, kwargs: dict[str, Any]) -> Any:
     """An object of the class: with data_config, unless it takes data_source alone, as torch's own samplers do."""
-    takes_config = "data_config" in inspect.signature(cls).parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(cls).parameters.values()
-    )
+    parameters = inspect.signature(cls).parameters
+    takes_config = "data_config" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     arguments = {"data_source": data_source, **({"data_config": data_config} if takes_config else {}), **kwargs}
     check_call(cls, f"data.sampler={cls.__name__}", keywords=arguments)
     sampler = cls(**arguments)

@@ -19,7 +19,7 @@ import numpy as np
 from verl_like.batch import MediaHandle, PromptRow
 from verl_like.config import DataConfig, Truncation
 from verl_like.data.chat import Conversation, PromptEncoder, encode_all, truncate
-from verl_like.data.media import DEFAULT_MEDIA_KEYS, MediaColumn, handles, insert_media, media_columns, refuse_tags
+from verl_like.data.media import DEFAULT_MEDIA_KEYS, handles, insert_media, media_columns, refuse_tags
 from verl_like.data.prompt_truth import Survey, check_file
 from verl_like.data.reading import (
     DataFile,
@@ -112,9 +112,7 @@ class PromptDataset:
         self.system_prompt = whole_of(find_system_prompt(data.system_prompt), "data.system_prompt")
         self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
         self._media_keys = {kind: key for kind, key in (("image", data.image_key), ("video", data.video_key)) if key}
-        self._media: list[list[MediaColumn]] = [
-            media_columns(file.path, file.rows, self._media_keys) for file in self.files
-        ]
+        self._media = [media_columns(file.path, file.rows, self._media_keys) for file in self.files]
         self._ends = list(itertools.accumulate(len(file.rows) for file in self.files))
         self._tokens: dict[int, array[int]] = {}  # by position in the files
         self._placed: dict[int, list[MediaHandle]] = {}  # images of these prompts
@@ -365,12 +363,10 @@ class PromptDataset:
     def _drop_overlong(self, positions: np.ndarray) -> np.ndarray:
         rows = [self.row(int(position)) for position in positions]
         conversations: list[Conversation] = [(row.messages, row.tools) for row in rows]
-        workers = self.data.filter_overlong_prompts_workers
+        all_ids = encode_all(self.encoder, conversations, num_workers=self.data.filter_overlong_prompts_workers)
         encoded = [
             self._expanded(ids, row, self._place(int(position)))
-            for ids, row, position in zip(
-                encode_all(self.encoder, conversations, num_workers=workers), rows, positions, strict=True
-            )
+            for ids, row, position in zip(all_ids, rows, positions, strict=True)
         ]
         fits = np.array([len(ids) <= self.data.max_prompt_length for ids, _ in encoded], dtype=bool)
         for position, kept, ok in zip(positions, encoded, fits, strict=True):

@@ -17,8 +17,7 @@ from verl_like.data.preprocess import schema
 
 PROMPT = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer "
-    "(without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
 _COLUMNS = ("problem", "answer", "id", "year", "url")

@@ -21,13 +21,11 @@ _PROBLEM = ("problem", "question", "prompt", "description")
 _TESTS = ("tests", "test_cases", "input_output")
 _STDIN = (
     "Write a Python program that reads from standard input and writes the answer to standard output. Put the whole "
-    "program "
-    "into one block that begins with ```python and ends with ```."
+    "program into one block that begins with ```python and ends with ```."
 )
 _FUNCTION = (
     "Write a Python function `{name}` that solves it. Put the whole program into one block that begins with "
-    "```python and "
-    "ends with ```."
+    "```python and ends with ```."
 )
 
 

@@ -61,16 +61,18 @@ def generate(count: int, *, num_operands: int, max_number: int, max_target: int,
     generator, seen, puzzles = random.Random(seed), set(), []
     for _ in range(200 * count):
         if len(puzzles) == count:
-            return puzzles
+            break
         numbers = tuple(generator.randint(1, max_number) for _ in range(num_operands))
         target = _random_result(list(numbers), generator)
         key = (tuple(sorted(numbers)), target)
         if target is not None and 0 < target <= max_target and key not in seen:
             seen.add(key)
             puzzles.append(Puzzle(numbers, target))
-    if len(puzzles) == count:
-        return puzzles
-    raise ValueError(f"only {len(puzzles)} of {count} different puzzles found; raise --max_number or --num_operands")
+    if len(puzzles) < count:
+        raise ValueError(
+            f"only {len(puzzles)} of {count} different puzzles found; raise --max_number or --num_operands"
+        )
+    return puzzles
 
 
 def _random_result(numbers: list[int], generator: random.Random) -> int | None:
@@ -114,14 +116,8 @@ def load(options: Any) -> tuple[list[Puzzle], str]:
     source: Path | None = options.local_dataset_path
     total = options.num_train + options.num_test
     if source is None:
-        puzzles = generate(
-            total,
-            num_operands=options.num_operands,
-            max_number=options.max_number,
-            max_target=options.max_target,
-            seed=options.seed,
-        )
-        return puzzles, "countdown"
+        sizes = {name: getattr(options, name) for name in ("num_operands", "max_number", "max_target")}
+        return generate(total, **sizes, seed=options.seed), "countdown"
     if source.suffix == ".csv":
         puzzles, name = read_game24(source), "game24"
     elif source.suffix == ".parquet":

@@ -22,15 +22,8 @@ from typing import Any, NamedTuple
 from verl_like.data.preprocess import schema
 
 _TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
-_ROLES = {
-    "Human": "user",
-    "Assistant": "assistant",
-    "human": "user",
-    "gpt": "assistant",
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
+_ROLES = dict.fromkeys(("Human", "human", "user"), "user") | {"system": "system"}
+_ROLES |= dict.fromkeys(("Assistant", "gpt", "assistant"), "assistant")
 
 _ANSWERS = ("chosen", "rejected")
 Messages = list[dict[str, str]]

@@ -15,10 +15,9 @@ from verl_like.data.preprocess import gsm8k, schema
 TOOL = "calc_gsm8k_reward"
 _SYSTEM = (
     "You are a math expert. You are given a question and you need to solve it step by step. Reasoning step by step "
-    "before "
-    f"any tool call. You should use the `{TOOL}` tool after step by step solving the question, before generate "
-    f"final answer "
-    "at least once and refine your answer if necessary. Put your final answer in the format of `#### <answer>`."
+    f"before any tool call. You should use the `{TOOL}` tool after step by step solving the question, before generate "
+    "final answer at least once and refine your answer if necessary. Put your final answer in the format of "
+    "`#### <answer>`."
 )
 
 
