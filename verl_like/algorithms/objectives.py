@@ -78,7 +78,9 @@ class PolicyObjective:
         sums["ppo_kl"] = masked_sum(-log_ratio(batch).detach(), batch.mask_BR) / max(denominators.num_tokens, 1)
         factor_BR, mismatch, maxima = self._correction(batch.log_probs_BR, experience)
         loss_BR = token_loss.loss_BR if factor_BR is None else token_loss.loss_BR * factor_BR
-        loss = sums["pg_loss"] = self._policy_term(loss_BR, kept_BR, experience, denominators)
+        if experience.sample_weight_B is not None:  # the driver normalised them
+            loss_BR = loss_BR * experience.sample_weight_B.to(loss_BR.dtype)[:, None]
+        loss = sums["pg_loss"] = self._aggregate(loss_BR, kept_BR, experience, denominators, self.aggregation)
         if self.actor.use_kl_loss:
             exact = self.actor.kl_loss_type == FULL_KL_KIND
             kl_BR = outputs["full_kl"] if exact else self._kl(batch, experience)
@@ -123,19 +125,11 @@ class PolicyObjective:
         return weights_BR, sums | {NONFINITE: gap.unknown_BR.sum()}, maxima
 
     def _aggregate(
-        self, loss_BR: Tensor, mask_BR: Tensor, experience: Experience, denominators: Denominators
+        self, loss_BR: Tensor, mask_BR: Tensor, experience: Experience, denominators: Denominators, mode: str = ""
     ) -> Tensor:
+        """mode: that of the other terms than the policy loss where none is given."""
         scale, tokens_B = self.actor.loss_scale_factor, experience.episode_tokens_B
-        return aggregate(loss_BR, mask_BR, self.side_aggregation, denominators, scale, tokens_B)
-
-    def _policy_term(
-        self, loss_BR: Tensor, kept_BR: Tensor, experience: Experience, denominators: Denominators
-    ) -> Tensor:
-        """The policy loss under its aggregation and the rows' weights (which the driver normalised)."""
-        if experience.sample_weight_B is not None:
-            loss_BR = loss_BR * experience.sample_weight_B.to(loss_BR.dtype)[:, None]
-        scale, tokens_B = self.actor.loss_scale_factor, experience.episode_tokens_B
-        return aggregate(loss_BR, kept_BR, self.aggregation, denominators, scale, tokens_B)
+        return aggregate(loss_BR, mask_BR, mode or self.side_aggregation, denominators, scale, tokens_B)
 
     def _kept_tokens(
         self, batch: PolicyBatch, experience: Experience, denominators: Denominators

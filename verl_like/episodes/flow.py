@@ -59,10 +59,6 @@ class _Told:
     stale_tokens: int = 0
 
 
-def _nothing() -> None:
-    pass
-
-
 class Flow:
     """Begins groups, keeps them going, and gives each step those that it trains.
 
@@ -266,7 +262,7 @@ class Flow:
     def _let_go(self, flight: _Flight) -> None:
         self._sampled_from -= flight.left > 0
         self._running, flight.left = self._running - flight.left, 0
-        flight.collection.on_end = _nothing  # a circle, that would keep the tokens
+        flight.collection.on_end = lambda: None  # the flight in its place is a circle, that would keep the tokens
 
     def _forget(self, flight: _Flight) -> None:
         self._let_go(flight)

@@ -40,16 +40,7 @@ class Policies:
     @classmethod
     def from_config(cls, config: OutcomesConfig, *, max_failure_fraction: float) -> Policies:
         return cls(
-            of={
-                "solved": config.solved,
-                "failed": config.failed,
-                "truncated": config.truncated,
-                "timed_out": config.timed_out,
-                "tool_error": config.tool_error,
-                "environment_error": config.environment_error,
-                "grader_error": config.grader_error,
-                "aborted": config.aborted,
-            },
+            of={name: getattr(config, name) for name in (*GRADED, *LOST)},
             solved_above=config.solved_above,
             max_retries=config.max_retries,
             episode_timeout=config.episode_timeout,

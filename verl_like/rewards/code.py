@@ -57,7 +57,8 @@ def compute_score(
         code = solution_str if bare_code and solution_str.strip() else None
     if code is None:
         return _verdict(_Tally(total=_count(suite), first_failure="no fenced code block"), "", partial_credit)
-    code = _complete(code, suite)
+    if isinstance(suite, AssertTests) and suite.prompt and f"def {suite.entry}" not in code:
+        code = suite.prompt + code  # HumanEval: a block that only continues the prompt
     runner: Runner = RemoteRunner(**remote, language=language) if remote else LocalRunner.of(sandbox)
     return _verdict(_run(runner, code, suite, partial_credit), code, partial_credit)
 
@@ -107,13 +108,6 @@ def _results(runner: Runner, code: str, suite: Suite) -> Iterator[tuple[TestResu
 def _count(suite: Suite) -> int:
     """Tests of a suite; of assert statements one, until they have been run."""
     return 1 if isinstance(suite, AssertTests) else len(suite)
-
-
-def _complete(code: str, suite: Suite) -> str:
-    """HumanEval: a block that only continues the prompt gets the prompt in front."""
-    if isinstance(suite, AssertTests) and suite.prompt and f"def {suite.entry}" not in code:
-        return suite.prompt + code
-    return code
 
 
 def _verdict(tally: _Tally, code: str, partial_credit: bool) -> dict[str, Any]:

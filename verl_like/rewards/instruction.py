@@ -79,10 +79,6 @@ def _related(count: int, number: int, relation: str | None) -> bool:
     raise ValueError(f"relation must be `at least`, `less than` or `exactly`, not {relation!r}")
 
 
-def _count_word(text: str, word: str) -> int:
-    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
-
-
 def keywords_existence(text: str, *, keywords: list[str]) -> bool:
     return all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords)
 
@@ -92,7 +88,7 @@ def keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str 
 
 
 def forbidden_words(text: str, *, forbidden_words: list[str]) -> bool:
-    return not any(_count_word(text, word) for word in forbidden_words)
+    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
 
 
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str | None = None) -> bool:

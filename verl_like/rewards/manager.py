@@ -22,15 +22,7 @@ from verl_like.config.roles import classifies, generates
 from verl_like.remote import local_folder
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import (
-    Graded,
-    Grading,
-    Scorer,
-    Submit,
-    report,
-    require_enough,
-    tell_of_deaths,
-)
+from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, report, require_enough, tell_of_deaths
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
@@ -53,11 +45,7 @@ class RewardManager:
     """
 
     def __init__(
-        self,
-        custom: CustomRewardFunctionConfig,
-        reward_model: RewardModelConfig,
-        data: DataConfig,
-        tokenizer: Any,
+        self, custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig, data: DataConfig, tokenizer: Any
     ) -> None:
         _check_supported(custom, reward_model)
         self._model: ModelScore | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,3 @@ def read_loops(path: str) -> dict[str, LoopEntry]:
         arguments = {str(key): entry[key] for key in entry if key not in ("name", "_target_")}
         loops[entry.name] = LoopEntry(entry["_target_"], arguments, f"{where} ({entry.name})")
     return loops
-
-
-def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that a function or class can be given."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(offered)
-    return {name: value for name, value in offered.items() if name in parameters}

@@ -17,8 +17,9 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from verl_like.data.chat import PromptEncoder
+from verl_like.environments.forms import accepted
 from verl_like.episodes.agent_loops.callback_loop import load_callback
-from verl_like.episodes.agent_loops.loading import accepted, all_loops
+from verl_like.episodes.agent_loops.loading import all_loops
 from verl_like.episodes.agent_loops.messages import AgentLoopError, AgentLoopSpec, AgentReply, AgentRequest, LoopRow
 from verl_like.episodes.agent_loops.policy import Policy
 from verl_like.episodes.tools.loading import find_stand_ins

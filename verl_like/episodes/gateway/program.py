@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from verl_like.episodes.tools.service import PRINTED_CHARS, Limited
 from verl_like.episodes.tools.text import to_reward
-from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
+from verl_like.services.service import Outcome, OwnSpec, ServiceError
 from verl_like.user_code import check_call, load
 
 KEYS = "actor_rollout_ref.rollout.gateway."
@@ -61,7 +61,7 @@ class ProgramRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramSpec(ServiceSpec):
+class ProgramSpec(OwnSpec):
     """path: file.py:function; command: a command line; one of both."""
 
     factory: str = "verl_like.episodes.gateway.program:ProgramService"
@@ -79,9 +79,6 @@ class ProgramSpec(ServiceSpec):
     @property
     def source(self) -> str:
         return f"{KEYS}path={self.path}" if self.path else f"{KEYS}command={self.command}"
-
-    def make(self) -> Service:
-        return load(self.factory, "factory")(self)
 
 
 class ProgramService:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -315,8 +314,3 @@ class Responses:
 def _usage(reply: Reply, first: str, second: str) -> dict[str, Any]:
     read, written = len(reply.context_ids), len(reply.completion.sampled)
     return {first: read, second: written, "total_tokens": read + written}
-
-
-def new_identity() -> str:
-    """Of an answer."""
-    return uuid.uuid4().hex

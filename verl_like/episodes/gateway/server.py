@@ -15,6 +15,7 @@ import resource
 import secrets
 import socket
 import threading
+import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -24,7 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from verl_like.episodes.episode import EpisodeAborted
 from verl_like.episodes.gateway import schema
-from verl_like.episodes.gateway.protocols import Chat, Event, Messages, Responses, new_identity
+from verl_like.episodes.gateway.protocols import Chat, Event, Messages, Responses
 from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply, Session, apart
 from verl_like.progress import EPISODE
 
@@ -176,7 +177,7 @@ class GatewayServer:
         body, asked = await self._read(request, session, form)
         if request.headers.get("x-stainless-retry-count", "0") != "0":  # the official clients say so
             asked = dataclasses.replace(asked, is_retry=True)
-        model, identity = body.get("model") or MODEL, new_identity()
+        model, identity = body.get("model") or MODEL, uuid.uuid4().hex
         answering = asyncio.ensure_future(session.answer(asked))
         answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # or nobody may ask for it
         try:

@@ -48,14 +48,13 @@ class ToolService:
                 case "describe":
                     return ToolOutcome(text=json.dumps(self._describe()))
                 case "begin":
-                    outcome = await self._begin(payload)
+                    return await self._begin(payload)
                 case "end":
-                    outcome = await self._end(payload)
+                    return await self._end(payload)
                 case "respond":
-                    outcome = await self._respond(payload)
+                    return await self._respond(payload)
                 case _:
-                    outcome = await self._call(payload)
-            return outcome
+                    return await self._call(payload)
         except MemoryError:
             raise
         except ToolUnavailable as error:

@@ -6,8 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
-from verl_like.user_code import load
+from verl_like.services.service import Outcome, OwnSpec, ServiceError
 
 _SAID = {
     "timeout": "it took too long",
@@ -66,7 +65,7 @@ ROW_KEY = "environment"  # in extra_info: what a row plays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSpec(ServiceSpec):
+class ToolSpec(OwnSpec):
     """Which tools a worker loads: any of the five sources, at least one.
 
     concurrency: calls that one worker handles at a time. More than 1 is for tools that wait for a network: a tool that
@@ -97,9 +96,6 @@ class ToolSpec(ServiceSpec):
         names = ("tool_config_path", "function_tool_path", "environment_path", "interaction_config_path")
         keys = [f"{KEYS}{n}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
         return ", ".join([*keys, *(f"env.custom: {kind}" for kind, _ in self.environments)])
-
-    def make(self) -> Service:
-        return load(self.factory, "factory")(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
