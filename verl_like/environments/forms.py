@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_like.rewards.reward_call import is_finite_reward
+from verl_like.user_code import accepted
 
 Message = dict[str, Any]
 # What results are called: by ours, Gymnasium's and GEM's, TitanRL's, skyrl-gym's, OpenEnv's; in tinker's is everything
@@ -174,14 +175,3 @@ def news(before: Sequence[Message], whole: Sequence[Message]) -> list[Message] |
 
 async def settled(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function can be given this keyword."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that a function can be given."""
-    return {name: value for name, value in offered.items() if takes(function, name)}

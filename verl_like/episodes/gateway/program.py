@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from verl_like.episodes.tools.service import PRINTED_CHARS, Limited
 from verl_like.episodes.tools.text import to_reward
 from verl_like.services.service import Outcome, OwnSpec, ServiceError
-from verl_like.user_code import check_call, load
+from verl_like.user_code import check_call, load, takes
 
 KEYS = "actor_rollout_ref.rollout.gateway."
 _WAIT_S = 0.5  # of a call that asks whether a program has ended
@@ -194,11 +194,9 @@ def _program(command: str) -> list[str]:
 def _named(run: Callable[..., Any]) -> list[str]:
     """Which of the further arguments the function takes."""
     try:
-        parameters = inspect.signature(run).parameters
+        return [name for name in ("anthropic_base_url", "episode") if takes(run, name)]
     except (TypeError, ValueError):  # nothing that can be called, as check_call says; some compiled functions
         return []
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return [name for name in ("anthropic_base_url", "episode") if takes_all or name in parameters]
 
 
 async def _in_thread(run: Callable[..., Any], given: dict[str, Any]) -> Any:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from verl_like.environments.forms import accepted, settled, takes
+from verl_like.environments.forms import settled
 from verl_like.episodes.tools import text
 from verl_like.episodes.tools.schema import plain_schema, schema_of
 from verl_like.episodes.tools.tool_call import ToolOutcome, state_id
+from verl_like.user_code import accepted, takes
 
 
 class ToolSource(Protocol):
@@ -61,17 +62,11 @@ class NativeTool:
         self._instances: dict[str, _Instance] = {}
 
     async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
-        settings = ((row["extra_info"] or {}).get("tools_kwargs") or {}).get(self._name) or {}
-        data = types.SimpleNamespace(
-            request_id=session,
-            messages=list(row["prompt"]),
-            tools_kwargs=(row["extra_info"] or {}).get("tools_kwargs") or {},
-            extra_fields={},
-            metrics={},
-            tool_rewards=[],
-            turn_scores=[],
-        )
-        instance = _Instance(session, settings, data)
+        all_settings = (row["extra_info"] or {}).get("tools_kwargs") or {}
+        known = {"request_id": session, "messages": list(row["prompt"]), "tools_kwargs": all_settings}
+        empty = {"extra_fields": {}, "metrics": {}, "tool_rewards": [], "turn_scores": []}
+        data = types.SimpleNamespace(**known, **empty)
+        instance = _Instance(session, all_settings.get(self._name) or {}, data)
         given = instance.keywords("create")
         # verl 0.5 spreads a row's create_kwargs over the arguments, later ones pass them as one: tools are written
         # for either, and are given what their signature takes.

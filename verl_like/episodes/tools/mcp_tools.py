@@ -15,7 +15,7 @@ from verl_like.episodes.tools.kinds import Stateless
 from verl_like.episodes.tools.mcp_client import McpServer, McpServerSettings
 from verl_like.episodes.tools.schema import plain_schema
 from verl_like.episodes.tools.tool_call import ToolOutcome
-from verl_like.user_code import load, resolve_path
+from verl_like.user_code import load_dotted, resolve_path
 
 _PLAIN = ("mcp", "verl.tools.mcp_base_tool.MCPBaseTool")  # class names that have no way of their own to read results
 _OURS = ("type", "tools", "mcp_servers_config_path", "tool_selected_list")
@@ -85,7 +85,7 @@ def _reader(entry: Mapping[str, Any], settings: dict[str, Any], schema: dict[str
     name = entry["class_name"]
     if name in _PLAIN:
         return plain_reader
-    make = load(name if ":" in name else ":".join(name.rsplit(".", 1)), "class_name")
+    make = load_dotted(name, "class_name")
     model = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)
     tool = make(config=settings, tool_schema=model)
     for method in ("execute", "_call_tool"):

@@ -33,7 +33,7 @@ class ToolOutcome(Outcome):
     "service" (ToolUnavailable).
 
     text: what the model is to read, also where the call failed; `message` is for people, and may tell more. media:
-    images and videos of a tool's answer, as `pictures.media_of` gives them. state: `state_id` of the environment after
+    images and videos of a tool's answer, as `kinds.media_of` gives them. state: `state_id` of the environment after
     this, if it tells. done: a simulated user or an environment has ended the conversation; truncated: it was cut off by
     a number of steps. messages: instead of text; of a beginning, the whole prompt. anew: they are the whole context of
     the next turn.
