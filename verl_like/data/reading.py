@@ -97,8 +97,11 @@ def _check_columns(path: Path, columns: list[str], data: DataConfig) -> None:
         raise ValueError(
             f"{_missing(path, column, columns)}. Set {key} to the column with the prompt (text or chat messages){hint}"
         )
-    for setting in ("ground_truth_key", "prompt_id_key", "tools_key"):
-        name = getattr(data, setting)
+    for name, setting in (
+        (data.ground_truth_key, "ground_truth_key"),
+        (data.prompt_id_key, "prompt_id_key"),
+        (data.tools_key, "tools_key"),
+    ):
         if name is not None and name not in columns:
             raise ValueError(f"{_missing(path, name, columns)}. Set data.{setting} to a column of the file, or to null")
     if data.reward_fn_key not in columns:
