@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from verl_like.config import RewardModelConfig
@@ -23,11 +22,26 @@ class ExecutionPlace:
     def __init__(self, config: RewardModelConfig, *, num_workers: int, call_timeout: float) -> None:
         self._call_timeout = call_timeout
         local, remote = config.sandbox, config.sandbox_fusion
-        self._local = {**asdict(local), "min_level": str(local.min_level), "python_path": tuple(local.python_path)}
+        self._local: dict[str, Any] = {
+            "min_level": str(local.min_level),
+            "timeout": local.timeout,
+            "total_timeout": local.total_timeout,
+            "memory_limit_mb": local.memory_limit_mb,
+            "max_output_kb": local.max_output_kb,
+            "scratch_mb": local.scratch_mb,
+            "max_processes": local.max_processes,
+            "python_path": tuple(local.python_path),
+        }
         self._remote: dict[str, Any] | None = None
         if remote.url is not None:
-            most = max(1, remote.max_concurrent // num_workers)  # each process has a client
-            self._remote = {**asdict(remote), "max_concurrent": most}
+            self._remote = {
+                "url": remote.url,
+                "max_concurrent": max(1, remote.max_concurrent // num_workers),  # each process has a client
+                "memory_limit_mb": remote.memory_limit_mb,
+                "timeout": remote.timeout,
+                "max_retries": remote.max_retries,
+                "retry_delay": remote.retry_delay,
+            }
         self._checked = False
 
     def add_to(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
