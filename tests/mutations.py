@@ -101,9 +101,9 @@ ALGORITHMS = [
     ),
     Mutation(
         "grpo by the batch's mean",
-        "algorithms/advantages.py",
-        "advantage_B = reward_B.double() - groups.of_rows(groups.mean_G)",
-        "advantage_B = reward_B.double() - reward_B.double().mean()",
+        "algorithms/stepwise.py",
+        "centred_B = values_B.double() - groups.of_rows(groups.mean_G)",
+        "centred_B = values_B.double() - values_B.double().mean()",
         "algorithms/test_advantages.py",
     ),
     Mutation(

@@ -24,7 +24,7 @@ import re
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,6 +91,11 @@ def load(reference: str, key: str) -> Any:
     return find(load_module(path, key), name, f"{key}={reference}")
 
 
+def load_dotted(name: str, key: str) -> Any:
+    """The same of package.module.Name too, as verl's files have it."""
+    return load(name if ":" in name else ":".join(name.rsplit(".", 1)), key)
+
+
 def load_pair(path: str, name: str | None, *, path_key: str, name_key: str) -> Any:
     """The object that two keys name, path and name; or the first alone, as a reference."""
     if name is None:
@@ -137,6 +142,17 @@ def check_call(function: Any, setting: str, *arguments: str, keywords: Mapping[s
         raise UserCodeError(
             f"{setting}: {name}{signature} cannot be called as {name}({call}): {error}. Change its arguments"
         ) from error
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function or class can be given this keyword."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those keywords that a function or class can be given."""
+    return {name: value for name, value in offered.items() if takes(function, name)}
 
 
 def resolve_path(path: str, key: str) -> str:

@@ -168,12 +168,8 @@ def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
     norm_adv_by_std_in_grpo=False leaves the division out (Dr. GRPO, arXiv 2503.20783). A group of one has nothing to be
     compared with: its advantage is 0 (verl gives it its reward).
     """
-    reward_B = inputs.reward_B()
-    groups = group_statistics(reward_B, inputs.group_B)
-    advantage_B = reward_B.double() - groups.of_rows(groups.mean_G)
-    if algorithm.norm_adv_by_std_in_grpo:
-        advantage_B = advantage_B / (groups.of_rows(groups.std_G) + GRPO_EPS)
-    return on_all_tokens(advantage_B, inputs)
+    by_std = algorithm.norm_adv_by_std_in_grpo
+    return on_all_tokens(normalised_by_group(inputs.reward_B(), inputs.group_B, by_std), inputs)
 
 
 # ---- one advantage per response, from the rewards of its group. A group of one has nothing to be compared with: 0.

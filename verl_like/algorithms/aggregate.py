@@ -39,25 +39,19 @@ def aggregate(
 
 
 @AGGREGATIONS.register("token-mean")
-def token_mean(
-    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
-) -> Tensor:
+def token_mean(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, *_: object) -> Tensor:
     """Every token counts the same (DAPO, arXiv 2503.14476)."""
     return masked_sum(loss_BR, mask_BR) / max(denominators.num_tokens, 1)
 
 
 @AGGREGATIONS.register("token-sum")
-def token_sum(
-    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
-) -> Tensor:
+def token_sum(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, *_: object) -> Tensor:
     """Plain sum: the gradient grows with the batch."""
     return masked_sum(loss_BR, mask_BR)
 
 
 @AGGREGATIONS.register("seq-mean-token-sum")
-def seq_mean_token_sum(
-    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
-) -> Tensor:
+def seq_mean_token_sum(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, *_: object) -> Tensor:
     """Sum over an episode's tokens, mean over episodes."""
     return masked_sum(loss_BR, mask_BR) / max(denominators.num_sequences, 1)
 
@@ -75,7 +69,7 @@ def seq_mean_token_mean(
 
 @AGGREGATIONS.register("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(
-    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
+    loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, *_: object
 ) -> Tensor:
     """Sum over an episode's tokens divided by a constant, mean over episodes (Dr. GRPO, arXiv 2503.20783)."""
     return seq_mean_token_sum(loss_BR, mask_BR, denominators, scale, None) / scale

@@ -95,7 +95,9 @@ def make_experience(
     outputs = compute_advantages(inputs, algorithm)
     advantages_T, advantage_metrics = shape_advantages(algorithm, outputs.advantages_T, mask_T)
     metrics |= corrected.metrics | shaping_metrics | advantage_metrics | outputs.metrics
-    metrics |= reward_metrics(graded.score_B, inputs) | credit_metrics(inputs, outputs, advantages_T)
+    # Per episode: the score as graded, what the estimator saw, groups without a signal
+    metrics |= _spread("critic/score", graded.score_B) | _spread("critic/rewards", inputs.reward_B())
+    metrics |= signal_metrics(graded.score_B, inputs.group_B) | credit_metrics(inputs, outputs, advantages_T)
     if known.entropy_T is not None:
         metrics["actor/entropy"] = token_spread(known.entropy_T, mask_T)[0]
     credit = (episodes.cut(advantages_T), episodes.cut(outputs.returns_T))
@@ -240,15 +242,6 @@ def subtract_kl(
     kl_T = masked_fill_zero(kl_T, mask_T)
     metrics = {"critic/kl": mean_sequence_kl(kl_T, mask_T, evaluated.response_length_B), "critic/kl_coeff": kl_coef}
     return token_rewards_T - kl_coef * kl_T, metrics
-
-
-def reward_metrics(score_B: Tensor, inputs: AdvantageInputs) -> dict[str, float]:
-    """Per episode: critic/score (as graded), critic/rewards (what the estimator saw); groups without a signal."""
-    return {
-        **_spread("critic/score", score_B),
-        **_spread("critic/rewards", inputs.reward_B()),
-        **signal_metrics(score_B, inputs.group_B),
-    }
 
 
 def credit_metrics(inputs: AdvantageInputs, outputs: AdvantageOutputs, advantages_T: Tensor) -> dict[str, float]:

@@ -28,7 +28,12 @@ def has_signal_B(
     """
     kept_B = trainable_B(rollouts, scores)
     kept, kept_scores = whole_episodes(rollouts.select(kept_B), scores.select(kept_B))
-    values_B = _metric(config, reward_model, kept, kept_scores, max_response_length)
+    if config.metric in (None, "score"):
+        values_B = kept_scores.score_B.double()
+    elif config.metric in SHAPED_REWARDS:
+        values_B, _ = response_rewards(reward_model, kept, kept_scores, max_response_length)
+    else:
+        values_B = extra_numbers(kept_scores, config.metric)
     known_B = values_B.isfinite()
     kept, values_B = kept.select(known_B), values_B[known_B]
     # float32: sums of a group's equal values are then exact in float64, and its deviation is exactly 0
@@ -52,18 +57,3 @@ def large_enough_B(rollouts: Rollouts, scores: Scores, least: int) -> Tensor:
     groups = group_statistics(graded.valid_B.float(), episodes.group_B)
     enough_G = groups.sums_of(graded.valid_B.float()) >= least
     return torch.isin(rollouts.group_B, episodes.group_B[groups.of_rows(enough_G)])
-
-
-def _metric(
-    config: FilterGroupsConfig,
-    reward_model: RewardModelConfig,
-    rollouts: Rollouts,
-    scores: Scores,
-    max_response_length: int,
-) -> Tensor:
-    """The number of each row that is compared: float64 [B]."""
-    if config.metric in (None, "score"):
-        return scores.score_B.double()
-    if config.metric in SHAPED_REWARDS:
-        return response_rewards(reward_model, rollouts, scores, max_response_length)[0]
-    return extra_numbers(scores, config.metric)

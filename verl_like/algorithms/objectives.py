@@ -17,7 +17,6 @@ from verl_like.algorithms.kl import FULL_KL_KIND, KL_ESTIMATORS, kl_penalty
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, share_of_episode
 from verl_like.algorithms.mismatch import NONFINITE, PREFIX, count_gap, gap_between
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss, log_ratio, token_ratio
-from verl_like.algorithms.value_losses import clipped_value_loss
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl_like.config.correction import corrects
@@ -79,7 +78,9 @@ class PolicyObjective:
         sums["ppo_kl"] = masked_sum(-log_ratio(batch).detach(), batch.mask_BR) / max(denominators.num_tokens, 1)
         factor_BR, mismatch, maxima = self._correction(batch.log_probs_BR, experience)
         loss_BR = token_loss.loss_BR if factor_BR is None else token_loss.loss_BR * factor_BR
-        loss = sums["pg_loss"] = self._policy_term(loss_BR, kept_BR, experience, denominators)
+        if experience.sample_weight_B is not None:  # the driver normalised them
+            loss_BR = loss_BR * experience.sample_weight_B.to(loss_BR.dtype)[:, None]
+        loss = sums["pg_loss"] = self._aggregate(loss_BR, kept_BR, experience, denominators, self.aggregation)
         if self.actor.use_kl_loss:
             exact = self.actor.kl_loss_type == FULL_KL_KIND
             kl_BR = outputs["full_kl"] if exact else self._kl(batch, experience)
@@ -124,19 +125,11 @@ class PolicyObjective:
         return weights_BR, sums | {NONFINITE: gap.unknown_BR.sum()}, maxima
 
     def _aggregate(
-        self, loss_BR: Tensor, mask_BR: Tensor, experience: Experience, denominators: Denominators
+        self, loss_BR: Tensor, mask_BR: Tensor, experience: Experience, denominators: Denominators, mode: str = ""
     ) -> Tensor:
+        """mode: that of the other terms than the policy loss where none is given."""
         scale, tokens_B = self.actor.loss_scale_factor, experience.episode_tokens_B
-        return aggregate(loss_BR, mask_BR, self.side_aggregation, denominators, scale, tokens_B)
-
-    def _policy_term(
-        self, loss_BR: Tensor, kept_BR: Tensor, experience: Experience, denominators: Denominators
-    ) -> Tensor:
-        """The policy loss under its aggregation and the rows' weights (which the driver normalised)."""
-        if experience.sample_weight_B is not None:
-            loss_BR = loss_BR * experience.sample_weight_B.to(loss_BR.dtype)[:, None]
-        scale, tokens_B = self.actor.loss_scale_factor, experience.episode_tokens_B
-        return aggregate(loss_BR, kept_BR, self.aggregation, denominators, scale, tokens_B)
+        return aggregate(loss_BR, mask_BR, mode or self.side_aggregation, denominators, scale, tokens_B)
 
     def _kept_tokens(
         self, batch: PolicyBatch, experience: Experience, denominators: Denominators
@@ -233,3 +226,16 @@ def as_metrics(sums: dict[str, Tensor], maxima: dict[str, Tensor] | None = None)
     reductions = ["sum"] * len(sums) + ["max"] * len(maxima)
     named = zip([*sums, *maxima], numbers, reductions, strict=True)
     return {name: Metric(value=v, reduction=r) for name, v, r in named if v != -math.inf}
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> TokenLoss:
+    """0.5 * max((v - R)^2, (clip(v, v_old +- cliprange_value) - R)^2) for each token (PPO's value clipping).
+
+    vf_clipfrac: share of tokens where the clipped term is the larger one (no gradient); vpred_mean: mean prediction.
+    """
+    clipped = torch.minimum(torch.maximum(values, old_values - cliprange_value), old_values + cliprange_value)
+    plain_error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
+    return TokenLoss(
+        loss_BR=0.5 * torch.maximum(plain_error, clipped_error),
+        metrics_BR={"vf_clipfrac": clipped_error > plain_error, "vpred_mean": values},
+    )

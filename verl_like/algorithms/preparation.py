@@ -2,14 +2,22 @@
 
 Everything here is a statistic of, or a choice among, the rows of a rollout batch or of a mini-batch: micro-batches and
 ranks are cut afterwards and cannot change it.
+
+clip_cov and kl_cov (Cui et al. 2025, arXiv 2505.22617) act on tokens by their covariance (A - mean A)(log_prob - mean
+log_prob), means over the mini-batch's sampled tokens. It is taken with the OLD log-probs, once per mini-batch: so no
+cut into micro-batches and no number of ranks changes who is chosen. (verl takes the current log-probs and each
+micro-batch on its own.)
 """
 
 from __future__ import annotations
 
+import hashlib
+
+import torch
 from torch import Tensor
 
+from verl_like.algorithms.masked import masked_fill_zero, masked_mean
 from verl_like.algorithms.sample_weights import sample_weights
-from verl_like.algorithms.selection import Seed, select_tokens
 from verl_like.batch import Experience
 from verl_like.config import ActorConfig
 
@@ -44,3 +52,54 @@ def _left_out(rows: Experience, actor: ActorConfig) -> Tensor:
     if rows.truncated_B is None:
         raise ValueError("actor_rollout_ref.actor.mask_truncated=True needs finish reasons, but the batch has none")
     return rows.truncated_B
+
+
+Seed = tuple[int, ...]
+
+
+def select_tokens(rows: Experience, actor: ActorConfig, seed: Seed) -> Tensor | None:
+    """bool [T], true where the loss acts on the token; None for losses that select nothing.
+
+    The same rows in the same order with the same seed give the same tokens.
+    """
+    select = {"clip_cov": _clip_cov, "kl_cov": _kl_cov}.get(actor.policy_loss.loss_mode)
+    if select is None:
+        return None
+    mask_T = rows.response_mask_T
+    chosen = select(token_covariance(rows)[mask_T], actor, seed)
+    selected_T = torch.zeros_like(mask_T)
+    selected_T[mask_T.nonzero().flatten()[chosen]] = True
+    return selected_T
+
+
+def token_covariance(rows: Experience) -> Tensor:
+    """(A - mean A)(old - mean old) of each token, float64 [T]; 0 outside the mask."""
+    if rows.old_log_probs_T is None:
+        raise ValueError(
+            "clip_cov and kl_cov select tokens by old log-probs: set actor_rollout_ref.actor.old_log_probs=recompute"
+        )
+    mask_T, advantages_T, old_T = rows.response_mask_T, rows.advantages_T.double(), rows.old_log_probs_T.double()
+    product_T = (advantages_T - masked_mean(advantages_T, mask_T)) * (old_T - masked_mean(old_T, mask_T))
+    return masked_fill_zero(product_T, mask_T)
+
+
+def _clip_cov(covariance_N: Tensor, actor: ActorConfig, seed: Seed) -> Tensor:
+    """clip_cov_ratio of all tokens, drawn from those with clip_cov_lb < covariance < clip_cov_ub."""
+    options = actor.policy_loss
+    inside = (covariance_N > options.clip_cov_lb) & (covariance_N < options.clip_cov_ub)
+    candidates = inside.nonzero().flatten()
+    digest = hashlib.sha256(repr(seed).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) % 2**63)
+    order = torch.randperm(len(candidates), generator=generator)
+    return candidates[order[: _quota(options.clip_cov_ratio, len(covariance_N))]]
+
+
+def _kl_cov(covariance_N: Tensor, actor: ActorConfig, seed: Seed) -> Tensor:
+    """The kl_cov_ratio of all tokens with the largest covariance; among equals the first."""
+    order = torch.argsort(covariance_N, descending=True, stable=True)
+    return order[: _quota(actor.policy_loss.kl_cov_ratio, len(covariance_N))]
+
+
+def _quota(share: float, num_tokens: int) -> int:
+    """At least one token, unless the share is 0."""
+    return max(int(share * num_tokens), 1) if share > 0 else 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from verl_like.data.rows import READERS, file_format
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """One data set. hub: the data set on the Hugging Face hub with its raw files, all below `folder` there; None: it is
     generated, or its files must be given (`needs`). one_file: the script reads a file, not a folder of splits."""
@@ -32,58 +32,27 @@ class Recipe:
 
 
 RECIPES = (
-    Recipe(name="gsm8k", module="gsm8k", what="school mathematics in words", hub="openai/gsm8k", folder="main"),
+    Recipe("gsm8k", "gsm8k", "school mathematics in words", "openai/gsm8k", folder="main"),
     Recipe(
-        name="gsm8k_tool",
-        module="gsm8k_multiturn_w_tool",
-        what="the same, with a tool in several turns",
-        hub="openai/gsm8k",
-        folder="main",
+        "gsm8k_tool", "gsm8k_multiturn_w_tool", "the same, with a tool in several turns", "openai/gsm8k", folder="main"
     ),
+    Recipe("math", "math_dataset", "competition mathematics", "DigitalLearningGmbH/MATH-lighteval"),
+    Recipe("geometry3k", "geometry3k", "geometry problems with pictures", "hiyouga/geometry3k", folder="data"),
     Recipe(
-        name="math",
-        module="math_dataset",
-        what="competition mathematics",
-        hub="DigitalLearningGmbH/MATH-lighteval",
-    ),
-    Recipe(
-        name="geometry3k",
-        module="geometry3k",
-        what="geometry problems with pictures",
-        hub="hiyouga/geometry3k",
-        folder="data",
-    ),
-    Recipe(
-        name="aime2024",
-        module="aime",
-        what="30 hard problems, for validation",
-        hub="HuggingFaceH4/aime_2024",
+        *("aime2024", "aime", "30 hard problems, for validation", "HuggingFaceH4/aime_2024"),
         one_file=True,
         options=("--data_source", "aime2024"),
     ),
     Recipe(
-        name="humaneval",
-        module="humaneval",
-        what="Python functions with tests, for validation",
-        hub="openai/openai_humaneval",
+        *("humaneval", "humaneval", "Python functions with tests, for validation", "openai/openai_humaneval"),
         one_file=True,
     ),
-    Recipe(name="hh_rlhf", module="full_hh_rlhf", what="preference pairs", hub="Dahoas/full-hh-rlhf"),
-    Recipe(name="arithmetic", module="arithmetic", what="additions such as 37+58="),
-    Recipe(name="countdown", module="countdown", what="reach a number with given ones"),
-    Recipe(name="knights_and_knaves", module="knights_and_knaves", what="who tells the truth?"),
-    Recipe(
-        name="code_contests",
-        module="code_contests",
-        what="programming problems with tests",
-        needs="a file of problems with tests",
-    ),
-    Recipe(
-        name="tool_calls",
-        module="tool_calls",
-        what="conversations with tool calls",
-        needs="a file in ShareGPT's form",
-    ),
+    Recipe("hh_rlhf", "full_hh_rlhf", "preference pairs", "Dahoas/full-hh-rlhf"),
+    Recipe("arithmetic", "arithmetic", "additions such as 37+58="),
+    Recipe("countdown", "countdown", "reach a number with given ones"),
+    Recipe("knights_and_knaves", "knights_and_knaves", "who tells the truth?"),
+    Recipe("code_contests", "code_contests", "programming problems with tests", needs="a file of problems with tests"),
+    Recipe("tool_calls", "tool_calls", "conversations with tool calls", needs="a file in ShareGPT's form"),
 )
 
 

@@ -6,7 +6,6 @@ If it has an `update(batch)`, that is called after each step with the step's sco
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from verl_like.config import DataConfig
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import ForeignDataset, section_of
 from verl_like.data.sampler import Sampler, check_identity
-from verl_like.user_code import check_call, load_class
+from verl_like.user_code import accepted, check_call, load_class
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +59,7 @@ def scored_batch(rollouts: Rollouts, scores: Scores) -> ScoredBatch:
     for name in sorted({name for extra in scores.extras for name in extra} - set(columns)):
         columns[name] = [extra.get(name) for extra in scores.extras]
     return ScoredBatch(
-        batch={
-            "token_level_scores": token_scores,
-            "responses": responses,
-            "response_mask": rollouts.response_mask_BR,
-        },
+        batch={"token_level_scores": token_scores, "responses": responses, "response_mask": rollouts.response_mask_BR},
         non_tensor_batch={name: _objects(values) for name, values in columns.items()},
     )
 
@@ -179,10 +174,7 @@ class CustomSampler(Sampler):
 
 def _construct(cls: type, data_source: Any, data_config: Any, kwargs: dict[str, Any]) -> Any:
     """An object of the class: with data_config, unless it takes data_source alone, as torch's own samplers do."""
-    takes_config = "data_config" in inspect.signature(cls).parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(cls).parameters.values()
-    )
-    arguments = {"data_source": data_source, **({"data_config": data_config} if takes_config else {}), **kwargs}
+    arguments = {"data_source": data_source, **accepted(cls, {"data_config": data_config}), **kwargs}
     check_call(cls, f"data.sampler={cls.__name__}", keywords=arguments)
     sampler = cls(**arguments)
     if not hasattr(sampler, "__iter__"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import heapq
 import itertools
@@ -18,7 +19,7 @@ import numpy as np
 from verl_like.batch import MediaHandle, PromptRow
 from verl_like.config import DataConfig, Truncation
 from verl_like.data.chat import Conversation, PromptEncoder, encode_all, truncate
-from verl_like.data.media import DEFAULT_MEDIA_KEYS, MediaColumn, handles, insert_media, media_columns, refuse_tags
+from verl_like.data.media import DEFAULT_MEDIA_KEYS, handles, insert_media, media_columns, refuse_tags
 from verl_like.data.prompt_truth import Survey, check_file
 from verl_like.data.reading import (
     DataFile,
@@ -111,22 +112,19 @@ class PromptDataset:
         self.system_prompt = whole_of(find_system_prompt(data.system_prompt), "data.system_prompt")
         self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
         self._media_keys = {kind: key for kind, key in (("image", data.image_key), ("video", data.video_key)) if key}
-        self._media: list[list[MediaColumn]] = [
-            media_columns(file.path, file.rows, self._media_keys) for file in self.files
-        ]
+        self._media = [media_columns(file.path, file.rows, self._media_keys) for file in self.files]
         self._ends = list(itertools.accumulate(len(file.rows) for file in self.files))
         self._tokens: dict[int, array[int]] = {}  # by position in the files
         self._placed: dict[int, list[MediaHandle]] = {}  # images of these prompts
-        self._sources: dict[int, list[str]] = {}  # by number of the file
         max_samples = data.train_max_samples if split == "train" else data.val_max_samples
         self._seed = seed if data.seed is None else data.seed
         self._kept = self._choose(max_samples, self._seed)
         if data.filter_overlong_prompts:
             self._kept = self._drop_overlong(self._kept)
         if len(self._kept) == 0:
-            raise ValueError(
-                f"data.{split}_files: no prompt is left of {self._num_file_rows()} rows{self._why_empty()}"
-            )
+            why = f": all are longer than data.max_prompt_length={data.max_prompt_length} tokens"
+            why = why if data.filter_overlong_prompts and self._ends[-1] else ""
+            raise ValueError(f"data.{split}_files: no prompt is left of {self._ends[-1]} rows{why}")
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -223,8 +221,7 @@ class PromptDataset:
 
     def domains(self) -> list[str]:
         """See Dataset."""
-        sources = [source for number in range(len(self.files)) for source in self._file_sources(number)]
-        return [sources[position] for position in self._kept]
+        return [self._sources[position] for position in self._kept]
 
     def agents(self) -> list[str]:
         """See Dataset."""
@@ -240,15 +237,8 @@ class PromptDataset:
 
     def reward_styles(self) -> list[tuple[str, str]]:
         """All different (data_source, reward_model.style) of the files, sorted: what must have a grader."""
-        return sorted(
-            {
-                (source, str(style or ""))
-                for number, file in enumerate(self.files)
-                for source, style in zip(
-                    self._file_sources(number), file.rows.subcolumn("reward_model", "style"), strict=True
-                )
-            }
-        )
+        styles = [str(style or "") for file in self.files for style in file.rows.subcolumn("reward_model", "style")]
+        return sorted(set(zip(self._sources, styles, strict=True)))
 
     def without_ground_truth(self) -> Iterator[tuple[DataFile, list[int], int]]:
         """Each file with those of its used rows that have no reference answer, and the number of its used rows."""
@@ -315,14 +305,12 @@ class PromptDataset:
         number, offset = self._locate(position)
         return any(columns.counts[offset] for columns in self._media[number])
 
-    def _file_sources(self, number: int) -> list[str]:
-        """The data source of each row of a file."""
-        if number not in self._sources:
-            rows, default = self.files[number].rows, self.data.default_data_source
-            known = self.data.reward_fn_key in rows.columns
-            values = rows.column(self.data.reward_fn_key) if known else [None] * len(rows)
-            self._sources[number] = [default if value is None else str(value) for value in values]
-        return self._sources[number]
+    @functools.cached_property
+    def _sources(self) -> list[str]:
+        """The data source of each row of the files."""
+        key, default = self.data.reward_fn_key, self.data.default_data_source
+        columns = [f.rows.column(key) if key in f.rows.columns else [None] * len(f.rows) for f in self.files]
+        return [default if value is None else str(value) for column in columns for value in column]
 
     def _extra_info(self, row: dict[str, Any], conversation: Conversation, place: str) -> dict[str, Any]:
         """The row's extra_info and what data.return_* and data.prompt_id_key add to it, under verl's names."""
@@ -348,9 +336,6 @@ class PromptDataset:
                 f"data.max_prompt_id_length={self.data.max_prompt_id_length}; raise it"
             )
         return {"prompt_id": prompt_id, "prompt_id_ids": ids}
-
-    def _num_file_rows(self) -> int:
-        return self._ends[-1]
 
     def _locate(self, position: int) -> tuple[int, int]:
         """(number of the file, row in it)."""
@@ -378,12 +363,10 @@ class PromptDataset:
     def _drop_overlong(self, positions: np.ndarray) -> np.ndarray:
         rows = [self.row(int(position)) for position in positions]
         conversations: list[Conversation] = [(row.messages, row.tools) for row in rows]
-        workers = self.data.filter_overlong_prompts_workers
+        all_ids = encode_all(self.encoder, conversations, num_workers=self.data.filter_overlong_prompts_workers)
         encoded = [
             self._expanded(ids, row, self._place(int(position)))
-            for ids, row, position in zip(
-                encode_all(self.encoder, conversations, num_workers=workers), rows, positions, strict=True
-            )
+            for ids, row, position in zip(all_ids, rows, positions, strict=True)
         ]
         fits = np.array([len(ids) <= self.data.max_prompt_length for ids, _ in encoded], dtype=bool)
         for position, kept, ok in zip(positions, encoded, fits, strict=True):
@@ -394,11 +377,6 @@ class PromptDataset:
             *(self.split, int((~fits).sum()), len(positions), self.data.max_prompt_length),
         )
         return positions[fits]
-
-    def _why_empty(self) -> str:
-        if self.data.filter_overlong_prompts and self._num_file_rows():
-            return f": all are longer than data.max_prompt_length={self.data.max_prompt_length} tokens"
-        return ""
 
 
 def make_encoder(data: DataConfig, tokenizer: Any) -> PromptEncoder:

@@ -20,6 +20,7 @@ from verl_like.data.dataset import Dataset, PromptDataset, make_encoder, source_
 from verl_like.data.reading import dictionary_of, ground_truth_of, prompt_column, style_of, to_messages
 from verl_like.data.rows import whole_of
 from verl_like.data.storage import localize
+from verl_like.models.vision import VisionProcessor
 from verl_like.user_code import check_call, load_class
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,24 @@ def build_custom(
             f"verl_like.data.dataset.PromptDataset, or as a torch data set; it has no {', '.join(missing)}"
         )
     return ForeignDataset(cls, data, files, tokenizer, split=split)
+
+
+def build_dataset(
+    data: DataConfig,
+    files: Files,
+    tokenizer: Any,
+    *,
+    split: str,
+    seed: int = 1,
+    tools: Sequence[dict[str, Any]] = (),
+    vision: VisionProcessor | None = None,
+    limit_images: int | None = None,
+) -> Dataset:
+    """The data set of a split: PromptDataset, whose arguments these are, or the class of data.custom_cls."""
+    if data.custom_cls.path is None:
+        options = {"vision": vision, "limit_images": limit_images}
+        return PromptDataset(data, files, tokenizer, split=split, seed=seed, tools=tools, **options)
+    return build_custom(data, files, tokenizer, split=split, seed=seed, tools=tools)
 
 
 class AttributeDict(dict[str, Any]):

@@ -50,15 +50,11 @@ def handles(path: Path, columns: list[MediaColumn], row: dict[str, Any], number:
             column=column.column,
             row=number,
             number=i,
-            source="" if stored else _item(row[column.column], i),
+            source="" if stored else cell[i] if isinstance(cell := row[column.column], list) else cell,
         )
         for column in columns
         for i in range(column.counts[number])
     ]
-
-
-def _item(cell: Any, number: int) -> Any:
-    return cell[number] if isinstance(cell, list) else cell
 
 
 def insert_media(

@@ -187,11 +187,8 @@ def _changed(conversation: Conversation, change: _Change) -> Conversation:
     """The conversation with every text changed that its prompt must hold."""
     messages = list[dict[str, Any]]()
     for number, message in enumerate(conversation[0]):
-        what, content, calls = (
-            f"message {number} ({message['role']})",
-            message.get("content"),
-            message.get("tool_calls"),
-        )
+        what = f"message {number} ({message['role']})"
+        content, calls = message.get("content"), message.get("tool_calls")
         said, message = f"what the assistant says in {what}" if calls else what, dict(message)
         if isinstance(content, str):
             message["content"] = change(said, content)

@@ -20,9 +20,7 @@ TEMPLATES: dict[str, str] = {
     "chatml": _CHATML,
     "qwen2_5": (
         "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
-        + _QWEN_SYSTEM
-        + "<|im_end|>\n{% endif %}"
-        + _CHATML
+        f"{_QWEN_SYSTEM}<|im_end|>\n{{% endif %}}{_CHATML}"
     ),
     "llama3": (
         "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"

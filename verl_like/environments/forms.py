@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_like.rewards.reward_call import is_finite_reward
+from verl_like.user_code import accepted
 
 Message = dict[str, Any]
 # What results are called: by ours, Gymnasium's and GEM's, TitanRL's, skyrl-gym's, OpenEnv's; in tinker's is everything
@@ -60,8 +61,8 @@ async def begin(game: Any, row: Mapping[str, Any], seed: int, split: str) -> Ste
     if callable(start := getattr(game, "initial_observation", None)):
         return first_of(await settled(start()))
     if callable(init := getattr(game, "init", None)):
-        return first_of(await settled(init(**_accepted(init, {**row, "seed": seed, "split": split}))))
-    given = _accepted(game.reset, {"seed": seed, "options": {"split": split}})
+        return first_of(await settled(init(**accepted(init, {**row, "seed": seed, "split": split}))))
+    given = accepted(game.reset, {"seed": seed, "options": {"split": split}})
     return first_of(await settled(game.reset(**given)))
 
 
@@ -174,11 +175,3 @@ def news(before: Sequence[Message], whole: Sequence[Message]) -> list[Message] |
 
 async def settled(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
-
-
-def _accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that a function can be given."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(offered)
-    return {name: value for name, value in offered.items() if name in parameters}

@@ -21,14 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
+from verl_like.algorithms.reward_shaping import baseline_rewards
 from verl_like.batch import Episodes, Prompt, PromptRow, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.loader import PromptLoader
 from verl_like.episodes import kept
 from verl_like.episodes.answering import Answering, Collection, Group, Member, all_graded
-from verl_like.episodes.baseline import with_baseline
 from verl_like.episodes.choosing import Choosing
 from verl_like.episodes.episode import EpisodeFailure
 from verl_like.episodes.flow import Flow
@@ -313,3 +315,24 @@ class Collector:
         found = rollouts.weight_version_T[rollouts.response_mask_T].unique().tolist()
         if self._version is not None and found not in ([], [self._version]):
             raise RuntimeError(f"the batch was sampled with weights of version {found}, not of {self._version} alone")
+
+
+def with_baseline(
+    config: PPOConfig, rollouts: Rollouts, scores: Scores, greedy: Rollouts, greedy_scores: Scores
+) -> tuple[Scores, int]:
+    """The batch's scores with baseline_B, and how many of `greedy`, one episode of each prompt, have no score.
+
+    A row whose baseline could not be graded has no advantage: it is not valid.
+    """
+    limit = config.data.max_response_length
+    greedy, greedy_scores = whole_episodes(greedy, greedy_scores)
+    reward_G = baseline_rewards(config.algorithm, config.reward_model, greedy, greedy_scores, limit)
+    place = {group: place for place, group in enumerate(greedy.group_B.tolist())}
+    baseline_B = reward_G[torch.tensor([place[group] for group in rollouts.group_B.tolist()], dtype=torch.long)]
+    known_B = ~baseline_B.isnan()
+    scores = scores.replace(
+        score_B=torch.where(known_B, scores.score_B, torch.full_like(scores.score_B, torch.nan)),
+        valid_B=scores.valid_B & known_B,
+        baseline_B=baseline_B,
+    )
+    return scores, int(reward_G.isnan().sum())

@@ -93,12 +93,7 @@ class Episode:
     def named(self, name: str) -> Episode:
         """The same under this name; without dataclasses.replace, which is slow where thousands end at once."""
         return Episode(
-            turns=self.turns,
-            reward=self.reward,
-            failure=self.failure,
-            info=self.info,
-            counts=self.counts,
-            name=name,
+            turns=self.turns, reward=self.reward, failure=self.failure, info=self.info, counts=self.counts, name=name
         )
 
     def rows(self) -> list[tuple[Turn, ...]]:

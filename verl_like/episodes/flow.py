@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,14 +26,13 @@ from verl_like.data.loader import PromptLoader
 from verl_like.episodes.answering import Answering, Collection, Group
 from verl_like.episodes.choosing import PASSES_WITHOUT_BOUND
 from verl_like.episodes.episode import SingleTurn
-from verl_like.episodes.idle import IdleClock
 from verl_like.episodes.judging import Judge
 from verl_like.episodes.kept import ByGroup, Kept
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.staleness import Book
 from verl_like.episodes.tally import Ledger, filter_metrics
 from verl_like.rewards.manager import RewardManager
-from verl_like.rollout.client import RolloutClient
+from verl_like.rollout.client import Occupancy, RolloutClient
 from verl_like.rollout.rollout_engine import NOTHING, Sampled
 
 logger = logging.getLogger(__name__)
@@ -58,10 +57,6 @@ class _Told:
     dropped: list[Group] = field(default_factory=list)  # judged useless
     stale_groups: int = 0
     stale_tokens: int = 0
-
-
-def _nothing() -> None:
-    pass
 
 
 class Flow:
@@ -267,7 +262,7 @@ class Flow:
     def _let_go(self, flight: _Flight) -> None:
         self._sampled_from -= flight.left > 0
         self._running, flight.left = self._running - flight.left, 0
-        flight.collection.on_end = _nothing  # a circle, that would keep the tokens
+        flight.collection.on_end = lambda: None  # the flight in its place is a circle, that would keep the tokens
 
     def _forget(self, flight: _Flight) -> None:
         self._let_go(flight)
@@ -313,3 +308,35 @@ class Flow:
         if self._judge is not None and len(self._judge.seen) >= self._most_judged:
             self._judge.require_enough()
             raise ValueError(self._judge.gave_up())
+
+
+CAUSES: tuple[str, ...] = ("tail", "tool", "grader", "trainer", "weights")
+
+
+class IdleClock:
+    """Shares of the replicas' time by cause, added up at each look.
+
+    paused_too: replicas that serve nothing now wait for weights (where a pool does nothing but sample); otherwise they
+    train, and that time does not count.
+    """
+
+    def __init__(self, *, paused_too: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._paused_too, self._clock = paused_too, clock
+        self._last, self._total_s = clock(), 0.0
+        self._idle_s = dict.fromkeys(CAUSES, 0.0)
+
+    def look(self, seen: Occupancy, cause: str) -> None:
+        """As it was since the last look: `cause` is why those that serve have nothing to do."""
+        now = self._clock()
+        passed, self._last = now - self._last, now
+        counted = seen.replicas if self._paused_too else seen.replicas - seen.held
+        self._total_s += passed * counted
+        self._idle_s[cause] += passed * seen.idle
+        if self._paused_too:
+            self._idle_s["weights"] += passed * seen.held
+
+    def shares(self) -> dict[str, float]:
+        """async/idle_<cause> since they were asked for last."""
+        found = {f"async/idle_{cause}": idle_s / (self._total_s or 1.0) for cause, idle_s in self._idle_s.items()}
+        self._total_s, self._idle_s = 0.0, dict.fromkeys(CAUSES, 0.0)
+        return found

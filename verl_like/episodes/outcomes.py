@@ -39,17 +39,11 @@ class Policies:
 
     @classmethod
     def from_config(cls, config: OutcomesConfig, *, max_failure_fraction: float) -> Policies:
+        graded = {"solved": config.solved, "failed": config.failed, "truncated": config.truncated}
+        lost = {"timed_out": config.timed_out, "tool_error": config.tool_error, "aborted": config.aborted}
+        lost |= {"environment_error": config.environment_error, "grader_error": config.grader_error}
         return cls(
-            of={
-                "solved": config.solved,
-                "failed": config.failed,
-                "truncated": config.truncated,
-                "timed_out": config.timed_out,
-                "tool_error": config.tool_error,
-                "environment_error": config.environment_error,
-                "grader_error": config.grader_error,
-                "aborted": config.aborted,
-            },
+            of=graded | lost,
             solved_above=config.solved_above,
             max_retries=config.max_retries,
             episode_timeout=config.episode_timeout,

@@ -14,9 +14,7 @@ from typing import Any
 
 from verl_like.rewards import code_cases
 from verl_like.rewards.code_cases import AssertTests, CallTest, StdioTest, Suite
-from verl_like.rewards.code_local import LocalRunner
-from verl_like.rewards.code_remote import RemoteRunner
-from verl_like.rewards.code_runner import Runner, TestResult
+from verl_like.rewards.code_runner import LocalRunner, RemoteRunner, Runner, TestResult
 
 _FENCE = re.compile(r"```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py", "")
@@ -59,8 +57,9 @@ def compute_score(
         code = solution_str if bare_code and solution_str.strip() else None
     if code is None:
         return _verdict(_Tally(total=_count(suite), first_failure="no fenced code block"), "", partial_credit)
-    code = _complete(code, suite)
-    runner: Runner = RemoteRunner.of(remote, language) if remote else LocalRunner.of(sandbox)
+    if isinstance(suite, AssertTests) and suite.prompt and f"def {suite.entry}" not in code:
+        code = suite.prompt + code  # HumanEval: a block that only continues the prompt
+    runner: Runner = RemoteRunner(**remote, language=language) if remote else LocalRunner.of(sandbox)
     return _verdict(_run(runner, code, suite, partial_credit), code, partial_credit)
 
 
@@ -109,13 +108,6 @@ def _results(runner: Runner, code: str, suite: Suite) -> Iterator[tuple[TestResu
 def _count(suite: Suite) -> int:
     """Tests of a suite; of assert statements one, until they have been run."""
     return 1 if isinstance(suite, AssertTests) else len(suite)
-
-
-def _complete(code: str, suite: Suite) -> str:
-    """HumanEval: a block that only continues the prompt gets the prompt in front."""
-    if isinstance(suite, AssertTests) and suite.prompt and f"def {suite.entry}" not in code:
-        return suite.prompt + code
-    return code
 
 
 def _verdict(tally: _Tally, code: str, partial_credit: bool) -> dict[str, Any]:

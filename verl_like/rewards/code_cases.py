@@ -86,12 +86,8 @@ def _unwrap(value: Any) -> Any:
 
 def _from_dict(value: dict[str, Any]) -> Suite | None:
     if "test" in value:
-        return AssertTests(
-            setup=value.get("prompt", ""),
-            tests=value["test"],
-            entry=value.get("entry_point", ""),
-            prompt=value.get("prompt", ""),
-        )
+        prompt = value.get("prompt", "")
+        return AssertTests(setup=prompt, tests=value["test"], entry=value.get("entry_point", ""), prompt=prompt)
     for key in ("test_list", "assert_case"):
         if value.get(key):
             setup = value.get("test_setup_code") or "\n".join(value.get("test_imports", []))

@@ -2,7 +2,7 @@
 
 A grader has verl's signature: compute_score(data_source, solution_str, ground_truth, extra_info=None, **options) and
 gives a float or a dict with "score"; the dict's "pred" is what it extracted. To add one: a file with a `compute_score`,
-a line in GRADERS (and in ROUTES, if a data source belongs to it), a test, a row in docs/rewards.md.
+a line in GRADERS (and in _SOURCES, if a data source belongs to it), a test, a row in docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -55,51 +55,33 @@ GRADERS: dict[str, GraderEntry] = {
     "code": GraderEntry(f"{_HERE}code", runs_programs=True),
 }
 
-# data_source, or a pattern of names with * -> grader. Exact names are looked up first, then patterns from the top.
-ROUTES: dict[str, str] = {
-    "openai/gsm8k": "gsm8k",
-    "gsm8k": "gsm8k",
-    "lighteval/MATH": "math",
-    "lighteval/MATH-*": "math",
-    "DigitalLearningGmbH/MATH-lighteval": "math",
-    "HuggingFaceH4/MATH-500": "math",
-    "EleutherAI/hendrycks_math": "math",
-    "MATH": "math",
-    "MATH-500": "math",
-    "math500": "math",
-    "math_500": "math",
-    "numina_*": "math",
-    "AI-MO/NuminaMath*": "math",
-    "math": "math_dapo",
-    "math_dapo*": "math_dapo",
-    "BytedTsinghua-SIA/DAPO-Math-17k": "math_dapo",
-    "BytedTsinghua-SIA/AIME-*": "math_dapo",
-    "aime*": "math_dapo",
-    "HuggingFaceH4/aime_*": "math_dapo",
-    "hiyouga/geometry3k": "geometry3k",
-    "countdown": "countdown",
-    "game24": "countdown",
-    "arithmetic": "arithmetic",
-    "knights_and_knaves": "knights_and_knaves",
-    "tool_calls": "tool_call",
-    "searchR1_*": "search_r1",
-    "squad": "f1",
-    "cais/mmlu": "multiple_choice",
-    "TIGER-Lab/MMLU-Pro": "multiple_choice",
-    "Idavidrein/gpqa": "multiple_choice",
-    "google/IFEval": "instruction",
-    "ifeval": "instruction",
-    "codecontests": "code",
-    "deepmind/code_contests": "code",
-    "apps": "code",
-    "taco": "code",
-    "codeforces": "code",
-    "livecodebench*": "code",
-    "humaneval": "code",
-    "openai/openai_humaneval": "code",
-    "mbpp": "code",
-    "google-research-datasets/mbpp": "code",
+# grader -> data sources, or patterns of their names with *
+_SOURCES: dict[str, tuple[str, ...]] = {
+    "gsm8k": ("openai/gsm8k", "gsm8k"),
+    "math": (
+        *("lighteval/MATH", "lighteval/MATH-*", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+        *("EleutherAI/hendrycks_math", "MATH", "MATH-500", "math500", "math_500", "numina_*", "AI-MO/NuminaMath*"),
+    ),
+    "math_dapo": (
+        *("math", "math_dapo*", "BytedTsinghua-SIA/DAPO-Math-17k", "BytedTsinghua-SIA/AIME-*"),
+        *("aime*", "HuggingFaceH4/aime_*"),
+    ),
+    "geometry3k": ("hiyouga/geometry3k",),
+    "countdown": ("countdown", "game24"),
+    "arithmetic": ("arithmetic",),
+    "knights_and_knaves": ("knights_and_knaves",),
+    "tool_call": ("tool_calls",),
+    "search_r1": ("searchR1_*",),
+    "f1": ("squad",),
+    "multiple_choice": ("cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa"),
+    "instruction": ("google/IFEval", "ifeval"),
+    "code": (
+        *("codecontests", "deepmind/code_contests", "apps", "taco", "codeforces", "livecodebench*"),
+        *("humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp"),
+    ),
 }
+# data source or pattern -> grader. Exact names are looked up first, then patterns from the top.
+ROUTES: dict[str, str] = {source: grader for grader, sources in _SOURCES.items() for source in sources}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,9 @@ SERVED = ("reward_router_address", "reward_model_tokenizer", "reward_model_path"
 
 def load_scorer(spec: ScorerSpec) -> Callable[..., Any]:
     """What scores one response (or a batch). Raises a ValueError that names the key to change."""
-    for key, reference in spec.own_graders.items():
-        _check_grader(key, reference, spec)
+    for key, reference in spec.own_graders.items():  # reward_model.rule=file.py:name and the like
+        function = load(reference, key)
+        check_call(function, f"{key}={reference}", *_ARGUMENTS, keywords=spec.options.get(reference, {}))
     function = _load_function(spec)
     return function if spec.manager is None else _load_manager(spec, function)
 
@@ -99,12 +100,6 @@ def _bound(spec: ScorerSpec, function: Callable[..., Any]) -> Callable[..., Any]
         return graders.compute_score(data_source, solution_str, ground_truth, extra_info, **arguments)
 
     return compute_score
-
-
-def _check_grader(key: str, reference: str, spec: ScorerSpec) -> None:
-    """Load a grader of the user's own (reward_model.rule=file.py:name and the like) and see that it can be called."""
-    function = load(reference, key)
-    check_call(function, f"{key}={reference}", *_ARGUMENTS, keywords=spec.options.get(reference, {}))
 
 
 def _load_function(spec: ScorerSpec) -> Callable[..., Any]:

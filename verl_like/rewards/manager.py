@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from verl_like.batch import PromptRow, Rollouts, Scores, numeric_extras, unusable_extras
@@ -23,15 +22,7 @@ from verl_like.config.roles import classifies, generates
 from verl_like.remote import local_folder
 from verl_like.rewards import graders
 from verl_like.rewards.execution import ExecutionPlace
-from verl_like.rewards.grading import (
-    Graded,
-    Grading,
-    Scorer,
-    Submit,
-    report,
-    require_enough,
-    tell_of_deaths,
-)
+from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, report, require_enough, tell_of_deaths
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
@@ -54,11 +45,7 @@ class RewardManager:
     """
 
     def __init__(
-        self,
-        custom: CustomRewardFunctionConfig,
-        reward_model: RewardModelConfig,
-        data: DataConfig,
-        tokenizer: Any,
+        self, custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig, data: DataConfig, tokenizer: Any
     ) -> None:
         _check_supported(custom, reward_model)
         self._model: ModelScore | None = None
@@ -267,15 +254,13 @@ class RewardManager:
     def require_enough(self, batches: Sequence[Scores], *, step: int) -> None:
         """RewardError if too few of the rewards of these batches, taken together, could be computed."""
         most = self._max_failure_fraction if self._failure_penalty is None else 1.0
-        self._require(partial(require_enough, batches, step=step, most=most, graded_by=self.graded_by))
+        self._require_servers()  # first: their loss explains what is missing, and is a reason to begin again
+        require_enough(batches, step=step, most=most, graded_by=self.graded_by)
 
     def require_any(self, batches: Sequence[Scores], *, step: int) -> None:
         """RewardError if none could."""
-        self._require(partial(require_enough, batches, step=step, graded_by=self.graded_by))
-
-    def _require(self, enough: Callable[[], None]) -> None:
-        self._require_servers()  # first: their loss explains what is missing, and is a reason to begin again
-        enough()
+        self._require_servers()
+        require_enough(batches, step=step, graded_by=self.graded_by)
 
     def _require_servers(self) -> None:
         if self._served is not None:
@@ -302,12 +287,35 @@ class RewardManager:
         own_manager = self._manager not in REWARD_MANAGERS and not self._weights.names()
         return Scorer(part, self._pool.submit, None if part.name == CUSTOM or own_manager else part.name)
 
-    def metrics(self, scores: Scores, rows: Sequence[PromptRow] | None = None) -> dict[str, float]:
+    @staticmethod
+    def metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> dict[str, float]:
         """reward/failures, reward/timeouts, reward/failure_fraction and the mean of each further numeric value.
 
         With `rows`, and more than one data source among them, also reward/<data_source>/score/mean.
         """
-        return reward_metrics(scores, rows)
+        failures = [failure for failure in scores.failures if failure is not None]
+        metrics = {
+            "reward/failures": float(len(failures)),
+            "reward/timeouts": float(sum(failure.kind == "timeout" for failure in failures)),
+            "reward/failure_fraction": len(failures) / max(1, len(scores)),
+        }
+        for kind, count in Counter(failure.kind for failure in failures).items():
+            metrics[f"reward/failures/{kind}"] = float(count)
+        if scores.seconds_B is not None and len(scores):
+            metrics["reward/seconds/mean"] = float(scores.seconds_B.mean())
+            metrics["reward/seconds/max"] = float(scores.seconds_B.max())
+        metrics |= {f"reward/{key}/left_out": float(len(rows)) for key, rows in unusable_extras(scores.extras).items()}
+        collected: dict[str, list[float]] = {}
+        for extras in scores.extras:
+            for key, value in numeric_extras(extras).items():
+                collected.setdefault(f"reward/{key}/mean", []).append(value)
+        sources = [row.data_source for row in rows] if rows is not None else []
+        if len(set(sources)) > 1:
+            for source, value, valid in zip(sources, scores.score_B.tolist(), scores.valid_B.tolist(), strict=True):
+                if valid:
+                    collected.setdefault(f"reward/{source}/score/mean", []).append(value)
+        # what a reward function calls "seconds" does not take the place of ours
+        return {name: sum(values) / len(values) for name, values in collected.items()} | metrics
 
     def worker_pids(self) -> list[int]:
         """Process ids of the live reward workers."""
@@ -324,33 +332,6 @@ class RewardManager:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def reward_metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> dict[str, float]:
-    """See RewardManager.metrics."""
-    failures = [failure for failure in scores.failures if failure is not None]
-    metrics = {
-        "reward/failures": float(len(failures)),
-        "reward/timeouts": float(sum(failure.kind == "timeout" for failure in failures)),
-        "reward/failure_fraction": len(failures) / max(1, len(scores)),
-    }
-    for kind, count in Counter(failure.kind for failure in failures).items():
-        metrics[f"reward/failures/{kind}"] = float(count)
-    if scores.seconds_B is not None and len(scores):
-        metrics["reward/seconds/mean"] = float(scores.seconds_B.mean())
-        metrics["reward/seconds/max"] = float(scores.seconds_B.max())
-    metrics |= {f"reward/{key}/left_out": float(len(rows)) for key, rows in unusable_extras(scores.extras).items()}
-    collected: dict[str, list[float]] = {}
-    for extras in scores.extras:
-        for key, value in numeric_extras(extras).items():
-            collected.setdefault(f"reward/{key}/mean", []).append(value)
-    sources = [row.data_source for row in rows] if rows is not None else []
-    if len(set(sources)) > 1:
-        for source, value, valid in zip(sources, scores.score_B.tolist(), scores.valid_B.tolist(), strict=True):
-            if valid:
-                collected.setdefault(f"reward/{source}/score/mean", []).append(value)
-    # what a reward function calls "seconds" does not take the place of ours
-    return {name: sum(values) / len(values) for name, values in collected.items()} | metrics
 
 
 def _num_workers(custom: CustomRewardFunctionConfig, manager: str) -> int:

@@ -65,9 +65,11 @@ class ModelScore:
 
     def texts(self, answers: Sequence[Answer]) -> list[list[int] | str]:
         """What the reward model reads, cut on the right at reward_model.max_length tokens; why a row cannot be read."""
-        read = self._templated if self._encoder is not None else _as_sampled
         most = self._config.max_length
-        return [text if isinstance(text, str) else text[:most] for text in map(read, answers)]
+        if self._encoder is None:
+            return [[*answer.prompt_ids, *answer.response][:most] for answer in answers]
+        texts = map(self._templated, answers)
+        return [text if isinstance(text, str) else text[:most] for text in texts]
 
     def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
         """model_weight * model + rule_weight * rule; both parts are kept in the extras (model_score, rule_score).
@@ -109,7 +111,3 @@ class ModelScore:
             return self._encoder.encode([(messages, None)], to_answer=False)[0]
         except ValueError as error:  # templates refuse roles and orders that others take
             return f"the chat template of the reward model refuses the conversation: {error}"
-
-
-def _as_sampled(answer: Answer) -> list[int]:
-    return [*answer.prompt_ids, *answer.response]

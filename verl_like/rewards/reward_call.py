@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl_like.rewards.graders import GraderChoice
-from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
-from verl_like.user_code import load
+from verl_like.services.service import Outcome, OwnSpec, ServiceError
 
 _TOO_LARGE = 3.4028235677973366e38  # from here on a 32-bit float is infinite
 
@@ -31,7 +30,7 @@ class RewardOutcome(Outcome):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScorerSpec(ServiceSpec):
+class ScorerSpec(OwnSpec):
     """Which function a worker loads: a user's file or module (`path`), or the built-in graders (`path` is None).
 
     A call that names a built-in grader is graded by that one in either case. batch: the function takes lists.
@@ -60,9 +59,6 @@ class ScorerSpec(ServiceSpec):
     @property
     def source(self) -> str:
         return f"custom_reward_function.path={self.path}"
-
-    def make(self) -> Service:
-        return load(self.factory, "factory")(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import multiprocessing
+import os
+import signal
 from collections.abc import Awaitable, Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
+from multiprocessing import popen_fork, popen_forkserver
 from typing import Any
 
 from verl_like.rewards import graders
-from verl_like.rewards.children import last_death, watch
 from verl_like.rewards.loading import SERVED, is_async, load_scorer, own_arguments, takes_address
 from verl_like.rewards.reward_call import RewardOutcome, ScorerSpec, is_finite_reward
 
@@ -30,7 +34,7 @@ class Grader:
         self._arguments = own_arguments(spec)
         self._wants_address = takes_address(spec, self._scorer)
         self.is_async = is_async(self._scorer)
-        watch()
+        watch_children()
 
     def call(self, payload: Any) -> Any:
         """The RewardOutcome of a RewardCall; of a list of them, in verl's batch form, the list. Or an awaitable."""
@@ -135,3 +139,26 @@ def _plain(value: Any) -> Any:
         with contextlib.suppress(ValueError, RuntimeError, TypeError):  # more than one element
             return _plain(value.item())
     return str(value)[:_TEXT_CHARS]
+
+
+@functools.cache
+def watch_children() -> list[str]:
+    """How children of this process have died so far; the list grows. Only those of multiprocessing, which Python's own
+    pools start too: programs that a function runs may fail as they like. SIGTERM is how multiprocessing ends one."""
+    deaths: list[str] = []
+
+    def noting(self: Any, flag: int = os.WNOHANG, *, poll: Callable[..., int | None]) -> int | None:
+        known, status = self.returncode, poll(self, flag)
+        if known is None and status not in (None, 0, -signal.SIGTERM):
+            deaths.append(f"exited with status {status}" if status > 0 else f"was killed by signal {-status}")
+        return status
+
+    for kind in (popen_fork.Popen, popen_forkserver.Popen):  # spawned ones use the first's
+        kind.poll = functools.partialmethod(noting, poll=kind.poll)  # pyright: ignore
+    return deaths
+
+
+def last_death() -> str:
+    """The last one, or "", also of a child that nobody has waited for yet."""
+    multiprocessing.active_children()  # looks at each
+    return next(reversed(watch_children()), "")

@@ -30,10 +30,10 @@ from verl_like.config.roles import (
     needs_critic,
     roles_of,
 )
-from verl_like.data.build import build_dataset
 from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.environments import EnvironmentDataset
+from verl_like.data.foreign import build_dataset
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.data.mixing import WeightedSampler
 from verl_like.data.prompt_truth import own_text

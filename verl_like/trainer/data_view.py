@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config import PPOConfig
-from verl_like.data.build import build_dataset
 from verl_like.data.dataset import make_encoder
+from verl_like.data.foreign import build_dataset
 from verl_like.data.prompt_truth import own_text
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.models.location import file_problem

@@ -9,9 +9,8 @@ from torch import Tensor
 from tests.unit.algorithms.builders import denominators, experience, outputs_for
 from verl_like.algorithms.aggregate import AGGREGATIONS, aggregate
 from verl_like.algorithms.losses.clipped import vanilla
-from verl_like.algorithms.objectives import token_means
+from verl_like.algorithms.objectives import clipped_value_loss, token_means
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, clip_range, log_ratio
-from verl_like.algorithms.value_losses import clipped_value_loss
 from verl_like.config import ActorConfig
 
 ALL_LOSSES = POLICY_LOSSES.names()

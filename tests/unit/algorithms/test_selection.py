@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.algorithms.builders import denominators, experience, outputs_for
 from verl_like.algorithms.objectives import PolicyObjective
-from verl_like.algorithms.selection import select_tokens, token_covariance
+from verl_like.algorithms.preparation import select_tokens, token_covariance
 from verl_like.batch import Experience, merge_metrics
 from verl_like.config import ActorConfig, PolicyLossConfig
 from verl_like.config.enums import LOSS_MODES

@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.data.factory import SHARED_DATA, CharTokenizer, text_of, write_parquet, write_prompts
 from verl_like.config import CustomClassConfig, DataConfig
-from verl_like.data.build import build_dataset
 from verl_like.data.dataset import PromptDataset
+from verl_like.data.foreign import build_dataset
 from verl_like.models import images
 
 PROMPTS = [f"{i}+1=" for i in range(10)]

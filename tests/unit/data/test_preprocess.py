@@ -78,9 +78,10 @@ def test_errors_of_scripts_are_one_clear_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["{", '{"question": "?", "answer": "no number"}'])
 def test_broken_lines(tmp_path: Path, line: str) -> None:
-    (tmp_path / "train.jsonl").write_text(line)
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(line)
     with pytest.raises(ValueError, match=r"is not JSON|does not end in"):
-        gsm8k.convert_split(tmp_path / "train.jsonl", tmp_path, "train")
+        gsm8k.main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
 
 
 SCRIPTS = sorted(path.stem for path in Path(schema.__file__).parent.glob("[a-z]*.py") if path.stem != "schema")

@@ -28,7 +28,7 @@ from verl_like.episodes.episode import Episode
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.episodes.tool_agent import Bounds, ToolAgent
 from verl_like.episodes.tool_calls.formats import parser_of
-from verl_like.episodes.tools.pictures import media_of
+from verl_like.episodes.tools.kinds import media_of
 from verl_like.episodes.tools.tool_call import ToolSpec
 from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.models import loading, packing

@@ -17,7 +17,7 @@ from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModel
 from verl_like.config.reward_execution import SandboxConfig
 from verl_like.rewards import code, code_cases
 from verl_like.rewards.code_cases import AssertTests, CallTest, StdioTest, same_output, same_value
-from verl_like.rewards.code_local import LocalRunner
+from verl_like.rewards.code_runner import LocalRunner
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.sandbox import probe
 from verl_like.rewards.sandbox.settings import SandboxError

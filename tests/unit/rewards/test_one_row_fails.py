@@ -41,7 +41,7 @@ from verl_like.observe.samples import to_json
 from verl_like.observe.validation import majority_of, validation_metrics
 from verl_like.rewards.grading import to_scores
 from verl_like.rewards.judge import Judge
-from verl_like.rewards.manager import reward_metrics
+from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 from verl_like.rewards.worker import _outcomes, to_outcome
@@ -191,7 +191,7 @@ def test_a_row_of_the_data_without_a_column_that_training_reads(
 def test_metrics_and_validation_leave_it_out_count_it_and_stay_right(value: Any) -> None:
     batch, scores = batch_of([0, value, 1, 1, 0, 1])
     given = value is not MISSING
-    metrics = reward_metrics(scores)
+    metrics = RewardManager.metrics(scores)
     assert metrics["reward/part/mean"] == pytest.approx(3 / 5)
     assert metrics.get("reward/part/left_out") == (1.0 if given else None)
     validated = validation_metrics([(batch, scores)])

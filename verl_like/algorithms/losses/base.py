@@ -62,25 +62,11 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry(
 )
 
 
-def register_policy_loss(
-    name: str,
-    *,
-    aggregation: str | None = None,
-    default_aggregation: str = DEFAULT_AGGREGATION,
-    pulls_without_advantage: bool = False,
-    one_weight_per_row: bool = False,
-) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Decorator: put a loss on the menu. The keywords are PolicyLoss's."""
+def register_policy_loss(name: str, **options: Any) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Decorator: put a loss on the menu. options: PolicyLoss's other fields."""
 
     def add(function: PolicyLossFunction) -> PolicyLossFunction:
-        entry = PolicyLoss(
-            function=function,
-            aggregation=aggregation,
-            default_aggregation=default_aggregation,
-            pulls_without_advantage=pulls_without_advantage,
-            one_weight_per_row=one_weight_per_row,
-        )
-        POLICY_LOSSES.register(name)(entry)
+        POLICY_LOSSES.register(name)(PolicyLoss(function=function, **options))
         return function
 
     return add

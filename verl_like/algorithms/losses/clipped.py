@@ -84,7 +84,7 @@ def geo_mean(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
 def clip_cov(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """PPO clip without dual clip; the selected tokens get no loss (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
 
-    Selected over the mini-batch by algorithms/selection.py: few random tokens of large covariance of log-prob and
+    Selected over the mini-batch by algorithms/preparation.py: few random tokens of large covariance of log-prob and
     advantage, those that make the entropy collapse. A token that the clip cut off by now is no candidate: it keeps its
     loss, and counts as clipped.
     """

@@ -10,14 +10,14 @@ Answer, as some mirrors have it). The prompt is the one of DAPO's data (arXiv 25
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 from verl_like.data.preprocess import schema
 
 PROMPT = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer "
-    "(without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
 _COLUMNS = ("problem", "answer", "id", "year", "url")
@@ -53,12 +53,8 @@ def main(argv: list[str] | None = None) -> None:
     missing = {"problem", "answer"} - names
     if missing:
         raise ValueError(f"{source} has no {', '.join(sorted(missing))} (it has: {', '.join(sorted(names))})")
-    schema.write_splits(
-        {"test": records},
-        lambda record, index, split: to_row(record, index, split, options.data_source),
-        options.local_save_dir,
-        title=options.data_source,
-    )
+    row_of = partial(to_row, data_source=options.data_source)
+    schema.write_splits({"test": records}, row_of, options.local_save_dir, title=options.data_source)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ No pair of operands, in either order, is in both splits: validation measures wha
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 from verl_like.data.preprocess import schema
@@ -60,11 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--seed", type=int, default=1)
     options = arguments.parse_args(argv)
     train, val = split_pairs(options.num_train, options.num_val, options.max_operand, options.seed)
-    for split, pairs in (("train", train), ("val", val)):
-        rows = schema.convert(
-            pairs, lambda pair, i, split=split: to_row(pair, i, split, options.operation), title=f"arithmetic {split}"
-        )
-        schema.write_rows(rows, options.local_save_dir / f"{split}.parquet", show_sample=split == "train")
+    row_of = partial(to_row, operation=options.operation)
+    schema.write_splits({"train": train, "val": val}, row_of, options.local_save_dir, title="arithmetic")
 
 
 if __name__ == "__main__":

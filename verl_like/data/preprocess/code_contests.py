@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verl_like.data.preprocess import schema
@@ -19,13 +21,11 @@ _PROBLEM = ("problem", "question", "prompt", "description")
 _TESTS = ("tests", "test_cases", "input_output")
 _STDIN = (
     "Write a Python program that reads from standard input and writes the answer to standard output. Put the whole "
-    "program "
-    "into one block that begins with ```python and ends with ```."
+    "program into one block that begins with ```python and ends with ```."
 )
 _FUNCTION = (
     "Write a Python function `{name}` that solves it. Put the whole program into one block that begins with "
-    "```python and "
-    "ends with ```."
+    "```python and ends with ```."
 )
 
 
@@ -66,30 +66,18 @@ def to_row(record: dict[str, Any], index: int, split: str, data_source: str) -> 
 
 def main(argv: list[str] | None = None) -> None:
     """Convert the splits that are there; a single file is divided."""
-    arguments = schema.parser(
-        "Contest problems to parquet.", local_source="a file, or a folder with train and test files"
-    )
+    local_source = "a file, or a folder with train and test files"
+    arguments = schema.parser("Contest problems to parquet.", local_source=local_source, num_test=20)
     arguments.add_argument("--data_source", default="codecontests", help="data_source of the rows: it picks the grader")
     arguments.add_argument("--max_chars", type=int, default=1_000_000, help="leave out rows whose tests are longer")
-    arguments.add_argument("--num_test", type=int, default=20, help="rows held out of a single file for test.parquet")
-    arguments.add_argument("--seed", type=int, default=1, help="which rows are held out")
     options = arguments.parse_args(argv)
-    source = schema.required_source(options, "a file of problems with tests")
-    parts = {
-        split: _bounded(schema.read_records(path), options.max_chars)
-        for split, path in schema.find_splits(source).items()
-    }
-    if not source.is_dir():
-        parts = schema.hold_out(parts["train"], options.num_test, options.seed)
-    schema.write_splits(
-        parts,
-        lambda record, index, split: to_row(record, index, split, options.data_source),
-        options.local_save_dir,
-        title=options.data_source,
-    )
+    bounded = partial(_bounded, max_chars=options.max_chars)
+    parts = schema.read_parts(options, "a file of problems with tests", prepare=bounded)
+    row_of = partial(to_row, data_source=options.data_source)
+    schema.write_splits(parts, row_of, options.local_save_dir, title=options.data_source)
 
 
-def _bounded(records: list[dict[str, Any]], max_chars: int) -> list[dict[str, Any]]:
+def _bounded(records: list[dict[str, Any]], file: Path, *, max_chars: int) -> list[dict[str, Any]]:
     kept = [r for r in records if sum(len(json.dumps(r[name])) for name in _TESTS if name in r) <= max_chars]
     if len(kept) < len(records):
         print(f"{len(records) - len(kept)} of {len(records)} records have longer tests; left out", file=sys.stderr)

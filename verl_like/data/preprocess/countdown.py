@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class Puzzle(NamedTuple):
     target: int
 
 
-def to_row(puzzle: Puzzle, index: int, *, split: str, template: str, data_source: str = "countdown") -> dict[str, Any]:
+def to_row(puzzle: Puzzle, index: int, split: str, *, template: str, data_source: str = "countdown") -> dict[str, Any]:
     """One puzzle as a row of the schema; ground_truth {"target", "numbers"}."""
     question = _QUESTION.format(numbers=list(puzzle.numbers), target=puzzle.target)
     return schema.make_row(
@@ -60,16 +61,18 @@ def generate(count: int, *, num_operands: int, max_number: int, max_target: int,
     generator, seen, puzzles = random.Random(seed), set(), []
     for _ in range(200 * count):
         if len(puzzles) == count:
-            return puzzles
+            break
         numbers = tuple(generator.randint(1, max_number) for _ in range(num_operands))
         target = _random_result(list(numbers), generator)
         key = (tuple(sorted(numbers)), target)
         if target is not None and 0 < target <= max_target and key not in seen:
             seen.add(key)
             puzzles.append(Puzzle(numbers, target))
-    if len(puzzles) == count:
-        return puzzles
-    raise ValueError(f"only {len(puzzles)} of {count} different puzzles found; raise --max_number or --num_operands")
+    if len(puzzles) < count:
+        raise ValueError(
+            f"only {len(puzzles)} of {count} different puzzles found; raise --max_number or --num_operands"
+        )
+    return puzzles
 
 
 def _random_result(numbers: list[int], generator: random.Random) -> int | None:
@@ -113,14 +116,8 @@ def load(options: Any) -> tuple[list[Puzzle], str]:
     source: Path | None = options.local_dataset_path
     total = options.num_train + options.num_test
     if source is None:
-        puzzles = generate(
-            total,
-            num_operands=options.num_operands,
-            max_number=options.max_number,
-            max_target=options.max_target,
-            seed=options.seed,
-        )
-        return puzzles, "countdown"
+        sizes = {name: getattr(options, name) for name in ("num_operands", "max_number", "max_target")}
+        return generate(total, **sizes, seed=options.seed), "countdown"
     if source.suffix == ".csv":
         puzzles, name = read_game24(source), "game24"
     elif source.suffix == ".parquet":
@@ -148,15 +145,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--seed", type=int, default=1)
     options = arguments.parse_args(argv)
     puzzles, data_source = load(options)
-    for split, part in (("train", puzzles[options.num_test :]), ("test", puzzles[: options.num_test])):
-        rows = schema.convert(
-            part,
-            lambda puzzle, index, split=split: to_row(
-                puzzle, index, split=split, template=options.template, data_source=data_source
-            ),
-            title=f"{data_source} {split}",
-        )
-        schema.write_rows(rows, options.local_save_dir / f"{split}.parquet", show_sample=split == "train")
+    parts = {"train": puzzles[options.num_test :], "test": puzzles[: options.num_test]}
+    row_of = partial(to_row, template=options.template, data_source=data_source)
+    schema.write_splits(parts, row_of, options.local_save_dir, title=data_source)
 
 
 if __name__ == "__main__":

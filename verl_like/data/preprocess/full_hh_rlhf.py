@@ -15,21 +15,17 @@ in ShareGPT's form.
 from __future__ import annotations
 
 import re
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_like.data.preprocess import schema
 
 _TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
-_ROLES = {
-    "Human": "user",
-    "Assistant": "assistant",
-    "human": "user",
-    "gpt": "assistant",
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
+_ROLES = dict.fromkeys(("Human", "human", "user"), "user") | {"system": "system"}
+_ROLES |= dict.fromkeys(("Assistant", "gpt", "assistant"), "assistant")
 
+_ANSWERS = ("chosen", "rejected")
 Messages = list[dict[str, str]]
 
 
@@ -45,14 +41,10 @@ def to_pair(record: dict[str, Any], place: str) -> Pair:
     """A record in any of the three forms. ValueError naming the place if it is none of them."""
     if "conversations" in record:
         messages = [_message(turn, place) for turn in record["conversations"]]
-        return Pair(
-            messages, _message(record["chosen"], place)["content"], _message(record["rejected"], place)["content"]
-        )
+        return Pair(messages, *(_message(record[name], place)["content"] for name in _ANSWERS))
     if "prompt" in record:
-        return Pair(
-            _transcript(str(record["prompt"]), place), str(record["chosen"]).strip(), str(record["rejected"]).strip()
-        )
-    chosen, rejected = (_transcript(str(record[name]), place) for name in ("chosen", "rejected"))
+        return Pair(_transcript(str(record["prompt"]), place), *(str(record[name]).strip() for name in _ANSWERS))
+    chosen, rejected = (_transcript(str(record[name]), place) for name in _ANSWERS)
     return Pair(chosen[:-1], chosen[-1]["content"], rejected[-1]["content"])
 
 
@@ -96,27 +88,19 @@ def to_row(pair: Pair, index: int, split: str, kind: str, data_source: str) -> d
 
 def main(argv: list[str] | None = None) -> None:
     """Convert the splits that are there; a single file is divided."""
-    arguments = schema.parser(
-        "Preference pairs to parquet.", local_source="a file, or a folder with train and test files"
-    )
+    local_source = "a file, or a folder with train and test files"
+    arguments = schema.parser("Preference pairs to parquet.", local_source=local_source, num_test=0)
     arguments.add_argument("--split", choices=("rl", "rm", "sft"), default="rl", help="what the rows are for")
     arguments.add_argument("--data_source", default="Dahoas/full-hh-rlhf", help="data_source of the rows (rl)")
-    arguments.add_argument("--num_test", type=int, default=0, help="rows held out of a single file for test.parquet")
-    arguments.add_argument("--seed", type=int, default=1, help="which rows are held out")
     options = arguments.parse_args(argv)
-    source = schema.required_source(options, "the pairs, from github.com/anthropics/hh-rlhf for instance")
-    parts: dict[str, list[Pair]] = {}
-    for split, path in schema.find_splits(source).items():
-        records = schema.read_records(path, ("chosen", "rejected"))
-        parts[split] = [to_pair(record, f"{path}, record {i}") for i, record in enumerate(records)]
-    if not source.is_dir():
-        parts = schema.hold_out(parts["train"], options.num_test, options.seed)
-    schema.write_splits(
-        parts,
-        lambda pair, index, split: to_row(pair, index, split, options.split, options.data_source),
-        options.local_save_dir / options.split,
-        title=f"preferences ({options.split})",
-    )
+    where = "the pairs, from github.com/anthropics/hh-rlhf for instance"
+    parts = schema.read_parts(options, where, _ANSWERS, _pairs)
+    row_of = partial(to_row, kind=options.split, data_source=options.data_source)
+    schema.write_splits(parts, row_of, options.local_save_dir / options.split, title=f"preferences ({options.split})")
+
+
+def _pairs(records: list[dict[str, Any]], file: Path) -> list[Pair]:
+    return [to_pair(record, f"{file}, record {i}") for i, record in enumerate(records)]
 
 
 if __name__ == "__main__":

@@ -45,9 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     """Convert the splits that are there."""
     arguments = schema.parser("Geometry3K to parquet.", local_source="a folder with train and test files, or one file")
     options = arguments.parse_args(argv)
-    source = schema.required_source(options, f"{DATA_SOURCE} from the hub")
-    required = ("problem", "answer", "images")
-    parts = {split: schema.read_records(path, required) for split, path in schema.find_splits(source).items()}
+    parts = schema.read_parts(options, f"{DATA_SOURCE} from the hub", ("problem", "answer", "images"))
     schema.write_splits(parts, to_row, options.local_save_dir, title="geometry3k")
 
 

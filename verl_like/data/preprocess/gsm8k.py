@@ -52,8 +52,9 @@ def main(argv: list[str] | None = None) -> None:
             "--local_dataset_path is missing: download train.jsonl and test.jsonl from "
             "github.com/openai/grade-school-math (grade_school_math/data) and name their folder"
         )
-    for split in ("train", "test"):
-        convert_split(_file_of(options.local_dataset_path, split), options.local_save_dir, split)
+    files = {split: _file_of(options.local_dataset_path, split) for split in ("train", "test")}
+    parts = {split: schema.read_records(file, ("question", "answer")) for split, file in files.items()}
+    schema.write_splits(parts, to_row, options.local_save_dir, title="gsm8k")
 
 
 def _file_of(folder: Path, split: str) -> Path:
@@ -61,13 +62,6 @@ def _file_of(folder: Path, split: str) -> Path:
     jsonl = folder / f"{split}.jsonl"
     others = sorted(folder.glob(f"{split}*.parquet"))
     return others[0] if others and not jsonl.exists() else jsonl
-
-
-def convert_split(source: Path, target: Path, split: str) -> None:
-    """One file to `target`/`split`.parquet."""
-    records = schema.read_records(source, required=("question", "answer"))
-    rows = schema.convert(records, lambda record, index: to_row(record, index, split), title=f"gsm8k {split}")
-    schema.write_rows(rows, target / f"{split}.parquet", show_sample=split == "train")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from verl_like.data.preprocess import gsm8k, schema
 TOOL = "calc_gsm8k_reward"
 _SYSTEM = (
     "You are a math expert. You are given a question and you need to solve it step by step. Reasoning step by step "
-    "before "
-    f"any tool call. You should use the `{TOOL}` tool after step by step solving the question, before generate "
-    f"final answer "
-    "at least once and refine your answer if necessary. Put your final answer in the format of `#### <answer>`."
+    f"before any tool call. You should use the `{TOOL}` tool after step by step solving the question, before generate "
+    "final answer at least once and refine your answer if necessary. Put your final answer in the format of "
+    "`#### <answer>`."
 )
 
 
@@ -47,10 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     """Convert both splits."""
     arguments = schema.parser("GSM8K with a tool to parquet.", local_source="folder with train.jsonl and test.jsonl")
     options = arguments.parse_args(argv)
-    source = schema.required_source(options, "train.jsonl and test.jsonl from github.com/openai/grade-school-math")
-    parts = {
-        split: schema.read_records(path, ("question", "answer")) for split, path in schema.find_splits(source).items()
-    }
+    where = "train.jsonl and test.jsonl from github.com/openai/grade-school-math"
+    parts = schema.read_parts(options, where, ("question", "answer"))
     schema.write_splits(parts, to_row, options.local_save_dir, title="gsm8k with a tool")
 
 

@@ -17,41 +17,15 @@ from typing import Any
 from verl_like.data.preprocess import schema
 
 DATA_SOURCE = "knights_and_knaves"
-_NAMES = [
-    "Abigail",
-    "Benjamin",
-    "Charlotte",
-    "Daniel",
-    "Emma",
-    "Felix",
-    "Grace",
-    "Henry",
-    "Isla",
-    "Jack",
-    "Karen",
-    "Luke",
-    "Mia",
-    "Noah",
-    "Olivia",
-    "Penelope",
-    "Quentin",
-    "Riley",
-    "Samuel",
-    "Theresa",
-    "Ulrich",
-    "Victoria",
-    "William",
-    "Xenia",
-    "Yara",
-    "Zoey",
-]
+_NAMES = (
+    "Abigail Benjamin Charlotte Daniel Emma Felix Grace Henry Isla Jack Karen Luke Mia "
+    "Noah Olivia Penelope Quentin Riley Samuel Theresa Ulrich Victoria William Xenia Yara Zoey"
+)
 _QUESTION = (
-    "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves "
-    "always lie. "
-    "You meet {count} inhabitants: {names}. {statements} So who is a knight and who is a knave?\n\n"
+    "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always "
+    "lie. You meet {count} inhabitants: {names}. {statements} So who is a knight and who is a knave?\n\n"
     "Reason between <think> and </think>, and give the role of each of them between <answer> and </answer>, for "
-    "example: "
-    "<answer> {example} </answer>."
+    "example: <answer> {example} </answer>."
 )
 
 Roles = tuple[bool, ...]  # of each person: true for a knight
@@ -111,7 +85,7 @@ def random_puzzle(num_people: int, generator: random.Random) -> Puzzle:
         claims = tuple(_random_claim(speaker, num_people, generator) for speaker in range(num_people))
         found = solutions(claims)
         if len(found) == 1:
-            return Puzzle(tuple(generator.sample(_NAMES, num_people)), claims, found[0])
+            return Puzzle(tuple(generator.sample(_NAMES.split(), num_people)), claims, found[0])
 
 
 def _random_claim(speaker: int, num_people: int, generator: random.Random) -> Claim:

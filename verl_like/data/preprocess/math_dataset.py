@@ -10,6 +10,8 @@ answer. The instruction and the data source are verl's, so that models and score
 from __future__ import annotations
 
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verl_like.data.preprocess import schema
@@ -56,26 +58,16 @@ def to_row(record: dict[str, Any], index: int, split: str, data_source: str = DA
 
 def main(argv: list[str] | None = None) -> None:
     """Convert all splits that are there; a single file is divided."""
-    arguments = schema.parser("MATH to parquet.", local_source="a file, or a folder with train and test files")
+    local_source = "a file, or a folder with train and test files"
+    arguments = schema.parser("MATH to parquet.", local_source=local_source, num_test=500)
     arguments.add_argument("--data_source", default=DATA_SOURCE, help="data_source of the rows: it picks the grader")
-    arguments.add_argument("--num_test", type=int, default=500, help="rows held out of a single file for test.parquet")
-    arguments.add_argument("--seed", type=int, default=1, help="which rows are held out")
     options = arguments.parse_args(argv)
-    source = schema.required_source(options, "MATH, from github.com/hendrycks/math for instance")
-    parts = {
-        split: _answered(schema.read_records(path, ("problem",))) for split, path in schema.find_splits(source).items()
-    }
-    if not source.is_dir():
-        parts = schema.hold_out(parts["train"], options.num_test, options.seed)
-    schema.write_splits(
-        parts,
-        lambda record, index, split: to_row(record, index, split, options.data_source),
-        options.local_save_dir,
-        title="math",
-    )
+    parts = schema.read_parts(options, "MATH, from github.com/hendrycks/math for instance", ("problem",), _answered)
+    row_of = partial(to_row, data_source=options.data_source)
+    schema.write_splits(parts, row_of, options.local_save_dir, title="math")
 
 
-def _answered(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _answered(records: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
     kept = [record for record in records if answer_of(record)]
     if len(kept) < len(records):
         print(f"{len(records) - len(kept)} of {len(records)} records have no answer and are left out", file=sys.stderr)

@@ -40,14 +40,21 @@ def make_row(
     }
 
 
-def parser(description: str, *, local_source: str | None = None) -> argparse.ArgumentParser:
-    """Arguments of every script. `local_source` describes --local_dataset_path, where the script reads one."""
+def parser(
+    description: str, *, local_source: str | None = None, num_test: int | None = None
+) -> argparse.ArgumentParser:
+    """Arguments of every script. `local_source` describes --local_dataset_path, where the script reads one. num_test:
+    the default of --num_test, where a single file is divided."""
     arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     if local_source is not None:
         arguments.add_argument("--local_dataset_path", type=Path, help=local_source)
     arguments.add_argument(
         "--local_save_dir", "--local_dir", type=Path, required=True, help="folder for the parquet files"
     )
+    if num_test is not None:
+        held_out = "rows held out of a single file for test.parquet"
+        arguments.add_argument("--num_test", type=int, default=num_test, help=held_out)
+        arguments.add_argument("--seed", type=int, default=1, help="which rows are held out")
     return arguments
 
 
@@ -89,6 +96,20 @@ def find_splits(source: Path, splits: Sequence[str] = ("train", "test")) -> dict
     return found
 
 
+def read_parts(
+    options: Any,
+    where: str,
+    required: Sequence[str] = (),
+    prepare: Callable[[list[dict[str, Any]], Path], list[Any]] = lambda records, _: records,
+) -> dict[str, list[Any]]:
+    """What `prepare(records, file)` makes of each split of --local_dataset_path; a single file is divided if the script
+    has --num_test. where: to download it from."""
+    source = required_source(options, where)
+    parts = {split: prepare(read_records(path, required), path) for split, path in find_splits(source).items()}
+    is_divided = "num_test" in options and not source.is_dir()
+    return hold_out(parts["train"], options.num_test, options.seed) if is_divided else parts
+
+
 def hold_out(records: Sequence[Any], num_test: int, seed: int) -> dict[str, list[Any]]:
     """{"train", "test"}: `num_test` random records and the others, both in their old order."""
     if not 0 <= num_test < len(records):
@@ -101,9 +122,13 @@ def hold_out(records: Sequence[Any], num_test: int, seed: int) -> dict[str, list
 def write_splits(
     parts: Mapping[str, Sequence[Any]], to_row: Callable[[Any, int, str], dict[str, Any]], folder: Path, *, title: str
 ) -> None:
-    """Convert each split's records with `to_row(record, index, split)` into `folder`/<split>.parquet."""
+    """Convert each split's records with `to_row(record, index, split)` into `folder`/<split>.parquet, with a progress
+    bar on stderr when it is a terminal."""
     for number, (split, records) in enumerate(parts.items()):
-        rows = convert(records, lambda record, index, s=split: to_row(record, index, s), title=f"{title} {split}")
+        numbered: Iterable[tuple[int, Any]] = enumerate(records)
+        if sys.stderr.isatty():
+            numbered = track(numbered, description=f"{title} {split}", total=len(records))
+        rows = [to_row(record, index, split) for index, record in numbered]
         write_rows(rows, folder / f"{split}.parquet", show_sample=number == 0)
 
 
@@ -116,16 +141,6 @@ def require_file(path: Path) -> Path:
     found = sorted(entry.name for entry in folder.iterdir())[:10] if folder.is_dir() else []
     listing = f"{folder} holds: {', '.join(found) or 'nothing'}" if folder.is_dir() else f"there is no folder {folder}"
     raise ValueError(f"there is no file {path} ({listing})")
-
-
-def convert(
-    records: Sequence[Any], to_row: Callable[[Any, int], dict[str, Any]], *, title: str
-) -> list[dict[str, Any]]:
-    """Apply `to_row(record, index)` to all records, with a progress bar on stderr when it is a terminal."""
-    numbered: Iterable[tuple[int, Any]] = enumerate(records)
-    if sys.stderr.isatty():
-        numbered = track(numbered, description=title, total=len(records))
-    return [to_row(record, index) for index, record in numbered]
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path, *, show_sample: bool = True) -> None:
@@ -144,13 +159,8 @@ def write_rows(rows: list[dict[str, Any]], path: Path, *, show_sample: bool = Tr
     pq.write_table(table, path, row_group_size=_IMAGE_ROWS if "images" in columns else None)
     print(f"{path}: {len(rows):,} rows")
     if show_sample:
-        print(
-            "first row:",
-            _shortened(
-                json.dumps(rows[0], indent=2, ensure_ascii=False, default=lambda data: f"<{len(data):,} bytes>")
-            ),
-            sep="\n",
-        )
+        text = json.dumps(rows[0], indent=2, ensure_ascii=False, default=lambda data: f"<{len(data):,} bytes>")
+        print("first row:", _shortened(text), sep="\n")
 
 
 def _shortened(text: str, limit: int = 4000) -> str:

@@ -19,7 +19,7 @@ from verl_like.episodes.agent_loops.policy import Policy
 from verl_like.episodes.agent_loops.tokens import ContinuousTokens
 from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.transcript import without_end
-from verl_like.user_code import load
+from verl_like.user_code import load_dotted
 
 NAME = "completion_callback"
 KEY = f"actor_rollout_ref.rollout.multi_turn.{NAME}"
@@ -28,7 +28,7 @@ _IMPLIED = "include_stop_str_in_output"  # tokens are never taken back here
 
 def load_callback(reference: str) -> Any:
     """The class: package.module.Class, or file.py:Class. UserCodeError says what is wrong with it."""
-    return load(reference if ":" in reference else ":".join(reference.rsplit(".", 1)), KEY)
+    return load_dotted(reference, KEY)
 
 
 class Message(SimpleNamespace):

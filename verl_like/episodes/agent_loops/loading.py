@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl_like.episodes.agent_loops.callback_loop import KEY as CALLBACK_KEY
 from verl_like.episodes.agent_loops.callback_loop import NAME, CompletionCallbackLoop
 from verl_like.episodes.agent_loops.messages import KEY, AgentLoopError
-from verl_like.user_code import load, resolve_path
+from verl_like.user_code import load_dotted, resolve_path
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class LoopEntry:
 
     def load(self) -> Callable[..., Any]:
         """The class. UserCodeError, AgentLoopError say what is wrong with it."""
-        reference = self.target if ":" in self.target else ":".join(self.target.rsplit(".", 1))
-        found = load(reference, f"{self.where}._target_")
+        found = load_dotted(self.target, f"{self.where}._target_")
         run: Any = getattr(found, "run", None)
         if not inspect.iscoroutinefunction(inspect.unwrap(run)):
             raise AgentLoopError(f"{self.where}: {self.target} has no `async def run`: derive it from AgentLoopBase")
@@ -62,11 +61,3 @@ def read_loops(path: str) -> dict[str, LoopEntry]:
         arguments = {str(key): entry[key] for key in entry if key not in ("name", "_target_")}
         loops[entry.name] = LoopEntry(entry["_target_"], arguments, f"{where} ({entry.name})")
     return loops
-
-
-def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that a function or class can be given."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(offered)
-    return {name: value for name, value in offered.items() if name in parameters}

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
-from verl_like.user_code import load
+from verl_like.services.service import Outcome, OwnSpec, ServiceError
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
@@ -74,7 +73,7 @@ class AgentRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentLoopSpec(ServiceSpec):
+class AgentLoopSpec(OwnSpec):
     """The loops of one run. `timeout`: of a loop's own code between two requests to the policy.
 
     config_path: the file that lists them. callback: verl's completion callback, one more; at least one of both.
@@ -101,6 +100,3 @@ class AgentLoopSpec(ServiceSpec):
     @property
     def source(self) -> str:
         return f"{KEY}={self.config_path}" if self.config_path else f"completion_callback={self.callback}"
-
-    def make(self) -> Service:
-        return load(self.factory, "factory")(self)

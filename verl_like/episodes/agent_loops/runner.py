@@ -139,15 +139,9 @@ class _Running:
         for task in [task for task in self._sampling if task in done]:
             asked, completion = self._sampling.pop(task), task.result()
             self.record.append((asked.context_ids.tolist(), completion))
-            sampled, reason = completion.sampled, completion.finish_reason
-            answers.append(
-                Answered(
-                    number=asked.number,
-                    token_ids=sampled.token_ids,
-                    log_probs=sampled.log_probs,
-                    finish_reason=reason,
-                )
-            )
+            ids, log_probs = completion.sampled.token_ids, completion.sampled.log_probs
+            reason = completion.finish_reason
+            answers.append(Answered(number=asked.number, token_ids=ids, log_probs=log_probs, finish_reason=reason))
         return tuple(answers)
 
     async def _sampled(self, asked: Asked) -> Completion:

@@ -18,12 +18,13 @@ from omegaconf import OmegaConf
 
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.agent_loops.callback_loop import load_callback
-from verl_like.episodes.agent_loops.loading import accepted, all_loops
+from verl_like.episodes.agent_loops.loading import all_loops
 from verl_like.episodes.agent_loops.messages import AgentLoopError, AgentLoopSpec, AgentReply, AgentRequest, LoopRow
 from verl_like.episodes.agent_loops.policy import Policy
 from verl_like.episodes.tools.loading import find_stand_ins
 from verl_like.episodes.tools.service import PRINTED_CHARS, Limited
 from verl_like.episodes.tools.text import MOST_CHARS, to_reward
+from verl_like.user_code import accepted
 
 _TRACEBACK_CHARS = 2000
 _IDLE_S = 0.01  # without news, while the policy is at work: then the trainer is told that there is none

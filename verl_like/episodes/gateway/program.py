@@ -26,8 +26,8 @@ from typing import Any, ClassVar
 
 from verl_like.episodes.tools.service import PRINTED_CHARS, Limited
 from verl_like.episodes.tools.text import to_reward
-from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
-from verl_like.user_code import check_call, load
+from verl_like.services.service import Outcome, OwnSpec, ServiceError
+from verl_like.user_code import check_call, load, takes
 
 KEYS = "actor_rollout_ref.rollout.gateway."
 _WAIT_S = 0.5  # of a call that asks whether a program has ended
@@ -61,7 +61,7 @@ class ProgramRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramSpec(ServiceSpec):
+class ProgramSpec(OwnSpec):
     """path: file.py:function; command: a command line; one of both."""
 
     factory: str = "verl_like.episodes.gateway.program:ProgramService"
@@ -79,9 +79,6 @@ class ProgramSpec(ServiceSpec):
     @property
     def source(self) -> str:
         return f"{KEYS}path={self.path}" if self.path else f"{KEYS}command={self.command}"
-
-    def make(self) -> Service:
-        return load(self.factory, "factory")(self)
 
 
 class ProgramService:
@@ -197,11 +194,9 @@ def _program(command: str) -> list[str]:
 def _named(run: Callable[..., Any]) -> list[str]:
     """Which of the further arguments the function takes."""
     try:
-        parameters = inspect.signature(run).parameters
+        return [name for name in ("anthropic_base_url", "episode") if takes(run, name)]
     except (TypeError, ValueError):  # nothing that can be called, as check_call says; some compiled functions
         return []
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return [name for name in ("anthropic_base_url", "episode") if takes_all or name in parameters]
 
 
 async def _in_thread(run: Callable[..., Any], given: dict[str, Any]) -> Any:

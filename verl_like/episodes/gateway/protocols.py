@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_like.episodes.gateway import schema
-from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply
+from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply, function_call
 
 Event = tuple[str | None, dict[str, Any]]  # name of a server-sent event, its data
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -213,8 +212,8 @@ def _of_blocks(role: str, content: Any, where: str) -> list[Message]:
     for place, block in enumerate(content):
         at = f"{where}[{place}]"
         if block["type"] == "tool_use":
-            function = {"name": _required(block, "name", at), "arguments": json.dumps(block.get("input") or {})}
-            calls.append({"id": _required(block, "id", at), "type": "function", "function": function})
+            name, arguments = _required(block, "name", at), json.dumps(block.get("input") or {})
+            calls.append(function_call(_required(block, "id", at), name, arguments))
         elif block["type"] == "tool_result":
             said, answered = _text(block.get("content"), f"{at}.content"), _required(block, "tool_use_id", at)
             results.append({"role": "tool", "tool_call_id": answered, "content": said})
@@ -245,8 +244,8 @@ class Responses:
         for place, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
             kind, where = item.get("type") or "message", f"input[{place}]"
             if kind == "function_call":
-                function = {"name": _required(item, "name", where), "arguments": item.get("arguments") or "{}"}
-                call = {"id": _required(item, "call_id", where), "type": "function", "function": function}
+                name, arguments = _required(item, "name", where), item.get("arguments") or "{}"
+                call = function_call(_required(item, "call_id", where), name, arguments)
                 if messages and messages[-1]["role"] == "assistant":  # text and calls are items of one answer
                     messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), call]}
                 else:
@@ -315,8 +314,3 @@ class Responses:
 def _usage(reply: Reply, first: str, second: str) -> dict[str, Any]:
     read, written = len(reply.context_ids), len(reply.completion.sampled)
     return {first: read, second: written, "total_tokens": read + written}
-
-
-def new_identity() -> str:
-    """Of an answer."""
-    return uuid.uuid4().hex

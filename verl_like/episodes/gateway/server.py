@@ -15,6 +15,7 @@ import resource
 import secrets
 import socket
 import threading
+import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -24,7 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from verl_like.episodes.episode import EpisodeAborted
 from verl_like.episodes.gateway import schema
-from verl_like.episodes.gateway.protocols import Chat, Event, Messages, Responses, new_identity
+from verl_like.episodes.gateway.protocols import Chat, Event, Messages, Responses
 from verl_like.episodes.gateway.session import Asked, Message, Refused, Reply, Session, apart
 from verl_like.progress import EPISODE
 
@@ -145,8 +146,10 @@ class GatewayServer:
         except ConnectionError:  # nobody reads an answer
             raise
         except (EpisodeAborted, Exception) as error:
-            response = _error(request, error, session)
-            if response.status in (401, 408, 413):
+            status, body = _told(request, error, session)
+            # The official clients would ask again after 408, 409, 429 and 5xx.
+            response = web.json_response(body, status=status, headers={"x-should-retry": "false"})
+            if status in (401, 408, 413):
                 response.force_close()
         await _in_time(request, response)
         return response
@@ -174,7 +177,7 @@ class GatewayServer:
         body, asked = await self._read(request, session, form)
         if request.headers.get("x-stainless-retry-count", "0") != "0":  # the official clients say so
             asked = dataclasses.replace(asked, is_retry=True)
-        model, identity = body.get("model") or MODEL, new_identity()
+        model, identity = body.get("model") or MODEL, uuid.uuid4().hex
         answering = asyncio.ensure_future(session.answer(asked))
         answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # or nobody may ask for it
         try:
@@ -240,7 +243,7 @@ class GatewayServer:
         except (EpisodeAborted, Exception) as error:
             if not response.prepared:  # what was refused at once is an HTTP error, as long as nothing was said
                 raise
-            said = _line(("error", {"type": "error", **_error_body(request, *_told(error, session)[1:])}))
+            said = _line(("error", {"type": "error", **_told(request, error, session)[1]}))
         await _in_time(request, response, said + form.ends)
         return response
 
@@ -267,26 +270,17 @@ def _line(event: Event) -> str:
     return f"{head}data: {json.dumps(data)}\n\n"  # in ASCII: some clients cut lines at U+2028 too
 
 
-def _told(error: BaseException, session: Session | None) -> tuple[int, str, str, str | None]:
-    """What the program reads of an error: status, message, code, field."""
+def _told(request: web.BaseRequest, error: BaseException, session: Session | None) -> tuple[int, dict[str, Any]]:
+    """What the program reads of an error: the status, and the body in the form of its API."""
     if isinstance(error, Refused):
-        return error.status, str(error), error.code, error.param
-    if isinstance(error, EpisodeAborted) or (session is not None and error is session.failure):
-        return 400, "the episode is no longer wanted", "session_ended", None  # the session ends with its error
-    logger.error("a request to the gateway failed", exc_info=error)
-    return 500, "the gateway itself failed; the trainer's log says how", "api_error", None
-
-
-def _error_body(request: web.BaseRequest, message: str, code: str, param: str | None) -> dict[str, Any]:
-    message = message[:_MOST_SAID]
+        refused = error
+    elif isinstance(error, EpisodeAborted) or (session is not None and error is session.failure):
+        refused = Refused("the episode is no longer wanted", "session_ended")  # the session ends with its error
+    else:
+        logger.error("a request to the gateway failed", exc_info=error)
+        said = "the gateway itself failed; the trainer's log says how"
+        refused = Refused(said, "api_error", status=500)
+    message, code = str(refused)[:_MOST_SAID], refused.code
     if request.path.startswith("/v1/messages"):
-        return {"type": "error", "error": {"type": code, "message": message}}
-    return {"error": {"message": message, "type": code, "code": code, "param": param}}
-
-
-def _error(request: web.BaseRequest, error: BaseException, session: Session | None) -> web.Response:
-    status, message, code, param = _told(error, session)
-    # The official clients would ask again after 408, 409, 429 and 5xx.
-    return web.json_response(
-        _error_body(request, message, code, param), status=status, headers={"x-should-retry": "false"}
-    )
+        return refused.status, {"type": "error", "error": {"type": code, "message": message}}
+    return refused.status, {"error": {"message": message, "type": code, "code": code, "param": refused.param}}

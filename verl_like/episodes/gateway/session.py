@@ -311,11 +311,7 @@ class Session:
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.calls:
             message["tool_calls"] = [
-                {
-                    "id": f"call{number:03d}{place:02d}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-                }
+                function_call(f"call{number:03d}{place:02d}", call.name, json.dumps(call.arguments, ensure_ascii=False))
                 for place, call in enumerate(parsed.calls)
             ]
         reply = Reply(context_ids, completion, message, parsed, number, stopped, parent, ended_s=time.monotonic())
@@ -344,6 +340,11 @@ class Session:
         elif most is not None:
             parsed = dataclasses.replace(parsed, calls=parsed.calls[:most])
         return parsed, min(stops)[1] if stops else None
+
+
+def function_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as a message of the chat interface has it."""
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _turn(reply: Reply, place: int, number: int) -> Turn:

@@ -3,7 +3,6 @@
 toolbox.py     the trainer's side: schemas, begin / call / end of an episode, each a future
 tool_call.py   what travels between the two
 service.py     the worker's side; kinds.py: the three kinds of tools; loading.py: where they come from
-usage.py   what each tool was asked, and how long it took; output.py: what their programs print
 schema.py, text.py   pure functions: schemas and arguments, what becomes of a tool's value
 calculator.py, code_interpreter.py, search.py, http_service.py   tools that come with the package
 mcp_tools.py, mcp_client.py   tools of MCP servers

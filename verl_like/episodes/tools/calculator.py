@@ -1,4 +1,4 @@
-"""A calculator: arithmetic by walking the syntax tree, of which nothing is executed. Standard library only."""
+"""A calculator: arithmetic by walking the syntax tree, of which nothing is executed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Evaluates an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {
-                    "type": "string",
-                    "description": "For example (3 + 4) * 2 ** 5, or sqrt(2) * pi. Operators + - * / // % **.",
-                }
-            },
-            "required": ["expression"],
-        },
-    },
-}
+from verl_like.episodes.tools.schema import texts_schema
+
+SCHEMA = texts_schema(
+    "calculator",
+    "Evaluates an arithmetic expression.",
+    expression="For example (3 + 4) * 2 ** 5, or sqrt(2) * pi. Operators + - * / // % **.",
+)
 _MOST_CHARS, _MOST_BITS = 1000, 10_000  # of an expression; of a number in it
 _SPELLINGS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"})  # typographic signs
 _OPERATORS: dict[type, Callable[..., Any]] = {

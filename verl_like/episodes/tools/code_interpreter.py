@@ -11,22 +11,16 @@ import json
 import resource
 from typing import Any
 
+from verl_like.episodes.tools.schema import texts_schema
 from verl_like.rewards.sandbox import probe
 from verl_like.rewards.sandbox.client import Jail
 from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
 
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "code_interpreter",
-        "description": "Runs Python code and returns what it prints, and the value of its last expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "Python code. Names last until the next call."}},
-            "required": ["code"],
-        },
-    },
-}
+SCHEMA = texts_schema(
+    "code_interpreter",
+    "Runs Python code and returns what it prints, and the value of its last expression.",
+    code="Python code. Names last until the next call.",
+)
 _PROGRAM = """
 import ast, contextlib, io, json, random, sys, traceback
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from verl_like.environments.forms import Message, Step, act, begin, news, settled
 from verl_like.environments.games import make
-from verl_like.episodes.tools.text import to_text
-from verl_like.episodes.tools.tool_call import ROW_KEY, ToolOutcome, state_id
+from verl_like.episodes.tools.kinds import state_of
+from verl_like.episodes.tools.tool_call import ROW_KEY, ToolOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +103,10 @@ class EnvironmentWorker:
         self._draw(playing)
         playing.observation = step.text
         if step.messages:
-            return ToolOutcome(messages=list(step.messages), state=await _state(game))
+            return ToolOutcome(messages=list(step.messages), state=await state_of(game))
         if ROW_KEY not in (row["extra_info"] or {}):  # the row has a prompt of its own
-            return ToolOutcome(text=step.text, state=await _state(game))
-        return ToolOutcome(messages=_prompt(playing), state=await _state(game))
+            return ToolOutcome(text=step.text, state=await state_of(game))
+        return ToolOutcome(messages=_prompt(playing), state=await state_of(game))
 
     async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
         raise ValueError(f"the environment answers messages and has no tool, also none that is called {name}")
@@ -135,7 +135,7 @@ class EnvironmentWorker:
             said = {"messages": _prompt(playing), "anew": True}
         elif not step.messages:
             said = {"text": _filled(playing)}
-        done, state = step.done or truncated, await _state(playing.game)
+        done, state = step.done or truncated, await state_of(playing.game)
         return ToolOutcome(**said, done=done, truncated=truncated, reward=reward, state=state)
 
     async def end(self, session: str, label: str = "") -> ToolOutcome:
@@ -199,10 +199,6 @@ def _filled(playing: Playing) -> str:
         return settings.template.format(**values)
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(f"template={settings.template!r:.200}: {error!r}; it may name {', '.join(values)}") from error
-
-
-async def _state(game: Any) -> int | None:
-    return state_id(to_text(await settled(game.get_state()))) if hasattr(game, "get_state") else None
 
 
 def _save(playing: Playing, label: str) -> None:

@@ -8,10 +8,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
+from verl_like.episodes.tools.schema import settings_of
 from verl_like.episodes.tools.tool_call import ToolUnavailable
 
 _ARGUMENT = re.compile(r"\{(\w+)\}")
@@ -69,11 +70,7 @@ class HttpService:
         if tool_schema is None:
             raise ValueError("http: there is no tool_schema; write one: it is what the model knows of the service")
         self.tool_schema = tool_schema
-        try:
-            self._settings = HttpSettings(**{key: value for key, value in config.items() if key != "type"})
-        except TypeError as error:
-            known = ", ".join(each.name for each in fields(HttpSettings))
-            raise ValueError(f"http: config: {error}; it takes {known}") from error
+        self._settings = settings_of(HttpSettings, config, "http")
         parameters = tool_schema.model_dump()["function"].get("parameters") or {}
         known = set(parameters.get("properties") or {})
         used = {name for part in ("url", "query", "body") for name in _arguments_in(getattr(self._settings, part))}

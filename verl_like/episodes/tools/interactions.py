@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_like.episodes.tools import text
 from verl_like.episodes.tools.tool_call import ToolOutcome
-from verl_like.user_code import load, resolve_path
+from verl_like.user_code import load_dotted, resolve_path
 
 _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 
@@ -35,7 +35,7 @@ def load_interactions(path: str, key: str) -> dict[str, Any]:
         if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
             raise ValueError(f"{where} has no class_name")
         reference = entry["class_name"]
-        make = load(reference if ":" in reference else ":".join(reference.rsplit(".", 1)), f"{where}.class_name")
+        make = load_dotted(reference, f"{where}.class_name")
         if missing := [method for method in _METHODS if not callable(getattr(make, method, None))]:
             raise ValueError(f"{where}: {reference} has no {', '.join(missing)}: derive it from BaseInteraction")
         name = entry.get("name") or (make.__name__.removesuffix("Interaction") or make.__name__).lower()

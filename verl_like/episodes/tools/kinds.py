@@ -5,17 +5,20 @@ Each has schemas, and a life within an episode: begin, calls, end. What users' c
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import inspect
+import io
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from verl_like.environments.forms import settled
 from verl_like.episodes.tools import text
-from verl_like.episodes.tools.pictures import media_of
 from verl_like.episodes.tools.schema import plain_schema, schema_of
 from verl_like.episodes.tools.tool_call import ToolOutcome, state_id
+from verl_like.user_code import accepted, takes
 
 
 class ToolSource(Protocol):
@@ -59,24 +62,18 @@ class NativeTool:
         self._instances: dict[str, _Instance] = {}
 
     async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
-        settings = ((row["extra_info"] or {}).get("tools_kwargs") or {}).get(self._name) or {}
-        data = types.SimpleNamespace(
-            request_id=session,
-            messages=list(row["prompt"]),
-            tools_kwargs=(row["extra_info"] or {}).get("tools_kwargs") or {},
-            extra_fields={},
-            metrics={},
-            tool_rewards=[],
-            turn_scores=[],
-        )
-        instance = _Instance(session, settings, data)
+        all_settings = (row["extra_info"] or {}).get("tools_kwargs") or {}
+        known = {"request_id": session, "messages": list(row["prompt"]), "tools_kwargs": all_settings}
+        empty = {"extra_fields": {}, "metrics": {}, "tool_rewards": [], "turn_scores": []}
+        data = types.SimpleNamespace(**known, **empty)
+        instance = _Instance(session, all_settings.get(self._name) or {}, data)
         given = instance.keywords("create")
         # verl 0.5 spreads a row's create_kwargs over the arguments, later ones pass them as one: tools are written
         # for either, and are given what their signature takes.
         offered = {**given, "create_kwargs": given}
-        keywords = _accepted(self._tool.create, offered) if _takes(self._tool.create, "create_kwargs") else given
+        keywords = accepted(self._tool.create, offered) if takes(self._tool.create, "create_kwargs") else given
         self._instances[session] = instance
-        created = await _settled(self._tool.create(session, **keywords))
+        created = await settled(self._tool.create(session, **keywords))
         identity, response = (*created, None, None)[:2] if isinstance(created, tuple) else (created, None)
         instance.id = identity if isinstance(identity, str) and identity else session
         return ToolOutcome(text="" if response is None else text.to_text(response))
@@ -84,9 +81,9 @@ class NativeTool:
     async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
         instance = self._instances[session]
         keywords = instance.keywords("execute")
-        if _takes(self._tool.execute, "agent_data"):
+        if takes(self._tool.execute, "agent_data"):
             keywords["agent_data"] = instance.agent_data
-        return outcome_of(await _settled(self._tool.execute(instance.id, arguments, **keywords)))
+        return outcome_of(await settled(self._tool.execute(instance.id, arguments, **keywords)))
 
     async def end(self, session: str) -> ToolOutcome:
         instance = self._instances.pop(session, None)
@@ -95,53 +92,48 @@ class NativeTool:
         try:
             reward = None
             if _is_own(self._tool, "calc_reward"):
-                value = await _settled(self._tool.calc_reward(instance.id, **instance.keywords("calc_reward")))
-                reward = (
-                    None if isinstance(value, list | dict | str) else text.to_reward(value)
-                )  # verl's own give lists
+                value = await settled(self._tool.calc_reward(instance.id, **instance.keywords("calc_reward")))
+                if not isinstance(value, list | dict | str):  # verl's own give lists
+                    reward = text.to_reward(value)
             return ToolOutcome(reward=reward, metrics=_named(reward, self._name))
         finally:
             if hasattr(self._tool, "release"):
-                await _settled(self._tool.release(instance.id, **instance.keywords("release")))
+                await settled(self._tool.release(instance.id, **instance.keywords("release")))
 
 
-class StatelessTool:
-    """An object with verl's `execute` alone, whose class says `stateful = False`: nothing begins, nothing is lost."""
+class Stateless:
+    """What tools have in common that live for their calls alone: nothing begins, and nothing is lost at the end."""
 
     stateful = False
 
-    def __init__(self, tool: Any) -> None:
-        self._tool = tool
-        self.schemas = [plain_schema(tool.tool_schema)]
-
     async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
         return ToolOutcome()
-
-    async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
-        return outcome_of(await _settled(self._tool.execute(session, arguments)))
 
     async def end(self, session: str) -> ToolOutcome:
         return ToolOutcome()
 
 
-class FunctionTool:
-    """A function without state."""
+class StatelessTool(Stateless):
+    """An object with verl's `execute` alone, whose class says `stateful = False`."""
 
-    stateful = False
+    def __init__(self, tool: Any) -> None:
+        self._tool = tool
+        self.schemas = [plain_schema(tool.tool_schema)]
+
+    async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
+        return outcome_of(await settled(self._tool.execute(session, arguments)))
+
+
+class FunctionTool(Stateless):
+    """A function without state."""
 
     def __init__(self, name: str, function: Callable[..., Any], schema: Any) -> None:
         self._function = function
         self.schemas = [plain_schema(schema)]
         self.schemas[0]["function"]["name"] = name  # a schema of the user's own may have another
 
-    async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
-        return ToolOutcome()
-
     async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
-        return outcome_of(await _settled(self._function(**arguments)))
-
-    async def end(self, session: str) -> ToolOutcome:
-        return ToolOutcome()
+        return outcome_of(await settled(self._function(**arguments)))
 
 
 class Environment:
@@ -169,30 +161,30 @@ class Environment:
     async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
         thing = self._free.pop() if self._free else self._make()
         extra = {str(key): value for key, value in (row["extra_info"] or {}).items()}
-        observation = await _settled(thing.reset(**_accepted(thing.reset, {**extra, **row})))
+        observation = await settled(thing.reset(**accepted(thing.reset, {**extra, **row})))
         self._live[session] = thing
-        return ToolOutcome(text="" if observation is None else text.to_text(observation), state=await _state(thing))
+        return ToolOutcome(text="" if observation is None else text.to_text(observation), state=await state_of(thing))
 
     async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
         thing = self._live[session]
-        value = await _settled(getattr(thing, name)(**arguments))
+        value = await settled(getattr(thing, name)(**arguments))
         outcome = outcome_of(value) if text.has_reward(value) else ToolOutcome(text=text.to_text(value))
-        return dataclasses.replace(outcome, state=await _state(thing))
+        return dataclasses.replace(outcome, state=await state_of(thing))
 
     async def end(self, session: str) -> ToolOutcome:
         thing = self._live.pop(session, None)
         if thing is None:
             return ToolOutcome()
-        reward = text.to_reward(await _settled(thing.get_reward())) if self.gives_reward else None
+        reward = text.to_reward(await settled(thing.get_reward())) if self.gives_reward else None
         if self.gives_reward and reward is None:
             raise ValueError("get_reward gave None: it must give a number")
         self._free.append(thing)  # not one that failed
         return ToolOutcome(reward=reward, metrics=_named(reward, type(thing).__name__))
 
 
-async def _state(thing: Any) -> int | None:
+async def state_of(thing: Any) -> int | None:
     """The state that the environment says it is in; None where it says nothing of it."""
-    return state_id(text.to_text(await _settled(thing.get_state()))) if hasattr(thing, "get_state") else None
+    return state_id(text.to_text(await settled(thing.get_state()))) if hasattr(thing, "get_state") else None
 
 
 def outcome_of(value: Any) -> ToolOutcome:
@@ -207,21 +199,67 @@ def _named(reward: float | None, name: str) -> dict[str, float | str | None]:
     return {} if reward is None else {f"tool_reward/{name}": reward}
 
 
-async def _settled(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function can be given this keyword."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that a function can be given."""
-    return {name: value for name, value in offered.items() if _takes(function, name)}
-
-
 def _is_own(tool: Any, method: str) -> bool:
     """Whether a tool has a method beyond that of verl's base class, which gives 0 for everything."""
     return getattr(getattr(type(tool), method, None), "__module__", "verl.tools.base_tool") != "verl.tools.base_tool"
+
+
+_NAMES = ("bytes", "path", "image", "url", "image_url")  # as in the cells of data files (models/images.py)
+
+
+def media_of(value: Any) -> list[tuple[str, Any]]:
+    """Kind and source of the images, then of the videos, of verl's ToolResponse(image=[...], video=[...]); none of any
+    other value.
+
+    An image is one of PIL's, an array, a file's bytes, a path or URL (which every worker must be able to read), or a
+    dictionary with one of these under "bytes", "path", "image", "url" or "image_url". A video is a file in one of these
+    forms, its frames (a list of images, an array of all), or a dictionary with one of these under "video" or an image's
+    names, and a row's options beside it (models/videos.py). ValueError for anything else.
+    """
+    if not hasattr(value, "text"):
+        return []
+    images, videos = getattr(value, "image", None) or (), getattr(value, "video", None) or ()
+    return [*(("image", _source(image)) for image in images), *(("video", _film(video)) for video in videos)]
+
+
+def _film(video: Any) -> Any:
+    if isinstance(video, dict):
+        names = [name for name in ("video", *_NAMES) if video.get(name) is not None]
+        if names:
+            options = {key: option for key, option in video.items() if key not in ("video", "type", *_NAMES)}
+            return {"video": _film(video[names[0]]), **options}
+    elif isinstance(video, str | bytes):
+        return _source(video)
+    elif hasattr(video, "__iter__"):
+        return [_source(frame) for frame in video]
+    raise ValueError(
+        "a tool's video must be a file's bytes, a path or a URL, a list of images, an array of frames, or a dictionary "
+        f"with one of these under 'video', not {video!r:.200}"
+    )
+
+
+def _source(image: Any) -> str:
+    while isinstance(image, dict):
+        image = next((image[name] for name in _NAMES if image.get(name) is not None), None)
+    if isinstance(image, str) and image:
+        return image
+    if not isinstance(image, bytes):
+        image = _png(image)
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"  # readers look at the content, not at the type
+
+
+def _png(image: Any) -> bytes:
+    from PIL import Image
+
+    from verl_like.models.images import shown
+
+    if not isinstance(image, Image.Image):
+        try:
+            image = Image.fromarray(image)
+        except Exception as error:  # of any kind of thing
+            raise ValueError(
+                f"a tool's image must be one of PIL's, an array, bytes, a path or a URL: {error}"
+            ) from error
+    file = io.BytesIO()
+    shown(image).save(file, "PNG")
+    return file.getvalue()

@@ -19,7 +19,7 @@ from verl_like.episodes.tools.interactions import Interactions, load_interaction
 from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, StatelessTool, ToolSource
 from verl_like.episodes.tools.mcp_tools import McpTools
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolSpec
-from verl_like.user_code import load, load_module, resolve_path
+from verl_like.user_code import load, load_dotted, load_module, resolve_path
 
 # In place of verl's own modules where verl is not installed: the last folder to be searched, and its `verl` has no
 # __init__.py, so that an installed one comes first, and files of a user's own `verl/tools` folder stand beside these.
@@ -142,9 +142,8 @@ def _source(entry: Any, where: str) -> ToolSource:
 
 
 def _object(entry: dict[str, Any], where: str) -> Any:
-    name = entry["class_name"]
-    reference = _SHIPPED.get(name) or (name if ":" in name else ":".join(name.rsplit(".", 1)))
-    make = load(reference, f"{where}.class_name")
+    name: str = entry["class_name"]
+    make = load_dotted(_SHIPPED.get(name, name), f"{where}.class_name")
     with _blamed(f"{where} ({name})"):
         schema = entry.get("tool_schema")
         if schema is not None:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from verl_like.episodes.tools.kinds import Stateless
 from verl_like.episodes.tools.mcp_client import McpServer, McpServerSettings
 from verl_like.episodes.tools.schema import plain_schema
 from verl_like.episodes.tools.tool_call import ToolOutcome
-from verl_like.user_code import load, resolve_path
+from verl_like.user_code import load_dotted, resolve_path
 
 _PLAIN = ("mcp", "verl.tools.mcp_base_tool.MCPBaseTool")  # class names that have no way of their own to read results
 _OURS = ("type", "tools", "mcp_servers_config_path", "tool_selected_list")
@@ -24,13 +25,11 @@ _NOT_WITH_MCP = "this key is not known; a server has"
 Reader = Callable[[list[Any]], tuple[str, Mapping[str, Any]]]
 
 
-class McpTools:
+class McpTools(Stateless):
     """All tools of an entry's servers, or those that it selects, by the names that the servers give them.
 
     Servers belong to the worker, not to episodes: what one keeps between calls is seen by all.
     """
-
-    stateful = False
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         settings, verls = dict(entry.get("config") or {}), dict(entry.get("mcp") or {})
@@ -60,9 +59,6 @@ class McpTools:
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             self.schemas.append(plain_schema({"type": "function", "function": function}))
 
-    async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
-        return ToolOutcome()
-
     async def call(self, session: str, name: str, arguments: dict[str, Any]) -> ToolOutcome:
         from mcp import MCPError
 
@@ -74,10 +70,9 @@ class McpTools:
             said, _ = plain_reader(result.content)
             return ToolOutcome(kind="exception", text=said, message=said)
         said, metrics = self._readers[name](result.content)
-        return ToolOutcome(text=said, metrics={key: value for key, value in metrics.items() if _is_number(value)})
-
-    async def end(self, session: str) -> ToolOutcome:
-        return ToolOutcome()
+        return ToolOutcome(
+            text=said, metrics={key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        )
 
 
 def plain_reader(content: list[Any]) -> tuple[str, Mapping[str, Any]]:
@@ -85,16 +80,12 @@ def plain_reader(content: list[Any]) -> tuple[str, Mapping[str, Any]]:
     return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in content), {}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
 def _reader(entry: Mapping[str, Any], settings: dict[str, Any], schema: dict[str, Any]) -> Reader:
     """How results become text: the `_parse_tool_result` of a class of verl's form, if the entry names one."""
     name = entry["class_name"]
     if name in _PLAIN:
         return plain_reader
-    make = load(name if ":" in name else ":".join(name.rsplit(".", 1)), "class_name")
+    make = load_dotted(name, "class_name")
     model = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)
     tool = make(config=settings, tool_schema=model)
     for method in ("execute", "_call_tool"):

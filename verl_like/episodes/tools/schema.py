@@ -6,14 +6,16 @@ use; that one imports torch, which has no place in a tool worker. Standard libra
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
+Settings = TypeVar("Settings")
 _NAMED = {
     int: "integer",
     float: "number",
@@ -34,6 +36,22 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):\s*")
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+
+
+def texts_schema(name: str, description: str, **arguments: str) -> dict[str, Any]:
+    """The schema of a tool whose arguments are texts that a call must have. arguments: what each is, by its name."""
+    properties = {argument: {"type": "string", "description": what} for argument, what in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def settings_of(kind: type[Settings], config: Mapping[str, Any], tool: str) -> Settings:
+    """The dataclass of a tool's config, without the config's `type`. ValueError for keys that it does not have."""
+    try:
+        return kind(**{key: value for key, value in config.items() if key != "type"})
+    except TypeError as error:
+        known = ", ".join(each.name for each in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
+        raise ValueError(f"{tool}: config: {error}; it takes {known}") from error
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:

@@ -16,24 +16,18 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_like.episodes.tools.schema import settings_of, texts_schema
 from verl_like.user_code import resolve_path
 
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Searches a collection of documents and returns the passages that fit best.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "Words to search for."}},
-            "required": ["query"],
-        },
-    },
-}
+SCHEMA = texts_schema(
+    "search",
+    "Searches a collection of documents and returns the passages that fit best.",
+    query="Words to search for.",
+)
 _MOST_QUERIES = 20  # of one call
 
 
@@ -78,11 +72,7 @@ class Search:
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         self.tool_schema = tool_schema or SCHEMA
-        try:
-            self._settings = SearchSettings(**{key: value for key, value in config.items() if key != "type"})
-        except TypeError as error:
-            known = ", ".join(each.name for each in fields(SearchSettings))
-            raise ValueError(f"search: config: {error}; it takes {known}") from error
+        self._settings = settings_of(SearchSettings, config, "search")
         self._bm25, self._documents = _open(self._settings)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, None, dict]:

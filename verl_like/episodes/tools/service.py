@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import sys
+import threading
 import traceback
 from typing import Any, TextIO
 
@@ -14,7 +16,6 @@ from verl_like.episodes.tools.environments import EnvironmentWorker
 from verl_like.episodes.tools.interactions import Interactions
 from verl_like.episodes.tools.kinds import Environment, ToolSource
 from verl_like.episodes.tools.loading import load_tools
-from verl_like.episodes.tools.output import ProgramOutput
 from verl_like.episodes.tools.tool_call import ToolOutcome, ToolRequest, ToolSpec, ToolUnavailable
 
 PRINTED_CHARS = 20_000  # of what tools print, that goes to the trainer's output, for each call
@@ -47,14 +48,13 @@ class ToolService:
                 case "describe":
                     return ToolOutcome(text=json.dumps(self._describe()))
                 case "begin":
-                    outcome = await self._begin(payload)
+                    return await self._begin(payload)
                 case "end":
-                    outcome = await self._end(payload)
+                    return await self._end(payload)
                 case "respond":
-                    outcome = await self._respond(payload)
+                    return await self._respond(payload)
                 case _:
-                    outcome = await self._call(payload)
-            return outcome
+                    return await self._call(payload)
         except MemoryError:
             raise
         except ToolUnavailable as error:
@@ -176,3 +176,26 @@ class Limited(io.TextIOBase):
 
     def writable(self) -> bool:
         return True
+
+
+class ProgramOutput:
+    """Puts itself in the place of file descriptor `number`, and lets `left` bytes through: the rest is dropped, so that
+    a program that writes without end fills no log and waits for nobody."""
+
+    def __init__(self, number: int) -> None:
+        self.left = 0
+        self._real = os.dup(number)
+        reading, writing = os.pipe()
+        os.dup2(writing, number)  # inherited by programs, as the one before was
+        os.close(writing)
+        threading.Thread(target=self._pass_on, args=(reading,), daemon=True).start()
+
+    def real(self) -> TextIO:
+        """Where the descriptor led before: for what the tools themselves print."""
+        return open(self._real, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+    def _pass_on(self, reading: int) -> None:
+        while data := os.read(reading, 1 << 16):
+            if self.left > 0:
+                os.write(self._real, data[: self.left])
+                self.left -= len(data)

@@ -6,8 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from verl_like.services.service import Outcome, Service, ServiceError, ServiceSpec
-from verl_like.user_code import load
+from verl_like.services.service import Outcome, OwnSpec, ServiceError
 
 _SAID = {
     "timeout": "it took too long",
@@ -34,7 +33,7 @@ class ToolOutcome(Outcome):
     "service" (ToolUnavailable).
 
     text: what the model is to read, also where the call failed; `message` is for people, and may tell more. media:
-    images and videos of a tool's answer, as `pictures.media_of` gives them. state: `state_id` of the environment after
+    images and videos of a tool's answer, as `kinds.media_of` gives them. state: `state_id` of the environment after
     this, if it tells. done: a simulated user or an environment has ended the conversation; truncated: it was cut off by
     a number of steps. messages: instead of text; of a beginning, the whole prompt. anew: they are the whole context of
     the next turn.
@@ -66,7 +65,7 @@ ROW_KEY = "environment"  # in extra_info: what a row plays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSpec(ServiceSpec):
+class ToolSpec(OwnSpec):
     """Which tools a worker loads: any of the five sources, at least one.
 
     concurrency: calls that one worker handles at a time. More than 1 is for tools that wait for a network: a tool that
@@ -97,9 +96,6 @@ class ToolSpec(ServiceSpec):
         names = ("tool_config_path", "function_tool_path", "environment_path", "interaction_config_path")
         keys = [f"{KEYS}{n}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
         return ", ".join([*keys, *(f"env.custom: {kind}" for kind, _ in self.environments)])
-
-    def make(self) -> Service:
-        return load(self.factory, "factory")(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+import threading
+from collections import defaultdict
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl_like.episodes.tools.interactions import interaction_kwargs
 from verl_like.episodes.tools.schema import bad_arguments, typed
 from verl_like.episodes.tools.text import SIDES
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolOutcome, ToolRequest, ToolSpec
-from verl_like.episodes.tools.usage import ToolUsage
 from verl_like.services.pool import WorkerPool
 
 if TYPE_CHECKING:  # it brings torch
@@ -147,12 +148,10 @@ class Toolbox:
             self._warn_once("rows with extra_info.need_tools_kwargs have no extra_info.tools_kwargs")
         if selection is None or len(selection) == 0:
             return tuple(self._schemas)
-        self._note_unknown(name for name in selection if name not in self._schemas)
+        for name in selection:
+            if name not in self._schemas:
+                self._warn_once(f"extra_info.tool_selection names {name!r}, which is none of {list(self._schemas)}")
         return tuple(dict.fromkeys(name for name in selection if name in self._schemas))
-
-    def _note_unknown(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._warn_once(f"extra_info.tool_selection names {name!r}, which is none of {list(self._schemas)}")
 
     def _warn_once(self, what: str) -> None:
         if what not in self._warned:
@@ -181,3 +180,38 @@ def _answered(outcome: ToolOutcome) -> Future[ToolOutcome]:
 
 def _refused(kind: str, said: str) -> Future[ToolOutcome]:
     return _answered(ToolOutcome(kind=kind, text=said, message=said))
+
+
+class ToolUsage:
+    """Calls that have ended, by tool: also those of episodes that nobody waits for any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: defaultdict[str, list[tuple[str | None, float]]] = defaultdict(list)  # kind, seconds in the tool
+
+    def watch(self, name: str, future: Future[ToolOutcome]) -> None:
+        """Count this call when it ends."""
+        future.add_done_callback(partial(self._add, name))
+
+    def _add(self, name: str, future: Future[ToolOutcome]) -> None:
+        if future.cancelled() or future.exception() is not None:  # the pool was closed: no outcome of the tool's
+            return
+        outcome = future.result()
+        with self._lock:
+            self._ended[name].append((outcome.kind, outcome.seconds))
+
+    def take(self) -> dict[str, float]:
+        """Metrics tool/<name>/*; what they are of is forgotten."""
+        with self._lock:
+            ended, self._ended = self._ended, defaultdict(list)
+        metrics: dict[str, float] = {}
+        for name, calls in sorted(ended.items()):
+            kinds, seconds = zip(*calls, strict=True)
+            metrics |= {
+                f"tool/{name}/calls": float(len(calls)),
+                f"tool/{name}/errors": float(sum(kind is not None for kind in kinds)),
+                f"tool/{name}/timeouts": float(kinds.count("timeout")),
+                f"tool/{name}/seconds/mean": sum(seconds) / len(calls),
+                f"tool/{name}/seconds/max": max(seconds),
+            }
+        return metrics

@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from verl_like.episodes.agent_loops.loading import accepted
 from verl_like.episodes.agent_loops.policy import Policy
 from verl_like.episodes.agent_loops.tokens import ContinuousTokens, Merged
+from verl_like.user_code import accepted
 
 from ...utils.chat_template import initialize_system_prompt
 
