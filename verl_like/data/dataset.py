@@ -379,11 +379,15 @@ class PromptDataset:
         rows = [self.row(int(position)) for position in positions]
         conversations: list[Conversation] = [(row.messages, row.tools) for row in rows]
         workers = self.data.filter_overlong_prompts_workers
+        try:
+            all_ids = encode_all(self.encoder, conversations, num_workers=workers)
+        except ValueError:
+            for index in range(len(positions)):
+                self[index]  # the row that cannot be used is named
+            raise
         encoded = [
             self._expanded(ids, row, self._place(int(position)))
-            for ids, row, position in zip(
-                encode_all(self.encoder, conversations, num_workers=workers), rows, positions, strict=True
-            )
+            for ids, row, position in zip(all_ids, rows, positions, strict=True)
         ]
         fits = np.array([len(ids) <= self.data.max_prompt_length for ids, _ in encoded], dtype=bool)
         for position, kept, ok in zip(positions, encoded, fits, strict=True):

@@ -186,12 +186,16 @@ def ground_truth_of(row: dict[str, Any], place: str, column: str | None = None) 
             f"{place}: column 'reward_model' must hold {{'style', 'ground_truth'}}, not {str(reward_model)[:200]!r}"
         )
     found = [reward_model.get("ground_truth"), *(row.get(name) for name in _GROUND_TRUTH_COLUMNS[1:])]
-    return next((value for value in found if value is not None), None)
+    return next((value for value in found if not _is_empty(value)), found[0])
 
 
 def _is_empty(value: Any) -> bool:
-    value = value.strip() if isinstance(value, str) else value
-    return value in (None, "", []) or value != value  # not a number
+    """Nothing, not a number, text of blanks and what has no width, and what holds nothing else."""
+    if isinstance(value, str):
+        return not any(sign.isprintable() and not sign.isspace() for sign in value)
+    if isinstance(value, dict | list):
+        return all(map(_is_empty, value.values() if isinstance(value, dict) else value))
+    return value is None or value != value
 
 
 def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any]:
@@ -209,7 +213,7 @@ def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any
     value = row.get(column)
     try:
         value = json.loads(value) if isinstance(value, str) and value.strip() else value or None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: column {column!r} is text but no JSON: {error}") from error
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise ValueError(f"{place}: column {column!r} must hold a list of tool schemas, not {str(value)[:200]!r}")

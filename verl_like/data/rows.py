@@ -6,6 +6,8 @@ about its own size in memory; json and csv are read whole. A row's columns may d
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import csv
 import gzip
 import io
@@ -30,6 +32,7 @@ _BOM = b"\xef\xbb\xbf"
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # of a surrogate pair, perhaps beside its other half
 _TOLD = "%s held half of a surrogate pair, as a cut emoji leaves it: it became U+FFFD"
 _told: set[str] = set()  # files of which it was said row by row
+_MESSAGES = re.compile(r"""\s*(\[\s*)?\{\s*["'](role|content|from|value|name)["']\s*:""")
 # Columns whose cells are JSON in a csv file. A prompt is JSON only if it is a list of messages.
 _JSON_CELLS = ("reward_model", "extra_info", "test_cases", "tools", "images", "videos")
 
@@ -70,8 +73,10 @@ class TableRows:
     def counts(self, name: str) -> list[int]:
         """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one."""
         column = self.table.column(name)
-        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        if hasattr(column.type, "value_type") and pa.types.is_nested(column.type):  # any of Arrow's lists
             return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
+        if not pa.types.is_nested(column.type):  # text or bytes, which may be empty
+            return [int(value not in (None, "", b"")) for value in column.to_pylist()]
         return pc.cast(column.is_valid(), pa.int64()).to_pylist()
 
 
@@ -218,7 +223,7 @@ def whole_of(value: Any, place: str) -> Any:
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON: {error}. It begins {line[:80]!r}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place} must be a JSON object, not {line[:80]!r}")
@@ -234,8 +239,8 @@ def _read_json(path: Path, wanted: Collection[str] | None) -> RecordRows:
         if error.msg == "Extra data" and content.lstrip().startswith(b"{"):
             return _json_lines(path, content)
         raise ValueError(f"{path}, line {error.lineno} is not JSON: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON in UTF-8: {error}") from error
     if isinstance(records, dict) and isinstance(records.get("data"), list):
         records = records["data"]
     if isinstance(records, dict):
@@ -278,20 +283,23 @@ def _csv_cell(name: str, cell: str, place: str) -> Any:
             return None
         try:
             return json.loads(cell)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}, column {name!r} must hold JSON: {error}. It begins {cell[:80]!r}") from error
     return messages_or_text(cell)
 
 
 def messages_or_text(cell: str) -> Any:
-    """The chat messages whose JSON text this is, as tables without lists hold them; other text as it is."""
-    if not cell.startswith('[{"'):
+    """The chat messages, or the one, whose JSON (or Python's) text this is, as tables without lists hold them; other
+    text as it is."""
+    if not _MESSAGES.match(cell):
         return cell
-    try:
-        value = json.loads(cell)
-    except json.JSONDecodeError:
-        return cell
-    return value if all(isinstance(item, dict) and "role" in item for item in value) else cell
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = read(cell.strip())
+            messages = value if isinstance(value, list) else [value]
+            named = [isinstance(item, dict) and bool({"role", "from"} & item.keys()) for item in messages]
+            return value if any(named) and (isinstance(value, list) or "content" in value) else cell
+    return cell
 
 
 READERS: dict[str, Callable[[Path, Collection[str] | None], AnyRows]] = {
