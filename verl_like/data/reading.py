@@ -48,7 +48,7 @@ class DataFile:
             if name in self.rows.columns:
                 of_model = name == "reward_model"
                 values = self.rows.subcolumn(name, "ground_truth") if of_model else self.rows.column(name)
-                missing = [row for row in missing if _is_empty(values[row])]
+                missing = [row for row in missing if is_empty(values[row])]
         return list(missing)
 
     def identity(self) -> dict[str, Any]:
@@ -186,16 +186,16 @@ def ground_truth_of(row: dict[str, Any], place: str, column: str | None = None) 
             f"{place}: column 'reward_model' must hold {{'style', 'ground_truth'}}, not {str(reward_model)[:200]!r}"
         )
     found = [reward_model.get("ground_truth"), *(row.get(name) for name in _GROUND_TRUTH_COLUMNS[1:])]
-    return next((value for value in found if not _is_empty(value)), found[0])
+    return next((value for value in found if not is_empty(value)), found[0])
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
     """Nothing, not a number, text of blanks and what has no width, and what holds nothing else."""
     if isinstance(value, str):
         return not any(sign.isprintable() and not sign.isspace() for sign in value)
     if isinstance(value, dict | list):
-        return all(map(_is_empty, value.values() if isinstance(value, dict) else value))
-    return value is None or value != value
+        return all(map(is_empty, value.values() if isinstance(value, dict) else value))
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any]:
@@ -208,6 +208,13 @@ def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any
     return value
 
 
+def _is_schema(function: Any) -> bool:
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    parameters = function.get("parameters") or {}
+    return isinstance(parameters, dict) and isinstance(parameters.get("properties") or {}, dict)
+
+
 def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]] | None:
     """Tool schemas: a list, or JSON text of one (schemas differ from row to row, which a table's column cannot)."""
     value = row.get(column)
@@ -217,4 +224,9 @@ def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any
         raise ValueError(f"{place}: column {column!r} is text but no JSON: {error}") from error
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise ValueError(f"{place}: column {column!r} must hold a list of tool schemas, not {str(value)[:200]!r}")
+    if odd := [tool for tool in value or () if not _is_schema(tool.get("function", tool))]:
+        raise ValueError(
+            f"{place}: a tool in column {column!r} needs a name, and parameters (with their properties) that are "
+            f"objects: {str(odd[0])[:200]}"
+        )
     return whole_of(value, place)

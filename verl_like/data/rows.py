@@ -32,7 +32,7 @@ _BOM = b"\xef\xbb\xbf"
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # of a surrogate pair, perhaps beside its other half
 _TOLD = "%s held half of a surrogate pair, as a cut emoji leaves it: it became U+FFFD"
 _told: set[str] = set()  # files of which it was said row by row
-_MESSAGES = re.compile(r"""\s*(\[\s*)?\{\s*["'](role|content|from|value|name)["']\s*:""")
+_MESSAGES = re.compile(r"""\s*(\[\s*)?\{\s*["']""")
 # Columns whose cells are JSON in a csv file. A prompt is JSON only if it is a list of messages.
 _JSON_CELLS = ("reward_model", "extra_info", "test_cases", "tools", "images", "videos")
 
@@ -71,13 +71,14 @@ class TableRows:
         return _written(pc.struct_field(column, field))
 
     def counts(self, name: str) -> list[int]:
-        """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one."""
+        """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one, or empty text."""
         column = self.table.column(name)
         if hasattr(column.type, "value_type") and pa.types.is_nested(column.type):  # any of Arrow's lists
             return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
-        if not pa.types.is_nested(column.type):  # text or bytes, which may be empty
-            return [int(value not in (None, "", b"")) for value in column.to_pylist()]
-        return pc.cast(column.is_valid(), pa.int64()).to_pylist()
+        filled = column.is_valid()
+        if str(column.type).removeprefix("large_") in ("string", "binary"):
+            filled = pc.fill_null(pc.not_equal(pc.binary_length(column), 0), False)
+        return pc.cast(filled, pa.int64()).to_pylist()
 
 
 def _written(column: pa.ChunkedArray) -> list[Any]:
@@ -146,6 +147,12 @@ def known() -> str:
     return ", ".join([*READERS, ".json.gz", ".jsonl.gz", ".csv.gz"])
 
 
+def _once(columns: list[str], path: Path) -> list[str]:
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise ValueError(f"{path} has the column {twice[0]!r} more than once: rename or drop one")
+    return columns
+
+
 def _chosen(columns: list[str], wanted: Collection[str] | None) -> list[str]:
     return columns if wanted is None else [name for name in columns if name in wanted]
 
@@ -153,7 +160,7 @@ def _chosen(columns: list[str], wanted: Collection[str] | None) -> list[str]:
 def _read_parquet(path: Path, wanted: Collection[str] | None) -> TableRows:
     try:
         with pq.ParquetFile(path) as file:  # pq.read_table would import pandas, half a second for nothing
-            columns = file.schema_arrow.names
+            columns = _once(file.schema_arrow.names, path)
             return TableRows(file.read(columns=_chosen(columns, wanted)), columns)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
@@ -166,7 +173,8 @@ def _read_arrow(path: Path, wanted: Collection[str] | None) -> TableRows:
         try:
             source.seek(0)
             table = opener(source).read_all()
-            return TableRows(table.select(_chosen(table.column_names, wanted)), table.column_names)
+            columns = _once(table.column_names, path)
+            return TableRows(table.select(_chosen(columns, wanted)), columns)
         except (pa.ArrowInvalid, OSError) as error:
             problem = error
     raise ValueError(f"{path} is not an arrow file: {problem}")
@@ -240,7 +248,7 @@ def _read_json(path: Path, wanted: Collection[str] | None) -> RecordRows:
             return _json_lines(path, content)
         raise ValueError(f"{path}, line {error.lineno} is not JSON: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text with JSON: {error}") from error
     if isinstance(records, dict) and isinstance(records.get("data"), list):
         records = records["data"]
     if isinstance(records, dict):
@@ -262,7 +270,7 @@ def _read_csv(path: Path, wanted: Collection[str] | None) -> RecordRows:
     try:
         text = io.StringIO(_read_text(path).decode("utf-8"), newline="")
         reader = csv.reader(text, delimiter=delimiter, strict=True)
-        columns = next(reader, [])
+        columns = _once(next(reader, []), path)
         records = [_csv_record(columns, cells, f"{path}, line {reader.line_num}") for cells in reader if cells]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
@@ -297,8 +305,9 @@ def messages_or_text(cell: str) -> Any:
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             value = read(cell.strip())
             messages = value if isinstance(value, list) else [value]
-            named = [isinstance(item, dict) and bool({"role", "from"} & item.keys()) for item in messages]
-            return value if any(named) and (isinstance(value, list) or "content" in value) else cell
+            keys = [item.keys() if isinstance(item, dict) else set() for item in messages]
+            named = any("role" in each or {"from", "value"} <= each for each in keys)  # ShareGPT's: refused later
+            return value if named and (messages is value or "content" in value) else cell
     return cell
 
 

@@ -118,11 +118,12 @@ def end_token_ids(tokenizer: Any, config: PretrainedConfig, path: str, key: str 
     read = {"the tokenizer": [tokenizer.eos_token_id]}
     read["config.json"] = [part.eos_token_id for part in (config, config.get_text_config()) if "eos_token_id" in part]
     read["generation_config.json"] = [load_generation_config(path, key).get("eos_token_id")]
-    found, known = list[int](), set(tokenizer.get_vocab().values())  # which may leave ids out, and go beyond its length
+    found: list[int] = []
     for source, values in read.items():
         ids = [i for value in values for i in (value if isinstance(value, list | tuple) else [value]) if i is not None]
         if not all(type(i) is int for i in ids):
             raise ValueError(f"{key}={path}: eos_token_id={ids} of {source} must be the ids of tokens, whole numbers")
+        known = tokenizer.get_vocab().values() if ids else ()  # which may leave numbers out, and go beyond its length
         if unknown := [i for i in ids if i not in known]:
             log.warning("%s=%s: no token has the eos_token_id %s of %s: left out", key, path, unknown, source)
         found += [i for i in ids if i not in unknown]
