@@ -116,7 +116,8 @@ def check_file(
     """
     encoder, rows = survey.encoder, set(used)
     drawn = np.random.default_rng(seed).permutation(used)[:SAMPLED].tolist()
-    chosen = sorted({*used[:FIRST], *drawn, *rows.intersection(survey.firsts.values())})
+    spelled = sorted(rows.intersection(survey.spelled))
+    chosen = sorted({*used[:FIRST], *drawn, *rows.intersection(survey.firsts.values()), *spelled[:1]})
     notes, texts = dict[str, str](), set[str]()
     for position in chosen:
         conversation, place = read(position)
@@ -131,9 +132,7 @@ def check_file(
         for note in found.notes:
             notes.setdefault(re.sub(r"\d+ ", "", note.partition(", '")[0]), f"{place}: {note}")
         if lost:
-            notes.setdefault(
-                "lost", f"{place}: the tokenizer has no tokens for {lost[:20]!r}, which the model cannot see"
-            )
+            notes.setdefault("lost", f"{place}: the tokenizer has no tokens for {lost[:20]!r}")
     for note in notes.values():
         logger.warning("%s (the first of %d rows looked at that shows this)", note, len(chosen))
     if len(chosen) > 1 and len(texts) == 1:
@@ -142,12 +141,8 @@ def check_file(
     if blank := sorted(rows & survey.blank):
         what = "%s: in %d of %d prompts a user says nothing (an empty text, or blanks); first row %s"
         logger.warning(what, path, len(blank), len(used), read(blank[0])[1].rpartition("row ")[2])
-    if spelled := sorted(rows.intersection(survey.spelled)):
+    if spelled:
         conversation, place = read(spelled[0])
-        try:
-            encoder.marked(conversation)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
         become = "become these tokens" if encoder.spelled == SpelledTokens.keep else "stay text"
         what = "%s: %d of %d prompts spell special tokens out, which %s (data.special_tokens_in_text=%s); first %s: %s"
         names = ", ".join(encoder.special.spelled(conversation))
@@ -226,6 +221,8 @@ def _changed(conversation: Conversation, change: _Change) -> Conversation:
             message["content"] = change(said, content)
         elif isinstance(content, list):
             message["content"] = [{**p, "text": change(said, p["text"])} if _is_text(p) else p for p in content]
+        elif isinstance(content, dict):  # a tool's
+            message["content"] = {k: change(said, v) if isinstance(v, str) else v for k, v in content.items()}
         if calls:
             message["tool_calls"] = [_with_names(call, f"a tool call in {what}", change) for call in calls]
         if isinstance(message.get("name"), str) and message["role"] not in ("tool", "function"):

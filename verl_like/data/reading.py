@@ -209,10 +209,9 @@ def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any
 
 
 def _is_schema(function: Any) -> bool:
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    parameters = function.get("parameters") or {}
-    return isinstance(parameters, dict) and isinstance(parameters.get("properties") or {}, dict)
+    parameters = function.get("parameters") or {} if isinstance(function, dict) else None
+    is_named = isinstance(parameters, dict) and isinstance(function.get("name"), str)
+    return is_named and isinstance(parameters.get("properties") or {}, dict)
 
 
 def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]] | None:
@@ -226,7 +225,6 @@ def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any
         raise ValueError(f"{place}: column {column!r} must hold a list of tool schemas, not {str(value)[:200]!r}")
     if odd := [tool for tool in value or () if not _is_schema(tool.get("function", tool))]:
         raise ValueError(
-            f"{place}: a tool in column {column!r} needs a name, and parameters (with their properties) that are "
-            f"objects: {str(odd[0])[:200]}"
+            f"{place}: a tool in {column!r} needs a name, and parameters that are objects: {odd[0]!s:.200}"
         )
     return whole_of(value, place)

@@ -118,6 +118,7 @@ def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
         ("llama3", [USER, said("ipython", "5")], ""),  # a role that the template names
         ("qwen2_5", [USER, said("assistant", None, tool_calls=CALL["tool_calls"]), USER], ""),
         ("qwen2_5", [said("user", ""), said("assistant", ""), USER], ""),
+        ("qwen2_5", [USER, said("assistant", "", tool_calls=CALL["tool_calls"]), said("tool", {"t": 5, "a": "b"})], ""),
     ],
 )  # fmt: skip
 def test_templates_that_rewrite_on_purpose_are_no_errors(
@@ -143,6 +144,7 @@ def test_templates_that_rewrite_on_purpose_are_no_errors(
         ("mistral", [USER, ANSWER, USER], [TOOL], "leaves out the tools, 'look_up'"),
         ("phi", [USER, CALL, RESULT], None, "leaves out a tool call in message 1 (assistant), 'look_up'"),
         ("phi", [USER, ANSWER, RESULT], None, "leaves out message 2 (tool), '21\u00b0"),
+        ("qwen3", [USER, CALL, {**RESULT, "content": {"sky": "clear"}}], None, "leaves out message 2 (tool), 'clear'"),
         ("last_only", [said("user", "a"), ANSWER, said("user", "a")], None, "leaves out message 0 (user), 'a'"),
         ("qwen3", [said("user", [{"type": "text", "text": "Hello"}])], None, "leaves out message 0 (user), 'Hello'"),
         ("chatml", [said("user", [{"type": "text", "text": "Hello"}])], None, "parts of content as a list of Python's"),
@@ -322,7 +324,7 @@ def test_tools_of_no_form_are_named(tmp_path: Path, function: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "x", "tools": [{"type": "function", "function": function}]}))
     rows = PromptDataset(DataConfig(tools_key="tools"), str(path), encoder("qwen2_5").tokenizer, split="train")
-    with pytest.raises(ValueError, match=r"row 0: a tool in column 'tools' needs a name, and parameters"):
+    with pytest.raises(ValueError, match=r"row 0: a tool in 'tools' needs a name, and parameters"):
         rows.check_rows()
 
 
