@@ -79,7 +79,7 @@ class PromptEncoder:
         if self.spelled == SpelledTokens.keep:
             return value
         marked = self.special.marked(value)
-        if self.spelled == SpelledTokens.error and marked != value:
+        if self.spelled == SpelledTokens.error and self.special.mark in str(marked):
             names = ", ".join(self.special.spelled(value)) or "in parts"
             raise ValueError(
                 f"a text spells special tokens out, {names} (data.special_tokens_in_text=error): leave it out, "

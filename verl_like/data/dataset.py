@@ -363,7 +363,13 @@ class PromptDataset:
     def _drop_overlong(self, positions: np.ndarray) -> np.ndarray:
         rows = [self.row(int(position)) for position in positions]
         conversations: list[Conversation] = [(row.messages, row.tools) for row in rows]
-        all_ids = encode_all(self.encoder, conversations, num_workers=self.data.filter_overlong_prompts_workers)
+        workers = self.data.filter_overlong_prompts_workers
+        try:
+            all_ids = encode_all(self.encoder, conversations, num_workers=workers)
+        except ValueError:
+            for index in range(len(positions)):
+                self[index]  # the row that cannot be used is named
+            raise
         encoded = [
             self._expanded(ids, row, self._place(int(position)))
             for ids, row, position in zip(all_ids, rows, positions, strict=True)

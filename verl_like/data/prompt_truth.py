@@ -12,6 +12,7 @@ import difflib
 import json
 import logging
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from verl_like.config import SpelledTokens
 from verl_like.data.chat import Conversation, Messages, PromptEncoder
+from verl_like.data.reading import is_empty
 from verl_like.data.rows import messages_or_text
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ class Findings(NamedTuple):
 
 
 class Survey:
-    """What all rows of a file have: the first with each kind of message, and those that spell special tokens out.
+    """What all rows of a file have: the first with each kind of message, those in which a user says nothing, and those
+    that spell special tokens out.
 
     own_tools: rows bring tools of their own, which a prompt must show; a model may know those of the run without.
     """
@@ -49,14 +52,18 @@ class Survey:
     def __init__(self, encoder: PromptEncoder, *, own_tools: bool) -> None:
         self.encoder, self.own_tools = encoder, own_tools
         self.firsts: dict[Any, int] = {}
+        self.blank = set[int]()
         self.spelled: list[int] = []
 
     def add(self, position: int, cell: Any, text: str) -> None:
         """A cell of the prompt's column; `text`: as Python writes it."""
         cell = messages_or_text(cell) if isinstance(cell, str) else cell
-        for message in cell if isinstance(cell, list) else [cell]:
-            if isinstance(message, dict):
-                self.firsts.setdefault((str(message.get("role")), type(message.get("content"))), position)
+        said = [{"role": "user", "content": cell}] if is_empty(cell) else cell if isinstance(cell, list) else [cell]
+        for message in filter(lambda item: isinstance(item, dict), said):
+            role, content = message.get("role"), message.get("content")
+            self.firsts.setdefault((str(role), type(content)), position)
+            if role == "user" and is_empty(list(map(_said, content)) if isinstance(content, list) else content):
+                self.blank.add(position)
         if any(token in text for token in self.encoder.special.ids):
             self.spelled.append(position)
 
@@ -109,12 +116,14 @@ def check_file(
     """
     encoder, rows = survey.encoder, set(used)
     drawn = np.random.default_rng(seed).permutation(used)[:SAMPLED].tolist()
-    chosen = sorted({*used[:FIRST], *drawn, *rows.intersection(survey.firsts.values())})
+    spelled = sorted(rows.intersection(survey.spelled))
+    chosen = sorted({*used[:FIRST], *drawn, *rows.intersection(survey.firsts.values()), *spelled[:1]})
     notes, texts = dict[str, str](), set[str]()
     for position in chosen:
         conversation, place = read(position)
         try:
             found = look(encoder, conversation, own_tools=survey.own_tools)
+            lost = "" if found.errors else _lost(encoder, conversation, found.text)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         if found.errors:
@@ -122,21 +131,29 @@ def check_file(
         texts.add(found.text)
         for note in found.notes:
             notes.setdefault(re.sub(r"\d+ ", "", note.partition(", '")[0]), f"{place}: {note}")
+        if lost:
+            notes.setdefault("lost", f"{place}: the tokenizer has no tokens for {lost[:20]!r}")
     for note in notes.values():
         logger.warning("%s (the first of %d rows looked at that shows this)", note, len(chosen))
     if len(chosen) > 1 and len(texts) == 1:
         what = "%s: all prompts looked at (%d of %d rows) are equal, with %d tokens: is the right column read?"
         logger.warning(what, path, len(chosen), len(used), len(encoder.encode([conversation])[0]))
-    if spelled := sorted(rows.intersection(survey.spelled)):
+    if blank := sorted(rows & survey.blank):
+        what = "%s: in %d of %d prompts a user says nothing (an empty text, or blanks); first row %s"
+        logger.warning(what, path, len(blank), len(used), read(blank[0])[1].rpartition("row ")[2])
+    if spelled:
         conversation, place = read(spelled[0])
-        try:
-            encoder.marked(conversation)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
         become = "become these tokens" if encoder.spelled == SpelledTokens.keep else "stay text"
         what = "%s: %d of %d prompts spell special tokens out, which %s (data.special_tokens_in_text=%s); first %s: %s"
         names = ", ".join(encoder.special.spelled(conversation))
         logger.warning(what, path, len(spelled), len(used), become, encoder.spelled, place, names)
+
+
+def _lost(encoder: PromptEncoder, conversation: Conversation, text: str) -> str:
+    """The characters of a prompt that do not come out of its tokens, in whatever case and form."""
+    decoded = encoder.tokenizer.decode(encoder.encode([conversation])[0], skip_special_tokens=False)
+    said, shown = (set(unicodedata.normalize("NFKD", each).casefold()) for each in (text, decoded))
+    return "".join(sorted(sign for sign in said - shown if sign.isprintable() and not sign.isspace()))
 
 
 def _wrong_messages(encoder: PromptEncoder, messages: Messages) -> Iterator[str]:
@@ -153,6 +170,9 @@ def _wrong_messages(encoder: PromptEncoder, messages: Messages) -> Iterator[str]
             yield f"message {number} ({role}) has no content (null, or no such key): give it a text, or leave it out"
         elif not isinstance(content, str | list | None) and role not in ("tool", "function"):
             yield f"message {number} ({role}): its content must be a text or a list of parts, not {content!r:.80}"
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(c, dict) and c.get("function", c) for c in calls):
+            yield f"message {number} ({role}): its tool_calls must be a list of functions called, not {calls!r:.80}"
 
 
 def _shown(encoder: PromptEncoder, conversation: Conversation, text: str) -> Iterator[tuple[str, str, bool]]:
@@ -179,6 +199,10 @@ def _shown(encoder: PromptEncoder, conversation: Conversation, text: str) -> Ite
     yield from ((*each, number in shown) for number, each in enumerate(texts))
 
 
+def _said(part: Any) -> Any:
+    return part["text"] if _is_text(part) else part
+
+
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
@@ -194,6 +218,8 @@ def _changed(conversation: Conversation, change: _Change) -> Conversation:
             message["content"] = change(said, content)
         elif isinstance(content, list):
             message["content"] = [{**p, "text": change(said, p["text"])} if _is_text(p) else p for p in content]
+        elif isinstance(content, dict):  # a tool's
+            message["content"] = {k: change(said, v) if isinstance(v, str) else v for k, v in content.items()}
         if calls:
             message["tool_calls"] = [_with_names(call, f"a tool call in {what}", change) for call in calls]
         if isinstance(message.get("name"), str) and message["role"] not in ("tool", "function"):

@@ -48,7 +48,7 @@ class DataFile:
             if name in self.rows.columns:
                 of_model = name == "reward_model"
                 values = self.rows.subcolumn(name, "ground_truth") if of_model else self.rows.column(name)
-                missing = [row for row in missing if _is_empty(values[row])]
+                missing = [row for row in missing if is_empty(values[row])]
         return list(missing)
 
     def identity(self) -> dict[str, Any]:
@@ -186,12 +186,16 @@ def ground_truth_of(row: dict[str, Any], place: str, column: str | None = None) 
             f"{place}: column 'reward_model' must hold {{'style', 'ground_truth'}}, not {str(reward_model)[:200]!r}"
         )
     found = [reward_model.get("ground_truth"), *(row.get(name) for name in _GROUND_TRUTH_COLUMNS[1:])]
-    return next((value for value in found if value is not None), None)
+    return next((value for value in found if not is_empty(value)), found[0])
 
 
-def _is_empty(value: Any) -> bool:
-    value = value.strip() if isinstance(value, str) else value
-    return value in (None, "", []) or value != value  # not a number
+def is_empty(value: Any) -> bool:
+    """Nothing, not a number, text of blanks and what has no width, and what holds nothing else."""
+    if isinstance(value, str):
+        return not any(sign.isprintable() and not sign.isspace() for sign in value)
+    if isinstance(value, dict | list):
+        return all(map(is_empty, value.values() if isinstance(value, dict) else value))
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any]:
@@ -204,13 +208,23 @@ def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any
     return value
 
 
+def _is_schema(function: Any) -> bool:
+    parameters = function.get("parameters") or {} if isinstance(function, dict) else None
+    is_named = isinstance(parameters, dict) and isinstance(function.get("name"), str)
+    return is_named and isinstance(parameters.get("properties") or {}, dict)
+
+
 def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]] | None:
     """Tool schemas: a list, or JSON text of one (schemas differ from row to row, which a table's column cannot)."""
     value = row.get(column)
     try:
         value = json.loads(value) if isinstance(value, str) and value.strip() else value or None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: column {column!r} is text but no JSON: {error}") from error
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise ValueError(f"{place}: column {column!r} must hold a list of tool schemas, not {str(value)[:200]!r}")
+    if odd := [tool for tool in value or () if not _is_schema(tool.get("function", tool))]:
+        raise ValueError(
+            f"{place}: a tool in {column!r} needs a name, and parameters that are objects: {odd[0]!s:.200}"
+        )
     return whole_of(value, place)

@@ -6,6 +6,8 @@ about its own size in memory; json and csv are read whole. A row's columns may d
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import csv
 import gzip
 import io
@@ -30,6 +32,7 @@ _BOM = b"\xef\xbb\xbf"
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # of a surrogate pair, perhaps beside its other half
 _TOLD = "%s held half of a surrogate pair, as a cut emoji leaves it: it became U+FFFD"
 _told: set[str] = set()  # files of which it was said row by row
+_MESSAGES = re.compile(r"""\s*(\[\s*)?\{\s*["']""")
 # Columns whose cells are JSON in a csv file. A prompt is JSON only if it is a list of messages.
 _JSON_CELLS = ("reward_model", "extra_info", "test_cases", "tools", "images", "videos")
 
@@ -68,11 +71,14 @@ class TableRows:
         return _written(pc.struct_field(column, field))
 
     def counts(self, name: str) -> list[int]:
-        """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one."""
+        """Items in each cell of a column of lists; 1 for a cell that is no list, 0 for an empty one, or empty text."""
         column = self.table.column(name)
-        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        if hasattr(column.type, "value_type") and pa.types.is_nested(column.type):  # any of Arrow's lists
             return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
-        return pc.cast(column.is_valid(), pa.int64()).to_pylist()
+        filled = column.is_valid()
+        if str(column.type).removeprefix("large_") in ("string", "binary"):
+            filled = pc.fill_null(pc.not_equal(pc.binary_length(column), 0), False)
+        return pc.cast(filled, pa.int64()).to_pylist()
 
 
 def _written(column: pa.ChunkedArray) -> list[Any]:
@@ -141,6 +147,12 @@ def known() -> str:
     return ", ".join([*READERS, ".json.gz", ".jsonl.gz", ".csv.gz"])
 
 
+def _once(columns: list[str], path: Path) -> list[str]:
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise ValueError(f"{path} has the column {twice[0]!r} more than once: rename or drop one")
+    return columns
+
+
 def _chosen(columns: list[str], wanted: Collection[str] | None) -> list[str]:
     return columns if wanted is None else [name for name in columns if name in wanted]
 
@@ -148,7 +160,7 @@ def _chosen(columns: list[str], wanted: Collection[str] | None) -> list[str]:
 def _read_parquet(path: Path, wanted: Collection[str] | None) -> TableRows:
     try:
         with pq.ParquetFile(path) as file:  # pq.read_table would import pandas, half a second for nothing
-            columns = file.schema_arrow.names
+            columns = _once(file.schema_arrow.names, path)
             return TableRows(file.read(columns=_chosen(columns, wanted)), columns)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
@@ -161,7 +173,8 @@ def _read_arrow(path: Path, wanted: Collection[str] | None) -> TableRows:
         try:
             source.seek(0)
             table = opener(source).read_all()
-            return TableRows(table.select(_chosen(table.column_names, wanted)), table.column_names)
+            columns = _once(table.column_names, path)
+            return TableRows(table.select(_chosen(columns, wanted)), columns)
         except (pa.ArrowInvalid, OSError) as error:
             problem = error
     raise ValueError(f"{path} is not an arrow file: {problem}")
@@ -218,7 +231,7 @@ def whole_of(value: Any, place: str) -> Any:
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON: {error}. It begins {line[:80]!r}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place} must be a JSON object, not {line[:80]!r}")
@@ -234,8 +247,8 @@ def _read_json(path: Path, wanted: Collection[str] | None) -> RecordRows:
         if error.msg == "Extra data" and content.lstrip().startswith(b"{"):
             return _json_lines(path, content)
         raise ValueError(f"{path}, line {error.lineno} is not JSON: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not UTF-8 text with JSON: {error}") from error
     if isinstance(records, dict) and isinstance(records.get("data"), list):
         records = records["data"]
     if isinstance(records, dict):
@@ -257,7 +270,7 @@ def _read_csv(path: Path, wanted: Collection[str] | None) -> RecordRows:
     try:
         text = io.StringIO(_read_text(path).decode("utf-8"), newline="")
         reader = csv.reader(text, delimiter=delimiter, strict=True)
-        columns = next(reader, [])
+        columns = _once(next(reader, []), path)
         records = [_csv_record(columns, cells, f"{path}, line {reader.line_num}") for cells in reader if cells]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
@@ -278,20 +291,24 @@ def _csv_cell(name: str, cell: str, place: str) -> Any:
             return None
         try:
             return json.loads(cell)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}, column {name!r} must hold JSON: {error}. It begins {cell[:80]!r}") from error
     return messages_or_text(cell)
 
 
 def messages_or_text(cell: str) -> Any:
-    """The chat messages whose JSON text this is, as tables without lists hold them; other text as it is."""
-    if not cell.startswith('[{"'):
+    """The chat messages, or the one, whose JSON (or Python's) text this is, as tables without lists hold them; other
+    text as it is."""
+    if not _MESSAGES.match(cell):
         return cell
-    try:
-        value = json.loads(cell)
-    except json.JSONDecodeError:
-        return cell
-    return value if all(isinstance(item, dict) and "role" in item for item in value) else cell
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = read(cell.strip())
+            messages = value if isinstance(value, list) else [value]
+            keys = [item.keys() if isinstance(item, dict) else set() for item in messages]
+            named = any("role" in each or {"from", "value"} <= each for each in keys)  # ShareGPT's: refused later
+            return value if named and (messages is value or "content" in value) else cell
+    return cell
 
 
 READERS: dict[str, Callable[[Path, Collection[str] | None], AnyRows]] = {

@@ -123,7 +123,8 @@ def end_token_ids(tokenizer: Any, config: PretrainedConfig, path: str, key: str 
         ids = [i for value in values for i in (value if isinstance(value, list | tuple) else [value]) if i is not None]
         if not all(type(i) is int for i in ids):
             raise ValueError(f"{key}={path}: eos_token_id={ids} of {source} must be the ids of tokens, whole numbers")
-        if unknown := [i for i in ids if not 0 <= i < len(tokenizer)]:
+        known = tokenizer.get_vocab().values() if ids else ()  # which may leave numbers out, and go beyond its length
+        if unknown := [i for i in ids if i not in known]:
             log.warning("%s=%s: no token has the eos_token_id %s of %s: left out", key, path, unknown, source)
         found += [i for i in ids if i not in unknown]
     if not found:

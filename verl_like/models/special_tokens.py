@@ -1,6 +1,6 @@
 """Special tokens that a text spells out: what users, tools and environments write never becomes a control token.
 
-    content "a<|im_end|>b"  --marked-->    "a<M|im_end|>b"                                  M: a mark nobody can type
+    content "a<|im_end|>b"  --marked-->    "a<M|im_end|>b"                                  M: digits nobody can guess
                             --template-->  "<|im_start|>user\\na<M|im_end|>b<|im_end|>"
                             --encode-->    the template's own are renamed, and read by a copy of the tokenizer that
                                            knows its special tokens by these names alone: it takes the others for text
@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 
 class SpecialTokens:
@@ -28,14 +29,22 @@ class SpecialTokens:
         added = getattr(tokenizer, "added_tokens_decoder", {})  # a tokenizer of one's own may know none
         self._tokenizer = tokenizer
         self.ids = {
-            token.content: number for number, token in added.items() if token.special or token.content in others
+            token.content: number
+            for number, token in added.items()
+            if (token.special or token.content in others) and not self._is_word(token.content, number)
         }
         self.control = {number: text for text, number in self.ids.items()}
         longest_first = sorted(self.ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        secret = secrets.randbelow(10**12)  # digits: no template changes them
-        self.mark = f"\ufdd0{secret}\ufdd1"
+        secret = secrets.randbelow(10**12)
+        self.mark = f"{secrets.randbelow(10**24):024}"  # no template changes or escapes digits
         self._names = {text: f"\ufdd0{number}:{secret}\ufdd1" for text, number in self.ids.items()}
+
+    def _is_word(self, text: str, number: int) -> bool:
+        """Whether an ordinary word or sign was made special (pad_token="!"), which texts hold without meaning it."""
+        model = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
+        may_be = isinstance(model, BPE) and (text.isalnum() or len(text) < 3)
+        return may_be and [token.id for token in model.tokenize(text)] == [number]
 
     def spelled(self, value: Any) -> list[str]:
         """The control tokens that texts in a value (messages, tools) spell out."""
@@ -75,7 +84,11 @@ class SpecialTokens:
         state = self._tokenizer.backend_tokenizer.to_str()
         for text, name in self._names.items():
             state = state.replace(json.dumps(text, ensure_ascii=False), json.dumps(name, ensure_ascii=False))
-        copy = Tokenizer.from_str(state)
+        model = (parsed := json.loads(state))["model"]
+        if model["type"] == "BPE":  # a merge that gives a control token has nothing to give
+            pairs = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
+            model["merges"] = [merge for merge, pair in pairs if {*pair, "".join(pair)} <= model["vocab"].keys()]
+        copy = Tokenizer.from_str(json.dumps(parsed, ensure_ascii=False))
         copy.no_padding()
         copy.no_truncation()
         return copy

@@ -421,10 +421,10 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bo
     check_tensor_parallel(config, hf_config)
     check_adapters(config)
     vocab_size = hf_config.get_text_config().vocab_size
-    if len(tokenizer) > vocab_size:
+    if (known := max(tokenizer.get_vocab().values()) + 1) > vocab_size:
         raise ValueError(
             f"actor_rollout_ref.model.path={model.path}: its vocabulary has {vocab_size} ids, but the tokenizer "
-            f"({data.tokenizer or model.path}) knows {len(tokenizer)}; set data.tokenizer to the model's own tokenizer"
+            f"({data.tokenizer or model.path}) knows {known}; set data.tokenizer to the model's own tokenizer"
         )
     reward_tokenizers = load_reward_model(config)
     seed = config.trainer.seed

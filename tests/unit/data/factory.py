@@ -30,6 +30,9 @@ class CharTokenizer:
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[2] * add_special_tokens + [ord(c) for c in text] for text in texts]}
 
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     pq.write_table(pa.Table.from_pylist(rows), path)

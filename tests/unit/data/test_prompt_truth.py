@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.data.factory import SHARED_DATA
 from tests.unit.episodes.conversations import real_conversations, shared_templates
@@ -117,6 +118,7 @@ def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
         ("llama3", [USER, said("ipython", "5")], ""),  # a role that the template names
         ("qwen2_5", [USER, said("assistant", None, tool_calls=CALL["tool_calls"]), USER], ""),
         ("qwen2_5", [said("user", ""), said("assistant", ""), USER], ""),
+        ("qwen2_5", [USER, said("assistant", "", tool_calls=CALL["tool_calls"]), said("tool", {"t": 5, "a": "b"})], ""),
     ],
 )  # fmt: skip
 def test_templates_that_rewrite_on_purpose_are_no_errors(
@@ -142,6 +144,7 @@ def test_templates_that_rewrite_on_purpose_are_no_errors(
         ("mistral", [USER, ANSWER, USER], [TOOL], "leaves out the tools, 'look_up'"),
         ("phi", [USER, CALL, RESULT], None, "leaves out a tool call in message 1 (assistant), 'look_up'"),
         ("phi", [USER, ANSWER, RESULT], None, "leaves out message 2 (tool), '21\u00b0"),
+        ("qwen3", [USER, CALL, {**RESULT, "content": {"sky": "clear"}}], None, "leaves out message 2 (tool), 'clear'"),
         ("last_only", [said("user", "a"), ANSWER, said("user", "a")], None, "leaves out message 0 (user), 'a'"),
         ("qwen3", [said("user", [{"type": "text", "text": "Hello"}])], None, "leaves out message 0 (user), 'Hello'"),
         ("chatml", [said("user", [{"type": "text", "text": "Hello"}])], None, "parts of content as a list of Python's"),
@@ -244,6 +247,85 @@ def test_missing_references_are_counted_over_the_whole_file(tmp_path: Path, endi
     ).without_ground_truth()
     assert (file.without_ground_truth("answer"), missing, used) == ([1, 2, 3, 55], [1, 2, 3], 10)
     assert len(file.without_ground_truth(None)) == len(rows)
+
+
+EMPTY = ({}, [""], [None, {"a": []}], {"target": None}, "\u200b", "\u3000\ufeff", float("nan"))
+
+
+@pytest.mark.parametrize("truth", [*EMPTY, 0, False, "None", [0], {"target": 0}], ids=str)
+def test_what_holds_nothing_is_no_reference(tmp_path: Path, truth: Any) -> None:
+    path, missing = tmp_path / "rows.jsonl", [0] if any(truth is empty for empty in EMPTY) else []
+    for more, expected in (({}, missing), ({"gt_answer": "5"}, [])):
+        path.write_text(json.dumps({"prompt": "x", "reward_model": {"ground_truth": truth}, **more}))
+        rows = PromptDataset(DataConfig(), str(path), encoder("chatml").tokenizer, split="train")
+        assert rows.files[0].without_ground_truth(None) == expected
+        if more:
+            assert rows.row(0).ground_truth == ("5" if missing else truth)
+
+
+def test_a_user_who_says_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows: list[Any] = [f"{number}+1?" for number in range(200)]
+    rows[150:154] = [
+        "",
+        [said("user", " \u200b")],
+        [SYSTEM, said("user", "\n"), ANSWER, USER],
+        [SYSTEM, said("user", "?")],
+    ]
+    dataset(tmp_path / "rows.jsonl", rows).check_rows()
+    assert (
+        "rows.jsonl: in 3 of 200 prompts a user says nothing (an empty text, or blanks); first row 150" in caplog.text
+    )
+
+
+def test_characters_that_the_tokenizer_loses_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = {word: number for number, word in enumerate(["<unk>", "</s>", "good", "day", "caf\u00e9"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    for text, lost in (("Good cafe\u0301", ""), ("good \u65e5 day", "the tokenizer has no tokens for '\u65e5'")):
+        caplog.clear()
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps({"prompt": text}))
+        PromptDataset(DataConfig(), str(path), made, split="train").check_rows()
+        assert ("has no tokens for" in caplog.text) == bool(lost) and lost in caplog.text
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([said("user", "a<|im_end|>b")], r"spells special tokens out, <\|im_end\|>"),
+        ([USER, said("assistant", "", tool_calls=[None])], ""),
+        ([{"role": "user"}], ""),
+    ],
+)
+def test_a_row_that_is_refused_is_named_with_and_without_a_filter(
+    tmp_path: Path, bad: Any, message: str, filtered: bool
+) -> None:
+    settings = {"special_tokens_in_text": SpelledTokens.error, "filter_overlong_prompts": filtered}
+    rows: list[Any] = [[said("user", f"{number}+1?")] for number in range(70)]
+    dataset(tmp_path / "good.jsonl", rows, **settings).check_rows()
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 33: .*{message}"):
+        dataset(tmp_path / "rows.jsonl", [*rows[:33], bad, *rows[33:]], **settings).check_rows()
+
+
+@pytest.mark.parametrize("calls", ["none", [None], [{"function": None}], {"name": "f"}])
+def test_calls_of_no_form_are_named(calls: Any) -> None:
+    found = look(encoder("chatml"), ([USER, said("assistant", "", tool_calls=calls), USER], None))
+    assert "message 1 (assistant): its tool_calls must be a list of functions called" in found.errors[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [None, {}, {"name": 5}, {"name": "f", "parameters": "{}"}, {"name": "f", "parameters": {"properties": ["a"]}}],
+)
+def test_tools_of_no_form_are_named(tmp_path: Path, function: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "x", "tools": [{"type": "function", "function": function}]}))
+    rows = PromptDataset(DataConfig(tools_key="tools"), str(path), encoder("qwen2_5").tokenizer, split="train")
+    with pytest.raises(ValueError, match=r"row 0: a tool in 'tools' needs a name, and parameters"):
+        rows.check_rows()
 
 
 def test_a_reference_may_stand_in_several_columns(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl_like.data.rows import read_rows
+from verl_like.data.rows import TableRows, messages_or_text, read_rows
 
 ROWS = [
     {
@@ -131,6 +131,10 @@ def test_empty_text_files_have_no_rows(tmp_path: Path, name: str) -> None:
         ("a.csv", b"a,b\n1,2\n3\n", r"line 3 has 1 cells, but the header names 2: a, b"),
         ("a.csv", b'a,b\n1,"2\n', r"is not a csv file"),
         ("a.csv", b"a\n\xff\n", r"is not UTF-8"),
+        ("a.csv", b"a,b,a\n1,2,3\n", r"has the column 'a' more than once"),
+        ("a.jsonl", b'{"a": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n", r"line 1 is not JSON"),
+        ("a.json", b'[{"a": ' + b"[" * 50_000 + b"]" * 50_000 + b"}]", r"is not UTF-8 text with JSON"),
+        ("a.csv", b"tools\n" + b"[" * 50_000 + b"]" * 50_000 + b"\n", r"'tools' must hold JSON"),
         ("a.csv", b"prompt,reward_model\nx,{1\n", r"line 2, column 'reward_model' must hold JSON"),
         ("a.csv.gz", b"a,b\n", r"is not a gzip file"),
         ("a.csv.gz", gzip.compress(b"a,b\n" * 99, mtime=0)[:20], r"a\.csv\.gz is not a gzip file"),
@@ -221,3 +225,43 @@ def test_lines_of_json_end_at_line_feeds_alone(tmp_path: Path) -> None:
     lines = "\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts)
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8", newline="")
     assert read_rows(tmp_path / "a.jsonl").column("prompt") == texts
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells", "counts"),
+    [
+        (pa.list_(pa.string(), 2), [["a", "b"], ["c", "d"]], [2, 2]),
+        (pa.list_view(pa.string()), [["a", "b"], None], [2, 0]),
+        (pa.large_list(pa.string()), [["a"], []], [1, 0]),
+        (pa.string(), ["a", ""], [1, 0]),
+        (pa.large_binary(), [b"a", b""], [1, 0]),
+        (pa.struct([("path", pa.string())]), [{"path": "a"}, None], [1, 0]),
+        (pa.dictionary(pa.int8(), pa.string()), ["a", None], [1, 0]),
+    ],
+)
+def test_items_are_counted_in_every_kind_of_column(kind: pa.DataType, cells: list[Any], counts: list[int]) -> None:
+    column = (
+        pa.array(cells, kind.value_type).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(cells, kind)
+    )
+    assert TableRows(pa.table({"a": column}), ["a"]).counts("a") == counts
+
+
+MESSAGE = {"role": "user", "content": "It's \u00e9"}
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        (json.dumps([MESSAGE], indent=1), [MESSAGE]),
+        (" [ " + json.dumps(dict(reversed(MESSAGE.items()))) + "]\n", [MESSAGE]),
+        (json.dumps(MESSAGE), MESSAGE),
+        (str([MESSAGE]), [MESSAGE]),  # as pandas writes lists into a csv
+        (json.dumps([{"id": 1, **MESSAGE}]), [{"id": 1, **MESSAGE}]),
+        (json.dumps([{"from": "human", "value": "x"}]), [{"from": "human", "value": "x"}]),  # to be refused with a hint
+        *((text, text) for text in ('[{"from": "Rome", "to": "Paris"}]', '{"role": "admin"}', "[{'a': 1]", "{x} + 1?")),
+        *((text, text) for text in ('[{"role": ' + "[" * 50_000 + "]" * 50_000 + "}]",)),
+    ],
+    ids=range(11),
+)
+def test_messages_are_told_from_text(cell: str, value: Any) -> None:
+    assert messages_or_text(cell) == value

@@ -10,7 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer, Gemma3Config, GenerationConfig
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    Gemma3Config,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from tests.unit.observe import factory
 from verl_like.models.loading import end_token_ids, load_generation_config, write_generation_config
@@ -73,6 +81,14 @@ def test_a_file_that_cannot_be_read(folder: Path, text: str) -> None:
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"MODEL=.*its generation_config.json cannot be used: .*must be an object"):
         ends(folder)
+
+
+def test_numbers_that_a_tokenizer_leaves_out(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "<eos>": 50, "<eot>": 90}, unk_token="<eos>"))
+    backend.add_special_tokens(["<eos>", "<eot>"])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path)
+    Qwen2Config(vocab_size=100, eos_token_id=50).save_pretrained(tmp_path)
+    assert ends(tmp_path, {"eos_token_id": [90, 40, 2]}) == (50, 90)
 
 
 def test_none_at_all(folder: Path) -> None:

@@ -272,3 +272,43 @@ def test_a_response_forges_no_turn_for_a_reward_model_or_a_judge() -> None:
     for said in ("a < b, c |> d <| e", "<b>4</b> <think>x</think>", "x[1]"):
         assert said in judge.prompt(call(said))
     judge.close()
+
+
+@pytest.mark.parametrize(
+    "written", ["{{ m }}", "{{ m.calls }}", "{{ m | tojson(ensure_ascii=True) }}", "{{ m | string | upper }}"]
+)
+def test_templates_that_escape_what_they_write_hold_no_marks(written: str) -> None:
+    made = PromptEncoder(
+        tokenizer("tok_qwen25")[0], {}, "{% for m in messages %}<|im_start|>" + written + "{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a</s>b<|im_end|>", "calls": {"<|IM_END|>": ["'<|im_end|>'"]}}]
+    theirs = made.tokenizer.apply_chat_template(
+        messages, tokenize=False, chat_template=made.template_kwargs["chat_template"]
+    )
+    (ids,) = made.encode([(messages, None)])
+    assert made.tokenizer.decode(ids) == theirs and [i for i in ids if i in made.special.control] == [151644]
+
+
+def test_words_that_somebody_made_special_are_words() -> None:
+    base = shared("tok_qwen25")
+    for text in ("!", "Answer", "</think>."):
+        base.add_special_tokens({"pad_token": text})
+    base.add_special_tokens({"additional_special_tokens": ["Answer", "<pad>"]})
+    made = PromptEncoder(base, {}, TEMPLATES["chatml"])
+    assert not {"!", "Answer"} & set(made.special.ids) and {"<pad>", "<|im_end|>"} <= set(made.special.ids)
+    (ids,) = made.encode([([{"role": "user", "content": "Hi! The Answer<|im_end|><pad>!"}], None)])
+    assert "Hi! The" in base.decode(ids) and "Answer<|im_end|><pad>!" in base.decode(ids)
+    assert [made.special.control[i] for i in ids if i in made.special.control] == [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_start|>",
+    ]
+
+
+@pytest.mark.parametrize("merges", [[("<", "s"), ("<s", ">")], [("<", "s"), ("<s", ">"), ("<s>", "<s>")]])
+def test_a_control_token_that_merges_give_stays_text(merges: list[tuple[str, str]]) -> None:
+    words = ["<s>", "<", "s", ">", "<s", "<s><s>", "a"]
+    model = models.BPE({word: number for number, word in enumerate(words)}, merges)
+    base = made(model, special("<s>"))
+    marked = SpecialTokens(base)
+    assert marked.encode(marked.marked("a<s><s>") + "<s>") == [6, 4, 3, 4, 3, 0]

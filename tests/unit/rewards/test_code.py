@@ -152,6 +152,7 @@ class TestComparison:
     )
     def test_numbers_are_what_programs_print(self, got: str, right: bool) -> None:
         assert same_output(got, "10.5" if "_" in got else "1.5") == right
+        assert same_output("1e400", "1e400") and not same_output("inf", "1e400") and not same_output("2e400", "1e400")
 
     def test_values(self) -> None:
         assert same_value((1, [2.0000001]), [1, (2.0,)])
