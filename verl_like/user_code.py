@@ -209,4 +209,9 @@ def _users_traceback(error: BaseException) -> str:
         if file != __file__ and "importlib" not in file:
             break
         frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame, limit=-4)).rstrip()
+    return own_lines(error.with_traceback(frame), limit=-4).rstrip()
+
+
+def own_lines(error: BaseException, limit: int | None = None) -> str:
+    """An exception of users' code as they are shown it: where it was raised, without the heading of a crash."""
+    return "".join(traceback.format_exception(error, limit=limit)).replace("Traceback (most recent call last):\n", "")

@@ -218,7 +218,7 @@ def whole_of(value: Any, place: str) -> Any:
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON: {error}. It begins {line[:80]!r}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place} must be a JSON object, not {line[:80]!r}")
@@ -230,10 +230,10 @@ def _read_json(path: Path, wanted: Collection[str] | None) -> RecordRows:
     content = _read_text(path)
     try:
         records = json.loads(content) if content.strip() else []
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and content.lstrip().startswith(b"{"):
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "msg", "") == "Extra data" and content.lstrip().startswith(b"{"):
             return _json_lines(path, content)
-        raise ValueError(f"{path}, line {error.lineno} is not JSON: {error}") from error
+        raise ValueError(f"{path}, line {getattr(error, 'lineno', 1)} is not JSON: {error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     if isinstance(records, dict) and isinstance(records.get("data"), list):

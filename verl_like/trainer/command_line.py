@@ -75,7 +75,9 @@ def user_files(arguments: argparse.Namespace) -> list[Path]:
     if name is None and arguments.config_path is None:
         return []
     if name is None:
-        raise ConfigError([f"--config-path={arguments.config_path}: give --config-name too"])
+        folder = Path(arguments.config_path)
+        names = f"{folder.parent} --config-name={folder.stem}" if folder.suffix else f"{folder} --config-name=NAME"
+        raise ConfigError([f"--config-path={folder} without --config-name: give --config-path={names}"])
     path = with_suffix(Path(arguments.config_path or "config").expanduser() / name)
     if path.stem == CONFIG_NAME and path.parent.name == "config" and not path.is_file():
         return []  # verl's own entry config, in the folder where its scripts name it

@@ -276,7 +276,7 @@ def yaml_path(folder: Path, name: str) -> Path:
     """The file that --config-name means. ConfigError where there is none."""
     path = with_suffix(folder.expanduser() / name)
     if not path.is_file():
-        raise ConfigError([f"--config-name={name}: there is no file {path}"])
+        raise ConfigError([f"--config-name={name}: there is no file {path.absolute()}"])
     return path
 
 
@@ -285,21 +285,23 @@ def with_suffix(path: Path) -> Path:
     return path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
 
 
-def _read_yaml(path: Path, settings: Settings) -> None:
-    """Add a user's YAML: its `defaults` first (other files beside it, groups), then its own keys."""
+def _read_yaml(path: Path, settings: Settings, within: tuple[Path, ...] = ()) -> None:
+    """Add a user's YAML: its `defaults` first (other files beside it, groups), then its own keys. within: the files
+    that name it in theirs."""
     if not path.is_file():
-        raise ConfigError([f"config file {path} does not exist"])
+        raise ConfigError([f"config file {path} does not exist" + "".join(f" (defaults of {each})" for each in within)])
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {}
+        tree, text = OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {}, path.read_text()
     except Exception as error:
         raise ConfigError([f"config file {path} cannot be read: {error}"]) from error
     if not isinstance(tree, dict):
         raise ConfigError([f"config file {path} must hold keys, not a {type(tree).__name__}"])
     tree.pop("hydra", None)
-    text = path.read_text()
     settings.helpers |= {str(name): tree.pop(name) for name in list(tree) if is_helper(str(name), tree[name], text)}
-    defaults = tree.pop("defaults", [])
-    assert isinstance(defaults, list)
+    defaults = tree.pop("defaults", None) or []
+    if not (isinstance(defaults, list) and all(isinstance(entry, str | dict) for entry in defaults)):
+        text = "give a list of files beside it and of groups, as [base, _self_] or [rollout: hf]"
+        raise ConfigError([f"config file {path}: defaults={defaults}: {text}"])
     own = [Change(str(name), value) for name, value in tree.items()]
     before = True
     for entry in defaults:
@@ -309,7 +311,10 @@ def _read_yaml(path: Path, settings: Settings) -> None:
         elif isinstance(entry, dict):
             settings.groups += [_group_override(str(group), None, str(choice)) for group, choice in entry.items()]
         elif entry not in (CONFIG_NAME, "ppo_schema"):
-            _read_yaml(yaml_path(path.parent, str(entry)), settings)
+            named = with_suffix(path.parent / entry)
+            if named in (path, *within):
+                raise ConfigError([f"config file {path}: defaults={defaults}: {entry} names itself; leave it out"])
+            _read_yaml(named, settings, (path, *within))
     if before:
         settings.changes += own
 
@@ -406,7 +411,7 @@ def _is_group(override: Override) -> bool:
 
 
 def _group_override(group: str, package: str | None, choice: str) -> str:
-    name, _, own_package = group.removeprefix("override ").strip().partition("@")
+    name, _, own_package = group.removeprefix("optional ").removeprefix("override ").strip().partition("@")
     choices = sorted(path.stem for path in (CONFIG_DIR / name).glob("*.yaml"))
     if choices and choice not in choices:
         raise ConfigError([f"{name}={choice}: choose one of {', '.join(choices)}{meant(choice, choices)}"])

@@ -169,4 +169,6 @@ def _blamed(where: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE not in frame.filename]
         lines = "".join(traceback.format_list(theirs[-_TRACEBACK_LINES:])).rstrip()
+        if str(error).startswith(where):  # of ours, and says where itself
+            raise ToolError(str(error)) from error
         raise ToolError(f"{where} failed: {type(error).__name__}: {error}{lines and chr(10)}{lines}") from error
