@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verl_like.text import one_line
+
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
 FORMS = "file.py:name or pkg://module:name"
 _MODULE_PREFIX = "pkg://"
@@ -141,15 +143,31 @@ def check_call(function: Any, setting: str, *arguments: str, keywords: Mapping[s
 
 def resolve_path(path: str, key: str) -> str:
     """An absolute file path; `pkg://module` and module names as they are. UserCodeError if there is no such file."""
+    if not path.removeprefix(_MODULE_PREFIX).strip():
+        raise UserCodeError(f"{key}={path} is empty (a shell variable that is not set?): name a file, or leave it out")
     if path.startswith(_MODULE_PREFIX) or not (path.endswith(".py") or "/" in path):
         return path
     file = Path(path).expanduser().resolve()
+    if file.is_dir() or "://" in path:
+        what = "is a folder; name the file in it" if file.is_dir() else "is no file of this machine; copy it here"
+        raise UserCodeError(f"{key}={path} {what}")
     if not file.is_file():
         raise UserCodeError(
             f"{key}={path}: there is no such file ({file}) on {socket.gethostname()}; files of your own must lie under "
             "the same path on every machine of the run"
         )
     return str(file)
+
+
+def load_yaml(path: str, key: str) -> Any:
+    """What a YAML file of the user's holds, as OmegaConf reads it. UserCodeError for none."""
+    from omegaconf import OmegaConf  # here: a run without such a file need not wait for it
+
+    file = resolve_path(path, key)
+    try:
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except Exception as error:  # of the file system, of YAML, of OmegaConf
+        raise UserCodeError(f"{key}={path} is not YAML: {one_line(error)}; correct it") from error
 
 
 def load_module(path: str, key: str) -> ModuleType:

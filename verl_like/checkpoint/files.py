@@ -59,6 +59,8 @@ def require_writable(key: str, folder: str | Path, *, make: bool = True) -> None
 
     make: False leaves no folder behind and tries the nearest one above that is there.
     """
+    if not str(folder).strip() or "://" in str(folder):
+        raise ValueError(f"{key}={str(folder)!r}: name a folder of this machine")
     path = Path(folder).expanduser()
     try:
         if make:

@@ -34,6 +34,7 @@ from verl_like.models.location import TOKENIZER_FILES, check_location
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
 from verl_like.remote import local_folder, to_shared_memory
+from verl_like.text import one_line
 from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "actor
     try:
         tokenizer = AutoTokenizer.from_pretrained(local_folder(path, key), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{key}={path}: its tokenizer cannot be loaded ({error}); {fix}") from error
+        raise ValueError(f"{key}={path}: its tokenizer cannot be loaded ({one_line(error)}); {fix}") from error
     # What transformers makes of a folder without tokenizer files knows special tokens alone
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise ValueError(f"{key}={path} holds no tokenizer: no text becomes a token; {fix}")
@@ -100,8 +101,7 @@ def _usable_config(model: ModelConfig, key: str = "model.path") -> Iterator[None
         yield
     except Exception as error:
         what = f" with model.override_config={model.override_config}" if model.override_config else ""
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{key}={model.path}: its config.json{what} cannot be used: {why}") from error
+        raise ValueError(f"{key}={model.path}: its config.json{what} cannot be used: {one_line(error)}") from error
 
 
 def load_generation_config(path: str, key: str = "model.path") -> dict[str, Any]:
