@@ -1,4 +1,5 @@
-"""Text that every encoder takes, and errors as text. JSON may hold half of a surrogate pair, as a cut emoji leaves it; UTF-8 may not."""
+"""Text that every encoder takes, though JSON may hold half of a surrogate pair, as a cut emoji leaves it; errors as
+text."""
 
 from __future__ import annotations
 

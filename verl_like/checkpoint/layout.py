@@ -163,7 +163,7 @@ def check_checkpoint(path: str | Path, find_faults: FindFaults = lambda path: []
     named = [] if _STEP_DIR.fullmatch(folder.name) else ["its name must be global_step_<number>"]
     faults = _incomplete(folder) + named or _state_faults(folder) or find_faults(folder)
     if faults:
-        raise ValueError(f"{str(path)!r} is not a whole checkpoint: {'; '.join(faults)}")
+        raise ValueError(f"trainer.resume_from_path={str(path)!r} is not a whole checkpoint: {'; '.join(faults)}")
     return folder
 
 

@@ -214,9 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ConfigError as error:
             sys.exit(f"error: {error}")
         except Exception as error:
-            if name == "train" or isinstance(
-                error, BrokenPipeError
-            ):  # train tells of its start so, and all of the rest
+            if name == "train" or isinstance(error, BrokenPipeError):  # train tells of its start itself
                 raise
             from verl_like.observe.logs import told_in_a_line
 

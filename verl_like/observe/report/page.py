@@ -98,6 +98,7 @@ def _write(template: str, content: dict[str, Any], data: dict[str, Any], out: Pa
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(out)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_file():
+            temporary.unlink()
         raise OSError(f"--out={out} cannot be written ({error.strerror}); name a file in a folder of yours") from error
     return out
