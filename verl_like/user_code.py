@@ -29,8 +29,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl_like.text import one_line
-
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
 FORMS = "file.py:name or pkg://module:name"
 _MODULE_PREFIX = "pkg://"
@@ -157,17 +155,6 @@ def resolve_path(path: str, key: str) -> str:
             "the same path on every machine of the run"
         )
     return str(file)
-
-
-def load_yaml(path: str, key: str) -> Any:
-    """What a YAML file of the user's holds, as OmegaConf reads it. UserCodeError for none."""
-    from omegaconf import OmegaConf  # here: a run without such a file need not wait for it
-
-    file = resolve_path(path, key)
-    try:
-        return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except Exception as error:  # of the file system, of YAML, of OmegaConf
-        raise UserCodeError(f"{key}={path} is not YAML: {one_line(error)}; correct it") from error
 
 
 def load_module(path: str, key: str) -> ModuleType:

@@ -12,7 +12,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl_like.episodes.agent_loops.callback_loop import KEY as CALLBACK_KEY
 from verl_like.episodes.agent_loops.callback_loop import NAME, CompletionCallbackLoop
 from verl_like.episodes.agent_loops.messages import KEY, AgentLoopError
-from verl_like.user_code import load, load_yaml
+from verl_like.episodes.tools.yaml_files import load_yaml
+from verl_like.user_code import load
 
 
 @dataclass(frozen=True)

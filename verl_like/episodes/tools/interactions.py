@@ -16,7 +16,8 @@ from typing import Any
 
 from verl_like.episodes.tools import text
 from verl_like.episodes.tools.tool_call import ToolOutcome
-from verl_like.user_code import load, load_yaml
+from verl_like.episodes.tools.yaml_files import load_yaml
+from verl_like.user_code import load
 
 _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 

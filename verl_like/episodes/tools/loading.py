@@ -19,7 +19,8 @@ from verl_like.episodes.tools.interactions import Interactions, load_interaction
 from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, StatelessTool, ToolSource
 from verl_like.episodes.tools.mcp_tools import McpTools
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolSpec
-from verl_like.user_code import load, load_module, load_yaml
+from verl_like.episodes.tools.yaml_files import load_yaml
+from verl_like.user_code import load, load_module
 
 # In place of verl's own modules where verl is not installed: the last folder to be searched, and its `verl` has no
 # __init__.py, so that an installed one comes first, and files of a user's own `verl/tools` folder stand beside these.
