@@ -30,6 +30,7 @@ import fsspec
 from pyarrow import fs as arrow_fs
 
 from verl_like.small_files import parse_object
+from verl_like.text import one_line
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class RemoteFolder:
         try:
             yield
         except (OSError, ImportError, ValueError, KeyError) as error:
-            raise ValueError(f"{self.key}={self.url}: {what}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{self.key}={self.url}: {what}: {one_line(error)}") from error
 
 
 @functools.cache

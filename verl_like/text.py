@@ -1,4 +1,5 @@
-"""Text that every encoder takes. JSON may hold half of a surrogate pair, as a cut emoji leaves it; UTF-8 may not."""
+"""Text that every encoder takes, though JSON may hold half of a surrogate pair, as a cut emoji leaves it; errors as
+text."""
 
 from __future__ import annotations
 
@@ -14,3 +15,8 @@ def whole(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return (list if isinstance(value, list) else tuple)(map(whole, value))
     return value
+
+
+def one_line(error: BaseException) -> str:
+    """An error of a library for a message of ours, one line of which is one problem: its kind and its first words."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -157,9 +157,14 @@ def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[s
 
 def resolve_path(path: str, key: str) -> str:
     """An absolute file path; `pkg://module` and module names as they are. UserCodeError if there is no such file."""
+    if not path.removeprefix(_MODULE_PREFIX).strip():
+        raise UserCodeError(f"{key}={path} is empty (a shell variable that is not set?): name a file, or leave it out")
     if path.startswith(_MODULE_PREFIX) or not (path.endswith(".py") or "/" in path):
         return path
     file = Path(path).expanduser().resolve()
+    if file.is_dir() or "://" in path:
+        what = "is a folder; name the file in it" if file.is_dir() else "is no file of this machine; copy it here"
+        raise UserCodeError(f"{key}={path} {what}")
     if not file.is_file():
         raise UserCodeError(
             f"{key}={path}: there is no such file ({file}) on {socket.gethostname()}; files of your own must lie under "
@@ -225,4 +230,9 @@ def _users_traceback(error: BaseException) -> str:
         if file != __file__ and "importlib" not in file:
             break
         frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame, limit=-4)).rstrip()
+    return own_lines(error.with_traceback(frame), limit=-4).rstrip()
+
+
+def own_lines(error: BaseException, limit: int | None = None) -> str:
+    """An exception of users' code as they are shown it: where it was raised, without the heading of a crash."""
+    return "".join(traceback.format_exception(error, limit=limit)).replace("Traceback (most recent call last):\n", "")

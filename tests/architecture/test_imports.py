@@ -12,7 +12,19 @@ import pytest
 
 from tests.architecture.source import ROOT, Source, package_sources, parse
 
-BASE = {"batch", "config", "garbage", "gauges", "progress", "ragged", "remote", "small_files", "text", "user_code"}
+BASE = {
+    "batch",
+    "config",
+    "ending",
+    "garbage",
+    "gauges",
+    "progress",
+    "ragged",
+    "remote",
+    "small_files",
+    "text",
+    "user_code",
+}
 ENGINE_LEVEL = BASE | {"models", "parallel"}
 ROLE_LEVEL = ENGINE_LEVEL | {"algorithms", "engine", "rollout", "weight_sync", "checkpoint"}
 TRAINER_LEVEL = ROLE_LEVEL | {
@@ -31,10 +43,11 @@ ALLOWED: dict[str, set[str]] = {
     "user_code": set(),
     "services": {"gauges", "user_code", "progress"},
     "config": {"user_code"},
+    "ending": set(),
     "garbage": set(),
     "gauges": set(),
     "ragged": set(),
-    "remote": {"small_files"},
+    "remote": {"small_files", "text"},
     "small_files": set(),
     "progress": set(),
     "text": set(),

@@ -59,14 +59,16 @@ def require_writable(key: str, folder: str | Path, *, make: bool = True) -> None
 
     make: False leaves no folder behind and tries the nearest one above that is there.
     """
+    if not str(folder).strip() or "://" in str(folder):
+        raise ValueError(f"{key}={str(folder)!r}: name a folder of this machine")
     path = Path(folder).expanduser()
     try:
         if make:
             path.mkdir(parents=True, exist_ok=True)
         else:
             path = next(part for part in (path, *path.absolute().parents) if part.exists())
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(2**20))  # less than any checkpoint: a full disk shows
     except OSError as error:
         in_the_way = next((part for part in (path, *path.parents) if part.exists() and not part.is_dir()), None)
         reason = error.strerror or str(error) if in_the_way is None else f"{in_the_way} is a file, not a folder"

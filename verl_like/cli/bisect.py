@@ -6,12 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from verl_like.config.parser import number
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Two runs."""
     for name in ("A", "B"):
         parser.add_argument(name.lower(), metavar=name, help="folder of a run with trainer.record_freq")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="relative; 0: to the last bit (the default)")
+    parser.add_argument("--tolerance", type=number(0), default=0.0, help="relative; 0: to the last bit (the default)")
     parser.set_defaults(run=run)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl_like.config.errors import ConfigError
+from verl_like.config.parser import number
 from verl_like.models.location import check_model
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     parser.add_argument("--engine", choices=["hf", "vllm", "sglang"], default="hf", help="what generates (hf)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the most likely token (0.7)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="share of the probability that is sampled from (1.0)")
+    parser.add_argument("--temperature", type=number(0), default=0.7, help="0: always the most likely token (0.7)")
+    parser.add_argument("--top-p", type=number(0, 1), default=1.0, help="share of the probability to sample from (1.0)")
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer, at most (512)")
     parser.add_argument("--seed", type=int, default=1, help="of the sampling (1)")
     parser.add_argument("--chat-template", metavar="NAME|FILE", help="data.chat_template: a name or a Jinja file")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_like.checkpoint.files import require_writable
 from verl_like.config.errors import ConfigError
 from verl_like.config.parser import meant
 
@@ -61,6 +62,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         raise ConfigError([f"there is no data set {arguments.name}{hint}"])
     out = arguments.out or Path("data") / recipe.name
     try:
+        require_writable("--out", out, make=False)
         files = prepare(recipe, out, arguments.source, arguments.passed)
     except (ValueError, OSError) as error:
         raise ConfigError([str(error)]) from error

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Write the folder. ConfigError, hence exit status 1, for what cannot be exported."""
     from verl_like.checkpoint.export import Choices, export
+    from verl_like.checkpoint.files import require_writable
 
     choices = Choices(
         dtype=arguments.dtype,
@@ -49,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     out = arguments.out.expanduser()
     try:
+        require_writable("OUT", out.parent, make=False)
         lines = export(arguments.checkpoint.expanduser(), out, choices, arguments.role)
     except (ValueError, OSError) as error:
         raise ConfigError([str(error)]) from error

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verl_like import __version__
-from verl_like.config.errors import ConfigError, status_of_signal
-from verl_like.config.parser import Parser, meant
+from verl_like.ending import orderly_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,34 +188,45 @@ VERBS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and run the verb. What is wrong with a configuration ends with status 1 and its text."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    top = _parser()
-    if not words or words[0].startswith("-"):
-        top.parse_args(words)
-        top.error("name a COMMAND")
-    name, *rest = words
-    verb = next((verb for verb in VERBS if verb.name == name), None)
-    if verb is None:
-        top.error(f"there is no command {name!r}{meant(name, [verb.name for verb in VERBS])}")
-    parser = Parser(
-        prog=f"verl-like {name}", description=_sentence(verb.help), examples=verb.examples, mixed=verb.mixed
-    )
-    importlib.import_module(f"verl_like.cli.{verb.module}").add_arguments(parser)
-    end = rest.index("--") if verb.passes_on and "--" in rest else len(rest)
-    arguments = parser.parse_args(rest[:end])
-    arguments.passed = rest[end + 1 :]
-    run: Callable[[argparse.Namespace], None] = arguments.run
-    try:
-        with status_of_signal():
+    with orderly_end():  # from here on, and the rest is imported below
+        from verl_like.config.errors import ConfigError
+        from verl_like.config.parser import Parser, meant
+
+        words = sys.argv[1:] if argv is None else list(argv)
+        top = _parser()
+        if not words or words[0].startswith("-"):
+            top.parse_args(words)
+            top.error("name a COMMAND")
+        name, *rest = words
+        verb = next((verb for verb in VERBS if verb.name == name), None)
+        if verb is None:
+            top.error(f"there is no command {name!r}{meant(name, [verb.name for verb in VERBS])}")
+        parser = Parser(
+            prog=f"verl-like {name}", description=_sentence(verb.help), examples=verb.examples, mixed=verb.mixed
+        )
+        importlib.import_module(f"verl_like.cli.{verb.module}").add_arguments(parser)
+        end = rest.index("--") if verb.passes_on and "--" in rest else len(rest)
+        arguments = parser.parse_args(rest[:end])
+        arguments.passed = rest[end + 1 :]
+        run: Callable[[argparse.Namespace], None] = arguments.run
+        try:
             run(arguments)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
+        except Exception as error:
+            if name == "train" or isinstance(error, BrokenPipeError):  # train tells of its start itself
+                raise
+            from verl_like.observe.logs import told_in_a_line
+
+            with told_in_a_line(f"verl-like {name}"):
+                raise
     if argv is None and verb.leaves:
-        sys.stdout.flush()
         os._exit(0)
 
 
-def _parser() -> Parser:
+def _parser() -> argparse.ArgumentParser:
+    from verl_like.config.parser import Parser
+
     width = max(len(verb.name) for verb in VERBS)
     lines = [f"  {verb.name:<{width}}  {verb.help}" for verb in VERBS]
     parser = Parser(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from verl_like.cli.table import table
+from verl_like.config.parser import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="keys to be set otherwise, as trainer.device=cpu"
     )
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative; 0: to the last bit (1e-4)")
+    parser.add_argument("--tolerance", type=number(0), default=1e-4, help="relative; 0: to the last bit (1e-4)")
     parser.set_defaults(run=run)
 
 

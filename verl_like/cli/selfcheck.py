@@ -7,11 +7,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from verl_like.config.parser import number
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `verl-like selfcheck`."""
-    parser.add_argument("--rows", type=int, default=12, help="random rows of the mini-batch")
-    parser.add_argument("--ranks", type=int, default=2, help="processes of the data-parallel check; 1: leave it out")
+    parser.add_argument("--rows", type=number(1, kind=int), default=12, help="random rows of the mini-batch")
+    parser.add_argument("--ranks", type=number(1, kind=int), default=2, help="of the data-parallel check; 1: none")
     parser.add_argument(
         "overrides", nargs="*", help="keys of main_ppo, as for the run itself; without model.path a tiny model is made"
     )

@@ -271,6 +271,9 @@ def _check_reachable(address: str) -> None:
         f"ray_init.address={address}",
         "start one there (ray start --head), or leave the key out for a Ray of ours",
     )
+    port = re.fullmatch(r"(?:\[[\w:.%]+\]|[\w.-]+):(\d+)", address)
+    if address not in ("auto", "local") and (port is None or not 0 < int(port[1]) < 65536):
+        raise ConfigError([f"{key}: write host:port, as 10.0.0.1:6379, or auto for the Ray of this machine; {fix}"])
     try:
         place = services.canonicalize_bootstrap_address(address)
         if place is None:

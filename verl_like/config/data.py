@@ -133,7 +133,8 @@ class DataConfig(ConfigNode):
     """[rows] Rows of each data source whose reference answer is graded before training starts; 0: none."""
 
     def check(self) -> None:
-        ours = {"add_generation_prompt", "continue_final_message", "tokenize"} & {*self.apply_chat_template_kwargs}
+        ours = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
+        ours &= {*self.apply_chat_template_kwargs}
         require(not ours, "apply_chat_template_kwargs", ours, "the trainer sets these; see data.continue_final_message")
         at_least(self, 1, "max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size")
         at_least(self, 1, "val_batch_size", "filter_overlong_prompts_workers", "max_prompt_id_length")

@@ -1,9 +1,6 @@
 """One error for all problems found, so that a user fixes a command line once."""
 
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
@@ -20,18 +17,6 @@ class ConfigError(ValueError):
 
 class RunStopped(RuntimeError):
     """The run cannot go on for a reason that its user can act on: the message says all, a traceback adds nothing."""
-
-
-@contextmanager
-def status_of_signal() -> Iterator[None]:
-    """End the program with a line and 128 + the signal's number, as shells count, where a signal interrupts it: Ctrl-C,
-    or what the arguments of the KeyboardInterrupt say, (text, number)."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        text, number = error.args if len(error.args) == 2 else ("interrupted", signal.SIGINT)
-        print(f"error: {text}", file=sys.stderr)
-        sys.exit(128 + number)
 
 
 def raise_if_any(problems: Sequence[str]) -> None:

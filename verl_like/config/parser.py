@@ -2,13 +2,16 @@
 
 import argparse
 import difflib
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from verl_like.config.aliases import renamed
 from verl_like.config.foreign_names import foreign_hint
-from verl_like.config.schema import find_key
+from verl_like.config.schema import NO_HOME, find_key, without_home
+
+_PLACES = ("base", "chat_template", "config_name", "config_path", "json", "out", "samples", "source")  # of options
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,6 +38,17 @@ class Parser(argparse.ArgumentParser):
         finally:
             self.mixed = True
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """As argparse; the program ends for an empty name of a file, folder or model, and one in a home of nobody."""
+        name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
+        named = not action.option_strings and action.dest != "overrides" and action.nargs != argparse.PARSER
+        if action.dest in _PLACES or named:
+            if not arg_string.strip():
+                self.exit(1, f"error: {name} is empty (a shell variable that is not set?): give it a value\n")
+            if without_home(arg_string):
+                self.exit(1, f"error: {name}={arg_string}: {NO_HOME}\n")
+        return super()._get_value(action, arg_string)  # pyright: ignore
+
     def error(self, message: str) -> NoReturn:
         """End with status 2, the usage and the message; unknown options and names come with the nearest known one."""
         kind, _, rest = message.partition(": ")
@@ -53,6 +67,18 @@ class Parser(argparse.ArgumentParser):
         if find_key(renamed(flag.lstrip("-"))) is not None:
             return f"{flag}: keys have no dashes before them; write {flag.lstrip('-')}=VALUE"
         return foreign_hint(flag) or f"unknown option {flag}{meant(flag, list(_options(self)))}"
+
+
+def number(low: float, high: float = math.inf, kind: type[float] = float) -> Callable[[str], float]:
+    """The type of an option: a finite number of this range, its ends included."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"{text}: give a finite number from {low:g} to {high:g}")
+        return value
+
+    return number
 
 
 def meant(typed: str, known: Sequence[str]) -> str:

@@ -198,6 +198,7 @@ class GatewayConfig(ConfigNode):
         reference_or_none(self, "path")
         one_of(self, "forced_tool_choice", ("resample", "auto"))
         between(self, 0, 65535, "port")
+        require(bool(self.host.strip()), "host", self.host, "name an address of this machine; 0.0.0.0 is all of them")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,6 +5,7 @@ import difflib
 import inspect
 import itertools
 import math
+import os
 import re
 import textwrap
 import threading
@@ -199,6 +200,24 @@ def from_dict(tree: dict[str, Any]) -> PPOConfig:
     config = _build(PPOConfig, tree, "", problems)
     raise_if_any(problems or [text for key in keys().values() if (text := _beyond(key, get_value(config, key.path)))])
     return config
+
+
+NO_HOME = "this machine has no user of that name, whose folder ~NAME means; write the folder itself"
+_PLACES = ("dir", "file", "files", "path", "tokenizer")
+
+
+def without_home(text: str) -> bool:
+    """Whether a path begins with ~ and the name of a user whom this machine does not have."""
+    return re.fullmatch(r"~[\w.-]*(/.*)?", text) is not None and os.path.expanduser(text) == text
+
+
+def of_no_home(key: Key, value: Any) -> str | None:
+    """What is wrong with a path of this key that begins with the home of a user who is not there; None for others."""
+    texts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    for text in texts if key.name not in ("bad_words", "stop") else ():
+        if isinstance(text, str) and ("/" in text or key.name.endswith(_PLACES)) and without_home(text):
+            return f"{key.path}={text}: {NO_HOME}"
+    return None
 
 
 # unit -> the largest number that timers and 64-bit counts of bytes can hold; of others a 64-bit integer's

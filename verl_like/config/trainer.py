@@ -173,6 +173,9 @@ class TrainerConfig(ConfigNode):
         one_of(self, "mode", TRAINER_MODES)
         alone = self.early_stop_patience is not None and self.best_metric is None
         require(not alone, "early_stop_patience", self.early_stop_patience, "set best_metric, which it watches")
+        url = self.default_hdfs_dir
+        legal = url is None or (url.strip() and not url.startswith(("http://", "https://")))
+        require(bool(legal), "default_hdfs_dir", url, "give a URL that can be written to, as s3://bucket/run, or null")
         above(self, 0, "rpc_timeout", "worker_start_timeout", "stall_timeout")
         at_least(self, 0, "max_restarts", "restart_delay")
         minus_one_or_positive(self, "save_freq", "test_freq", "max_skipped_updates", "sample_freq", "report_freq")

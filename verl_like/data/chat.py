@@ -123,9 +123,10 @@ class PromptEncoder:
         try:
             return whole(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # templates are programs: they raise what they like
-            fix = f"; {_CLOSE}" if "continue_final_message" in options else ""
+            fix = "choose another data.chat_template, or change the row"
+            fix = _CLOSE if "continue_final_message" in options else fix
             shown = str(messages).replace(repr(self.special.mark)[1:-1], "")[:300]
-            raise ValueError(f"the chat template refused the messages {shown}: {error}{fix}") from error
+            raise ValueError(f"the chat template refused the messages {shown}: {error}; {fix}") from error
 
     def _turn_tokens(self) -> set[str]:
         """Added tokens that are not special, but which the template writes around a user's message or a tool's: those

@@ -24,6 +24,8 @@ import fsspec
 import pyarrow as pa
 from pyarrow import fs as arrow_fs
 
+from verl_like.text import one_line
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE = "~/.cache/verl_like/data"
@@ -74,7 +76,7 @@ def _fetched(url: str, cache_dir: str, key: str) -> Path:
         with closing(remote.open()) as source:
             _write(source, target, remote.size)
     except (OSError, ImportError, ValueError, pa.ArrowException) as error:
-        raise ValueError(f"{key}: {url} cannot be fetched: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{key}: {url} cannot be fetched: {one_line(error)}") from error
     return target
 
 

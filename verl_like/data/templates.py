@@ -66,7 +66,13 @@ def find_template(name: str) -> str | None:
     path = Path(name).expanduser()
     if not path.is_file():
         raise ValueError(f"data.chat_template={name}: there is no file {path.resolve()}")
-    return path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.chat_template={name}: the file cannot be read as text ({error})") from error
+    if not text.strip():
+        raise ValueError(f"data.chat_template={name}: the file is empty; native is the tokenizer's own template")
+    return text
 
 
 def find_system_prompt(name: str | None) -> str | None:

@@ -29,7 +29,11 @@ _HEAD = (["score"], ["classifier", "score"])  # modules_to_save of a value model
 def adapter_settings(path: str, key: str, *, of_value_model: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the keys of `model.*` that the adapter sets, its whole configuration). ConfigError for a folder without one, and
     for a form of it that is not built."""
-    folder, wanted = Path(local_folder(path, key)), "name the folder of a LoRA adapter of the peft library"
+    wanted = "name the folder of a LoRA adapter of the peft library"
+    try:
+        folder = Path(local_folder(path, key))
+    except ValueError as error:
+        raise ConfigError([f"{error}; {wanted}"]) from error
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             where = "" if folder.is_dir() else nearest(folder)

@@ -210,6 +210,11 @@ def why_padded(config: PretrainedConfig) -> str:
     return _state_in(config) if family is None else family.why_padded
 
 
+def stores_as_named(config: PretrainedConfig) -> bool:
+    """Whether the tensors of its files have names and shapes of the model's own: transformers puts experts together."""
+    return config.model_type in FAMILIES and not num_experts(config) and not why_padded(config)
+
+
 def padded_attention(config: PretrainedConfig) -> str:
     """transformers' attention for padded rows. Its SDPA leaves soft-capping out without a word."""
     text = config.get_text_config()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +34,7 @@ from verl_like.models.location import TOKENIZER_FILES, check_location
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
 from verl_like.remote import local_folder, to_shared_memory
+from verl_like.text import one_line
 from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "actor
     try:
         tokenizer = AutoTokenizer.from_pretrained(local_folder(path, key), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{key}={path}: its tokenizer cannot be loaded ({error}); {fix}") from error
+        raise ValueError(f"{key}={path}: its tokenizer cannot be loaded ({one_line(error)}); {fix}") from error
     # What transformers makes of a folder without tokenizer files knows special tokens alone
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise ValueError(f"{key}={path} holds no tokenizer: no text becomes a token; {fix}")
@@ -73,19 +75,33 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     import_modules(external_modules(), EXTERNAL_MODULES)
     import_modules(model.external_lib, "model.external_lib")
     check_location(key, model.path, "config.json")
-    try:
-        config = AutoConfig.from_pretrained(local_folder(model.path, key), trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{key}={model.path}: its config.json cannot be used: {error}") from error
-    for key, value in model.override_config.items():
-        if key not in config:
-            close = difflib.get_close_matches(key, config.to_dict(), n=1)
+    folder = local_folder(model.path, key)
+    with _usable_config(model, key):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    for name, value in model.override_config.items():
+        if name not in config:
+            close = difflib.get_close_matches(name, config.to_dict(), n=1)
             hint = f"did you mean {close[0]!r}?" if close else "leave it out"
-            raise ValueError(f"model.override_config.{key}={value}: no key of a {config.model_type!r} config; {hint}")
-        setattr(config, key, value)
-    families.check(config, packed=uses_packing(model))
+            raise ValueError(f"model.override_config.{name}={value}: no key of a {config.model_type!r} config; {hint}")
+        with _usable_config(model, key):
+            setattr(config, name, value)
+    try:
+        families.check(config, packed=uses_packing(model))
+    except ValueError as error:
+        raise ValueError(f"{key}={model.path}: {error}") from error
     _check_router_loss(model, config)
     return config
+
+
+@contextmanager
+def _usable_config(model: ModelConfig, key: str = "model.path") -> Iterator[None]:
+    """ValueError, naming key and path, for whatever transformers, or a model's own code, raises for a config that
+    describes no model."""
+    try:
+        yield
+    except Exception as error:
+        what = f" with model.override_config={model.override_config}" if model.override_config else ""
+        raise ValueError(f"{key}={model.path}: its config.json{what} cannot be used: {one_line(error)}") from error
 
 
 def load_generation_config(path: str, key: str = "model.path") -> dict[str, Any]:
@@ -175,7 +191,7 @@ def build_meta_model(model: ModelConfig, hf_config: PretrainedConfig, *, kind: K
 
 def _meta_hf(model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype: torch.dtype) -> PreTrainedModel:
     attention.register()
-    with torch.device("meta"):
+    with torch.device("meta"), _usable_config(model):
         hf = families.model_class(hf_config).from_config(
             hf_config,
             dtype=dtype,
@@ -207,6 +223,38 @@ def has_weights(path: str) -> bool:
     folder = Path(local_folder(path))
     patterns = ("*.safetensors", "pytorch_model*.bin")
     return not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in patterns)
+
+
+def check_weights(model: ModelConfig, whole: TokenModel) -> None:
+    """ValueError for weight files of a local folder that are absent, cut short or stand for others, and for tensors
+    that are not there in the shape of `whole`'s: of them transformers would draw random ones."""
+    folder, told = Path(local_folder(model.path)), f"model.path={model.path}: its weights"
+    one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    fix = "download the model again, or correct its config.json"
+    if not folder.is_dir() or not (any(folder.glob("*.safetensors")) or any(folder.glob("*.index.json"))):
+        return
+    if not (one.is_file() or index.is_file()):
+        if any(folder.glob("pytorch_model*.bin")):
+            return
+        raise ValueError(f"{told} are in neither {one.name} nor files that {index.name} names; {fix}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        listed = [one.name] if one.is_file() else json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        for name in sorted(set(listed)):
+            with safe_open(folder / name, framework="pt") as file:  # compares the header with the file's size
+                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except Exception as error:  # of files anything may be wrong
+        raise ValueError(f"{told} cannot be read ({type(error).__name__}: {error}); {fix}") from error
+    if not families.stores_as_named(whole.hf.config):
+        return
+    named = {name: tuple(each.shape) for name, each in whole.hf.named_parameters() if name != VALUE_HEAD}
+    others = {shapes[name] for name in shapes.keys() - named.keys()}  # which transformers may know by other names
+    wrong = [
+        name for name, shape in named.items() if shapes.get(name) != shape and (name in shapes or shape not in others)
+    ]
+    if wrong:
+        found = shapes.get(wrong[0], "not there")
+        raise ValueError(f"{told} are another model's: {wrong[0]} is {found}, not {named[wrong[0]]}; {fix}")
 
 
 def check_backend(model: ModelConfig, config: PretrainedConfig, device: torch.device) -> None:

@@ -51,8 +51,8 @@ def file_problem(key: str, path: str) -> str | None:
         return None
     if not path.strip():
         return f"{key}= is empty (a shell variable that is not set?): name a file"
-    if file.is_dir():
-        return f"{key}: {file} is a folder; name the file in it"
+    if file.exists():
+        return f"{key}: {file} is {'a folder; name the file in it' if file.is_dir() else 'no file of data; name one'}"
     if path in (*DataConfig().train_files, *DataConfig().val_files):
         none = ", or set it to null for a run without validation" if key == "data.val_files" else ""
         return f"{key} is not set{_EXAMPLE}: name your file{none}; `verl-like data list` shows what can be prepared"
@@ -62,7 +62,12 @@ def file_problem(key: str, path: str) -> str | None:
 def location_problem(key: str, path: str, *files: str) -> str | None:
     """Why `path` is no model or tokenizer: neither a folder (with config.json, for a model), nor a name under which the
     hub has one of `files`; None where it is."""
-    folder = Path(local_folder(path, key))
+    if path.startswith(("http://", "https://")):
+        return f"{key}={path}: a web page is no model; give its name on the hub, as Qwen/Qwen2.5-0.5B, or a folder"
+    try:
+        folder = Path(local_folder(path, key))
+    except ValueError as error:
+        return f"{error}; check the address, or copy the model to a folder and name that"
     if folder.is_dir():
         if files != ("config.json",) or (folder / "config.json").is_file():
             return None
@@ -81,12 +86,11 @@ def location_problem(key: str, path: str, *files: str) -> str | None:
 def nearest(path: Path) -> str:
     """What has a similar name beside the missing file or folder, for the message; else the first parent that exists;
     and that a relative path counts from the current folder."""
-    path, relative = (
-        path.expanduser(),
-        "" if path.is_absolute() else " (a relative path counts from the current folder)",
-    )
+    path = path.expanduser()
+    relative = "" if path.is_absolute() else " (a relative path counts from the current folder)"
     if path.parent.is_dir():
-        near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
+        names = [entry.name for entry in path.parent.iterdir() if entry != path]
+        near = difflib.get_close_matches(path.name, names, n=1)
         return f"{relative}; did you mean {path.parent / near[0]}?" if near else relative
     there = next(parent for parent in path.absolute().parents if parent.is_dir())
     return f"{relative}; only {there} exists"

@@ -37,13 +37,9 @@ def compute_score(
     ground_truth: {"target": int, "numbers": [int, ...]}, also as JSON text; ValueError for anything else.
     """
     truth = dictionary_with(ground_truth, "target", "numbers")
-<<<<<<< HEAD
     if not all(isinstance(number, Real) for number in (*truth["numbers"], truth["target"])):
         raise ValueError(f"countdown: target and numbers of ground_truth must be numbers, not {ground_truth!r:.200}")
-    equation = extract_equation(solution_str)
-=======
     equation = extract_answer(solution_str)
->>>>>>> w-tgate
     if equation is None:
         return {"score": 0.0, "acc": 0.0, "pred": ""}
     right = is_solution(equation, truth["numbers"], truth["target"])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from verl_like.rewards import graders
 from verl_like.rewards.reward_call import RewardFunctionError, ScorerSpec
-from verl_like.user_code import check_call, find, load, load_module
+from verl_like.user_code import check_call, find, load, load_module, own_lines
 
 _BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -82,7 +81,7 @@ def _load_manager(spec: ScorerSpec, function: Callable[..., Any]) -> Callable[..
     try:
         return kind(compute_score=_bound(spec, function), **spec.manager_kwargs)
     except Exception as error:
-        tail = "".join(traceback.format_exception(error)[-4:])
+        tail = own_lines(error, limit=-4)
         raise RewardFunctionError(
             f"reward_model.reward_manager={spec.manager}: {name}(compute_score=..., **{spec.manager_kwargs}) (its "
             f"arguments are reward_model.reward_kwargs) failed:\n{tail}"

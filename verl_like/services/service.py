@@ -6,11 +6,10 @@ service = Calculator(digits=3), once; then service.call(payload) for every call 
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from verl_like.user_code import load
+from verl_like.user_code import load, own_lines
 
 _TRACEBACK_LINES = 4
 
@@ -82,7 +81,7 @@ class ServiceSpec:
         try:
             return factory(**self.arguments)
         except Exception as error:
-            tail = "".join(traceback.format_exception(error)[-_TRACEBACK_LINES:])
+            tail = own_lines(error, limit=-_TRACEBACK_LINES)
             raise ServiceError(f"{self.source}, called with {self.arguments!r:.200}, failed:\n{tail}") from error
 
 

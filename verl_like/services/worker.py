@@ -20,7 +20,7 @@ from verl_like.progress import show_stacks
 from verl_like.services import keeper
 from verl_like.services.channel import Channel
 from verl_like.services.service import Outcome, Result, Service, ServiceSpec
-from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
+from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules, own_lines
 
 _TRACEBACK_CHARS = 2000
 
@@ -143,7 +143,7 @@ def _outcome(value: Any, start: float) -> Outcome:
 
 
 def _failure(spec: ServiceSpec, error: BaseException, start: float) -> Outcome:
-    text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
+    text = own_lines(error)[-_TRACEBACK_CHARS:]
     kind = "memory" if isinstance(error, MemoryError) else "exception"
     return spec.outcome(kind=kind, message=text, seconds=time.perf_counter() - start)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
@@ -75,7 +74,9 @@ def user_files(arguments: argparse.Namespace) -> list[Path]:
     if name is None and arguments.config_path is None:
         return []
     if name is None:
-        raise ConfigError([f"--config-path={arguments.config_path}: give --config-name too"])
+        folder = Path(arguments.config_path)
+        names = f"{folder.parent} --config-name={folder.stem}" if folder.suffix else f"{folder} --config-name=NAME"
+        raise ConfigError([f"--config-path={folder} without --config-name: give --config-path={names}"])
     path = with_suffix(Path(arguments.config_path or "config").expanduser() / name)
     if path.stem == CONFIG_NAME and path.parent.name == "config" and not path.is_file():
         return []  # verl's own entry config, in the folder where its scripts name it
@@ -89,10 +90,9 @@ def user_files(arguments: argparse.Namespace) -> list[Path]:
 def _show(arguments: argparse.Namespace, files: list[Path]) -> None:
     """Print the configuration, then say what is wrong with it, as far as that is known without model and data."""
     tree, changes, warnings = compose_tree(arguments.overrides, files)
-    try:
-        sys.stdout.write(OmegaConf.to_yaml(tree, resolve=arguments.resolve))
-    except OmegaConfBaseException as error:
-        raise ConfigError([str(error).splitlines()[0]]) from error
+    if arguments.resolve:
+        to_config(tree)  # which tells what cannot be resolved
+    sys.stdout.write(OmegaConf.to_yaml(tree, resolve=arguments.resolve))
     config = to_config(tree)
     for warning in warnings + doctored(config, changes):
         logger.warning("config: %s", warning)

@@ -35,10 +35,11 @@ from verl_like.config.doctor import check
 from verl_like.config.doctor_async import uncorrected
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
-from verl_like.config.schema import find_key, from_dict, get_value, keys, sections, suggest
+from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
+from verl_like.text import one_line
 from verl_like.trainer.helper_sections import inline_all, is_helper, own_data_keys
 from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
 
@@ -244,9 +245,14 @@ def to_config(tree: DictConfig) -> PPOConfig:
 
 def _unresolved(error: OmegaConfBaseException) -> str:
     """What is wrong with an interpolation, where, and how variables of the environment are named."""
-    text = str(error).splitlines()[0]
-    missing = re.fullmatch(r"Interpolation key '(\w+)' not found", text)
-    hint = f"; a variable of the environment is ${{oc.env:{missing[1]}}}" if missing else ""
+    text, hint = str(error).splitlines()[0], ""
+    if missing := re.fullmatch(r"Interpolation key '(\w+)' not found", text):
+        hint = f"; a variable of the environment is ${{oc.env:{missing[1]}}}"
+    elif missing := re.search(r"Environment variable '(\w+)' not found", text):
+        text = f"the environment has no variable {missing[1]}; set it"
+        hint = f", or write ${{oc.env:{missing[1]},VALUE}} with what counts without it"
+    elif "Unsupported interpolation" in text:
+        hint = "; ${oc.env:NAME} is a variable of the environment, ${section.key} another key's value"
     return f"{error.full_key}: {text}{hint}" if error.full_key else f"{text}{hint}"
 
 
@@ -276,7 +282,7 @@ def yaml_path(folder: Path, name: str) -> Path:
     """The file that --config-name means. ConfigError where there is none."""
     path = with_suffix(folder.expanduser() / name)
     if not path.is_file():
-        raise ConfigError([f"--config-name={name}: there is no file {path}"])
+        raise ConfigError([f"--config-name={name}: there is no file {path.absolute()}"])
     return path
 
 
@@ -285,21 +291,23 @@ def with_suffix(path: Path) -> Path:
     return path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
 
 
-def _read_yaml(path: Path, settings: Settings) -> None:
-    """Add a user's YAML: its `defaults` first (other files beside it, groups), then its own keys."""
+def _read_yaml(path: Path, settings: Settings, within: tuple[Path, ...] = ()) -> None:
+    """Add a user's YAML: its `defaults` first (other files beside it, groups), then its own keys. within: the files
+    that name it in theirs."""
     if not path.is_file():
-        raise ConfigError([f"config file {path} does not exist"])
+        raise ConfigError([f"config file {path} does not exist" + "".join(f" (defaults of {each})" for each in within)])
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {}
+        tree, text = OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {}, path.read_text()
     except Exception as error:
-        raise ConfigError([f"config file {path} cannot be read: {error}"]) from error
+        raise ConfigError([f"config file {path} cannot be read: {one_line(error)}"]) from error
     if not isinstance(tree, dict):
         raise ConfigError([f"config file {path} must hold keys, not a {type(tree).__name__}"])
     tree.pop("hydra", None)
-    text = path.read_text()
     settings.helpers |= {str(name): tree.pop(name) for name in list(tree) if is_helper(str(name), tree[name], text)}
-    defaults = tree.pop("defaults", [])
-    assert isinstance(defaults, list)
+    defaults = tree.pop("defaults", None) or []
+    if not (isinstance(defaults, list) and all(isinstance(entry, str | dict) for entry in defaults)):
+        text = "give a list of files beside it and of groups, as [base, _self_] or [rollout: hf]"
+        raise ConfigError([f"config file {path}: defaults={defaults}: {text}"])
     own = [Change(str(name), value) for name, value in tree.items()]
     before = True
     for entry in defaults:
@@ -309,7 +317,10 @@ def _read_yaml(path: Path, settings: Settings) -> None:
         elif isinstance(entry, dict):
             settings.groups += [_group_override(str(group), None, str(choice)) for group, choice in entry.items()]
         elif entry not in (CONFIG_NAME, "ppo_schema"):
-            _read_yaml(yaml_path(path.parent, str(entry)), settings)
+            named = with_suffix(path.parent / entry)
+            if named in (path, *within):
+                raise ConfigError([f"config file {path}: defaults={defaults}: {entry} names itself; leave it out"])
+            _read_yaml(named, settings, (path, *within))
     if before:
         settings.changes += own
 
@@ -346,6 +357,8 @@ def _read_override(text: str, settings: Settings) -> None:
         settings.problems.append(f"{text}: sweeps are not supported; for a list write {key}=[a,b]")
     elif _is_group(override):
         settings.groups.append(_group_override(key, override.package, str(override.value())))
+    elif override.package is not None:
+        settings.problems.append(f"{text}: only groups go to another place (@); write {key}=VALUE")
     else:
         settings.changes.append(
             Change(key, _Nothing() if not text.partition("=")[2].strip() else _text(override.value()))
@@ -385,6 +398,8 @@ _WINDOWS = "the script has the line ends of Windows; `sed -i 's/\\r$//' SCRIPT` 
 def _how_to_write(text: str) -> str:
     """The fix of an argument that cannot be read, with the argument itself where it has a key."""
     key, equals, value = text.partition("=")
+    if equals and re.search(r"^\.|\.\.|\.$|\S\s+\S", key):
+        return f"{key!r} is no key; write section.name=value"
     if not equals or key != key.strip():
         return "write key=value, without spaces around the ="
     if "$(" in value:
@@ -406,9 +421,11 @@ def _is_group(override: Override) -> bool:
 
 
 def _group_override(group: str, package: str | None, choice: str) -> str:
-    name, _, own_package = group.removeprefix("override ").strip().partition("@")
+    name, _, own_package = group.removeprefix("optional ").removeprefix("override ").strip().partition("@")
     choices = sorted(path.stem for path in (CONFIG_DIR / name).glob("*.yaml"))
-    if choices and choice not in choices:
+    if not choices:
+        raise ConfigError([f"{name}={choice}: there is no such group; choose one of {', '.join(GROUPS)}"])
+    if choice not in choices:
         raise ConfigError([f"{name}={choice}: choose one of {', '.join(choices)}{meant(choice, choices)}"])
     package = package or own_package or GROUPS.get(name, name)
     return f"{name}={choice}" if package == name else f"{name}@{package}={choice}"
@@ -506,6 +523,8 @@ def _apply(tree: DictConfig, change: Change) -> str | None:
     form = "" if key is None or key.path != change.key else _form(key.type)
     if form == _form(bool) and type(change.value) in (int, float) and change.value not in (0, 1):
         return f"{change.key}={change.value!r}: {form}"  # omegaconf takes any number for true
+    if key is not None and (problem := of_no_home(key, change.value)):
+        return problem
     try:
         with open_dict(tree):  # a dictionary is merged into a dictionary; it replaces a list (data.val_files)
             merge = isinstance(change.value, dict) and isinstance(OmegaConf.select(tree, change.key), DictConfig)
@@ -518,11 +537,11 @@ def _apply(tree: DictConfig, change: Change) -> str | None:
 
 
 _FORMS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_FORMS |= {list: "a list, as [a,b]", dict: "a dictionary, as {name: value}"}
+_FORMS |= {list: "a list, as [a,b]", dict: "a dictionary, as {name: value}", list[float]: "numbers, as [0.1,2]"}
 
 
 def _form(kind: Any) -> str:
     """How a value of this type is written, for messages; of an enum nothing, whose own error lists its names."""
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    names = [_FORMS[each] for each in (get_origin(each) or each for each in kinds) if each in _FORMS]
+    names = [name for each in kinds if (name := _FORMS.get(each) or _FORMS.get(get_origin(each)))]
     return f"give {' or '.join(names)}" if names else ""

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.prompt_truth import own_text
+from verl_like.remote import is_remote
 from verl_like.trainer.build import Inputs, Prepared, input_errors, prepare
 from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.free_folder import with_free_folder
@@ -31,12 +32,14 @@ def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
         config = with_free_folder(config)
         ready = prepare(config, stack)
         check_nsight(config, ready.device)
-        resume = None if of_verl(config.trainer) else find_resume(config)
+        remote = str(config.trainer.resume_mode) == "resume_path" and is_remote(config.trainer.resume_from_path)
+        later = "which verl wrote" if of_verl(config.trainer) else "which a run fetches first" if remote else ""
+        resume = None if later else find_resume(config)
         rows = list(_rows(config, ready))
         rows.append(("rewards", _graded(config, ready)))
     begin = "a fresh start" if resume is None else f"resumes from {resume}"
-    if of_verl(config.trainer):
-        begin = f"takes up {config.trainer.resume_from_path}, which verl wrote"
+    if later:
+        begin = f"takes up {config.trainer.resume_from_path}, {later}"
     if resume is not None and (other := processes_text(resume, ready.plan.pools[0].world_size)):
         begin += f"; {other}"
     return [*rows, ("beginning", f"{begin}; output in {config.trainer.default_local_dir}")]

@@ -16,6 +16,7 @@ from verl_like.config.correction_aliases import correction_spellings
 from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import ROLES
 from verl_like.environments.games import KINDS
+from verl_like.text import one_line
 from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, Foreign, Outcome, carry, flat
 
 _ROLES = ("actor_train", "actor_infer", "reference", "critic")
@@ -416,7 +417,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> tuple[DictConfig, str]:
     try:
         tree, text = OmegaConf.load(path), path.read_text()
     except Exception as error:  # yaml's errors have no common class of their own
-        raise ConfigError([f"{path} cannot be read as YAML: {error}"]) from error
+        raise ConfigError([f"{path} cannot be read as YAML: {one_line(error)}"]) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError([f"{path} must hold keys, as ROLL's configurations do"])
     parts: list[DictConfig] = []

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from verl_like.config import PPOConfig
-from verl_like.config.errors import status_of_signal
-from verl_like.trainer.command_line import run_main
+from verl_like.ending import orderly_end
+
+if TYPE_CHECKING:
+    from verl_like.config import PPOConfig
 
 
 def train(config: PPOConfig) -> None:
@@ -36,7 +38,9 @@ def quiet_tokenizers() -> None:
 def main() -> None:
     """Compose the configuration from the command line and train."""
     quiet_tokenizers()
-    with status_of_signal():
+    with orderly_end():
+        from verl_like.trainer.command_line import run_main
+
         run_main(train)
 
 

@@ -143,7 +143,9 @@ def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
         try:
             path = check_checkpoint(fetched_path(settings), check)
         except ValueError as error:
-            raise ValueError(f"trainer.resume_from_path={settings.resume_from_path}: {error}") from error
+            asked = settings.resume_from_path
+            where = "" if asked in str(error) else f"trainer.resume_from_path={asked}: "
+            raise ValueError(f"{where}{error}; name a folder global_step_<n> that a run has saved whole") from error
     if path is not None:
         exported = [f"{role.name}/huggingface" for role in _trained(config) if (path / CHECKSUMS_FILE).exists()]
         for fault in find_faults(path, exported, top=False) if exported else []:

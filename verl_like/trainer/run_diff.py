@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from verl_like.checkpoint.layout import find_latest
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
+from verl_like.text import one_line
 from verl_like.trainer.compose import compose_tree, to_config, to_dict
 from verl_like.trainer.resume import CONFIG_FILE
 
@@ -59,7 +60,10 @@ def read_configuration(path: str | Path) -> tuple[Path, dict[str, Any]]:
         inside = sorted(each.parent for each in path.glob(f"*/{CONFIG_FILE}")) if path.is_dir() else []
         hint = f"; did you mean {inside[-1]}?" if inside else ""
         raise ConfigError([f"{what}: name a run's folder (trainer.log_dir), a checkpoint or a YAML file{hint}"])
-    tree = OmegaConf.to_container(OmegaConf.load(file))
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(file))
+    except Exception as error:  # of the file system, of YAML, of OmegaConf
+        raise ConfigError([f"{file} is damaged: {one_line(error)}"]) from error
     if not isinstance(tree, dict):
         raise ConfigError([f"{file} holds no keys"])
     return file, {str(name): value for name, value in tree.items()}

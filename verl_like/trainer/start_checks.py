@@ -146,9 +146,8 @@ def check_models(config: PPOConfig, device: str) -> None:
             loading.check_backend(model, hf_config, torch.device(device))
             if role.compile_blocks:
                 blocks.check_compiler(torch.device(device))
-            if not (with_lora or role.fsdp.wrap_policy.transformer_layer_cls_to_wrap):
-                continue
             built = loading.build_meta_model(model, hf_config, kind=role.kind)
+            loading.check_weights(model, built)
             frozen = role.freeze_vision_tower and families.sees(hf_config)
             tower = built.hf.base_model.get_submodule("visual") if frozen else None
             if with_lora:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from verl_like.bench import grpo
 from verl_like.cli.main import VERBS, Verb, main
 from verl_like.config import PPOConfig
@@ -29,6 +32,36 @@ def test_a_wrong_command_line_ends_with_status_2(argv: list[str], capsys: pytest
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and "usage: verl-like" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shell", "told"),
+    [
+        ("{} data list | true; echo ${{PIPESTATUS[0]}}", "141"),
+        ("{} data list >&-; echo $?", "0"),
+        ("{} report a 2>&-; echo $?", "1"),
+        ("mkdir g; cd g; rmdir ../g; {} doctor; echo $?", "error: the current folder is not there any more;.*1"),
+        ("{} data list > /dev/full; echo $?", "error: verl-like data failed: OSError: .*; the whole text is in .*1"),
+        # a module that is imported for the verb is interrupted
+        ("echo 'raise KeyboardInterrupt' > tempfile.py; PYTHONPATH=.:$PYTHONPATH {} selfcheck; echo $?",
+         "error: interrupted\n130"),
+    ],
+)  # fmt: skip
+def test_how_a_program_ends(shell: str, told: str, tmp_path: Path) -> None:
+    command = shell.format(f"{sys.executable} -m verl_like.cli")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    text = (done.stderr + done.stdout).strip()
+    assert re.fullmatch(told, text, re.S) and "Traceback" not in text, text
+
+
+@pytest.mark.parametrize("module", ["verl_like.cli.main", "verl_like.trainer.main_ppo"])
+def test_what_is_imported_before_interrupts_are_heard_is_small(module: str) -> None:
+    code = f"import sys, {module}\nprint([m for m in ('omegaconf', 'verl_like.config') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_help_imports_neither_torch_nor_ray() -> None:

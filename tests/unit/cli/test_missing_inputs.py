@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from pathlib import Path
 
 import huggingface_hub
@@ -30,7 +31,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *a, **k: pytest.fail("offline, and asked"))
     (tmp_path / "text.txt").write_text("no: [run")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "data_source": "b", "reward_model": {"ground_truth": "c"}}\n')
-    (tmp_path / "folder").mkdir()
+    for name in ("folder", "run", "bytes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "bytes" / "config.yaml").write_bytes(b"a\xff")
+    (tmp_path / "group.yaml").write_text("defaults: [{nosuch: x}]")
     return tmp_path
 
 
@@ -62,12 +67,29 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("bisect folder nothing", r"{here}/folder: it has recorded no step \(trainer.record_freq\)"),
         ("replay folder", "required: STEP$"),
         ("bench grpo --replay a.json", "error: --replay a.json: .*No such file"),
+        ("eval ~nosuchuser/m", "^1 error: MODEL=~nosuchuser/m: this machine has no user of that name"),
+        ("chat ~nosuchuser", "^1 error: MODEL=~nosuchuser: this machine has no user of that name"),
+        ("data show ~nosuchuser/x.jsonl", "^1 error: FILE=~nosuchuser/x.jsonl: this machine has no user"),
+        ("report ''", "^1 error: RUN is empty"),
+        ("export '' out", "^1 error: CHECKPOINT is empty"),
+        ("plan --config-name=", "^1 error: --config-name is empty"),
+        ("plan --config-path=~nosuchuser --config-name=x", "^1 error: --config-path=~nosuchuser: this machine has no"),
+        ("chat folder --temperature nan", "^2 .*--temperature: nan: give a finite number from 0"),
+        ("chat folder --top-p 1.5", "^2 .*--top-p: 1.5: give a finite number from 0 to 1"),
+        ("replay folder 1 --tolerance nan", "^2 .*--tolerance: nan: give a finite number"),
+        ("selfcheck --rows 0", "^2 .*--rows: 0: give a finite number from 1"),
+        ("report run --out folder", "error: --out=folder cannot be written .Is a directory"),
+        ("compare run run --out text.txt/x", "error: --out=text.txt/x cannot be written"),
+        ("export folder text.txt/out", "error: OUT='text.txt': nothing can be written there .*is a file, not a folder"),
+        ("data prepare countdown --out text.txt", "error: --out='text.txt': nothing can be written there"),
+        ("diff bytes folder", "error: bytes/config.yaml is damaged: UnicodeDecodeError"),
+        ("plan --config-name=group", "error: nosuch=x: there is no such group; choose one of"),
         ("bench packing --compare folder", "folder is no file that a benchmark wrote with --json"),
     ],
 )  # fmt: skip
 def test_what_is_not_there(line: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(line.split())
+        main(shlex.split(line))
     text = f"{ended.value.code} {capsys.readouterr().err}"
     assert re.search(told.replace("{here}", str(here)), text.strip(), re.S), text
     assert not any(word in text for word in ("deepseek", "gsm8k", "Traceback")), text

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.unit.engine import tiny
+from tests.unit.models import zoo
 from verl_like.config.model import ModelConfig
-from verl_like.models import loading
+from verl_like.models import families, loading
 from verl_like.models.heads import TokenModel
 
 
@@ -103,3 +104,64 @@ def test_ranks_that_are_given_their_weights_read_none(tmp_path: Path) -> None:
     shapes = [{name: (p.shape, p.dtype) for name, p in model.named_parameters()} for model in (full, empty)]
     assert shapes[0] == shapes[1] and "hf.lm_head.weight" not in shapes[1]
     assert all(p.is_meta for p in empty.parameters()) and all(b.is_meta for b in empty.buffers())
+
+
+def checked(folder: Path | str, kind: loading.Kind = "policy", **changes: Any) -> None:
+    model = ModelConfig(path=str(folder), **changes)
+    whole = loading.build_meta_model(model, loading.load_hf_config(model), kind=kind)
+    loading.check_weights(model, whole)
+
+
+BROKEN = {  # what is done to the files of a sound folder, and what is told of it
+    "short": (lambda folder: shorten(folder / "model.safetensors"), "cannot be read .*incomplete metadata"),
+    "pointer": (lambda folder: (folder / "model.safetensors").write_text(POINTER), "cannot be read .*header too large"),
+    "other name": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
+        "in neither model.safetensors nor files that model.safetensors.index.json names",
+    ),
+    "index alone": (lambda folder: (folder / "model.safetensors").rename(folder / INDEX), "cannot be read .*Decode"),
+    "shard absent": (
+        lambda folder: ((folder / "model.safetensors").unlink(), (folder / INDEX).write_text(SHARDS)),
+        "cannot be read .*FileNotFoundError",
+    ),
+    "layers": (lambda folder: change(folder, num_hidden_layers=9), r"another model's: model\.layers\.\d.*not there"),
+    "width": (lambda folder: change(folder, intermediate_size=8), r"another model's: .*gate_proj.weight is \("),
+    "head": (lambda folder: change(folder, tie_word_embeddings=False), "another model's: lm_head.weight is not there"),
+    "config": (lambda folder: change(folder, num_hidden_layers=-1), "config.json cannot be used: "),
+    "rope": (
+        lambda folder: change(folder, rope_parameters={"rope_type": "no"}),
+        "config.json cannot be used: KeyError",
+    ),
+    "text": (lambda folder: change(folder, hidden_size="wide"), "config.json cannot be used: "),
+}
+INDEX, POINTER = "model.safetensors.index.json", "version https://git-lfs.github.com/spec/v1\nsize 1\n"
+SHARDS = '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+
+
+def shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def change(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"layer_types": None, "max_window_layers": 9} | values
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_weights_that_are_not_those_of_the_config_are_told_of(tmp_path: Path, fault: str) -> None:
+    folder = tmp_path
+    AutoModelForCausalLM.from_config(zoo.config("qwen2", tie_word_embeddings=True)).save_pretrained(folder)
+    change(folder)
+    checked(folder)
+    damage, told = BROKEN[fault]
+    damage(folder)
+    with pytest.raises(ValueError, match=f"^model.path={folder}: its .*{told}"):
+        checked(folder)
+
+
+@pytest.mark.parametrize("name", [name for name, each in families.FAMILIES.items() if each.packed])
+def test_weights_of_every_family_are_its_own(tmp_path: Path, name: str) -> None:
+    AutoModelForCausalLM.from_config(zoo.config(name)).save_pretrained(tmp_path)
+    checked(tmp_path)
+    checked(tmp_path, kind="value")

@@ -56,6 +56,8 @@ def sound(folder: Path, model: Path) -> dict[str, str]:
     ]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "reward.py").write_text(REWARD)
+    for name, content in (("bytes", b"a\xff"), ("bytes.yaml", b"a\xff"), ("nothing", b""), ("open.yaml", b"a: [1")):
+        (folder / name).write_bytes(content)
     return {
         "data.train_files": "{train}",
         "data.val_files": "[]",
@@ -220,6 +222,46 @@ CONTRADICTIONS = (
     Bad(f"{ROLLOUT}.name", "openai"),
     Bad(f"{TURNS}.enable", "true"),
     Bad("data.system_prompt", "auto"),
+)
+
+# paths that are no files or folders of this machine, files that hold something else, addresses of another form
+PLACES = (
+    *(
+        Bad(key, "~nosuchuser/x", around)
+        for key, around in {
+            "trainer.default_local_dir": {},
+            "trainer.log_dir": {},
+            "data.train_files": {},
+            "data.chat_template": {},
+            "data.tokenizer": {},
+            f"{MODEL}.path": {},
+            f"{MODEL}.lora_adapter_path": {},
+            "custom_reward_function.path": {},
+            "trainer.resume_from_path": {"trainer.resume_mode": "resume_path"},
+            f"{TURNS}.tool_config_path": {f"{TURNS}.enable": "true"},
+            f"{ROLLOUT}.agent.agent_loop_config_path": {},
+        }.items()
+    ),
+    *(Bad("trainer.default_local_dir", value) for value in ("' '", "s3://bucket/run", "hdfs://host/run")),
+    Bad("env.render_save_dir", "{train}"),
+    Bad("ray_init.timeline_json_file", "{folder}", _RAY),
+    Bad("trainer.default_hdfs_dir", "http://127.0.0.1:9/run"),
+    Bad("trainer.default_hdfs_dir", "nosuch://host/run"),
+    Bad("custom_reward_function.path", "{folder}"),
+    Bad("custom_reward_function.path", "s3://bucket/reward.py"),
+    Bad("custom_reward_function.path", "pkg://"),
+    Bad("data.chat_template", "{folder}/bytes"),
+    Bad("data.chat_template", "{folder}/nothing"),
+    Bad(f"{TURNS}.tool_config_path", "{folder}/open.yaml", {f"{TURNS}.enable": "true"}),
+    Bad(f"{TURNS}.tool_config_path", "{folder}/bytes.yaml", {f"{TURNS}.enable": "true"}),
+    Bad(f"{TURNS}.interaction_config_path", "{folder}/open.yaml", {f"{TURNS}.enable": "true"}),
+    Bad(f"{ROLLOUT}.agent.agent_loop_config_path", "{folder}/open.yaml"),
+    Bad(f"{ROLLOUT}.gateway.host", "' '", _PROGRAM),
+    Bad("ray_init.address", "127.0.0.1:99999", _RAY),
+    Bad("ray_init.address", "https://127.0.0.1:6379", _RAY),
+    Bad("ray_init.address", "':6379'", _RAY),
+    Bad("ray_init.address", "Auto", _RAY),
+    Bad(f"{ACTOR}.optim.betas", "[a,b]"),
 )
 
 

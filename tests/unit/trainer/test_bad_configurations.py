@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import logging
 import random
+import re
 import socket
 import tempfile
 import threading
@@ -74,6 +75,13 @@ def test_two_hundred_bad_configurations(tmp_path: Path, tiny_model: Path) -> Non
     assert not wrong, "\n".join(wrong)
 
 
+def test_each_place_that_is_none_is_told_in_one_line(tmp_path: Path, tiny_model: Path) -> None:
+    for case in bad.PLACES:
+        text = refusal(case, tmp_path, tiny_model)
+        shown = dataclasses.replace(case, value=case.settings(tmp_path, tiny_model)[case.key])
+        assert not faults(shown, text) and "\n" not in text and text != "accepted", f"{case}: {text}"
+
+
 @pytest.mark.slow
 def test_all_contradictions_and_two_thousand_odd_values(tmp_path: Path, tiny_model: Path) -> None:
     chance = random.Random(SEED)
@@ -93,6 +101,21 @@ def test_on_the_real_command_line(launcher: str, tmp_path: Path, tiny_model: Pat
         result = main_ppo([f"{key}={value}" for key, value in case.settings(tmp_path, tiny_model).items()])
         assert result.returncode == 1 and "error: " in result.stdout, result.stdout
         assert "Traceback" not in result.stdout and "worker(s)" not in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("trainer.seed@there=3", "only groups go to another place"),
+        ("trainer..seed=3", "'trainer..seed' is no key"),
+        ("trainer .seed=3", "'trainer .seed' is no key"),
+        ("trainer.log_dir=${oc.env:NO_SUCH}", "trainer.log_dir: the environment has no variable NO_SUCH; set it, or "),
+        ("trainer.log_dir=${oc.evn:HOME}", "trainer.log_dir: Unsupported .*; ${oc.env:NAME} is a variable"),
+    ],
+)
+def test_settings_that_cannot_be_read(setting: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told).replace(r"\.\*", ".*")):
+        compose([setting])
 
 
 def test_the_rest_of_them_is_sound(tmp_path: Path, tiny_model: Path) -> None:

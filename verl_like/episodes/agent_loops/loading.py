@@ -12,7 +12,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl_like.episodes.agent_loops.callback_loop import KEY as CALLBACK_KEY
 from verl_like.episodes.agent_loops.callback_loop import NAME, CompletionCallbackLoop
 from verl_like.episodes.agent_loops.messages import KEY, AgentLoopError
-from verl_like.user_code import load_dotted, resolve_path
+from verl_like.episodes.tools.yaml_files import load_yaml
+from verl_like.user_code import load_dotted
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,7 @@ def all_loops(path: str | None, callback: str | None) -> dict[str, LoopEntry]:
 
 def read_loops(path: str) -> dict[str, LoopEntry]:
     """The loops of a YAML file by name, nothing of them imported. AgentLoopError names the file and the entry."""
-    try:
-        entries = OmegaConf.load(resolve_path(path, KEY))
-    except Exception as error:  # of the file system, of YAML, of OmegaConf
-        raise AgentLoopError(f"{KEY}={path}: {error}") from error
+    entries = OmegaConf.create(load_yaml(path, KEY))
     if not isinstance(entries, ListConfig) or not entries:
         raise AgentLoopError(f"{KEY}={path}: the file must hold a list of loops, each with name and _target_")
     loops: dict[str, LoopEntry] = {}

@@ -30,7 +30,9 @@ class Gateway:
         try:
             self.server = GatewayServer(host, port)
         except OSError as error:
-            raise ProgramError(f"{KEYS}host={host}, port={port}: {error}; choose an address of this machine") from error
+            raise ProgramError(
+                f"{KEYS}host={host}, port={port}: {error}; choose an address of this machine and a free port (0: any)"
+            ) from error
         self._pool: WorkerPool[ProgramRequest, ProgramReply] = WorkerPool(
             spec, num_workers=num_workers, start_timeout=_START_S
         )

@@ -16,16 +16,15 @@ from typing import Any
 
 from verl_like.episodes.tools import text
 from verl_like.episodes.tools.tool_call import ToolOutcome
-from verl_like.user_code import load_dotted, resolve_path
+from verl_like.episodes.tools.yaml_files import load_yaml
+from verl_like.user_code import load_dotted
 
 _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 
 
 def load_interactions(path: str, key: str) -> dict[str, Any]:
     """The objects of a file by name. ValueError names key, file and entry."""
-    from omegaconf import OmegaConf  # here: a run without such a file need not wait for it
-
-    content: Any = OmegaConf.to_container(OmegaConf.load(resolve_path(path, key)), resolve=True)
+    content = load_yaml(path, key)
     entries = content.get("interaction") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{key}={path}: the file must hold a list `interaction`, each with name, class_name, config")

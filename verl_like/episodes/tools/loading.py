@@ -19,7 +19,8 @@ from verl_like.episodes.tools.interactions import Interactions, load_interaction
 from verl_like.episodes.tools.kinds import Environment, FunctionTool, NativeTool, StatelessTool, ToolSource
 from verl_like.episodes.tools.mcp_tools import McpTools
 from verl_like.episodes.tools.tool_call import KEYS, ToolError, ToolSpec
-from verl_like.user_code import load, load_dotted, load_module, resolve_path
+from verl_like.episodes.tools.yaml_files import load_yaml
+from verl_like.user_code import load, load_dotted, load_module
 
 # In place of verl's own modules where verl is not installed: the last folder to be searched, and its `verl` has no
 # __init__.py, so that an installed one comes first, and files of a user's own `verl/tools` folder stand beside these.
@@ -107,11 +108,8 @@ def native_tools(path: str) -> list[Any]:
 
 
 def _entries(path: str) -> list[Any]:
-    from omegaconf import OmegaConf  # here: a run without such a file need not wait for it
-
     key = f"{KEYS}tool_config_path"
-    with _blamed(f"{key}={path}"):
-        content = OmegaConf.to_container(OmegaConf.load(resolve_path(path, key)), resolve=True)
+    content = load_yaml(path, key)
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ToolError(f"{key}={path}: the file must hold a list `tools`, each with class_name, config, tool_schema")
@@ -168,4 +166,6 @@ def _blamed(where: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE not in frame.filename]
         lines = "".join(traceback.format_list(theirs[-_TRACEBACK_LINES:])).rstrip()
+        if str(error).startswith(where):  # of ours, and says where itself
+            raise ToolError(str(error)) from error
         raise ToolError(f"{where} failed: {type(error).__name__}: {error}{lines and chr(10)}{lines}") from error

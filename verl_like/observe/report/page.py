@@ -143,8 +143,13 @@ def _write(template: str, content: dict[str, Any], data: dict[str, Any], out: Pa
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
     out = out.expanduser()
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")  # a browser never loads half a page
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        if temporary.is_file():
+            temporary.unlink()
+        raise OSError(f"--out={out} cannot be written ({error.strerror}); name a file in a folder of yours") from error
     return out
