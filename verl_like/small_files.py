@@ -33,6 +33,18 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     return data
 
 
+def opened_tensors(path: Path) -> Any:
+    """Open a safetensors file, as a context. ValueError, naming it, where it is damaged or no file."""
+    from safetensors import SafetensorError, safe_open  # here: who reads a run's folder needs no tensors
+
+    try:
+        if not path.is_file():
+            raise OSError("it is no file")
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """Return the text of a small file. ValueError, naming it, as `read_bytes`, and for one that is no UTF-8."""
     return _text(read_bytes(path, most_bytes), str(path))

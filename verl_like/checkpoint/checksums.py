@@ -78,11 +78,8 @@ def find_faults(checkpoint: Path, folders: Sequence[str], *, top: bool = True) -
     if faults:  # no need to read the others
         return faults
     with ThreadPoolExecutor(_THREADS) as threads:
-        return [
-            fault
-            for fault in threads.map(lambda each: _wrong_sum(checkpoint / each[0], each[1]), wanted.items())
-            if fault
-        ]
+        found = threads.map(lambda name: _wrong_sum(checkpoint / name, wanted[name]), wanted)
+        return [fault for fault in found if fault]
 
 
 def _folder(name: str) -> str:

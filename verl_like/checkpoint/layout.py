@@ -34,11 +34,8 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 STATE_FILE = "trainer_state.json"
 ACTOR, CRITIC = "actor", "critic"
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")  # as `step_dir` writes it: one folder a step
-_SUFFIXES = _SAVING, _REPLACED, _DELETED = (
-    ".saving",
-    ".replaced",
-    ".deleted",
-)  # behind the name of a folder that is none (any more)
+# Behind the name of a folder that is none (any more)
+_SUFFIXES = _SAVING, _REPLACED, _DELETED = (".saving", ".replaced", ".deleted")
 
 FindFaults = Callable[[Path], list[str]]
 
@@ -183,7 +180,7 @@ def write_trainer_state(path: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def read_trainer_state(path: str | Path, form: Form | None = None) -> dict[str, Any]:
-    """Return what `write_trainer_state` wrote. ValueError, naming the file, where it is damaged, or not of this form."""
+    """Return what `write_trainer_state` wrote. ValueError, naming the file, where it is damaged."""
     return read_object(Path(path) / STATE_FILE, form, strict=True)
 
 
