@@ -91,7 +91,7 @@ def _role(message: Mapping[str, Any], where: str) -> str:
     role = message.get("role") or ""
     role = "system" if role == "developer" else role
     if role not in _ROLES:
-        what = f"{where}.role is {role!r:.60}: there are {', '.join(_ROLES)} and developer"
+        what = f"{where}: a message has the role {role!r:.60}: there are {', '.join(_ROLES)} and developer"
         raise Refused(what, param=f"{where}.role")
     return role
 

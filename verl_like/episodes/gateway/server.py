@@ -46,7 +46,7 @@ _SMALL_BYTES = 1 << 16
 _MOST_SAID = 500  # characters of a reason
 
 
-class _Connection(web.RequestHandler[web.BaseRequest]):
+class _Connection(web.RequestHandler):
     """What is no HTTP is told as JSON too, in the form of the API that was meant, as far as that is known."""
 
     def handle_error(
@@ -78,17 +78,17 @@ class _Front(web.Server):
         )
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = _MOST_CONNECTIONS if files < 0 else min(_MOST_CONNECTIONS, files // 2)
-        self._new: dict[Any, asyncio.TimerHandle] = {}  # connections that have not asked anything
+        self._silent: dict[Any, asyncio.TimerHandle] = {}  # connections without a request, longest so first
 
-    def __call__(self) -> web.RequestHandler[web.BaseRequest]:
+    def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
-        self._new[handler] = asyncio.get_running_loop().call_later(_HEADERS_S, transport.abort)
-        if len(self._connections) > self._most:  # who has asked something stays
-            oldest = next(iter(self._new))
+        self.rests(handler, _HEADERS_S)
+        if len(self._connections) > self._most:  # who waits for an answer stays
+            oldest = next(iter(self._silent))
             self.spoke(oldest)
             self._connections[oldest].abort()
 
@@ -98,8 +98,14 @@ class _Front(web.Server):
 
     def spoke(self, handler: Any) -> None:
         """It has sent whole headers."""
-        if (timer := self._new.pop(handler, None)) is not None:
+        if (timer := self._silent.pop(handler, None)) is not None:
             timer.cancel()
+
+    def rests(self, handler: Any, seconds: float = _IDLE_S) -> None:
+        """It has no request, or none any more, and is given so long for one."""
+        transport = self._connections.get(handler)
+        if transport is not None and not transport.is_closing():
+            self._silent[handler] = asyncio.get_running_loop().call_later(seconds, transport.abort)
 
 
 class GatewayServer:
@@ -167,6 +173,8 @@ class GatewayServer:
             response = _error(request, error, session)
             if response.status in (401, 408, 413):
                 response.force_close()
+        finally:
+            self._front.rests(request.protocol)
         await _in_time(request, response)
         return response
 
