@@ -263,7 +263,7 @@ def test_a_step_has_one_name(run: Path, name: str, caplog: pytest.LogCaptureFixt
         "a: ${",
         "a: &a [1]\nb: *a",
         "a: &x [*x]",
-        *["".join(f"a{n}: &a{n} [{'*a%d,' % (n - 1) * 10 if n else 1}]\n" for n in range(9))],
+        "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1},' * 10}]\n" for n in range(1, 9)),
     ],
 )
 def test_yaml_that_stands_for_more_than_it_is(tmp_path: Path, text: str) -> None:
