@@ -38,7 +38,7 @@ MARKER = "verl_like_upload.json"  # {"files": {name: bytes}, "run": whose}
 SHM = Path("/dev/shm/verl_like_models")
 CACHE = Path("~/.cache/verl_like/models")
 _ARROW = ("hdfs", "viewfs", "s3", "gs")
-_STEP = re.compile(r"global_step_(\d+)")
+_STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 _TRIES, _PAUSE_S = 3, 2.0
 _FILE_S, _SLOWEST = (
     60.0,

@@ -77,7 +77,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "garbage": set(),
     "gauges": set(),
     "progress": set(),
-    "small_files": set(),
+    "small_files": {"yaml", "safetensors"},
     "services": set(),
     "config": set(),
     "environments": {"aiohttp", "numpy", "PIL"},  # packages of others: by name, in adapters.py

@@ -78,12 +78,8 @@ def find_faults(checkpoint: Path, folders: Sequence[str], *, top: bool = True) -
     if faults:  # no need to read the others
         return faults
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda name: checksum(checkpoint / name), wanted)
-        return [
-            f"{checkpoint / name} is damaged (CRC-32 {now['crc32']}, {then['crc32']} when it was written)"
-            for (name, then), now in zip(wanted.items(), found, strict=True)
-            if now != then
-        ]
+        found = threads.map(lambda name: _wrong_sum(checkpoint / name, wanted[name]), wanted)
+        return [fault for fault in found if fault]
 
 
 def _folder(name: str) -> str:
@@ -91,9 +87,21 @@ def _folder(name: str) -> str:
 
 
 def _wrong_size(path: Path, expected: Sum) -> str | None:
-    if not path.is_file():
-        return f"{path} is missing"
-    size = path.stat().st_size
+    try:
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+    except OSError as error:  # a name that no file can have, a folder that is not ours
+        return f"{path} cannot be read: {error.strerror}"
     if size != expected["bytes"]:
         return f"{path} has {size} bytes, {expected['bytes']} when it was written"
     return None
+
+
+def _wrong_sum(path: Path, expected: Sum) -> str | None:
+    try:
+        now = checksum(path)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    told = f"{path} is damaged (CRC-32 {now['crc32']}, {expected['crc32']} when it was written)"
+    return None if now == expected else told

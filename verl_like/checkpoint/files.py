@@ -19,6 +19,8 @@ _WRITTEN = (
     "samples/*",
     "samples/*/*",
 )
+_FILES = ("verl_like.log", "metrics.jsonl", "*_run_id", "latest_checkpointed_iteration.txt", "best_checkpoint.json")
+_FOLDERS = ("samples", "workers", *(f"global_step_*[0-9]{end}" for end in ("", ".saving", ".replaced", ".deleted")))
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -41,7 +43,12 @@ def remove(path: Path) -> None:
 
 def linked_folders(key: str, folder: Path) -> list[str]:
     """Lines about the folders in a run's folder, and below, that are links: what belongs there is written where they
-    point to. ValueError, naming `key`, for a link to a file: a run would write outside of what it was given."""
+    point to. ValueError, naming `key`, for a link to a file: a run would write outside of what it was given; and for
+    a folder or a pipe in place of a file, or the other way round, which a run would find at its first save."""
+    for patterns, is_one, what in ((_FILES, Path.is_file, "file"), (_FOLDERS, Path.is_dir, "folder")):
+        for path in (path for pattern in patterns for path in folder.glob(pattern)):
+            if path.exists() and not is_one(path):
+                raise ValueError(f"{key}={str(folder)!r}: {path} is no {what}, and a run keeps one there. Remove it")
     told = []
     for path in (path for pattern in _WRITTEN for path in sorted(folder.glob(pattern))):
         if path.is_symlink() and path.is_dir():

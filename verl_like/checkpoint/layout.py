@@ -26,15 +26,16 @@ from typing import Any
 
 from verl_like.checkpoint.checksums import CHECKSUMS_FILE
 from verl_like.checkpoint.files import remove, write_atomically
-from verl_like.small_files import read_object
+from verl_like.small_files import Form, read_object, read_text
 
 log = logging.getLogger(__name__)
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 STATE_FILE = "trainer_state.json"
 ACTOR, CRITIC = "actor", "critic"
-_STEP_DIR = re.compile(r"global_step_(\d+)")
-_SAVING, _REPLACED, _DELETED = ".saving", ".replaced", ".deleted"  # behind the name of a folder that is none (any more)
+_STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")  # as `step_dir` writes it: one folder a step
+# Behind the name of a folder that is none (any more)
+_SUFFIXES = _SAVING, _REPLACED, _DELETED = (".saving", ".replaced", ".deleted")
 
 FindFaults = Callable[[Path], list[str]]
 
@@ -111,14 +112,20 @@ def find_latest(root: str | Path, find_faults: FindFaults = lambda path: []) -> 
     root, marker = Path(root), Path(root) / LATEST_FILE
     if not root.is_dir():
         return None
-    text = marker.read_bytes()[:99].decode(errors="replace").strip() if marker.is_file() else None
+    try:
+        text, unread = read_text(marker, 99).strip(), ""
+    except (FileNotFoundError, ValueError) as error:
+        text, unread = None, f"{marker} is missing" if isinstance(error, FileNotFoundError) else str(error)
     marked = int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
-    folders = _step_dirs(root)
+    folders = step_dirs(root)
     named = [] if marked is None else [step_dir(root, marked)]
     others = [path for path in reversed(folders) if path not in named]
     faults: list[str] = []
     if marked is None and (folders or text is not None):
-        faults.append(f"{marker} is missing" if text is None else f"{marker} holds {text!r}, not a step")
+        faults.append(unread or f"{marker} holds {text!r}, not a step")
+    for path in root.glob(f"global_step_*/{STATE_FILE}"):
+        if _STEP_DIR.fullmatch(path.parent.name) is None and path.parent.suffix not in _SUFFIXES:
+            log.warning("%s is left out: a checkpoint's folder is called global_step_<number>", path.parent)
     for path in [*named, *others]:
         found = _incomplete(path) or _state_faults(path) or find_faults(path)
         if not found:
@@ -144,7 +151,7 @@ def find_latest(root: str | Path, find_faults: FindFaults = lambda path: []) -> 
 def forget(path: Path) -> None:
     """Delete a checkpoint, and name the newest whole one that is left, or none."""
     remove(path)
-    left = [step_of(other) for other in _step_dirs(path.parent) if not _incomplete(other)]
+    left = [step_of(other) for other in step_dirs(path.parent) if not _incomplete(other)]
     marker = path.parent / LATEST_FILE
     if left:
         write_atomically(marker, str(left[-1]))
@@ -154,7 +161,7 @@ def forget(path: Path) -> None:
 
 def whole_checkpoints(root: str | Path) -> list[Path]:
     """The checkpoints that were written to their end, oldest step first."""
-    return [path for path in _step_dirs(Path(root)) if not _incomplete(path)] if Path(root).is_dir() else []
+    return [path for path in step_dirs(Path(root)) if not _incomplete(path)]
 
 
 def check_checkpoint(path: str | Path, find_faults: FindFaults = lambda path: []) -> Path:
@@ -172,9 +179,9 @@ def write_trainer_state(path: str | Path, state: Mapping[str, Any]) -> None:
     write_atomically(Path(path) / STATE_FILE, json.dumps(state, indent=2, allow_nan=False))
 
 
-def read_trainer_state(path: str | Path) -> dict[str, Any]:
+def read_trainer_state(path: str | Path, form: Form | None = None) -> dict[str, Any]:
     """Return what `write_trainer_state` wrote. ValueError, naming the file, where it is damaged."""
-    return read_object(Path(path) / STATE_FILE)
+    return read_object(Path(path) / STATE_FILE, form, strict=True)
 
 
 def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None, spared: Collection[Path] = ()) -> list[Path]:
@@ -183,7 +190,7 @@ def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None, spared
     A step's folder goes when neither is left in it. `latest`, the newest complete checkpoint, and the spared ones are
     never touched, and these do not count among those to keep; nor does one that a crash left incomplete.
     """
-    done = [path for path in _step_dirs(latest.parent) if step_of(path) <= step_of(latest) and not _incomplete(path)]
+    done = [path for path in step_dirs(latest.parent) if step_of(path) <= step_of(latest) and not _incomplete(path)]
     done = [path for path in done if path not in spared or path == latest]
     kept = {path: {role for role in (ACTOR, CRITIC) if (path / role).is_dir()} for path in done}
     deleted = []
@@ -203,9 +210,10 @@ def rotate(latest: Path, keep_actor: int | None, keep_critic: int | None, spared
     return deleted
 
 
-def _step_dirs(root: Path) -> list[Path]:
+def step_dirs(root: Path) -> list[Path]:
     """The folders named global_step_<number>, oldest step first."""
-    return sorted((path for path in root.iterdir() if _STEP_DIR.fullmatch(path.name) and path.is_dir()), key=step_of)
+    there = root.iterdir() if root.is_dir() else ()
+    return sorted((path for path in there if _STEP_DIR.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
 def _incomplete(path: Path) -> list[str]:

@@ -14,14 +14,14 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
 from verl_like.checkpoint.harmless import HarmlessReader
+from verl_like.small_files import opened_tensors
 
-_VERL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_VERL_FILE = re.compile(r"model_world_size_([0-9]+)_rank_([0-9]+)\.pt")
 _PEFT_PREFIX, _PEFT_PARTS = "base_model.model.", (".base_layer.", ".default.")
 
 
@@ -77,7 +77,7 @@ class VerlFiles:
     def __init__(self, folder: Path, *, trust: bool = False) -> None:
         files = {int(match[2]): path for path in folder.iterdir() if (match := _VERL_FILE.fullmatch(path.name))}
         sizes = {int(match[1]) for path in files.values() if (match := _VERL_FILE.fullmatch(path.name))}
-        if len(sizes) != 1 or sorted(files) != list(range(*sizes)):
+        if len(sizes) != 1 or len(files) != max(sizes) or sorted(files) != list(range(*sizes)):
             raise ValueError(
                 f"{folder} does not hold the files of one run's ranks, model_world_size_W_rank_0.pt to rank_(W-1).pt: "
                 f"it has {', '.join(sorted(path.name for path in files.values()))}"
@@ -136,7 +136,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as stored:
+            with opened_tensors(path) as stored:
                 self._files |= dict.fromkeys(stored.keys(), path)
         self.names = tuple(self._files)
 
@@ -146,7 +146,7 @@ class SafetensorsFolder:
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         found = {}
         for name in names:
-            with safe_open(self._files[name], framework="pt") as stored:
+            with opened_tensors(self._files[name]) as stored:
                 found[name] = stored.get_tensor(name)
         return found
 

@@ -209,9 +209,10 @@ def dictionary_of(row: dict[str, Any], column: str, place: str) -> dict[str, Any
 
 
 def _is_schema(function: Any) -> bool:
-    parameters = function.get("parameters") or {} if isinstance(function, dict) else None
-    is_named = isinstance(parameters, dict) and isinstance(function.get("name"), str)
-    return is_named and isinstance(parameters.get("properties") or {}, dict)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    parameters = function.get("parameters") or {}
+    return isinstance(parameters, dict) and isinstance(parameters.get("properties") or {}, dict)
 
 
 def tools_of(row: dict[str, Any], column: str, place: str) -> list[dict[str, Any]] | None:

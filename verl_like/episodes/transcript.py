@@ -379,7 +379,7 @@ def _with_arguments(call: Message, convert: Callable[[Any], Any]) -> Message:
 def _as_object(arguments: Any) -> Any:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError:  # what the model wrote need not be JSON
+    except (ValueError, RecursionError):  # what the model wrote need not be JSON
         return arguments
 
 

@@ -3,7 +3,6 @@ before torch is imported."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from verl_like.config.errors import ConfigError
 from verl_like.models.location import nearest
 from verl_like.remote import local_folder
+from verl_like.small_files import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What may be said of plain LoRA, W + s B A: any other entry that is set is of a form that is not built.
@@ -23,6 +23,8 @@ _PLAIN_AT = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # the others change the base weights too
 }
+_FORM = {"peft_type": str, "r": int, "lora_alpha": (int, float), "target_modules": (str, list)}
+_MOST_RANK = 1 << 20  # wider than any layer
 _HEAD = (["score"], ["classifier", "score"])  # modules_to_save of a value model
 
 
@@ -39,17 +41,17 @@ def adapter_settings(path: str, key: str, *, of_value_model: bool) -> tuple[dict
             where = "" if folder.is_dir() else nearest(folder)
             raise ConfigError([f"{key}={path}: there is no file {(folder / name).absolute()}{where}; {wanted}"])
     try:
-        saved = json.loads((folder / CONFIG).read_text())
-        rank, alpha, targets = int(saved["r"]), float(saved["lora_alpha"]), saved["target_modules"]
-        if saved["peft_type"] != "LORA" or rank < 1 or alpha <= 0 or not isinstance(targets, str | list):
+        saved = read_object(folder / CONFIG, _FORM, strict=True)
+        rank, alpha, targets = saved["r"], saved["lora_alpha"], saved["target_modules"]
+        if saved["peft_type"] != "LORA" or not 1 <= rank <= _MOST_RANK or not 0 < alpha < 1e30 or not targets:
             raise ValueError(f"peft_type={saved['peft_type']}, r={rank}, lora_alpha={alpha}, target_modules={targets}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError([f"{key}={path}: {CONFIG} describes no LoRA adapter ({error!r}); {wanted}"]) from error
+    except ValueError as error:
+        raise ConfigError([f"{key}={path}: {CONFIG} describes no LoRA adapter ({error}); {wanted}"]) from error
     fits = _PLAIN_AT | {"modules_to_save": _HEAD if of_value_model else ()}
     more = [f"{n}={value}" for n, value in saved.items() if value and n not in _PLAIN and value not in fits.get(n, ())]
     if more:
         fix = "merge it into the model with peft (merge_and_unload), and name that as the model"
         raise ConfigError([f"{key}={path}: its {', '.join(more)} is not available, plain LoRA alone is: {fix}"])
-    alpha *= math.sqrt(rank) if saved.get("use_rslora") else 1
+    alpha = alpha * (math.sqrt(rank) if saved.get("use_rslora") else 1.0)
     settings = {"lora_rank": rank, "lora_alpha": alpha, "target_modules": targets}
     return settings | {"exclude_modules": saved.get("exclude_modules") or None}, saved

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
@@ -34,6 +33,7 @@ from verl_like.models.location import TOKENIZER_FILES, check_location
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
 from verl_like.remote import local_folder, to_shared_memory
+from verl_like.small_files import opened_tensors, read_object
 from verl_like.text import one_line
 from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules
 
@@ -110,8 +110,8 @@ def load_generation_config(path: str, key: str = "model.path") -> dict[str, Any]
     absent = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
     try:
         file = cached_file(local_folder(path, key), "generation_config.json", **absent)
-        return {} if file is None else dict(json.loads(Path(file).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return {} if file is None else read_object(Path(file))
+    except (OSError, ValueError) as error:
         what = f"{key}={path}: its generation_config.json cannot be used: {error}"
         raise ValueError(f"{what}. It must be an object, whose eos_token_id are the ids that end a response") from error
 
@@ -381,7 +381,7 @@ def _load_weights(
 def _stored_tensor(folder: Path, name: str) -> Tensor | None:
     """One tensor out of the safetensors files of a folder, if it is there."""
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
+        with opened_tensors(file) as stored:
             if name in stored.keys():  # noqa: SIM118 (not a dict)
                 return stored.get_tensor(name)
     return None

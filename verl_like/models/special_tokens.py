@@ -42,7 +42,7 @@ class SpecialTokens:
 
     def _is_word(self, text: str, number: int) -> bool:
         """Whether an ordinary word or sign was made special (pad_token="!"), which texts hold without meaning it."""
-        model = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
+        model: Any = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
         may_be = isinstance(model, BPE) and (text.isalnum() or len(text) < 3)
         return may_be and [token.id for token in model.tokenize(text)] == [number]
 

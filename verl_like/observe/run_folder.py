@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from verl_like.small_files import parse_object, read_object, read_text
+from verl_like.small_files import parse_object, read_bytes, read_object, read_yaml
 
 METRICS, CONFIG, ENVIRONMENT, SAMPLES = "metrics.jsonl", "config.yaml", "environment.json", "samples"
 
@@ -42,8 +42,8 @@ class Run:
         if not path.exists():
             return {}
         try:
-            found = yaml.safe_load(read_text(path)) or {}
-        except (yaml.YAMLError, RecursionError) as error:
+            found = yaml.safe_load(read_yaml(path)) or {}
+        except yaml.YAMLError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         if not isinstance(found, dict):
             raise ValueError(f"{path} is damaged: it holds no mapping")
@@ -102,7 +102,7 @@ class Run:
 def records(path: Path) -> list[dict[str, Any]]:
     """The records of one file of samples; none where the run thinned the file out meanwhile."""
     try:
-        text = path.read_bytes()
+        text = read_bytes(path, sys.maxsize)
     except FileNotFoundError:
         return []
     return [parse_object(line, f"{path}, line {n}") for n, line in enumerate(text.split(b"\n"), start=1) if line]
@@ -135,7 +135,9 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[int, dict[str, float | No
             if line.endswith(b"\n"):
                 record = parse_object(line, f"{path}, line {number}", {"step": int})
                 step, _ = record.pop("step"), record.pop("time", None)
-                steps[step] = {**steps.get(step, {}), **record.pop("data", {}), **record}
+                if not isinstance(data := record.pop("data", {}), dict):
+                    raise ValueError(f"{path}, line {number} is damaged: data={data!r:.60}")
+                steps[step] = {**steps.get(step, {}), **data, **record}
     return dict(sorted(steps.items()))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from verl_like.config import TrainerConfig
 from verl_like.observe.run_folder import flat
 from verl_like.observe.samples import Sample
+from verl_like.small_files import read_text
 
 COLUMNS = ["input", "output", "gts", "score"]
 TABLE = "val/generations"
@@ -56,7 +57,7 @@ class ServiceTracker:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._config = folder, dict(config)
         id_file = folder / f"{self.name}_run_id"
-        run_id = id_file.read_text().strip() if resumed and id_file.exists() else None
+        run_id = read_text(id_file, 1000).strip() if resumed and id_file.exists() else None
         options = dict(trainer.logger_kwargs.get(self.name, {}))
         try:
             self._run = self._start(trainer.project_name, trainer.experiment_name, run_id, options)

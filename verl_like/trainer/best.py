@@ -37,7 +37,7 @@ class Best:
                 known: Any = kept.get("validations") or [[kept.get("step"), kept.get("value")]]
                 try:
                     self._seen = {int(step): float(value) for step, value in known if step <= resumed_at}
-                except (TypeError, ValueError) as error:
+                except (TypeError, ValueError, OverflowError) as error:
                     raise ValueError(f"{file} is damaged: validations={known!r:.60}") from error
         there = [step for step in self._bests() if step and step_dir(root, step).is_dir()]
         self._kept = there[-1] if there else None  # the newest best that is a whole checkpoint

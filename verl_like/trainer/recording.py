@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,10 @@ class Recorded:
             found["media"] = [[MediaHandle(**each) for each in row] for row in found["media"]]
         for row in found.get("rows", []):
             row.media[:] = [MediaHandle(**each) for each in row.media]
-        return kind(**found)
+        try:
+            return kind(**found)
+        except TypeError as error:  # a column too many, or too few
+            raise ConfigError([f"a recorded step is damaged: {error}"]) from error
 
 
 def step_file(folder: Path, step: int) -> Path:
@@ -59,7 +63,8 @@ def step_file(folder: Path, step: int) -> Path:
 
 def recorded_steps(folder: Path) -> list[int]:
     """Those that the folder holds, in order."""
-    return sorted(int(path.stem.partition("_")[2]) for path in folder.glob("step_*.safetensors"))
+    found = (re.fullmatch(r"step_(0|[1-9][0-9]{0,17})\.safetensors", path.name) for path in folder.glob("step_*"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def write_step(file: Path, stages: Stages, facts: dict[str, Any]) -> None:
@@ -80,9 +85,10 @@ def read_step(file: Path) -> Recorded:
         with safe_open(file, framework="pt") as opened:
             header = json.loads(opened.metadata()["step"])
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dictionary
+        columns = {key: (tensors | header["lists"])[key] for key in header["order"]}
+        return Recorded(columns=columns, facts=dict(header["facts"]))
     except Exception as error:  # safetensors raises kinds of its own
         raise ConfigError([f"{file} holds no recorded step (trainer.record_freq): {error}"]) from error
-    return Recorded(columns={key: (tensors | header["lists"])[key] for key in header["order"]}, facts=header["facts"])
 
 
 def _plain(value: Any) -> Any:

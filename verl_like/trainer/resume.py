@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from verl_like.checkpoint.checksums import CHECKSUMS_FILE, find_faults
@@ -24,6 +25,7 @@ from verl_like.checkpoint.layout import (
     find_latest,
     read_trainer_state,
     step_dir,
+    step_dirs,
     step_of,
     whole_checkpoints,
 )
@@ -34,7 +36,7 @@ from verl_like.config.roles import RoleConfig, roles_of
 from verl_like.config.schema import keys
 from verl_like.observe.redaction import redacted_tree
 from verl_like.remote import RemoteFolder, is_remote
-from verl_like.small_files import parse_object, read_object, read_text
+from verl_like.small_files import parse_object, read_object, read_yaml
 from verl_like.trainer.compose import to_dict
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def fetch_resume(settings: TrainerConfig) -> None:
                 "from the newest with resume_mode=auto"
             )
         return
-    here = [step_of(path) for path in root.glob("global_step_*") if path.name.rpartition("_")[2].isdecimal()]
+    here = map(step_of, step_dirs(root))
     newer = [step for step in remote.steps() if step > max(here, default=0)]
     newer = _of_this_run(remote, newer, whole_checkpoints(root)) if newer else []
     if newer:
@@ -236,10 +238,10 @@ def saved_config(path: Path) -> dict[str, Any]:
     """The configuration a checkpoint was saved under; empty where an older version wrote none."""
     file = path / CONFIG_FILE
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(read_text(file))) if file.exists() else {}
+        tree = OmegaConf.to_container(OmegaConf.create(read_yaml(file))) if file.exists() else {}
         if not isinstance(tree, dict):
             raise ValueError(f"it holds {type(tree).__name__} where sections are expected")
-    except (ValueError, YAMLError, RecursionError) as error:
+    except (ValueError, YAMLError, RecursionError, OmegaConfBaseException) as error:
         told = " ".join(str(error).removeprefix(f"{file} is damaged: ").split())
         raise ValueError(
             f"{file} is damaged: {told}. Remove it: the run then goes on, but is not told which keys changed"
@@ -270,10 +272,10 @@ def _faults(path: Path, roles: Sequence[RoleConfig]) -> list[str]:
     if not (path / ACTOR).is_dir():
         return [f"{path / ACTOR} is missing"]
     try:
-        state = read_object(path / STATE_FILE, {"state": dict, "source": (dict, type(None))})["state"]
+        state = read_trainer_state(path, {"state": dict, "source": (dict, type(None))})["state"]
     except ValueError as error:
         return [str(error)]
-    if state.get("step") != step_of(path):
+    if type(state.get("step")) is not int or state["step"] != step_of(path):
         return [f"{path / STATE_FILE} is damaged: it is of step {state.get('step')!r:.60}"]
     parts = [f"{role.name}/{part}" for role in roles for part in _PARTS if part in role.checkpoint.load_contents]
     return find_faults(path, parts) or [fault for part in parts for fault in faults_of(path / part)]

@@ -231,7 +231,7 @@ def test_rows_that_failed_do_not_rename_what_a_source_is_judged_by(lost: str) ->
 
 def test_what_reward_functions_call_their_values_takes_no_place_of_ours() -> None:
     outcomes = [to_outcome({"score": 1.0, "seconds": 7.0, "k" * 10_000: 1.0})] * 2
-    metrics = reward_metrics(to_scores(outcomes, ["toy"] * 2))
+    metrics = RewardManager.metrics(to_scores(outcomes, ["toy"] * 2))
     assert metrics["reward/seconds/mean"] == 0.0 and max(map(len, metrics)) < 300
 
 

@@ -7,18 +7,24 @@ import os
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.unit.trainer.test_resume import checkpoint, config_of
 from verl_like.checkpoint import layout
 from verl_like.checkpoint.checksums import collect
 from verl_like.checkpoint.files import linked_folders
+from verl_like.checkpoint.lock import RunLock, RunLocked
+from verl_like.checkpoint.weights import SafetensorsFolder
 from verl_like.config import TrainerConfig
 from verl_like.config.errors import ConfigError
 from verl_like.observe.run_folder import read_metrics, read_run
 from verl_like.trainer.best import BEST_FILE, Best
 from verl_like.trainer.checkpoints import Checkpoints
+from verl_like.trainer.recording import read_step, recorded_steps, step_file
 from verl_like.trainer.resume import find_resume
 
 MARKER = layout.LATEST_FILE
@@ -211,3 +217,111 @@ def test_links_in_a_runs_folder_are_followed_or_refused_and_said(tmp_path: Path)
         with pytest.raises(ValueError, match=rf"trainer.log_dir='.*/run': .*{name} is a link to .*Remove the link"):
             linked_folders("trainer.log_dir", folder)
         (folder / name).unlink()
+
+
+def to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, to_itself])
+@pytest.mark.parametrize("name", ["trainer_state.json", "checksums.json"])
+def test_what_is_no_file_is_a_fault_of_its_step_and_nobody_waits_for_it(run: Path, name: str, make: Any) -> None:
+    path = run / "global_step_7" / name
+    path.unlink()
+    make(path)
+    assert find_resume(config_of(run)) == run / "global_step_6"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"state": {"step": 7, "kl": NaN}, "source": null}',
+        '{"state": {"step": 7, "kl": 1e999}, "source": null}',
+        '{"state": {"step": 7.0}, "source": null}',
+        '{"state": {"step": 7}, "state": {"step": 7}, "source": null}',
+    ],
+)
+def test_a_state_that_no_run_writes_is_not_loaded(run: Path, text: str) -> None:
+    newest = run / "global_step_7"
+    (newest / "checksums.json").unlink()
+    (newest / "trainer_state.json").write_text(text)
+    assert find_resume(config_of(run)) == run / "global_step_6"
+
+
+@pytest.mark.parametrize("name", ["008", "٨", "+8", "8e0"])
+def test_a_step_has_one_name(run: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    (run / "global_step_7").rename(run / f"global_step_{name}")
+    (run / MARKER).unlink()
+    assert find_resume(config_of(run)) == run / "global_step_6"
+    assert f"global_step_{name} is left out" in caplog.text
+    assert [path.name for path in layout.whole_checkpoints(run)] == ["global_step_3", "global_step_6"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: ${",
+        "a: &a [1]\nb: *a",
+        "a: &x [*x]",
+        "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1},' * 10}]\n" for n in range(1, 9)),
+    ],
+)
+def test_yaml_that_stands_for_more_than_it_is(tmp_path: Path, text: str) -> None:
+    path = checkpoint(tmp_path)
+    (path / "checksums.json").unlink()
+    (path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"config.yaml is damaged: .*Remove it"):
+        find_resume(config_of(tmp_path))
+
+
+def test_a_name_that_no_file_can_have_is_a_fault_of_its_step(run: Path) -> None:
+    (run / "global_step_7" / "checksums.json").write_text(json.dumps({"x" * 300: {"bytes": 1, "crc32": "0"}}))
+    assert find_resume(config_of(run)) == run / "global_step_6"
+
+
+@pytest.mark.parametrize("name", [MARKER, "metrics.jsonl", "best_checkpoint.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_what_is_in_the_way_is_told_before_a_run(tmp_path: Path, name: str, make: Any) -> None:
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"trainer.default_local_dir=.*{name} is no file, and a run keeps one there"):
+        linked_folders("trainer.default_local_dir", tmp_path)
+
+
+def test_a_file_in_place_of_a_step_is_told_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "global_step_4.saving").touch()
+    with pytest.raises(ValueError, match=r"global_step_4.saving is no folder"):
+        linked_folders("trainer.default_local_dir", tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_pipes_and_folders_in_a_runs_folder_are_named(tmp_path: Path, make: Any) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": 5}\n')
+    for name in ("config.yaml", "environment.json", BEST_FILE, "run.lock"):
+        make(tmp_path / name)
+    run = read_run(tmp_path)
+    with pytest.raises(ValueError, match=r"config.yaml is damaged: it is no file|config.yaml cannot be read"):
+        _ = run.config
+    with pytest.raises(ValueError, match=r"environment.json is damaged: it is no file|environment.json cannot be read"):
+        _ = run.environment
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1 is damaged: data=5"):
+        _ = run.steps
+    with pytest.raises(ValueError, match=BEST_FILE):
+        Best(TrainerConfig(best_metric="m"), tmp_path, resumed_at=3)
+    with pytest.raises(RunLocked, match=r"run.lock"):
+        RunLock(tmp_path, "r").acquire()
+
+
+@pytest.mark.parametrize("data", [b"", b"abc", (1 << 62).to_bytes(8, "little") + b"{}"])
+def test_damaged_safetensors_are_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize("header", ["[]", "{}", '{"order": ["b"], "lists": {}, "facts": {}}', '{"order": 5}'])
+def test_a_damaged_recorded_step_is_named(tmp_path: Path, header: str) -> None:
+    save_file({"a": torch.zeros(1)}, step_file(tmp_path, 1), {"step": header})
+    (tmp_path / "step_x.safetensors").touch()
+    assert recorded_steps(tmp_path) == [1]
+    with pytest.raises(ConfigError, match=r"step_1.safetensors holds no recorded step"):
+        read_step(step_file(tmp_path, 1))

@@ -23,6 +23,8 @@ _FORCED = ("required", "function", "any", "tool")  # kinds of tool_choice that d
 _NOT_SERVED = (
     *("logprobs", "top_logprobs", "echo", "functions", "function_call", "audio", "logit_bias"),  # chat completions
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),  # vLLM's and SGLang's
+    *("regex", "json_schema", "ebnf", "structural_tag", "use_beam_search", "prompt_logprobs", "chat_template"),
+    *("continue_final_message", "allowed_token_ids", "bad_words", "stop_token_ids", "min_tokens", "ignore_eos"),
     *("background", "conversation", "prompt"),  # responses
     *("container", "mcp_servers"),  # messages
 )
@@ -37,15 +39,16 @@ def _text(content: Any, where: str) -> str:
         if part["type"] in ("text", "input_text", "output_text", "refusal"):
             parts.append(part.get("text") or part.get("refusal") or "")
         elif part["type"] not in ("thinking", "redacted_thinking"):
-            what = f"a part of type {part['type']!r} is not available: the policy reads text"
-            raise Refused(f"{where}: {what}", param=f"{where}[{place}]")
+            what = f"a part of type {part['type']!r:.60} is not available: the policy reads text"
+            raise Refused(f"{where}[{place}]: {what}", param=f"{where}[{place}]")
     return "".join(parts)
 
 
 def _options(body: Mapping[str, Any], tools: list[dict[str, Any]], *names: str) -> dict[str, Any]:
     """Of `Asked`: all but the messages. Refused for what there is not."""
-    if body.get("n") not in (None, 1):
-        raise Refused(f"n={body['n']}: one answer a request; ask several times", param="n")
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            raise Refused(f"{name}={body[name]!r:.60}: one answer a request; ask several times", param=name)
     for name in _NOT_SERVED:
         if body.get(name):
             raise Refused(f"{name} is not available", param=name)
@@ -59,10 +62,11 @@ def _options(body: Mapping[str, Any], tools: list[dict[str, Any]], *names: str) 
     most = body.get(name)
     if most is not None and most < 1:
         raise Refused(f"{name}={most}: must be a whole number of at least 1", param=name)
-    stop = body.get("stop") or body.get("stop_sequences") or []
+    field = "stop" if body.get("stop") else "stop_sequences"
+    stop = body.get(field) or []
     stop = [stop] if isinstance(stop, str) else stop
     if "" in stop:
-        raise Refused("stop must be a text or a list of texts, none of them empty", param="stop")
+        raise Refused(f"{field} must be a text or a list of texts, none of them empty", param=field)
     return {"tools": tools or None, "max_tokens": most, "stop": tuple(stop), **_choice(body, tools)}
 
 
@@ -73,7 +77,7 @@ def _choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict
     about: Mapping[str, Any] = choice if isinstance(choice, dict) else {"type": choice}
     kind, name = about["type"], about.get("name") or (about.get("function") or {}).get("name")
     if kind not in (None, "none", "auto", *_FORCED):
-        raise Refused(f"tool_choice of type {kind!r} is not available", param="tool_choice")
+        raise Refused(f"tool_choice of type {kind!r:.60} is not available", param="tool_choice")
     known = [tool["function"]["name"] for tool in tools]
     forced = tuple(each for each in known if name in (None, each)) if kind in _FORCED else None
     if forced == ():
@@ -86,7 +90,7 @@ def _role(message: Mapping[str, Any], where: str) -> str:
     role = message.get("role") or ""
     role = "system" if role == "developer" else role
     if role not in _ROLES:
-        what = f"a message has the role {role!r}: there are {', '.join(_ROLES)} and developer"
+        what = f"{where}: a message has the role {role!r:.60}: there are {', '.join(_ROLES)} and developer"
         raise Refused(what, param=f"{where}.role")
     return role
 
@@ -95,7 +99,8 @@ def _function(tool: tuple[str, Mapping[str, Any] | None], where: str) -> dict[st
     """A tool as the chat template is shown it. Refused for what is no function with a name."""
     kind, function = tool
     if kind != "function":
-        raise Refused(f"a tool of type {kind!r} is not available: functions alone", param=f"{where}.type")
+        what = f"{where}.type: a tool of type {kind!r:.60} is not available: functions alone"
+        raise Refused(what, param=f"{where}.type")
     if not (function or {}).get("name"):
         raise Refused(f"{where} must be a function with a name", param=where)
     return {"type": "function", "function": dict(function or {})}
@@ -257,7 +262,9 @@ class Responses:
                 role = _role(item, where)
                 messages.append({"role": role, "content": _text(item.get("content"), f"{where}.content")})
             elif kind != "reasoning":
-                raise Refused(f"an input item of type {kind!r} is not available", param=f"{where}.type")
+                raise Refused(f"{where}.type: an item of type {kind!r:.60} is not available", param=f"{where}.type")
+        if not messages:
+            raise Refused("input is empty", param="input")
         tools = _tools(body, lambda tool: (tool["type"], {name: tool[name] for name in tool if name != "type"}))
         if any("logprobs" in each for each in body.get("include") or []):
             raise Refused("logprobs is not available", param="include")

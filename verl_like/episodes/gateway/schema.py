@@ -15,6 +15,7 @@ from verl_like.episodes.gateway.session import Refused
 
 # No conversation that a context holds comes near these; what parsing, template and digests cost stays below a second.
 MOST_DEPTH, MOST_ITEMS, MOST_DIGITS = 100, 100_000, 100
+MOST_TEXTS = 64  # of stop texts, which an engine looks for at each token
 _MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a surrogate pair
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -70,7 +71,7 @@ RESPONSES: dict[str, Any] = _COMMON | {
 
 def read(data: bytearray, schema: dict[str, Any]) -> dict[str, Any]:
     """The object that these bytes are. Refused names the field of another type."""
-    _require_bounded(data)
+    _require_bounded(data, "the body")
     try:
         value = json.loads(
             data.decode(), object_pairs_hook=_object, parse_int=_whole, parse_float=_number, parse_constant=_number
@@ -86,7 +87,7 @@ def read(data: bytearray, schema: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _require_bounded(data: bytearray) -> None:
+def _require_bounded(data: bytes | bytearray, where: str) -> None:
     depth = items = 0
     for mark in _MARKS.finditer(data):
         found = mark[0][0]
@@ -96,7 +97,7 @@ def _require_bounded(data: bytearray) -> None:
         elif found in b"]}":
             depth -= 1
         if depth > MOST_DEPTH or items > MOST_ITEMS:
-            raise Refused(f"the body has more than {MOST_DEPTH} levels, or more than {MOST_ITEMS} items")
+            raise Refused(f"{where} has more than {MOST_DEPTH} levels, or more than {MOST_ITEMS} items", param=where)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -127,6 +128,8 @@ def _check(value: Any, schema: Any, where: str, want: str = "") -> None:
     if not _fits(value, schema):
         raise Refused(f"{where or 'the body'} must be {want}, not {_said(value)}", param=where or None)
     if isinstance(schema, list):
+        if schema == [_TEXT] and len(value) > MOST_TEXTS:
+            raise Refused(f"{where} has {len(value)} texts: at most {MOST_TEXTS}", param=where)
         for place, item in enumerate(value):
             _check(item, schema[0], f"{where}[{place}]")
     elif isinstance(schema, dict):
@@ -137,6 +140,8 @@ def _check(value: Any, schema: Any, where: str, want: str = "") -> None:
                 _check(value[name], inner, path)
             elif key != name:
                 raise Refused(f"{path} is missing", param=path)
+    elif where.endswith(".arguments"):  # JSON in a text, which is parsed too
+        _require_bounded(value.encode(), where)
 
 
 def _fits(value: Any, schema: Any) -> bool:

@@ -43,8 +43,25 @@ _BODY_S = 20.0  # to send one, and to read what is answered
 _LINGER_S = 2.0  # what is still sent after a refusal is read for so long, so that the refusal is seen
 _MOST_CONNECTIONS = 4096
 _READ_BYTES = 1 << 14  # at a time: the parser keeps the interpreter's lock, for milliseconds if these are tiny chunks
-_SMALL_BYTES, _LARGE_AT_ONCE = 1 << 16, 4  # bodies in memory
+_SMALL_BYTES = 1 << 16
 _MOST_SAID = 500  # characters of a reason
+
+
+class _Connection(web.RequestHandler):
+    """What is no HTTP is told as JSON too, in the form of the API that was meant, as far as that is known."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)
+        what = f"no request that can be read: {(message or 'Bad Request').splitlines()[0]}"
+        response = _error(request, Refused(what, status=status), None)
+        response.force_close()
+        return response
 
 
 class _Front(web.Server):
@@ -62,14 +79,17 @@ class _Front(web.Server):
         )
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = _MOST_CONNECTIONS if files < 0 else min(_MOST_CONNECTIONS, files // 2)
-        self._new: dict[Any, asyncio.TimerHandle] = {}  # connections that have not asked anything
+        self._silent: dict[Any, asyncio.TimerHandle] = {}  # connections without a request, longest so first
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
-        self._new[handler] = asyncio.get_running_loop().call_later(_HEADERS_S, transport.abort)
-        if len(self._connections) > self._most:  # who has asked something stays
-            oldest = next(iter(self._new))
+        self.rests(handler, _HEADERS_S)
+        if len(self._connections) > self._most:  # who waits for an answer stays
+            oldest = next(iter(self._silent))
             self.spoke(oldest)
             self._connections[oldest].abort()
 
@@ -79,8 +99,14 @@ class _Front(web.Server):
 
     def spoke(self, handler: Any) -> None:
         """It has sent whole headers."""
-        if (timer := self._new.pop(handler, None)) is not None:
+        if (timer := self._silent.pop(handler, None)) is not None:
             timer.cancel()
+
+    def rests(self, handler: Any, seconds: float = _IDLE_S) -> None:
+        """It has no request, or none any more, and is given so long for one."""
+        transport = self._connections.get(handler)
+        if transport is not None and not transport.is_closing():
+            self._silent[handler] = asyncio.get_running_loop().call_later(seconds, transport.abort)
 
 
 class GatewayServer:
@@ -105,7 +131,6 @@ class GatewayServer:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._listen(), self._loop))
 
     async def _listen(self) -> None:
-        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._front = _Front(self._handle)
         self._runner = web.ServerRunner(self._front, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -151,6 +176,8 @@ class GatewayServer:
             response = web.json_response(body, status=status, headers={"x-should-retry": "false"})
             if status in (401, 408, 413):
                 response.force_close()
+        finally:
+            self._front.rests(request.protocol)
         await _in_time(request, response)
         return response
 
@@ -191,14 +218,20 @@ class GatewayServer:
         return web.json_response(written)
 
     async def _read(self, request: web.BaseRequest, session: Session, form: Form) -> tuple[dict[str, Any], Asked]:
-        """The body, and what it asks for. Large ones wait for each other."""
+        """The body, and what it asks for. Large ones of a session wait for each other."""
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Refused("Unsupported Media Type: a compressed body; send it as it is", status=415)
         most, length = 2 * session.rules.most_chars, request.content_length
+        if expected := request.headers.get("Expect"):
+            if expected.lower() != "100-continue":
+                raise Refused(f"Expectation Failed: Expect: {expected:.60}", status=417)
+            if (length or 0) <= most:
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                request.writer.output_size = 0  # of the answer, which is yet to come
         data = bytearray()
         async with AsyncExitStack() as stack:
             if length is None or length > _SMALL_BYTES:
-                await stack.enter_async_context(self._large)
+                await stack.enter_async_context(session.large)
             if length is None or length <= most:
                 try:
                     async with asyncio.timeout(_BODY_S):

@@ -130,6 +130,7 @@ class Session:
         self.episode = EPISODE.get()  # whose it is, for logs
         self.replies: list[Reply] = []
         self.counts: Counter[str] = Counter()
+        self.large = asyncio.Semaphore(2)  # bodies that are being read: a slow client keeps no other session waiting
         self.waiting = 0  # requests that have no answer yet
         self.closed = False
         self.failure: BaseException | None = None  # of the engine: no fault of the program's
@@ -384,5 +385,5 @@ def _plain_call(call: dict[str, Any]) -> list[Any]:
     arguments = call.get("arguments")
     try:
         return [call.get("name"), json.loads(arguments) if isinstance(arguments, str) else arguments]
-    except ValueError:
+    except (ValueError, RecursionError):
         return [call.get("name"), arguments]

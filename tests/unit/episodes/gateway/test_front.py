@@ -221,3 +221,84 @@ def test_the_policy_is_asked_in_the_episodes_loop_and_nothing_else_is_done_there
 
     _, turns = served(Here(count_up), talk, total=20_000)
     assert threads == {threading.main_thread().name} and written(turns) == ["answer 1<|im_end|>"]
+
+
+def test_bad_http_is_json_and_who_expects_to_be_asked_on_is() -> None:
+    async def talk(url: str, key: str, session: Session) -> None:
+        def head(length: str, more: str = "") -> bytes:
+            return f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\n{length}\r\n{more}\r\n".encode()
+
+        chunked = head("Transfer-Encoding: chunked")
+        for sent in (
+            head("Content-Length: -1"),
+            head("Content-Length: 5", "Content-Length: 6\r\n"),
+            b"\x16\x03\x01",
+            chunked + b"zz\r\n",
+        ):
+            answer = await raw(url, sent)
+            status, _, body = answer.partition(b"\r\n\r\n")
+            assert status.startswith(b"HTTP/1.1 400 ") or status.startswith(b"HTTP/1.0 400 "), answer
+            assert json.loads(body)["error"]["message"].startswith("no request that can be read: ")
+        body = json.dumps(bodies(CHAT)).encode()
+        expects = f"Content-Length: {len(body)}"
+        answer = await raw(url, head(expects, "Expect: 100-continue\r\nConnection: close\r\n") + body)
+        assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+        assert (await raw(url, head(expects, "Expect: x\r\nConnection: close\r\n") + body)).startswith(b"HTTP/1.1 417 ")
+
+    served(Policy(count_up), talk)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "field"),
+    [
+        (CHAT, {"stop": [str(number) for number in range(65)]}, "stop"),
+        (MESSAGES, {"stop_sequences": [""]}, "stop_sequences"),
+        (CHAT, {"best_of": 10**9}, "best_of"),
+        (CHAT, {"regex": "a+"}, "regex"),
+        (CHAT, {"min_tokens": 5}, "min_tokens"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": [{"type": "function_call", "arguments": "[" * 30_000}]}, "input[0].arguments"),
+        (MESSAGES, {"messages": [{"role": "x", "content": "a"}]}, "messages[0]"),
+        (MESSAGES, {"tools": [{"type": "web", "name": "a"}]}, "tools[0].type"),
+    ],
+)
+def test_more_than_can_be_served_is_a_400_that_names_the_field(path: str, more: dict[str, Any], field: str) -> None:
+    async def talk(url: str, key: str, session: Session) -> None:
+        async with httpx.AsyncClient(headers={"x-api-key": key}) as client:
+            answer = await client.post(url + path, json=bodies(path) | more)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(field), answer.text
+
+    served(Policy(count_up), talk)
+
+
+def test_slow_and_idle_clients_of_one_session_keep_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 8)
+
+    async def talk(url: str, key: str, session: Session) -> None:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nContent-Length: 200000\r\n\r\n"
+        models = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\n\r\n"
+        others = []
+        for sent in (*[head] * 5, *[models] * 9):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(sent.encode())
+            others.append(writer)
+            if sent == models:
+                await reader.readline()
+        own = gateway.open(Session(session.rules, session._ask))
+        async with httpx.AsyncClient(headers={"x-api-key": own}, timeout=5) as client:
+            body = json.dumps(bodies(CHAT, metadata={"a": "b" * 80_000}))
+            assert (await client.post(url + CHAT, content=body)).status_code == 200
+        gateway.end(own)
+        for writer in others:
+            writer.close()
+
+    opened = server.GatewayServer.start
+    gateway: Any = None
+
+    async def start(self: Any) -> None:
+        nonlocal gateway
+        gateway = self
+        await opened(self)
+
+    monkeypatch.setattr(server.GatewayServer, "start", start)
+    served(Policy(count_up), talk)
