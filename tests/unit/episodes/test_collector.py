@@ -538,20 +538,19 @@ def test_a_row_without_what_training_reads_is_a_failed_reward(
         rollouts, pending = made.next_batch(1)
         scores = pending.result()
         failed = {rollouts.rows[f.row].index: f.kind for f in scores.failures if f is not None}
-        assert failed == {1: "bad_value", 4: "bad_value"} and int(scores.valid_B.sum()) == 10
-        assert made.metrics()["outcomes/grader_error"] == 2
-        assert "step 1: 2 of 12 rows lack a value" in caplog.text and "algorithm.gdpo_reward_keys=part" in caplog.text
+        # an asynchronous batch is what finished first: a position may be in the next one
+        lack = {1, 4} & {row.index for row in rollouts.rows} if asynchronous else {1, 4}
+        assert failed == dict.fromkeys(lack, "bad_value") and int(scores.valid_B.sum()) == 12 - len(lack)
+        assert made.metrics().get("outcomes/grader_error", 0) == len(lack)
+        told = f"step 1: {len(lack)} of 12 rows lack a value" in caplog.text
+        assert told == bool(lack) == ("algorithm.gdpo_reward_keys=part" in caplog.text)
 
 
 def test_a_group_that_lacks_the_metric_of_the_filter_is_no_end_of_the_run(data: PromptDataset) -> None:
     with collector(data, verdict=lacking, algorithm=filtering(metric="part")) as (made, _):
         rollouts, pending = made.next_batch(1)
-        assert {row.index for row in rollouts.rows} == {
-            2,
-            3,
-            5,
-            6,
-        }  # 0 teaches nothing; 1 and 4 have one row to compare
+        # 0 teaches nothing; 1 and 4 have one row to compare
+        assert {row.index for row in rollouts.rows} == {2, 3, 5, 6}
         assert pending.result().valid_B.all()
 
 
