@@ -15,12 +15,12 @@ from verl_like.config.availability import NO_EFFECT, newer_than_here, without_ef
 from verl_like.config.doctor import IDLE, covers, idle
 from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import foreign_names_of
+from verl_like.config.readers import readers
 from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
 from verl_like.observe.redaction import redacted_tree
 from verl_like.trainer.compose import compose_tree, followers_of, to_config
 
 Rows = list[tuple[str, str]]
-READ_BY = Path(__file__).parents[1] / "config" / "readers.txt"  # key, modules that read it (`make docs`)
 
 
 def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path] = ()) -> Rows:
@@ -48,7 +48,7 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     rows += [("no effect if", row.why) for row in IDLE if covers(row, key.path)]
     rows += [("follow it", ", ".join(followers[key.path]))] if key.path in followers else []
     rows += [("deprecated", f"use {DEPRECATED[key.path]}")] if key.path in DEPRECATED else []
-    rows += [("read by", _read_by(key.path))]
+    rows += [("read by", ", ".join(readers()[key.path]) or "nobody")]
     rows += [("other names", "; ".join(names))] if (names := other_names(key.path)) else []
     return [*rows, ("beside it", _siblings(key.path))]
 
@@ -85,11 +85,6 @@ def _effect(key: Key, config: PPOConfig, followers: dict[str, list[str]]) -> str
     if not reasons:
         return "yes"
     return "none: " + "; ".join(reason.partition(": ")[2] for reason in reasons)
-
-
-def _read_by(path: str) -> str:
-    lines = (line.split() for line in READ_BY.read_text(encoding="utf-8").splitlines())
-    return ", ".join(next(modules for key, *modules in lines if key == path)) or "nobody"
 
 
 def _type_of(key: Key) -> str:

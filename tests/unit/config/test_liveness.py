@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from scripts.config_docs import readers_table
-from scripts.readers import PACKAGE, _attribute_types, _Nodes, _Scope, _scopes, readers
 from verl_like.config.aliases import DEPRECATED, Change
 from verl_like.config.availability import NO_EFFECT, NOT_YET
 from verl_like.config.outcomes import GRADED, LOST
+from verl_like.config.readers import PACKAGE, _attribute_types, _Nodes, _Scope, _scopes, readers
 from verl_like.config.schema import Key, get_value, keys
 from verl_like.trainer.compose import _apply, _base, to_config
-from verl_like.trainer.explaining import READ_BY
 
 # Where the rules of `sample` do not give a legal value.
 SAMPLES: dict[str, Any] = {
@@ -150,10 +148,6 @@ def legal_without_reader() -> set[str]:
     return {*NOT_YET, *NO_EFFECT}
 
 
-def test_what_explain_tells_of_readers_is_current():
-    assert READ_BY.read_text() == readers_table(), "run python -m scripts.config_docs"
-
-
 def test_every_key_is_read_or_accounted_for():
     table = read_by()
     assert set(table) == set(keys())
@@ -198,5 +192,5 @@ def test_the_documentation_page_is_current():
     """Names, meanings and defaults; who reads a key may change from commit to commit without a new page."""
     text = (PACKAGE.parent / "docs" / "configuration.md").read_text()
     missing = [path for path, key in keys().items() if key.doc.replace("|", "\\|") not in text]
-    assert missing == [], "run python -m scripts.config_docs"
+    assert missing == [], "run python -m verl_like.trainer.config_docs"
     assert "**nobody**" not in text

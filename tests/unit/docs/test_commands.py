@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.verl_settings import tables
-from scripts.config_docs import ESSENTIAL
 from verl_like.cli.main import VERBS
 from verl_like.config.errors import ConfigError
 from verl_like.config.schema import find_key, keys, sections
 from verl_like.trainer.compose import compose
+from verl_like.trainer.config_docs import ESSENTIAL
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")])

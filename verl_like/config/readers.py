@@ -1,5 +1,4 @@
-"""Which module reads which key, found in the source: the table behind docs/configuration.md, `verl-like explain`
-and the liveness test.
+"""Which module reads which key, found in the source: the table behind docs/configuration.md and the liveness test.
 
 The scan follows types: annotated arguments and attributes, plain assignments, and attribute chains through the config
 dataclasses. An attribute of the same name anywhere in the package is taken to hold any of the config types it is given
@@ -21,7 +20,7 @@ from verl_like.config.schema import keys
 
 Kinds = frozenset[type]
 _NONE: Kinds = frozenset()
-PACKAGE = Path(__file__).resolve().parents[1] / "verl_like"
+PACKAGE = Path(__file__).resolve().parents[1]
 # Inside config/ only these use values; the doctor merely checks them.
 _CONFIG_READERS = ("batch_plan.py", "micro_batches.py", "placement.py", "roles.py")
 
