@@ -24,7 +24,7 @@ from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.doctor_sleep import impossible_sleep
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
-from verl_like.config.idle import Idle, other_estimator
+from verl_like.config.idle import Idle, idle_while, other_estimator
 from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement, is_apart
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, roles_of
@@ -280,21 +280,9 @@ IDLE: tuple[Idle, ...] = (
         f"no KL term needs a reference ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)",
     ),
     Idle(("critic.",), _no_critic, "there is no critic (algorithm.adv_estimator is not gae)"),
-    Idle(
-        (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
-        lambda c: not c.actor_rollout_ref.actor.use_kl_loss,
-        f"{_ACTOR}.use_kl_loss is false",
-    ),
-    Idle(
-        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
-        lambda c: not c.algorithm.use_kl_in_reward,
-        "algorithm.use_kl_in_reward is false",
-    ),
-    Idle(
-        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-        lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.type == "fixed",
-        "algorithm.kl_ctrl.type is fixed",
-    ),
+    idle_while(f"{_ACTOR}.use_kl_loss", "false", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
+    idle_while("algorithm.use_kl_in_reward", "false", "algorithm.kl_penalty", "algorithm.kl_ctrl."),
+    idle_while("algorithm.kl_ctrl.type", "fixed", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
     Idle(
         ("algorithm.gamma",),
         lambda c: other_estimator(c, *DISCOUNTING_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "remax"),
@@ -312,21 +300,12 @@ IDLE: tuple[Idle, ...] = (
         "algorithm.adv_estimator is not grpo, grpo_passk, gdpo or gigpo",
     ),
     *LOSS_IDLE,
-    Idle(
-        (f"{_ACTOR}.loss_scale_factor",),
-        lambda c: c.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
-        f"{_ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm",
-    ),
+    idle_while(f"{_ACTOR}.loss_agg_mode", "not seq-mean-token-sum-norm", f"{_ACTOR}.loss_scale_factor"),
     *(
-        Idle(
-            (f"{section}.optim.min_lr_ratio", f"{section}.optim.num_cycles"),
-            condition,
-            f"{section}.optim.warmup_style is constant",
+        idle_while(
+            f"{section}.optim.warmup_style", "constant", f"{section}.optim.min_lr_ratio", f"{section}.optim.num_cycles"
         )
-        for section, condition in (
-            (_ACTOR, lambda c: c.actor_rollout_ref.actor.optim.warmup_style == "constant"),
-            ("critic", lambda c: c.critic.optim.warmup_style == "constant" and not _no_critic(c)),
-        )
+        for section in (_ACTOR, "critic")
     ),
     Idle(
         (f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
@@ -368,37 +347,21 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.trainer.device == "cpu" and c.actor_rollout_ref.rollout.name != "hf",
         "trainer.device is cpu",
     ),
-    Idle(
-        tuple(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
-        lambda c: not c.actor_rollout_ref.rollout.val_kwargs.do_sample,
-        f"{_ROLLOUT}.val_kwargs.do_sample is false",
+    idle_while(
+        f"{_ROLLOUT}.val_kwargs.do_sample",
+        "false",
+        *(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
     ),
     Idle(
         (f"{_ROLLOUT}.multi_turn.", f"{_ROLLOUT}.agent.num_workers"),
         lambda c: not has_turns(c),
         f"{_ROLLOUT}.multi_turn.enable is false",
     ),
-    Idle(
-        (f"{_ROLLOUT}.sync_probe_tolerance",),
-        lambda c: not c.actor_rollout_ref.rollout.sync_probe,
-        f"{_ROLLOUT}.sync_probe is false",
-    ),
-    Idle(
-        ("data.filter_overlong_prompts_workers",),
-        lambda c: not c.data.filter_overlong_prompts,
-        "data.filter_overlong_prompts is false",
-    ),
-    Idle(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle is false"),
-    Idle(
-        ("data.sampler.class_name", "data.sampler.kwargs"),
-        lambda c: c.data.sampler.class_path is None,
-        "data.sampler.class_path is null",
-    ),
-    Idle(
-        ("data.custom_cls.name", "data.custom_cls.kwargs"),
-        lambda c: c.data.custom_cls.path is None,
-        "data.custom_cls.path is null",
-    ),
+    idle_while(f"{_ROLLOUT}.sync_probe", "false", f"{_ROLLOUT}.sync_probe_tolerance"),
+    idle_while("data.filter_overlong_prompts", "false", "data.filter_overlong_prompts_workers"),
+    idle_while("data.shuffle", "false", "data.seed"),
+    idle_while("data.sampler.class_path", "null", "data.sampler.class_name", "data.sampler.kwargs"),
+    idle_while("data.custom_cls.path", "null", "data.custom_cls.name", "data.custom_cls.kwargs"),
     Idle(
         ("data.extra",),
         lambda c: c.data.custom_cls.path is None and c.data.sampler.class_path is None,
@@ -409,14 +372,10 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.data.sampler.class_path is not None,
         "data.sampler draws the prompts",
     ),
-    Idle(("data.max_prompt_id_length",), lambda c: c.data.prompt_id_key is None, "data.prompt_id_key is not set"),
+    idle_while("data.prompt_id_key", "not set", "data.max_prompt_id_length"),
     Idle(("critic.model.custom_chat_template",), lambda c: True, "the critic sees the policy's tokens"),
-    Idle(
-        ("trainer.resume_from_path",),
-        lambda c: c.trainer.resume_mode != "resume_path",
-        "trainer.resume_mode is not resume_path",
-    ),
-    Idle(("trainer.best_mode",), lambda c: c.trainer.best_metric is None, "trainer.best_metric is not set"),
+    idle_while("trainer.resume_mode", "not resume_path", "trainer.resume_from_path"),
+    idle_while("trainer.best_metric", "not set", "trainer.best_mode"),
     Idle(
         ("trainer.total_epochs",),
         lambda c: c.trainer.total_training_steps is not None,
@@ -442,21 +401,14 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.actor_rollout_ref.rollout.name == "recorded",
         f"{_ROLLOUT}.name=recorded: the responses of each group are there",
     ),
-    Idle(("ray_init.",), lambda c: c.trainer.launcher == "local", "trainer.launcher is local"),
-    Idle(
-        ("custom_reward_function.name",),
-        lambda c: c.custom_reward_function.path is None,
-        "custom_reward_function.path is not set",
+    idle_while("trainer.launcher", "local", "ray_init."),
+    idle_while(
+        "custom_reward_function.path", "not set", "custom_reward_function.name", "custom_reward_function.reward_kwargs"
     ),
     Idle(
         ("reward_model.rule", "reward_model.rule_by_source", "reward_model.rule_kwargs"),
         lambda c: c.custom_reward_function.path is not None and not c.reward_model.weights,
         "custom_reward_function.path grades all rows",
-    ),
-    Idle(
-        ("custom_reward_function.reward_kwargs",),
-        lambda c: c.custom_reward_function.path is None,
-        "custom_reward_function.path is not set",
     ),
     *REWARD_IDLE,
     *REWARD_MODEL_IDLE,

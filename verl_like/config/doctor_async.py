@@ -3,7 +3,7 @@
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.correction import corrects
 from verl_like.config.doctor_rewards import scored_together
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, idle_while
 from verl_like.config.placement import samples_alone
 from verl_like.config.ppo import PPOConfig
 
@@ -64,4 +64,4 @@ def impossible_async(config: PPOConfig) -> list[str]:
     return problems
 
 
-ASYNC_IDLE: tuple[Idle, ...] = (Idle(("async_training.",), lambda c: not c.asynchronous, "trainer.mode is sync"),)
+ASYNC_IDLE: tuple[Idle, ...] = (idle_while("trainer.mode", "sync", "async_training."),)

@@ -2,7 +2,7 @@
 
 from verl_like.config import batch_plan
 from verl_like.config.correction import corrects
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, idle_while
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.rollout import distortions
 
@@ -101,16 +101,13 @@ def risky_baseline(config: PPOConfig) -> list[str]:
 
 
 CORRECTION_IDLE: tuple[Idle, ...] = (
-    Idle(
-        (f"{_SECTION}.rollout_is_threshold", f"{_SECTION}.rollout_is_batch_normalize"),
-        lambda c: c.algorithm.rollout_correction.rollout_is is None,
-        f"{_SECTION}.rollout_is is not set",
+    idle_while(
+        f"{_SECTION}.rollout_is",
+        "not set",
+        f"{_SECTION}.rollout_is_threshold",
+        f"{_SECTION}.rollout_is_batch_normalize",
     ),
-    Idle(
-        (f"{_SECTION}.rollout_rs_threshold",),
-        lambda c: c.algorithm.rollout_correction.rollout_rs is None,
-        f"{_SECTION}.rollout_rs is not set",
-    ),
+    idle_while(f"{_SECTION}.rollout_rs", "not set", f"{_SECTION}.rollout_rs_threshold"),
     Idle(
         (f"{_SECTION}.rollout_is", f"{_SECTION}.rollout_is_threshold", f"{_SECTION}.rollout_is_batch_normalize"),
         lambda c: weights_idle(c) and c.algorithm.rollout_correction.rollout_is is not None,

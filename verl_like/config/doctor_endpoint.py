@@ -1,6 +1,6 @@
 """Checks of `rollout.name=openai`: a model that is asked for text, and is nobody's to train."""
 
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, idle_while
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 
@@ -30,10 +30,4 @@ def impossible_endpoint(config: PPOConfig) -> list[str]:
     return problems
 
 
-ENDPOINT_IDLE: tuple[Idle, ...] = (
-    Idle(
-        (f"{_ROLLOUT}.openai.",),
-        lambda c: c.actor_rollout_ref.rollout.name != "openai",
-        f"{_ROLLOUT}.name is not openai",
-    ),
-)
+ENDPOINT_IDLE: tuple[Idle, ...] = (idle_while(f"{_ROLLOUT}.name", "not openai", f"{_ROLLOUT}.openai."),)

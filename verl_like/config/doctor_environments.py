@@ -1,6 +1,6 @@
 """Checks of `env.*`."""
 
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, idle_while
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 
@@ -49,8 +49,8 @@ _OF_FILES = (
 )
 ENV_IDLE: tuple[Idle, ...] = (
     Idle(_OF_FILES, lambda c: bool(c.env.train.tags), "env.train.tags plays environments, which score themselves"),
-    Idle(("env.",), lambda c: not c.env.train.tags, "env.train.tags is empty"),
-    Idle(("env.render_save_dir", "env.val."), lambda c: not c.env.val.tags, "env.val.tags is empty"),
+    idle_while("env.train.tags", "empty", "env."),
+    idle_while("env.val.tags", "empty", "env.render_save_dir", "env.val."),
     Idle(
         (f"{_GATEWAY}host", f"{_GATEWAY}port"),
         lambda c: not runs_programs(c.actor_rollout_ref.rollout),

@@ -4,7 +4,7 @@ from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import takes_own_log_probs
 from verl_like.config.doctor_correction import is_reinforce
 from verl_like.config.enums import LOSS_MODES
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, idle_while
 from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, UNBIASED_KL_KINDS
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
@@ -112,12 +112,8 @@ LOSS_IDLE: tuple[Idle, ...] = (
         lambda c: takes_own_log_probs(c) and _actor(c).ratio_skip_threshold is not None,
         "with one update per rollout batch the old log-probs are the update's own: all ratios are 1",
     ),
-    Idle((f"{_ACTOR}.use_unbiased_kl",), lambda c: not _actor(c).use_kl_loss, f"{_ACTOR}.use_kl_loss is false"),
-    Idle(
-        (f"{_ACTOR}.sample_weight.difficulty_key",),
-        lambda c: not _actor(c).sample_weight.difficulty,
-        f"{_ACTOR}.sample_weight.difficulty is false",
-    ),
+    idle_while(f"{_ACTOR}.use_kl_loss", "false", f"{_ACTOR}.use_unbiased_kl"),
+    idle_while(f"{_ACTOR}.sample_weight.difficulty", "false", f"{_ACTOR}.sample_weight.difficulty_key"),
     Idle(
         (f"{_ACTOR}.sample_weight.scope",),
         lambda c: not (_actor(c).sample_weight.difficulty or _actor(c).sample_weight.length),

@@ -2,7 +2,7 @@
 
 from verl_like.config.doctor_environments import has_turns
 from verl_like.config.doctor_rewards import scored_together
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, idle_while
 from verl_like.config.outcomes import OutcomesConfig
 from verl_like.config.ppo import PPOConfig
 
@@ -40,11 +40,7 @@ OUTCOME_IDLE: tuple[Idle, ...] = (
         lambda c: not _retries(c.actor_rollout_ref.rollout.outcomes),
         f"no outcome in {_KEY} is sampled again (retry)",
     ),
-    Idle(
-        (f"{_KEY}.timed_out",),
-        lambda c: c.actor_rollout_ref.rollout.outcomes.episode_timeout is None,
-        f"{_KEY}.episode_timeout is null",
-    ),
+    idle_while(f"{_KEY}.episode_timeout", "null", f"{_KEY}.timed_out"),
     Idle(
         (f"{_KEY}.tool_error", f"{_KEY}.environment_error"),
         lambda c: not has_turns(c),

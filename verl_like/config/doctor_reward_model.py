@@ -1,7 +1,7 @@
 """The doctor's checks of reward_model.enable: the model that scores, and the processes it runs in."""
 
 from verl_like.config.enums import REWARD_MANAGERS
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, idle_while
 from verl_like.config.placement import is_apart
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import REWARD, classifies, generates
@@ -100,15 +100,12 @@ _SETTINGS = (
 )
 
 REWARD_MODEL_IDLE: tuple[Idle, ...] = (
-    Idle(
-        tuple(f"reward_model.{name}" for name in _SETTINGS),
-        lambda c: not c.reward_model.enable,
-        "reward_model.enable is false",
-    ),
-    Idle(
-        ("reward_model.nnodes", "reward_model.n_gpus_per_node"),
-        lambda c: c.reward_model.enable and not c.reward_model.enable_resource_pool,
-        "reward_model.enable_resource_pool is false: the reward model runs in the policy's processes",
+    idle_while("reward_model.enable", "false", *(f"reward_model.{name}" for name in _SETTINGS)),
+    idle_while(
+        "reward_model.enable_resource_pool",
+        "false: the reward model runs in the policy's processes",
+        "reward_model.nnodes",
+        "reward_model.n_gpus_per_node",
     ),
     Idle(
         (

@@ -4,7 +4,7 @@ import math
 
 from verl_like.config.doctor_environments import has_turns
 from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
-from verl_like.config.idle import Idle, other_estimator
+from verl_like.config.idle import Idle, idle_while, other_estimator
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.reward_execution import JudgeConfig
 from verl_like.config.roles import generates
@@ -248,11 +248,7 @@ def _no_norm(config: PPOConfig) -> bool:
 
 
 REWARD_IDLE: tuple[Idle, ...] = (
-    Idle(
-        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
-        lambda c: c.algorithm.adv_estimator != "gdpo",
-        "algorithm.adv_estimator is not gdpo",
-    ),
+    idle_while("algorithm.adv_estimator", "not gdpo", "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
     Idle(
         (
             *(f"algorithm.{name}" for name in ("reward_norm.", "reward_scaling.", "agent_reward_norm.", "reward_clip")),
@@ -283,36 +279,18 @@ REWARD_IDLE: tuple[Idle, ...] = (
         lambda c: c.reward_model.sandbox_fusion.url is not None,
         "reward_model.sandbox_fusion.url is set: programs run there",
     ),
-    Idle(
-        ("reward_model.sandbox_fusion.",),
-        lambda c: c.reward_model.sandbox_fusion.url is None,
-        "reward_model.sandbox_fusion.url is not set",
-    ),
-    Idle(
-        ("algorithm.reward_norm.shift", "algorithm.reward_norm.scale"),
-        _no_norm,
-        "algorithm.reward_norm.kind is null",
-    ),
+    idle_while("reward_model.sandbox_fusion.url", "not set", "reward_model.sandbox_fusion."),
+    idle_while("algorithm.reward_norm.kind", "null", "algorithm.reward_norm.shift", "algorithm.reward_norm.scale"),
     Idle(
         ("algorithm.reward_norm.scale",),
         lambda c: not _no_norm(c) and c.algorithm.reward_norm.shift,
         "algorithm.reward_norm.shift wins over it",
     ),
-    Idle(
-        ("algorithm.reward_scaling.center",),
-        lambda c: not c.algorithm.reward_scaling.enable,
-        "algorithm.reward_scaling.enable is false: centring belongs to scaling",
+    idle_while(
+        "algorithm.reward_scaling.enable", "false: centring belongs to scaling", "algorithm.reward_scaling.center"
     ),
-    Idle(
-        ("algorithm.agent_reward_norm.grouping",),
-        lambda c: c.algorithm.agent_reward_norm.method == "identity",
-        "algorithm.agent_reward_norm.method is identity",
-    ),
-    Idle(
-        ("algorithm.agent_reward_norm.clip",),
-        lambda c: c.algorithm.agent_reward_norm.method != "asym_clip",
-        "algorithm.agent_reward_norm.method is not asym_clip",
-    ),
+    idle_while("algorithm.agent_reward_norm.method", "identity", "algorithm.agent_reward_norm.grouping"),
+    idle_while("algorithm.agent_reward_norm.method", "not asym_clip", "algorithm.agent_reward_norm.clip"),
     Idle(("algorithm.reward_clip",), lambda c: not c.algorithm.reward_clip, "0 means off"),
     Idle(("algorithm.token_reward_clip",), lambda c: not c.algorithm.token_reward_clip, "0 means off"),
     Idle(("algorithm.advantage_clip",), lambda c: not c.algorithm.advantage_clip, "0 means off"),
@@ -321,50 +299,41 @@ REWARD_IDLE: tuple[Idle, ...] = (
         lambda c: c.algorithm.adv_estimator in WHITENING_ESTIMATORS,
         "algorithm.adv_estimator whitens its advantages anyway",
     ),
-    Idle(("algorithm.pf_ppo.",), lambda c: not c.algorithm.use_pf_ppo, "algorithm.use_pf_ppo is false"),
-    Idle(
-        ("algorithm.pf_ppo.weight_pow",),
-        lambda c: c.algorithm.use_pf_ppo and c.algorithm.pf_ppo.reweight_method != "pow",
-        "algorithm.pf_ppo.reweight_method is not pow",
-    ),
-    Idle(
-        tuple(
+    idle_while("algorithm.use_pf_ppo", "false", "algorithm.pf_ppo."),
+    idle_while("algorithm.pf_ppo.reweight_method", "not pow", "algorithm.pf_ppo.weight_pow"),
+    idle_while(
+        "algorithm.filter_groups.enable",
+        "false",
+        *(
             f"algorithm.filter_groups.{name}"
             for name in ("metric", "range", "std_threshold", "resample", "max_num_gen_batches")
         ),
-        lambda c: not c.algorithm.filter_groups.enable,
-        "algorithm.filter_groups.enable is false",
     ),
     Idle(
         ("data.gen_batch_size",),
         lambda c: not c.algorithm.filter_groups.enable,
         "only dynamic sampling draws more than once a step, and algorithm.filter_groups.enable is false",
     ),
-    Idle(
-        ("data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches"),
-        lambda c: c.algorithm.filter_groups.enable and not c.algorithm.filter_groups.resample,
-        "algorithm.filter_groups.resample is false: prompts are drawn once a step",
+    idle_while(
+        "algorithm.filter_groups.resample",
+        "false: prompts are drawn once a step",
+        "data.gen_batch_size",
+        "algorithm.filter_groups.max_num_gen_batches",
     ),
-    Idle(
-        tuple(f"{_ROLLOUT}.scheduler.additional_prompts.{name}" for name in ("max", "aborted")),
-        lambda c: not c.actor_rollout_ref.rollout.scheduler.additional_prompts.enable,
-        f"{_ROLLOUT}.scheduler.additional_prompts.enable is false",
+    idle_while(
+        f"{_ROLLOUT}.scheduler.additional_prompts.enable",
+        "false",
+        *(f"{_ROLLOUT}.scheduler.additional_prompts.{name}" for name in ("max", "aborted")),
     ),
     Idle(
         ("reward_model.launch_reward_fn_async",),
         lambda c: c.algorithm.filter_groups.enable,
         "algorithm.filter_groups chooses groups by their scores, so grading ends before log-probs are computed",
     ),
-    Idle(
-        ("reward_model.length_reward.coef",),
-        lambda c: not c.reward_model.length_reward.enable,
-        "reward_model.length_reward.enable is false",
-    ),
-    Idle(
-        tuple(
-            f"reward_model.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log", "truncated", "only_key")
-        ),
-        lambda c: not c.reward_model.overlong_buffer.enable,
-        "reward_model.overlong_buffer.enable is false",
+    idle_while("reward_model.length_reward.enable", "false", "reward_model.length_reward.coef"),
+    idle_while(
+        "reward_model.overlong_buffer.enable",
+        "false",
+        *(f"reward_model.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log", "truncated", "only_key")),
     ),
 )
