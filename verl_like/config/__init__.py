@@ -31,11 +31,7 @@ from verl_like.config.optim import OptimConfig
 from verl_like.config.outcomes import OutcomesConfig
 from verl_like.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
-from verl_like.config.reward import (
-    CustomRewardFunctionConfig,
-    RewardModelConfig,
-    RewardNetworkConfig,
-)
+from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig, RewardNetworkConfig
 from verl_like.config.reward_execution import JudgeConfig, SandboxConfig, SandboxFusionConfig
 from verl_like.config.rollout import (
     AgentConfig,

@@ -114,11 +114,7 @@ CORRECTION_IDLE: tuple[Idle, ...] = (
         f"the loss's own ratio is trainer / sampler ({_SECTION}.bypass_mode or actor.old_log_probs=rollout, with "
         "loss_type=ppo_clip)",
     ),
-    Idle(
-        (f"{_SECTION}.loss_type",),
-        lambda c: not two_policies(c),
-        f"{_SECTION}.bypass_mode is false",
-    ),
+    Idle((f"{_SECTION}.loss_type",), lambda c: not two_policies(c), f"{_SECTION}.bypass_mode is false"),
     Idle(
         ("actor_rollout_ref.actor.policy_loss.loss_mode",),
         is_reinforce,

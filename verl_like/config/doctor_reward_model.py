@@ -89,15 +89,7 @@ _FORWARD = (
     "ulysses_sequence_parallel_size",
 )
 _NETWORK = ("input_tokenizer", "external_lib", "use_shm", "use_remove_padding", "fsdp_config.")
-_SETTINGS = (
-    "model.",
-    "rollout.",
-    "model_type",
-    "enable_resource_pool",
-    "nnodes",
-    "n_gpus_per_node",
-    *_FORWARD,
-)
+_SETTINGS = ("model.", "rollout.", "model_type", "enable_resource_pool", "nnodes", "n_gpus_per_node", *_FORWARD)
 
 REWARD_MODEL_IDLE: tuple[Idle, ...] = (
     idle_while("reward_model.enable", "false", *(f"reward_model.{name}" for name in _SETTINGS)),

@@ -247,13 +247,7 @@ LOSS_MODES = (
     "policy_gradient",
 )
 KL_MENU = "algorithm.kl_penalty / actor.kl_loss_type"
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 DEFAULT_AGGREGATION = "token-mean"  # where loss_agg_mode is null and the loss has none of its own
 CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_zero")
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")

@@ -15,12 +15,7 @@ from verl_like.config.errors import RunStopped
 from verl_like.config.roles import ACTOR
 from verl_like.observe.domains import domain_metrics
 from verl_like.observe.health_watch import HealthWatch
-from verl_like.observe.metrics import (
-    perf_metrics,
-    rollout_metrics,
-    sequence_balance_metrics,
-    training_metrics,
-)
+from verl_like.observe.metrics import perf_metrics, rollout_metrics, sequence_balance_metrics, training_metrics
 from verl_like.observe.progress import Progress
 from verl_like.observe.report.writer import ReportWriter
 from verl_like.observe.sample_store import SampleStore
@@ -98,9 +93,7 @@ class Reporter:
             **sequence_balance_metrics(num_tokens.tolist(), shares),
             **clock.metrics(),
             **timing_per_token_metrics(
-                clock.seconds,
-                response_tokens=int(rollouts.response_length_B.sum()),
-                total_tokens=int(num_tokens.sum()),
+                clock.seconds, response_tokens=int(rollouts.response_length_B.sum()), total_tokens=int(num_tokens.sum())
             ),
             **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.plan.world_size),
             **self.speed.metrics(rollouts, clock.seconds, metrics),
