@@ -9,16 +9,8 @@ from pathlib import Path
 
 # What a run appends to or writes over in its folder; checkpoints are renamed into their place.
 _WRITTEN = (
-    "*.log",
-    "*.jsonl",
-    "*_run_id",
-    "global_step_*",
-    "workers",
-    "workers/*",
-    "samples",
-    "samples/*",
-    "samples/*/*",
-)
+    "*.log", "*.jsonl", "*_run_id", "global_step_*", "workers", "workers/*", "samples", "samples/*", "samples/*/*",
+)  # fmt: skip
 
 
 def write_atomically(path: Path, text: str) -> None:

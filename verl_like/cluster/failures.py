@@ -11,15 +11,9 @@ from verl_like.cluster.worker_group import WorkerDied, WorkerError
 
 # What torch.distributed says on a rank whose partner went away: an echo of another rank's failure.
 _ECHO_MARKS = (
-    "closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "DistBackendError",
-    "ncclRemoteError",
-    "Connection refused",
-    "connectFullMesh",
-    "Timed out waiting",
-)
+    "closed by peer", "Connection reset", "Broken pipe", "DistBackendError", "ncclRemoteError", "Connection refused",
+    "connectFullMesh", "Timed out waiting",
+)  # fmt: skip
 
 _LOST = ("died", "node")  # kinds of a failure after which there is no process
 

@@ -17,21 +17,7 @@ from multiprocessing import shared_memory
 from types import FrameType
 from typing import Any
 
-from verl_like.cluster.janitor import cleanup_shm, kill_processes, processes_of_run
-
-__all__ = [
-    "StopFlag",
-    "StopRequested",
-    "cleanup_shm",
-    "die_with_parent",
-    "graceful_interrupt",
-    "kill_orphans",
-    "leave_signals_to_driver",
-    "name_shared_memory",
-    "pass_on_sigterm",
-    "sigterm_blocked",
-    "terminated",
-]
+from verl_like.cluster.janitor import kill_processes, processes_of_run
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,7 @@
 """The doctor's checks of the policy's update: which loss reads which knob, and terms that cannot work together."""
 
+from collections.abc import Iterator
+
 from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import takes_own_log_probs
 from verl_like.config.doctor_correction import is_reinforce
@@ -12,19 +14,17 @@ from verl_like.config.roles import needs_critic
 _ACTOR = "actor_rollout_ref.actor"
 
 
-def impossible_losses(actor: ActorConfig) -> list[str]:
+def impossible_losses(actor: ActorConfig) -> Iterator[str]:
     """Combinations that cannot work: keys, values, fix."""
-    problems = []
     if actor.use_kl_loss and actor.use_unbiased_kl and actor.kl_loss_type not in UNBIASED_KL_KINDS:
-        problems.append(
+        yield (
             f"{_ACTOR}.use_unbiased_kl=True with {_ACTOR}.kl_loss_type={actor.kl_loss_type}: a ratio corrects an "
             f"estimate that is unbiased on the policy's own samples; use one of {', '.join(UNBIASED_KL_KINDS)}"
         )
     if actor.rl_loss_coef == 0 and actor.sft_loss_coef == 0 and actor.entropy_coeff == 0:
-        problems.append(
+        yield (
             f"{_ACTOR}.rl_loss_coef=0 with {_ACTOR}.sft_loss_coef=0: nothing would be trained; set one of them above 0"
         )
-    return problems
 
 
 def two_decays(config: PPOConfig) -> list[str]:

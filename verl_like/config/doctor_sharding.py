@@ -1,5 +1,7 @@
 """The doctor's rules about sharding, offload, recomputation and LoRA: see doctor.py."""
 
+from collections.abc import Iterator
+
 from verl_like.config.idle import Idle, idle_while
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import RoleConfig, needs_reference, roles_of
@@ -14,35 +16,31 @@ _ON_HOST = "trainer.device is cpu: everything is in host memory"
 _MODELS = ("actor_rollout_ref.model", "critic.model")
 
 
-def impossible_sharding(config: PPOConfig) -> list[str]:
+def impossible_sharding(config: PPOConfig) -> Iterator[str]:
     """Combinations of sharding settings that cannot work: keys, values, fix."""
-    policy, problems = config.actor_rollout_ref, []
+    policy = config.actor_rollout_ref
     for role in roles_of(config).values():
         if role.tensor > 1:
-            problems += _impossible_tensor(role)
+            yield from _impossible_tensor(role)
     if policy.rollout.name == "vllm" and policy.model.lora_rank > _VLLM_RANKS and not policy.model.lora.merge:
-        problems.append(
+        yield (
             f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank} with actor_rollout_ref.model.lora.merge=False "
             f"and rollout.name=vllm: vLLM keeps adapters up to rank {_VLLM_RANKS}; set model.lora.merge=True"
         )
     if policy.rollout.name == "sglang" and policy.model.lora_rank and not policy.model.lora.merge:
-        problems.append(
+        yield (
             "actor_rollout_ref.model.lora.merge=False with rollout.name=sglang: SGLang is sent whole weights; set "
             "model.lora.merge=True, or rollout.name=vllm"
         )
-    return list(dict.fromkeys(problems))  # with LoRA the reference has the actor's
 
 
-def _impossible_tensor(role: RoleConfig) -> list[str]:
+def _impossible_tensor(role: RoleConfig) -> Iterator[str]:
     """What tensor parallelism of the trainer cannot be combined with."""
-    key, problems = f"{role.tensor_key}={role.tensor}", []
+    key = f"{role.tensor_key}={role.tensor}"
     if role.ulysses > 1:
-        problems.append(f"{key} with {role.ulysses_key}={role.ulysses}: a role has one of the two; set one to 1")
+        yield f"{key} with {role.ulysses_key}={role.ulysses}: a role has one of the two; set one to 1"
     if not role.model.use_remove_padding:
-        problems.append(
-            f"{key} with {role.model_section}.use_remove_padding=False: it works on packed tokens; set it to True"
-        )
-    return problems
+        yield f"{key} with {role.model_section}.use_remove_padding=False: it works on packed tokens; set it to True"
 
 
 def _on_cpu(config: PPOConfig) -> bool:

@@ -22,12 +22,14 @@ class Idle:
 _STATES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("false", "empty", "0"), lambda value: not value),
     **dict.fromkeys(("not set", "null"), lambda value: value is None),
+    "set": lambda value: value is not None,
+    "true": bool,
 }
 
 
 def idle_while(key: str, state: str, *keys: str) -> Idle:
-    """`keys` can have no effect while "KEY is STATE": false, empty, 0, not set, null, a name, or not a name. What
-    stands behind a colon explains it."""
+    """`keys` can have no effect while "KEY is STATE": false, empty, 0, true, not set, null, set, a name, or not a
+    name. What stands behind a colon explains it."""
     word = state.partition(":")[0]
     name = word.removeprefix("not ")
     holds = _STATES.get(word) or (lambda value: (str(value) == name) == (name == word))
