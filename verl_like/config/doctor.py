@@ -5,15 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from verl_like.config.availability import not_available, without_effect
 from verl_like.config.doctor_async import ASYNC_IDLE, impossible_async
-from verl_like.config.doctor_correction import (
+from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
+from verl_like.config.doctor_losses import (
     CORRECTION_IDLE,
+    LOSS_IDLE,
+    aimless_kl,
+    impossible_losses,
     impossible_quantization,
     risky_baseline,
     risky_correction,
+    two_decays,
     two_policies,
+    uncorrected_updates,
 )
-from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
-from verl_like.config.doctor_losses import LOSS_IDLE, aimless_kl, impossible_losses, two_decays, uncorrected_updates
 from verl_like.config.doctor_paths import impossible_paths
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, risky_rewards

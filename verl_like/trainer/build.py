@@ -22,7 +22,7 @@ from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.doctor_paths import DATA_FILES
-from verl_like.config.errors import ConfigError
+from verl_like.config.errors import input_errors
 from verl_like.config.placement import has_further_pools
 from verl_like.config.roles import ACTOR, ROLLOUT, needs_critic, roles_of
 from verl_like.data.build import build_dataset
@@ -279,16 +279,6 @@ def try_rewards(config: PPOConfig, inputs: Inputs, rewards: RewardManager) -> No
     try_out(inputs.train, rewards)
     if config.data.self_check_rows and rewards.rule_grades:
         self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
-
-
-@contextmanager
-def input_errors() -> Iterator[None]:
-    """What is wrong with files and settings is for the user: the message alone. The traceback goes to the log file."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        logger.debug("the run's inputs are refused", exc_info=True)
-        raise error if isinstance(error, ConfigError) else ConfigError([str(error)]) from error
 
 
 def build_reporter(
